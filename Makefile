@@ -1,0 +1,55 @@
+# Two commands do all their own set-up on a machine that has Python alone: `make train` and `make test`.
+#   PYTHON=python3.12        the interpreter that makes the virtual environment
+#   WHEELS="--index-url URL" where every wheel comes from; anything that pip install accepts (default: pip's own setting)
+#   CPU_WHEELS="..."         where the CPU build of torch comes from on Linux without an NVIDIA GPU
+PYTHON ?= python3
+WHEELS ?=
+CPU_WHEELS ?= --index-url https://download.pytorch.org/whl/cpu
+VENV ?= .venv
+
+pip := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(WHEELS) --constraint constraints.txt
+torch := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+# Linux without an NVIDIA GPU takes torch's CPU build, before anything that would pull the CUDA packages: first from
+# pip's own setting (a local folder or mirror may hold it), else from PyTorch's.
+needs_cpu_torch := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
+
+.PHONY: train test lint docs slow clean
+.DEFAULT_GOAL := test
+
+train: $(VENV)/.train
+	$(VENV)/bin/lowtide train --compare $(ARGS)
+
+test: lint
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+slow: $(VENV)/.test
+	$(VENV)/bin/python -m pytest --slow $(ARGS)
+
+docs: $(VENV)/.test
+	$(VENV)/bin/python docs/build.py
+
+clean:
+	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(needs_cpu_torch),yes)
+	$(pip) "torch==$(torch)+cpu" 2>/dev/null || $(pip) $(CPU_WHEELS) "torch==$(torch)"
+else
+	$(pip) "torch==$(torch)"
+endif
+	@touch $@
+
+$(VENV)/.train: $(VENV)/.torch pyproject.toml
+	$(pip) --editable '.[train]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(pip) --editable '.[test]'
+	@touch $@

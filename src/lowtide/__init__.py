@@ -1,0 +1,25 @@
+"""lowtide: train large-vocabulary, long-context language models without the memory peaks.
+
+The final linear layer and its loss in one call, value and gradients, without the logits ever existing
+(`linear_cross_entropy`), and one call that puts it into a Hugging Face model (`patch`).
+"""
+
+from lowtide import errors, nn
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.plan import HeadOptions, HeadPlan, plan_head
+from lowtide.models import PatchReport, patch, unpatch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HeadOptions",
+    "HeadPlan",
+    "PatchReport",
+    "__version__",
+    "errors",
+    "linear_cross_entropy",
+    "nn",
+    "patch",
+    "plan_head",
+    "unpatch",
+]

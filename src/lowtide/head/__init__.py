@@ -1,0 +1,1 @@
+"""Everything between hidden states and a loss: the final linear layer and the loss over its logits, without logits."""

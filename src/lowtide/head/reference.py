@@ -1,0 +1,61 @@
+"""The head's specification in plain PyTorch: the logits exist, and autograd does the rest. Tests compare with it."""
+
+import torch
+from torch import Tensor
+
+
+def logits(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+) -> Tensor:
+    """Return ``cap((input @ linear_weight.T + linear_bias) * logit_scale)`` [..., V], float32 or float64."""
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    z = input.to(dtype) @ linear_weight.to(dtype).T
+    if linear_bias is not None:
+        z = z + linear_bias.to(dtype)
+    z = z * logit_scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    shift: bool = False,
+) -> Tensor:
+    """The twin of `lowtide.linear_cross_entropy`: same arguments, same meaning, with the logits in memory."""
+    if shift:
+        input, target = input[..., :-1, :], target[..., 1:]
+        token_weight = None if token_weight is None else token_weight[..., 1:]
+    z = logits(input, linear_weight, linear_bias, softcap, logit_scale)
+    kept = target != ignore_index
+    y = target.where(kept, 0)
+    lse = z.logsumexp(-1)
+    q = torch.ones(z.shape[-1], dtype=z.dtype, device=z.device) if weight is None else weight.to(z.dtype)
+    nll = q[y] * (lse - z.gather(-1, y[..., None])[..., 0])
+    uniform = (q * (lse[..., None] - z)).sum(-1) / z.shape[-1]
+    loss = (1 - label_smoothing) * nll + label_smoothing * uniform + z_loss * lse**2
+    if token_weight is not None:
+        loss = loss * token_weight.detach().to(z.dtype)
+    loss = loss.where(kept, 0)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    if num_items is not None:
+        return loss.sum() / num_items
+    return loss.sum() / (q[y] * kept).sum()
