@@ -1,1 +1,28 @@
-"""Interim."""
+"""Memory and time: what a run really allocated, its peak, and how long it took."""
+
+from lowtide.measure.allocations import Allocation, Allocations, track_allocations
+from lowtide.measure.child import ChildResult, run_child, run_command
+from lowtide.measure.resident import (
+    cuda_peak_bytes,
+    peak_resident_bytes,
+    reset_cuda_peak,
+    reset_peak_resident,
+    resident_bytes,
+)
+from lowtide.measure.units import gib, mib
+
+__all__ = [
+    "Allocation",
+    "Allocations",
+    "ChildResult",
+    "cuda_peak_bytes",
+    "gib",
+    "mib",
+    "peak_resident_bytes",
+    "reset_cuda_peak",
+    "reset_peak_resident",
+    "resident_bytes",
+    "run_child",
+    "run_command",
+    "track_allocations",
+]

@@ -1,0 +1,140 @@
+"""Run something in a process of its own, where its peak memory is its own too."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.measure.resident import peak_resident_bytes
+
+# The child imports the function by name and writes its value and its own peak: os.wait4 would do for the peak alone,
+# but reports the parent's size where the child's is smaller (the high-water mark survives fork on Linux before exec).
+_CALL = "from lowtide.measure.child import _call_here; _call_here()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildResult:
+    """How a child process ended.
+
+    Attributes:
+        returncode: its exit status; negative: the signal that killed it.
+        seconds: from its start to its end, the interpreter's start included.
+        peak_bytes: its highest resident memory; 0 where the system does not tell.
+        value: what the function returned; None for a command.
+        stdout: what it wrote there; empty where it was not captured.
+        stderr: the same.
+    """
+
+    returncode: int
+    seconds: float
+    peak_bytes: int
+    value: Any = None
+    stdout: str = ""
+    stderr: str = ""
+
+
+def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None, capture: bool = True) -> ChildResult:
+    """Run a command to its end and return its exit status, seconds and peak resident memory.
+
+    Args:
+        command: the program and its arguments; no shell is involved.
+        env: variables to set on top of this process's.
+        capture: keep its output in the result; False lets it write to this process's terminal.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+    start = time.perf_counter()
+    with _file(capture) as out, _file(capture) as err:
+        child = subprocess.Popen(command, env={**os.environ, **(env or {})}, stdout=out, stderr=err)
+        try:
+            peak = _wait(child)
+        except BaseException:  # Ctrl-C reaches the child too: let it end before its files go
+            child.terminate()
+            child.wait()
+            raise
+        return ChildResult(
+            returncode=child.returncode,
+            seconds=time.perf_counter() - start,
+            peak_bytes=peak,
+            stdout=_text(out),
+            stderr=_text(err),
+        )
+
+
+def run_child(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ChildResult:
+    """Call a function in a fresh interpreter and return its value, seconds and peak resident memory.
+
+    Args:
+        function: importable by its module and name: not a lambda, not a local function, not from ``__main__``.
+        args: its positional arguments; they travel as JSON, and so does the value it returns.
+        kwargs: its keyword arguments.
+
+    Raises:
+        ArgumentValueError: the function cannot be imported by name.
+    """
+    if function.__module__ == "__main__" or "<" in function.__qualname__:
+        where = f"{function.__module__}.{function.__qualname__}"
+        raise ArgumentValueError(message("function", "a function that a module holds by name", where))
+    with tempfile.TemporaryDirectory(prefix="lowtide-child-") as folder:
+        answer = Path(folder) / "answer.json"
+        call = {"module": function.__module__, "name": function.__qualname__, "path": sys.path, "answer": str(answer)}
+        env = {"LOWTIDE_CHILD": json.dumps({**call, "args": args, "kwargs": kwargs})}
+        ended = run_command([sys.executable, "-c", _CALL], env=env)
+        if ended.returncode != 0 or not answer.exists():
+            return ended
+        told = json.loads(answer.read_text())
+    return ChildResult(
+        returncode=0,
+        seconds=ended.seconds,
+        peak_bytes=told["peak_bytes"],
+        value=told["value"],
+        stdout=ended.stdout,
+        stderr=ended.stderr,
+    )
+
+
+def _call_here() -> None:
+    """The child's side of `run_child`."""
+    import importlib
+
+    call = json.loads(os.environ.pop("LOWTIDE_CHILD"))
+    sys.path[:] = call["path"]
+    target: Any = importlib.import_module(call["module"])
+    for part in call["name"].split("."):
+        target = getattr(target, part)
+    value = target(*call["args"], **call["kwargs"])
+    Path(call["answer"]).write_text(json.dumps({"value": value, "peak_bytes": peak_resident_bytes()}))
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a child and return its peak resident memory in bytes, 0 where wait4 does not exist."""
+    if not hasattr(os, "wait4"):
+        child.wait()
+        return 0
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_maxrss if sys.platform == "darwin" else usage.ru_maxrss * 1024
+
+
+def _file(capture: bool) -> contextlib.AbstractContextManager[Any]:
+    """Return a temporary file for a child's output (a pipe could fill up), or None to inherit this process's."""
+    return tempfile.TemporaryFile() if capture else contextlib.nullcontext(None)
+
+
+def _text(file: Any) -> str:
+    """Return what a child wrote."""
+    if file is None:
+        return ""
+    file.seek(0)
+    return str(file.read().decode(errors="replace"))

@@ -1,0 +1,11 @@
+"""Bytes as people read them."""
+
+
+def mib(size: float) -> float:
+    """Return bytes in MiB (2**20 bytes)."""
+    return size / 2**20
+
+
+def gib(size: float) -> float:
+    """Return bytes in GiB (2**30 bytes)."""
+    return size / 2**30
