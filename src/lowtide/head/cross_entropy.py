@@ -1,5 +1,174 @@
-"""Interim: the reference behind the public signature, until the real one lands."""
-from lowtide.head import reference
-def linear_cross_entropy(input, linear_weight, target, *, options=None, **kw):
-    """Interim."""
-    return reference.linear_cross_entropy(input, linear_weight, target, **kw)
+"""Cross entropy over the logits of the final linear layer, which are never built."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.head import autograd
+from lowtide.head.arguments import (
+    check_head,
+    check_number,
+    check_per_token,
+    check_target,
+    check_tensor,
+    refuse_transforms,
+    scalar_tensor,
+)
+from lowtide.head.operators import Call
+from lowtide.head.plan import HeadOptions, choose_backend, choose_gradient
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    shift: bool = False,
+    options: HeadOptions | None = None,
+) -> Tensor:
+    r"""Return the cross entropy of ``input @ linear_weight.T`` against ``target``, without the logits in memory.
+
+    With logits :math:`z = \mathrm{cap}(m (x W^T + b))`, :math:`\mathrm{cap}(z) = c \tanh(z / c)` if ``softcap`` is
+    :math:`c`, class weights :math:`q` (1 if not given), :math:`Q = \sum_v q_v`, :math:`a` = ``label_smoothing``,
+    :math:`u` = ``z_loss`` and :math:`\mathrm{lse} = \log \sum_v e^{z_v}`, each kept token's loss is
+
+    .. math:: (1 - a) q_y (\mathrm{lse} - z_y) + \frac{a}{V} (Q \, \mathrm{lse} - \sum_v q_v z_v)
+              + u \, \mathrm{lse}^2
+
+    times its ``token_weight``. The same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``
+    with float32 logits. A chunk of the logits exists at a time; what is stored for backward are the gradients
+    themselves, or the inputs and one number a token. `plan_head` tells which, and the bytes.
+
+    Args:
+        input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
+        linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``; under autocast
+            all are rounded to autocast's dtype for the products, and gradients come in each tensor's own dtype.
+        target: Class indices [...] from 0 to V - 1, or ``ignore_index``; an integer dtype.
+        linear_bias: [V], or None.
+        weight: Class weights [V], or None; not differentiated.
+        reduction: ``"mean"`` over kept tokens (over the sum of their class weights, where ``weight`` is given),
+            ``"sum"``, or ``"none"``: one loss a token, 0 where ignored.
+        ignore_index: Tokens with this target count for nothing, whatever their hidden state holds.
+        label_smoothing: From 0 to 1, as in `torch.nn.functional.cross_entropy`.
+        z_loss: Factor of the squared logsumexp, added to each kept token's loss; not class weighted.
+        softcap: Cap of the logits, above 0, or None.
+        logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
+            a gradient gets it.
+        token_weight: One factor for each token [...], not differentiated and not part of the mean's denominator.
+        num_items: Number above 0, or 0-d tensor (not inspected), that takes the place of the mean's denominator, as
+            gradient accumulation needs. An error with the other reductions.
+        shift: Score ``input[..., :-1, :]`` against ``target[..., 1:]`` without cutting the hidden states. "none" then
+            returns [..., T - 1]. ``token_weight`` is shifted as ``target`` is.
+        options: Memory, accumulation and implementation: see `HeadOptions`.
+
+    Returns:
+        Tensor: Scalar, or [...] with reduction "none"; float32, for float64 inputs float64. The mean over no kept
+        token is NaN, as in `torch.nn.functional.cross_entropy`; with ``num_items``, and as a sum, it is 0.
+
+    Raises:
+        ArgumentValueError: A shape, device or number that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit, or class probabilities as target; also a `TypeError`.
+        TargetIndexError: On the CPU, a target that is neither a class nor ``ignore_index``; also an `IndexError`. On
+            other devices, where a check would stop the host, such a token's loss and gradients are NaN.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an implementation asked
+            for by name that cannot run; also a `RuntimeError`.
+
+    Note:
+        On the CPU ignored tokens are dropped before any product. On other devices they are computed and discarded,
+        since dropping them needs their number on the host. Results are the same, bit for bit, from run to run.
+
+    Example:
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
+        >>> head = torch.nn.Linear(16, 1000, bias=False)
+        >>> labels = torch.randint(0, 1000, (2, 5))
+        >>> linear_cross_entropy(hidden, head.weight, labels, shift=True).backward()
+        >>> head.weight.grad.shape
+        torch.Size([1000, 16])
+    """
+    refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias)
+    dtype = check_head(input, linear_weight, linear_bias)
+    check_target(input, target)
+    V = linear_weight.shape[0]
+    if reduction not in REDUCTIONS:
+        raise ArgumentValueError(message("reduction", "'mean', 'sum' or 'none'", f"{reduction!r}"))
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | torch.SymInt):
+        raise ArgumentTypeError(message("ignore_index", "an int", f"{ignore_index!r}"))
+    if weight is not None and check_tensor("weight", weight).shape != (V,):
+        raise ArgumentValueError(message("weight", f"one class weight for each of {V}", f"shape {list(weight.shape)}"))
+    if token_weight is not None:
+        check_per_token("token_weight", token_weight, input)
+    if options is not None and not isinstance(options, HeadOptions):
+        raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
+    if shift and target.dim() == 0:
+        raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
+    options = options or HeadOptions()
+    choose_backend(options)
+    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and logit_scale.dim() == 0:
+        input = input * logit_scale
+        linear_bias = None if linear_bias is None else linear_bias * logit_scale
+        logit_scale = 1.0
+    length = target.shape[-1] if shift else 0
+    if shift:
+        target = _shifted(target, ignore_index)
+        token_weight = None if token_weight is None else _shifted(token_weight, 0)
+    call = Call(
+        input=input,
+        linear_weight=linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        weight=None if weight is None else weight.detach(),
+        token_weight=None if token_weight is None else token_weight.detach(),
+        num_items=_denominator(num_items, reduction),
+        logit_scale=None if _is_one(logit_scale) else scalar_tensor("logit_scale", logit_scale, torch.float64),
+        dtype=dtype,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),
+        z_loss=check_number("z_loss", z_loss, -math.inf, math.inf),
+        softcap=None if softcap is None else check_number("softcap", softcap, 0, math.inf, above=True),
+        workspace_mib=options.workspace_mib,
+        accumulate=options.accumulate,
+        backend=options.backend,
+    )
+    frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
+    loss = autograd.cross_entropy(call, recompute=choose_gradient(options, reduction, frozen) == "recompute")
+    if reduction != "none":
+        return loss
+    loss = loss.view(target.shape)
+    return loss[..., : max(0, length - 1)] if shift else loss
+
+
+def _shifted(x: Tensor, last: int) -> Tensor:
+    """Return ``x`` moved one step to the left along its last axis, with ``last`` at the end."""
+    return pad(x[..., 1:], (0, 1), value=last) if x.shape[-1] else x
+
+
+def _is_one(logit_scale: float | Tensor) -> bool:
+    return not isinstance(logit_scale, Tensor) and not isinstance(logit_scale, bool) and bool(logit_scale == 1)
+
+
+def _denominator(num_items: float | Tensor | None, reduction: str) -> Tensor | None:
+    if num_items is None:
+        return None
+    if reduction != "mean":
+        raise ArgumentValueError(
+            message("num_items", f"None with reduction={reduction!r}", f"{num_items!r}", "Only a mean is divided.")
+        )
+    if not isinstance(num_items, Tensor):
+        check_number("num_items", num_items, 0, math.inf, above=True)
+    return scalar_tensor("num_items", num_items, torch.float64).detach()

@@ -1,0 +1,154 @@
+"""What every function of the head checks before it plans: shapes, dtypes, devices, and what cannot be differentiated."""
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+
+
+def check_tensor(name: str, value: object) -> Tensor:
+    """Return ``value`` as the tensor that it is.
+
+    Raises:
+        ArgumentTypeError: It is not a tensor.
+    """
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(message(name, "a torch.Tensor", type(value).__name__))
+    return value
+
+
+def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> torch.dtype:
+    """Check hidden states [..., D], weight [V, D] and bias [V], and return the dtype that the GEMMs' operands take.
+
+    Raises:
+        ArgumentTypeError: Not tensors, not floating point, or different dtypes outside autocast.
+        ArgumentValueError: Shapes or devices that do not fit.
+    """
+    check_tensor("input", input)
+    check_tensor("linear_weight", linear_weight)
+    if linear_weight.dim() != 2:
+        raise ArgumentValueError(message("linear_weight", "shape [V, D]", _shape(linear_weight)))
+    V, D = linear_weight.shape
+    if input.dim() == 0 or input.shape[-1] != D:
+        raise ArgumentValueError(message("input", f"shape [..., {D}], as linear_weight is [{V}, {D}]", _shape(input)))
+    dtype = operand_dtype(input)
+    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if tensor is None:
+            continue
+        if not check_tensor(name, tensor).is_floating_point():
+            raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+        if tensor.device != input.device:
+            raise ArgumentValueError(message(name, f"a tensor on {input.device}, as input is", str(tensor.device)))
+        if operand_dtype(tensor) != dtype:
+            raise ArgumentTypeError(
+                message(
+                    name,
+                    f"dtype {input.dtype}, as input has",
+                    str(tensor.dtype),
+                    "Cast one of them, or run under torch.autocast.",
+                )
+            )
+    if linear_bias is not None and linear_bias.shape != (V,):
+        raise ArgumentValueError(
+            message("linear_bias", f"shape [{V}], as linear_weight is [{V}, {D}]", _shape(linear_bias))
+        )
+    return dtype
+
+
+def operand_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast, where it is on, would multiply ``tensor``."""
+    kind = tensor.device.type
+    if tensor.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def check_target(input: Tensor, target: Tensor) -> None:
+    """Check class indices [...] against hidden states [..., D].
+
+    Raises:
+        ArgumentTypeError: Not integers.
+        ArgumentValueError: Another shape or device.
+    """
+    check_tensor("target", target)
+    if target.is_floating_point() or target.is_complex():
+        raise ArgumentTypeError(
+            message(
+                "target",
+                f"class indices, an integer tensor of shape {list(input.shape[:-1])}",
+                f"{target.dtype} of shape {_shape(target)}",
+                "For class probabilities use lowtide.linear_apply with your own function of the logits,"
+                " or lowtide.linear_divergence with a teacher.",
+            )
+        )
+    if target.dtype == torch.bool:
+        raise ArgumentTypeError(message("target", "class indices, an integer tensor", "torch.bool"))
+    check_per_token("target", target, input)
+
+
+def check_per_token(name: str, value: Tensor, input: Tensor) -> None:
+    """Check a tensor [...] with one value for each of the hidden states [..., D].
+
+    Raises:
+        ArgumentValueError: Another shape or device.
+    """
+    if check_tensor(name, value).shape != input.shape[:-1]:
+        raise ArgumentValueError(
+            message(name, f"shape {list(input.shape[:-1])}, as input is {_shape(input)}", _shape(value))
+        )
+    if value.device != input.device:
+        raise ArgumentValueError(message(name, f"a tensor on {input.device}, as input is", str(value.device)))
+
+
+def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """Return ``value`` as a float from ``low`` to ``high``, with ``above`` greater than ``low``.
+
+    Raises:
+        ArgumentTypeError: Not a number.
+        ArgumentValueError: Outside the range, or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        raise ArgumentTypeError(message(name, "a number", f"{value!r}"))
+    if not (low < value <= high if above else low <= value <= high):
+        range_ = f"a number {'above' if above else 'from'} {low}" + ("" if high == torch.inf else f" to {high}")
+        raise ArgumentValueError(message(name, range_, f"{value!r}"))
+    return value if isinstance(value, torch.SymFloat) else float(value)
+
+
+def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
+    """Return a number or a 0-d tensor as a 0-d tensor; a tensor is not inspected.
+
+    Raises:
+        ArgumentTypeError: Neither.
+        ArgumentValueError: A tensor with more than one element's shape.
+    """
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise ArgumentValueError(message(name, "a number or a 0-d tensor", f"shape {_shape(value)}"))
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        raise ArgumentTypeError(message(name, "a number or a 0-d tensor", f"{value!r}"))
+    return torch.full((), value, dtype=dtype)
+
+
+def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
+    """Raise where ``function`` would be differentiated in a way that it has no formula for.
+
+    Raises:
+        UnsupportedError: Forward-mode derivatives, or a transform of torch.func.
+    """
+    if torch.compiler.is_compiling():
+        return
+    way_out = (
+        "Call .backward() or torch.autograd.grad on its result, or build the logits for this one:"
+        " torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
+    )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(message(function, "reverse-mode autograd", "a torch.func transform", way_out))
+    for tensor in tensors:
+        if tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))

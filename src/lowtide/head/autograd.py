@@ -1,0 +1,140 @@
+"""The head in autograd's graph: gradients stored by forward and scaled in backward, or rebuilt there."""
+
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import UnsupportedError
+from lowtide.head import operators
+from lowtide.head.operators import Call, Stored, Wanted
+from lowtide.head.scaling import scaled
+
+_TRAINED = tuple(map(Call._fields.index, ("input", "linear_weight", "linear_bias")))
+_TENSORS = tuple(i for i, hint in enumerate(get_type_hints(Call).values()) if hint in (Tensor, Tensor | None))
+
+TWICE = (
+    "lowtide.linear_cross_entropy: expected to be differentiated once, got a second derivative."
+    " Its gradients are computed without a graph of their own; for second derivatives build the logits:"
+    " torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
+)
+FREED = (
+    "lowtide.linear_cross_entropy: expected one backward through this graph, got a second after its gradients were"
+    " freed. Pass retain_graph=True to the first one."
+)
+
+
+def cross_entropy(call: Call, *, recompute: bool) -> Tensor:
+    """Return the loss of ``call``, a scalar or [N], connected to whichever of its tensors need a gradient.
+
+    Args:
+        call: What was asked, validated.
+        recompute: Whether backward rebuilds the logits, or forward stores the gradients.
+    """
+    wanted = Wanted(*(isinstance(call[i], Tensor) and call[i].requires_grad for i in _TRAINED))
+    loss: Tensor
+    if not (torch.is_grad_enabled() and any(wanted)):
+        loss = operators.cross_entropy(*call, *Wanted(False, False, False), False)[0]
+    elif recompute:
+        loss = _Recomputed.apply(*call)  # type: ignore[no-untyped-call]
+    else:
+        loss = _Stored.apply(wanted, *call)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Stored(torch.autograd.Function):
+    """Forward stores the gradients; backward multiplies them with the upstream one.
+
+    They are kept as attributes, not by save_for_backward: torch.utils.checkpoint would drop them there and compute
+    everything a second time, and they are the smaller thing to keep.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Wanted, *args: Any) -> Tensor:
+        call = Call(*args)
+        stored = Stored(*operators.cross_entropy(*call, *wanted, False))
+        ctx.wanted, ctx.per_token = wanted, call.reduction == "none"
+        ctx.bias_dtype = None if call.linear_bias is None else call.linear_bias.dtype
+        ctx.stored = stored[2:]
+        return stored.loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        if ctx.stored is None:
+            raise UnsupportedError(FREED)
+        dx, dw, db, input_factor, weight_factor = ctx.stored
+        in_place = _may_overwrite()
+        if in_place:
+            ctx.stored = None
+        needs = Wanted(*(ctx.needs_input_grad[1 + i] for i in _TRAINED))
+        grads = [None, None, None]
+        with torch.no_grad():
+            if ctx.wanted.input and needs.input:
+                factor = upstream
+                if ctx.per_token:  # an ignored token stays 0 whatever comes from above
+                    factor = (upstream * input_factor).where(input_factor != 0, 0)
+                elif input_factor.dim() == 0:
+                    factor = upstream * input_factor
+                grads[0] = scaled(dx, factor, in_place)
+            if ctx.wanted.weight and needs.weight:
+                grads[1] = scaled(dw, upstream * weight_factor if weight_factor.dim() == 0 else upstream, in_place)
+            if ctx.wanted.bias and needs.bias:
+                grads[2] = (db * upstream).to(ctx.bias_dtype)
+        return None, *_in_place_of_the_arguments(grads)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Forward stores each token's logsumexp; backward rebuilds the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        call = Call(*args)
+        stored = Stored(*operators.cross_entropy(*call, *Wanted(False, False, False), True))
+        ctx.save_for_backward(stored.lse, *(call[i] for i in _TENSORS))
+        ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
+        return stored.loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        lse, *tensors = ctx.saved_tensors
+        fields = list(ctx.scalars)
+        for i, tensor in zip(_TENSORS, tensors, strict=True):
+            fields[i] = tensor
+        call = Call(*fields)
+        wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TRAINED))
+        with torch.no_grad():
+            dx, dw, db = operators.cross_entropy_backward(*call, *wanted, upstream, lse)
+            grads = [
+                dx if wanted.input else None,
+                dw if wanted.weight else None,
+                db.to(call.linear_bias.dtype) if wanted.bias and call.linear_bias is not None else None,
+            ]
+        return tuple(_in_place_of_the_arguments(grads))
+
+
+def _may_overwrite() -> bool:
+    """Return whether this backward is the last use of what forward stored."""
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _in_place_of_the_arguments(grads: list[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of input, weight and bias at the places of `Call`'s fields, with None elsewhere."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
+        grads = list(_DifferentiatedOnce.apply(*leaves))  # type: ignore[no-untyped-call]
+    placed: list[Tensor | None] = [None] * len(Call._fields)
+    for i, grad in zip(_TRAINED, grads, strict=True):
+        placed[i] = grad
+    return placed
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """Stands behind gradients, so that a second derivative is an error and not a constant in silence."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor | None) -> Any:  # noqa: ARG004
+        return tuple(g if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:  # noqa: ARG004
+        raise UnsupportedError(TWICE)

@@ -1,0 +1,114 @@
+"""The head's three GEMMs over a chunk, for every device and dtype: narrow operands, wide results, no wide weight.
+
+C rows of the chunk, D hidden size, V vocabulary. ``wide`` is float32, or float64 for float64 operands.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowtide.head.plan import HeadPlan
+
+
+class HeadMatmul:
+    """The GEMMs of one call of the head, as its plan chose them.
+
+    Args:
+        weight_VD: The head's weight, of any floating dtype and any strides.
+        plan: Says how each product comes about and how large the weight's blocks are.
+        dtype: dtype that the operands are rounded to: ``input``'s, or autocast's.
+        wide: dtype of the logits and of every sum.
+    """
+
+    def __init__(self, weight_VD: Tensor, plan: HeadPlan, dtype: torch.dtype, wide: torch.dtype) -> None:
+        self.plan, self.dtype, self.wide = plan, dtype, wide
+        needs_whole = plan.backward_gemm != "blocks" or plan.logits_gemm == "out_dtype"
+        if 1 not in weight_VD.stride():
+            weight_VD = weight_VD.contiguous()  # mm would copy it once a chunk
+        self.weight_VD = weight_VD.to(dtype) if needs_whole else weight_VD
+        D = weight_VD.shape[1]
+        self._block = weight_VD.new_empty(plan.block_rows * D, dtype=wide)
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the weight, rounded to the operands' dtype, in blocks of rows of the wide dtype."""
+        V, D = self.weight_VD.shape
+        for start in range(0, V, self.plan.block_rows):
+            part = slice(start, min(start + self.plan.block_rows, V))
+            wide = self._block[: (part.stop - part.start) * D].view(-1, D)
+            yield part, wide.copy_(self.weight_VD[part].to(self.dtype))
+
+    def logits(self, x_CD: Tensor, out_CV: Tensor) -> None:
+        """Write ``x @ weight.T`` into ``out_CV`` of the wide dtype."""
+        if self.plan.logits_gemm == "same":
+            torch.mm(x_CD, self.weight_VD.T, out=out_CV)
+        elif self.plan.logits_gemm == "out_dtype":
+            torch.mm(x_CD, self.weight_VD.T, out_dtype=self.wide, out=out_CV)
+        else:
+            wide_x = x_CD.to(self.wide)
+            for part, w in self._blocks():
+                torch.mm(wide_x, w.T, out=out_CV[:, part])
+
+    def operand(self, g_CV: Tensor) -> Tensor:
+        """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""
+        return _narrow_in_place(g_CV, self.dtype) if self.plan.backward_gemm == "narrow" else g_CV
+
+    def input_grad(self, g_CV: Tensor, out_CD: Tensor) -> None:
+        """Write ``g @ weight`` into ``out_CD``."""
+        if self.plan.backward_gemm == "blocks":
+            total = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
+            total.zero_()
+            for part, w in self._blocks():
+                total.addmm_(g_CV[:, part], w)
+            if total is not out_CD:
+                out_CD.copy_(total)
+        elif out_CD.dtype == g_CV.dtype:
+            torch.mm(g_CV, self.weight_VD, out=out_CD)
+        elif g_CV.is_cuda:
+            torch.mm(g_CV, self.weight_VD, out_dtype=out_CD.dtype, out=out_CD)
+        else:
+            out_CD.copy_(g_CV @ self.weight_VD)
+
+    def weight_grad(self, g_CV: Tensor, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
+        """Add ``g.T @ x`` to ``total_VD``, which holds nothing yet where ``first`` is True."""
+        x = x_CD.to(g_CV.dtype)
+        if total_VD.dtype == g_CV.dtype:
+            torch.addmm(total_VD, g_CV.T, x, beta=0 if first else 1, out=total_VD)
+        elif g_CV.is_cuda and total_VD.dtype == self.wide:
+            if first:
+                torch.mm(g_CV.T, x, out_dtype=self.wide, out=total_VD)
+            else:
+                torch.addmm(total_VD, g_CV.T, x, out_dtype=self.wide, out=total_VD)
+        else:
+            self._weight_grad_in_blocks(g_CV, x, total_VD, first)
+
+    def _weight_grad_in_blocks(self, g_CV: Tensor, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
+        V, D = total_VD.shape
+        for start in range(0, V, self.plan.block_rows):
+            part = slice(start, min(start + self.plan.block_rows, V))
+            wide = self._block[: (part.stop - part.start) * D].view(-1, D)
+            if g_CV.dtype == self.wide:
+                torch.mm(g_CV[:, part].T, x_CD, out=wide)
+            else:
+                wide.copy_(g_CV[:, part].T @ x_CD)
+            total_VD[part].copy_(wide) if first else total_VD[part].copy_(wide.add_(total_VD[part]))
+
+
+def _narrow_in_place(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``wide_CV`` rounded to ``dtype`` (half as wide), written over the first half of each of its own rows.
+
+    Block after block, each as wide as all before it: what block [a, 2a) becomes lies where [a / 2, a) was, which has
+    been read by then.
+    """
+    V = wide_CV.shape[1]
+    rows, length = wide_CV.shape[0], wide_CV.stride(0)
+    whole = torch.as_strided(wide_CV, (rows, length), (length, 1))
+    narrow_CV = whole.view(dtype)[:, :V]
+    first = min(V, 64)
+    narrow_CV[:, :first] = wide_CV[:, :first].to(dtype)
+    start = first
+    while start < V:
+        stop = min(2 * start, V)
+        narrow_CV[:, start:stop].copy_(wide_CV[:, start:stop])
+        start = stop
+    return narrow_CV

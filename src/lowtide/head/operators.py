@@ -1,0 +1,288 @@
+"""The head as registered operators: opaque to torch.compile, with shapes it can infer, and no autograd of their own.
+
+`torch.ops.lowtide.cross_entropy` computes the loss, and with it the gradients where they can be known by then;
+`torch.ops.lowtide.cross_entropy_backward` builds them from the inputs once the upstream gradient is there.
+Both begin with the fields of `Call`, declared once: the operators' schemas are made from its annotations.
+"""
+
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from lowtide.head.plan import HeadOptions
+from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, plan_rows, run_chunks, select_rows
+from lowtide.head.softmax import LossTerms
+
+FP16_TOP = 2.0**14  # where an fp16 weight gradient's largest entry is put, a factor of four below the largest number
+
+
+class Call(NamedTuple):
+    """What `lowtide.linear_cross_entropy` was asked, as plain tensors and scalars; labels already shifted."""
+
+    input: Tensor  # [..., D]
+    linear_weight: Tensor  # [V, D]
+    target: Tensor  # [...]
+    linear_bias: Tensor | None  # [V]
+    weight: Tensor | None  # [V]
+    token_weight: Tensor | None  # [...]
+    num_items: Tensor | None  # scalar
+    logit_scale: Tensor | None  # scalar
+    dtype: torch.dtype  # of the GEMMs' operands
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    workspace_mib: float | None
+    accumulate: str
+    backend: str
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of logits, losses and sums."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def options(self) -> HeadOptions:
+        """Return the options that bear on a single pass."""
+        accumulate: Any = self.accumulate
+        backend: Any = self.backend
+        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend)
+
+    def job(self) -> CrossEntropyJob:
+        """Return the same, flattened, for the loop over chunks."""
+        wide, device = self.wide, self.input.device
+        return CrossEntropyJob(
+            input=self.input,
+            weight_VD=self.linear_weight,
+            target_N=self.target.reshape(-1).long(),
+            bias_V=None if self.linear_bias is None else self.linear_bias.to(wide),
+            token_weight_N=None if self.token_weight is None else self.token_weight.reshape(-1).to(wide),
+            num_items=self.num_items,
+            logit_scale=None if self.logit_scale is None else self.logit_scale.to(device, wide, non_blocking=True),
+            softcap=self.softcap,
+            terms=LossTerms(
+                class_weight=None if self.weight is None else self.weight.to(wide),
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+            ),
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            dtype=self.dtype,
+            wide=wide,
+        )
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+
+class Stored(NamedTuple):
+    """What `cross_entropy` returns; what was not asked for is empty."""
+
+    loss: Tensor  # scalar, or [N] with reduction "none"
+    lse: Tensor  # [N]
+    input_grad: Tensor
+    weight_grad: Tensor
+    bias_grad: Tensor  # wide
+    input_factor: Tensor  # scalar, or [N] with reduction "none": what input_grad is still to be multiplied with
+    weight_factor: Tensor  # scalar: the same for weight_grad
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
+    float: "float", float | None: "float?", bool: "bool",
+}  # fmt: skip
+_CALL = ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(Call).items())
+_WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
+
+
+@torch.library.custom_op(
+    "lowtide::cross_entropy",
+    mutates_args=(),
+    schema=f"({_CALL}, {_WANTED}, bool keep_lse) -> ({', '.join(['Tensor'] * len(Stored._fields))})",
+)
+def cross_entropy(*args: Any) -> Stored:
+    """Compute the loss, and the gradients that are wanted as if the upstream gradient were 1.
+
+    ``keep_lse`` asks for each token's logsumexp.
+    """
+    *fields, keep_lse = args
+    call, wanted = _split(fields)
+    with _no_autocast(call.input.device):
+        return _loss_and_gradients(call, wanted, keep_lse)
+
+
+@cross_entropy.register_fake
+def _(*args: Any) -> Stored:
+    *fields, keep_lse = args
+    call, wanted = _split(fields)
+    N = call.target.numel()
+    loss = call.input.new_empty((N,) if call.reduction == "none" else (), dtype=call.wide)
+    return Stored(
+        loss=loss,
+        lse=loss.new_empty(N if keep_lse else 0),
+        input_grad=call.input.new_empty(call.input.shape if wanted.input else 0),
+        weight_grad=call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
+        bias_grad=loss.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
+        input_factor=loss.new_empty(_factor_shape(call, wanted.input, N)),
+        weight_factor=loss.new_empty(_factor_shape(call, wanted.weight, N)),
+    )
+
+
+@torch.library.custom_op(
+    "lowtide::cross_entropy_backward",
+    mutates_args=(),
+    schema=f"({_CALL}, {_WANTED}, Tensor upstream, Tensor lse) -> (Tensor, Tensor, Tensor)",
+)
+def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N], and ``lse`` [N]."""
+    *fields, upstream, lse = args
+    call, wanted = _split(fields)
+    with _no_autocast(call.input.device):
+        job = call.job()
+        rows = select_rows(job)
+        plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
+        into = _buffers(job, rows, plan.accumulate, wanted)
+        if rows.index is not None:
+            lse = lse[rows.index]
+            upstream = upstream[rows.index] if upstream.dim() else upstream
+        factor = _divided(rows) * upstream.to(job.wide)
+        if rows.kept is not None:
+            factor = factor.where(rows.kept, 0)
+        run_chunks(job, rows, plan, loss_n=None, lse_n=lse, lse_known=True, factor_n=factor, into=into)
+        empty = lse.new_empty(0)
+        return (
+            call.input.new_empty(0) if into.input_ND is None else into.input_ND.view(call.input.shape),
+            call.linear_weight.new_empty(0) if into.weight_VD is None else into.weight_VD.to(job.weight_VD.dtype),
+            empty if into.bias_V is None else into.bias_V,
+        )
+
+
+@cross_entropy_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *fields, _upstream, lse = args
+    call, wanted = _split(fields)
+    return (
+        call.input.new_empty(call.input.shape if wanted.input else 0),
+        call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
+        lse.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
+    )
+
+
+def _split(fields: list[Any]) -> tuple[Call, Wanted]:
+    return Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    """Return a context in which the GEMMs keep the dtypes they are given."""
+    return torch.autocast(device_type=device.type, enabled=False)
+
+
+def _lacks_denominator(call: Call) -> bool:
+    """Return whether gradients are stored before the division by the denominator.
+
+    Divided by N before GradScaler's factor is known, an fp16 gradient would sink below fp16's smallest numbers.
+    """
+    return torch.float16 in (call.input.dtype, call.linear_weight.dtype)
+
+
+def _factor_shape(call: Call, wanted: bool, N: int) -> tuple[int, ...]:
+    if not wanted:
+        return (0,)
+    if call.reduction == "none":
+        return (N,)
+    return () if _lacks_denominator(call) else (0,)
+
+
+def _loss_and_gradients(call: Call, wanted: Wanted, keep_lse: bool) -> Stored:
+    job = call.job()
+    rows = select_rows(job)
+    plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
+    into = _buffers(job, rows, plan.accumulate, wanted)
+    if call.reduction == "none":  # the head is frozen: its input's gradient is stored without any row's factor
+        factor = torch.ones_like(rows.unit) if rows.kept is None else rows.kept.to(job.wide)
+    else:
+        factor = rows.unit if _lacks_denominator(call) else _divided(rows)
+    loss_n, lse_n = torch.empty_like(rows.unit), torch.empty_like(rows.unit)
+    run_chunks(
+        job,
+        rows,
+        plan,
+        loss_n=loss_n,
+        lse_n=lse_n,
+        lse_known=False,
+        factor_n=factor if any(wanted) else None,
+        into=into,
+    )
+    loss_n *= rows.unit
+    if rows.kept is not None:
+        loss_n = loss_n.where(rows.kept, 0)
+    loss = _among_all(loss_n, job, rows) if call.reduction == "none" else loss_n.sum()
+    if rows.denominator is not None:
+        loss = loss / rows.denominator
+    return _stored(call, job, rows, loss, _among_all(lse_n, job, rows) if keep_lse else loss.new_empty(0), into)
+
+
+def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, lse: Tensor, into: Gradients) -> Stored:
+    """Bring the gradients into the dtypes of what they belong to, with the factors that they still lack."""
+    dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
+    input_factor = weight_factor = None
+    if call.reduction == "none":
+        input_factor = _among_all(rows.unit, job, rows).clone()
+    elif _lacks_denominator(call):
+        inverse = loss.new_ones(()) if rows.denominator is None else 1 / rows.denominator
+        inverse = inverse.where(inverse.isfinite(), 0)  # nothing is kept, the gradients are 0
+        db = None if db is None else db * inverse
+        input_factor = inverse
+        if dw is not None:
+            shift = _fp16_shift(dw) if job.weight_VD.dtype == torch.float16 else loss.new_ones(())
+            dw, weight_factor = dw.mul_(shift), inverse / shift
+    return Stored(
+        loss=loss,
+        lse=lse,
+        input_grad=call.input.new_empty(0) if dx is None else dx.view(call.input.shape),
+        weight_grad=call.linear_weight.new_empty(0) if dw is None else dw.to(job.weight_VD.dtype),
+        bias_grad=loss.new_empty(0) if db is None else db,
+        input_factor=loss.new_empty(0) if dx is None or input_factor is None else input_factor,
+        weight_factor=loss.new_empty(0) if weight_factor is None else weight_factor,
+    )
+
+
+def _fp16_shift(dw: Tensor) -> Tensor:
+    """Return the power of two that brings the largest entry near the top of fp16's range."""
+    highest = dw.abs().amax() if dw.numel() else dw.new_zeros(())
+    shift = torch.exp2(torch.floor(torch.log2(FP16_TOP / highest)))
+    return shift.where((highest > 0) & highest.isfinite(), 1)
+
+
+def _buffers(job: CrossEntropyJob, rows: Rows, accumulate: str, wanted: Wanted) -> Gradients:
+    N, D, V = job.shape
+    device, into = job.input.device, Gradients()
+    if wanted.input:
+        make = torch.empty if rows.index is None else torch.zeros
+        into.input_ND = make(N, D, dtype=job.input.dtype, device=device)
+    if wanted.weight:
+        half = job.weight_VD.dtype == torch.float16  # may not hold the sum until its scale is known
+        dtype = job.wide if accumulate == "float32" or half else job.weight_VD.dtype
+        into.weight_VD = torch.empty(V, D, dtype=dtype, device=device)
+    if wanted.bias:
+        into.bias_V = torch.zeros(V, dtype=job.wide, device=device)
+    return into
+
+
+def _among_all(x_n: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:
+    """Return the computed rows' values among those of all N tokens, 0 elsewhere."""
+    return x_n if rows.index is None else x_n.new_zeros(job.target_N.numel()).index_copy_(0, rows.index, x_n)
+
+
+def _divided(rows: Rows) -> Tensor:
+    """Return each row's factor: its weight over the denominator, and 0 for ignored rows even where that is 0."""
+    if rows.denominator is None:
+        return rows.unit
+    factor = rows.unit / rows.denominator
+    return factor if rows.kept is None else factor.where(rows.kept, 0)

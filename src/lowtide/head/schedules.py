@@ -1,0 +1,215 @@
+"""The loop over chunks of tokens: logits of a few rows at a time, turned into losses and gradients where they lie.
+
+N tokens, n of them computed (ignored ones are dropped where a count is free), C rows of a chunk, D hidden size,
+V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import TargetIndexError
+from lowtide.head.matmul import HeadMatmul
+from lowtide.head.plan import HeadOptions, HeadPlan, padded, plan_head
+from lowtide.head.softmax import LossTerms, finish_logits_, loss_gradient_, loss_rows, row_lse
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyJob:
+    """One call of the head, flattened: tokens in one axis N, labels already shifted, nothing left to validate."""
+
+    input: Tensor  # [..., D]
+    weight_VD: Tensor
+    target_N: Tensor  # int64
+    bias_V: Tensor | None  # wide
+    token_weight_N: Tensor | None  # wide
+    num_items: Tensor | None
+    logit_scale: Tensor | float | None
+    softcap: float | None
+    terms: LossTerms
+    ignore_index: int
+    reduction: str
+    dtype: torch.dtype  # the GEMMs' operands
+    wide: torch.dtype  # logits, losses and sums
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return (N, D, V)."""
+        V, D = self.weight_VD.shape
+        return self.target_N.numel(), D, V
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The n tokens that are computed, and what each counts."""
+
+    index: Tensor | None  # [n] positions among all N; None: all of them, in order
+    kept: Tensor | None  # [n] bool; None: all of them
+    target: Tensor  # [n] valid class indices
+    unit: Tensor  # [n] the token's weight; 0 if ignored, NaN if its target is no class
+    denominator: Tensor | None  # what "mean" divides by; None for the other reductions
+
+
+@dataclass(kw_only=True)
+class Gradients:
+    """What a pass adds up, each None where nobody needs it."""
+
+    input_ND: Tensor | None = None
+    weight_VD: Tensor | None = None
+    bias_V: Tensor | None = None
+
+
+def select_rows(job: CrossEntropyJob) -> Rows:
+    """Find the tokens to compute. On the CPU ignored ones are dropped here, and a target out of range is an error.
+
+    Elsewhere a count would stop the host until the device has caught up, so that all tokens are computed, ignored
+    ones as zeros, and a target out of range turns its token's loss and gradient into NaN.
+    """
+    N, _, V = job.shape
+    kept = job.target_N != job.ignore_index
+    is_class = (job.target_N >= 0) & (job.target_N < V)
+    if job.target_N.device.type == "cpu":
+        _check_targets(job, kept, is_class)
+        index = kept.nonzero()[:, 0]
+        if index.numel() == N:
+            return _weigh(job, None, None, job.target_N, None)
+        return _weigh(job, index, None, job.target_N[index], None)
+    return _weigh(job, None, kept, job.target_N.where(is_class, 0), is_class)
+
+
+def _check_targets(job: CrossEntropyJob, kept: Tensor, is_class: Tensor) -> None:
+    wrong = kept & ~is_class
+    if wrong.any():
+        position = int(wrong.nonzero()[0, 0])
+        raise TargetIndexError(
+            f"target: expected class indices from 0 to {job.shape[2] - 1} or ignore_index={job.ignore_index},"
+            f" got {int(job.target_N[position])} at position {position} of the flattened (and shifted) targets."
+            " Mask such tokens with ignore_index, or check that tokenizer and head have the same vocabulary."
+        )
+
+
+def _weigh(
+    job: CrossEntropyJob, index: Tensor | None, kept: Tensor | None, target: Tensor, is_class: Tensor | None
+) -> Rows:
+    weight = job.token_weight_N
+    if weight is None:
+        unit = torch.ones_like(target, dtype=job.wide)
+    else:
+        unit = weight if index is None else weight[index]
+    counted = torch.ones_like(unit) if job.terms.class_weight is None else job.terms.class_weight[target]
+    if kept is not None and is_class is not None:
+        unit = unit.where(is_class, torch.nan).where(kept, 0)
+        counted = counted.where(kept, 0)
+    denominator = None
+    if job.reduction == "mean":
+        denominator = counted.sum() if job.num_items is None else job.num_items.to(target.device, job.wide)
+    return Rows(index=index, kept=kept, target=target, unit=unit, denominator=denominator)
+
+
+def plan_rows(job: CrossEntropyJob, rows: Rows, options: HeadOptions, weight_frozen: bool) -> HeadPlan:
+    """Return the plan for the rows that are left."""
+    _, D, V = job.shape
+    return plan_head(
+        rows.target.numel(),
+        D,
+        V,
+        job.dtype,
+        job.weight_VD.device,
+        options,
+        weight_dtype=job.weight_VD.dtype,
+        reduction=job.reduction,
+        weight_frozen=weight_frozen,
+    )
+
+
+def run_chunks(
+    job: CrossEntropyJob,
+    rows: Rows,
+    plan: HeadPlan,
+    *,
+    loss_n: Tensor | None,
+    lse_n: Tensor,
+    lse_known: bool,
+    factor_n: Tensor | None,
+    into: Gradients,
+) -> None:
+    """Compute losses and gradients chunk by chunk.
+
+    Args:
+        job: The call.
+        rows: Its rows, from `select_rows`.
+        plan: From `plan_rows`.
+        loss_n: Takes each row's loss, its weight not applied; None where only gradients are wanted.
+        lse_n: Takes each row's logsumexp, or holds it where ``lse_known``.
+        lse_known: Whether a former pass has filled ``lse_n``.
+        factor_n: What each row's loss is multiplied with on its way to the gradients; None: no gradients.
+        into: Buffers that take the gradients; ``input_ND`` zero in the rows that are not computed.
+    """
+    _, D, V = job.shape
+    matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
+    z_buffer = job.input.new_empty(plan.chunk_rows if plan.chunks else 0, padded(V), dtype=job.wide)
+    if into.weight_VD is not None and not plan.chunks:
+        into.weight_VD.zero_()
+    for part in plan.slices():
+        first = part.start == 0
+        y_C = rows.target[part]
+        x_CD = _take_input(job, rows, part)
+        z_CV = z_buffer[: part.stop - part.start, :V]
+        matmul.logits(x_CD, z_CV)
+        finish_logits_(z_CV, job.bias_V, job.logit_scale, job.softcap, plan.columns)
+        if not lse_known:
+            lse_n[part] = row_lse(z_CV, plan.columns)
+        if loss_n is not None:
+            loss_n[part] = loss_rows(z_CV, lse_n[part], y_C, job.terms)
+        if factor_n is None:
+            continue
+        loss_gradient_(z_CV, lse_n[part], y_C, factor_n[part], job.terms, job.logit_scale, job.softcap, plan.columns)
+        if into.bias_V is not None:
+            into.bias_V += z_CV.sum(0)
+        if into.input_ND is None and into.weight_VD is None:
+            continue
+        g_CV = matmul.operand(z_CV)
+        if into.input_ND is not None:
+            _put_input_grad(matmul, g_CV, into.input_ND, rows.index, part)
+        if into.weight_VD is not None:
+            matmul.weight_grad(g_CV, x_CD, into.weight_VD, first)
+
+
+def _take_input(job: CrossEntropyJob, rows: Rows, part: slice) -> Tensor:
+    """Return the hidden states of a chunk [C, D] in the operands' dtype: a view where they lie in memory that way.
+
+    Where ignored rows are computed they are taken as zeros, since a NaN in them would reach the weight's gradient.
+    """
+    leading = job.input.shape[:-1]
+    if rows.index is None and job.input.dim() == 2:
+        x = job.input[part]
+    elif rows.index is None and _rows_are_viewable(job.input):
+        x = job.input.view(-1, job.input.shape[-1])[part]
+    else:
+        device = job.input.device
+        index = torch.arange(part.start, part.stop, device=device) if rows.index is None else rows.index[part]
+        x = job.input[torch.unravel_index(index, leading)] if leading else job.input[None]
+    x = x.to(job.dtype)
+    return x if rows.kept is None else x.where(rows.kept[part, None], 0)
+
+
+def _rows_are_viewable(x: Tensor) -> bool:
+    """Return whether ``x.view(-1, D)`` exists: each leading axis spans exactly the axes after it."""
+    span = None
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if span is not None and stride != span:
+            return False
+        span = size * stride
+    return True
+
+
+def _put_input_grad(matmul: HeadMatmul, g_CV: Tensor, out_ND: Tensor, index: Tensor | None, part: slice) -> None:
+    if index is None:
+        matmul.input_grad(g_CV, out_ND[part])
+        return
+    chunk = out_ND.new_empty(g_CV.shape[0], out_ND.shape[1])
+    matmul.input_grad(g_CV, chunk)
+    out_ND.index_copy_(0, index[part], chunk)
