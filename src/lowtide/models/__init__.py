@@ -1,4 +1,6 @@
 """Patching Hugging Face models, one instance at a time."""
-class PatchReport: ...
-def patch(model, *, loss=True, mlp=True, norm=True, rope=True, options=None): ...
-def unpatch(model): ...
+
+from lowtide.models.patch import patch, unpatch
+from lowtide.models.report import PartReport, PatchReport
+
+__all__ = ["PartReport", "PatchReport", "patch", "unpatch"]

@@ -1,0 +1,108 @@
+"""Where lazy logits may stand in for real ones: pure functions that return the reason why they may not, or None."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as nn_module
+
+# Hooks of these packages move and gather weights and pass outputs through; any other hook may look at the logits.
+_HOOKS_THAT_DO_NOT_LOOK = ("torch.", "accelerate.", "deepspeed.")
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def why_not_patch_model(model: nn.Module) -> str | None:
+    """Return why the class of ``model`` cannot be given lazy logits."""
+    if not isinstance(inspect.getattr_static(type(model), "loss_function", None), property):
+        return "the model has no loss_function property as transformers' models have"
+    if "forward" in vars(model):
+        return "the model's forward was replaced on the instance"
+    return None
+
+
+def why_not_patch_head(model: nn.Module, head: nn.Module | None) -> str | None:
+    """Return why ``head``, the model's output embedding, cannot return lazy logits."""
+    if head is None:
+        return "the model has no output embedding"
+    if plain_class(head) is not nn.Linear:
+        return f"the output embedding is a {type(head).__name__}, not a plain torch.nn.Linear"
+    if "forward" in vars(head):
+        return "the output embedding's forward was replaced on the instance"
+    owner = module_name(model, head).rpartition(".")[0]
+    if not hasattr(model.get_submodule(owner), "loss_function"):
+        # It would work; but what such a block does around its last layer (masked-language heads) is its own affair.
+        return f"the output embedding belongs to a prediction head ({owner}), not to the model itself"
+    return None
+
+
+def why_not_fuse_loss(model: nn.Module) -> str | None:
+    """Return why the loss that ``model`` would call now is not the one lowtide knows; asked at each call."""
+    loss: Any = model.loss_function
+    stock = loss.args[0] if isinstance(loss, functools.partial) and loss.args else loss
+    if is_causal_lm_loss(stock):
+        return None
+    name = getattr(stock, "__name__", type(stock).__name__)
+    return f"the model's loss_function is {name}, not transformers' ForCausalLMLoss"
+
+
+def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
+    """Return why this call of the head must return real logits."""
+    bias = head.bias
+    # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
+    if type(head.weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
+        return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
+    if type(hidden) is not Tensor or not hidden.is_floating_point():
+        return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
+    if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):
+        return "hidden states and output embedding differ in dtype"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "a torch.func transform or forward-mode differentiation is active"
+    if torch._C._get_tracing_state() is not None:
+        return "the model is being traced"
+    for hook in _hooks(head):
+        module = _defining_module(hook)
+        if not module.startswith(_HOOKS_THAT_DO_NOT_LOOK):
+            return f"the output embedding has a hook from {module or 'an unknown module'}"
+    return None
+
+
+def is_causal_lm_loss(loss: Callable[..., Any]) -> bool:
+    """Whether ``loss`` is transformers' own ForCausalLMLoss, the very function."""
+    # A model that could use it has imported it already; lowtide itself never imports transformers here.
+    loss_utils = sys.modules.get("transformers.loss.loss_utils")
+    return loss_utils is not None and loss is loss_utils.ForCausalLMLoss
+
+
+def is_autocast_on(device_type: str) -> bool:
+    """Whether autocast is on for a device type; False for one that has no autocast."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def module_name(model: nn.Module, module: nn.Module) -> str:
+    """Return the dotted name of ``module`` inside ``model``, "" if it is not there."""
+    return next((name for name, child in model.named_modules() if child is module), "")
+
+
+def plain_class(module: nn.Module) -> type:
+    """Return the class of ``module`` beneath FSDP2's, which adds hooks and leaves the forward alone."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        return type(module).__bases__[-1]
+    return type(module)
+
+
+def _hooks(head: nn.Module) -> list[Callable[..., Any]]:
+    own = [hook for kind in _MODULE_HOOKS for hook in getattr(head, kind).values()]
+    every = [hook for kind in _MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
+    return own + every
+
+
+def _defining_module(hook: Callable[..., Any]) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or ""

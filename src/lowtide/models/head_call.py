@@ -1,0 +1,181 @@
+"""One call of the output embedding, remembered: the logits it would have given can be built later, or never.
+
+Legend: hidden [..., D], logits [..., V].
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import UnsupportedError
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.plan import HeadOptions
+from lowtide.models.eligibility import is_autocast_on
+from lowtide.models.report import PatchReport
+
+# What was applied to the logits since the head, to be replayed as it was: (function, arguments after the logits).
+Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
+# The stock forward of a head, and work that needs it.
+Forward = Callable[[Tensor], Tensor]
+Work = Callable[[nn.Linear, Forward], Any]
+
+
+class InsideHead:
+    """Work to be done inside the head module's forward.
+
+    Called with it as the input, the patched head runs it there, so that whatever hooks gather, move or free the weight
+    (FSDP2, ZeRO-3, offloading) do so around it, as around any other call. It is no pytree and holds no tensor that
+    hooks could find.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+
+class HeadCall:
+    """One call of the head: its input and all that is needed to build the same logits later, or never.
+
+    Args:
+        head: The patched output embedding.
+        hidden: Its input [..., D].
+        report: Where to count what becomes of the logits.
+        options: For `linear_cross_entropy`.
+    """
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, report: PatchReport, options: HeadOptions | None) -> None:
+        self.head = head
+        self.hidden = hidden
+        self.report = report
+        self.options = options
+        self.fused = False
+        self.built = False
+        self._state = _state(head, hidden)
+        self._grad_mode = torch.is_grad_enabled()
+        self._autocast_dtype: torch.dtype | None = None
+        device_type = hidden.device.type
+        if is_autocast_on(device_type):
+            self._autocast_dtype = torch.get_autocast_dtype(device_type)
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the head gives its logits."""
+        if self._autocast_dtype is None or self.hidden.dtype == torch.float64:  # autocast leaves float64 alone
+            return self.hidden.dtype
+        return self._autocast_dtype
+
+    def logits(self, steps: tuple[Step, ...], why: str) -> Tensor:
+        """Build the logits [..., V], as the model would have: same operations, same grad mode, same autocast."""
+        if not self.built:
+            self.built = True
+            self.report.count_materialised(why)
+        with ExitStack() as modes:
+            modes.enter_context(torch.set_grad_enabled(self._grad_mode))
+            self._enter_autocast(modes)
+            return _replay(self._run(lambda _, forward: forward(self.hidden)), steps)
+
+    def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of (hidden, weight, bias) for a gradient that reached the logits."""
+
+        def work(head: nn.Linear, forward: Forward) -> tuple[Tensor | None, ...]:
+            hidden = self.hidden.detach().requires_grad_(self.hidden.requires_grad)
+            logits = _replay(forward(hidden), steps)
+            inputs = (hidden, head.weight, head.bias)
+            wanted = [x for x in inputs if x is not None and x.requires_grad]
+            found = iter(torch.autograd.grad(logits, wanted, grad_logits))
+            return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+
+        with ExitStack() as modes:
+            modes.enter_context(torch.enable_grad())
+            self._enter_autocast(modes)
+            return self._run(work)  # type: ignore[no-any-return]
+
+    def cross_entropy(
+        self, target: Tensor, softcap: float | None, logit_scale: float | Tensor, **kwargs: Any
+    ) -> Tensor:
+        """Return the loss of these logits without building them; ``kwargs`` are `linear_cross_entropy`'s own."""
+
+        def work(head: nn.Linear, _: Forward) -> Tensor:
+            return linear_cross_entropy(
+                self.hidden,
+                head.weight,
+                target.reshape(self.hidden.shape[:-1]),
+                linear_bias=head.bias,
+                softcap=softcap,
+                logit_scale=logit_scale,
+                options=self.options,
+                **kwargs,
+            )
+
+        loss: Tensor = self._run(work)
+        if not self.fused:
+            self.fused = True
+            self.report.count_fused()
+        return loss
+
+    def _run(self, work: Work) -> Any:
+        def checked(head: nn.Linear, forward: Forward) -> Any:
+            self._check_unchanged(head)
+            return work(head, forward)
+
+        return self.head(InsideHead(checked))
+
+    def _enter_autocast(self, modes: ExitStack) -> None:
+        device_type = self.hidden.device.type
+        if self._autocast_dtype is not None:
+            modes.enter_context(torch.autocast(device_type, dtype=self._autocast_dtype))
+        elif is_autocast_on(device_type):
+            modes.enter_context(torch.autocast(device_type, enabled=False))
+
+    def _check_unchanged(self, head: nn.Linear) -> None:
+        # accelerate's offloading gives the head new Parameters, of the same values, at each call.
+        if _state(head, self.hidden) != self._state and not hasattr(head, "_hf_hook"):
+            raise UnsupportedError(
+                "logits: expected the hidden states and the output embedding as the forward pass left them, got ones "
+                "changed since (by an optimizer step, or a load). The logits were not kept: read outputs.logits before "
+                "the change, or call the model again."
+            )
+
+
+def fold(steps: tuple[Step, ...]) -> tuple[float | Tensor, float | None] | None:
+    """Return steps as ``(logit_scale, softcap)`` of `linear_cross_entropy`, None where they are not of that form.
+
+    Any ``tanh(z * a / b) * c`` is a cap at c of ``z * (a * c / b)``. Changes of dtype and shape are no part of it.
+    """
+    above: float | Tensor = 1.0
+    below: float | Tensor = 1.0
+    cap: Any = None
+    for function, args in steps:
+        if function is Tensor.mul:
+            above, cap = (above * args[0], None) if cap is None else (above, cap * args[0])
+        elif function is Tensor.div:
+            below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
+        elif function is Tensor.tanh:
+            if cap is not None:
+                return None
+            cap = 1.0
+    if cap is None:
+        return (above / below, None) if _is_usable(above) and _is_usable(below) else None
+    if isinstance(cap, Tensor) or not _is_usable(above) or not _is_usable(below) or not 0 < cap < math.inf:
+        return None
+    return above * cap / below, cap
+
+
+def _is_usable(factor: float | Tensor) -> bool:
+    return isinstance(factor, Tensor) or (factor != 0 and math.isfinite(factor))
+
+
+def _replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    for function, args in steps:
+        logits = function(logits, *args)
+    return logits
+
+
+def _state(head: nn.Linear, hidden: Tensor) -> tuple[tuple[int, int | None] | None, ...]:
+    # The Parameters live as long as the head does, so an id is enough to tell them apart.
+    return tuple(
+        None if tensor is None else (id(tensor), None if tensor.is_inference() else tensor._version)
+        for tensor in (head.weight, head.bias, hidden)
+    )

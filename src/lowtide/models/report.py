@@ -1,0 +1,70 @@
+"""What `lowtide.patch` did to a model, and what happened to the logits since."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """One line of the report.
+
+    Args:
+        part: ``"loss"``, ``"mlp"``, ``"norm"`` or ``"rope"``.
+        module: The name of the module inside the model, or ``"-"`` where there is none to name.
+        outcome: What was done to it, or why it was left as it is.
+        patched: Whether anything was changed.
+    """
+
+    part: str
+    module: str
+    outcome: str
+    patched: bool
+
+
+@dataclass
+class PatchReport:
+    """What was patched, what was left alone and why, and live counts of what became of the logits.
+
+    The counts go on as the model runs with labels. Reading ``outputs.logits`` after a fused loss builds them, and adds
+    to the second count as well. What runs inside ``torch.compile`` is not counted.
+
+    Args:
+        parts: One `PartReport` a part, by the part's name.
+        calls_fused: Calls of the output layer whose loss was computed without logits.
+        calls_materialised: Calls of the output layer whose logits were built after all.
+        why_materialised: How often each reason for building them came up.
+
+    Example:
+        >>> report = lowtide.patch(model)
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> report.calls_fused, report.calls_materialised
+        (1, 0)
+        >>> print(report)
+    """
+
+    parts: dict[str, PartReport] = field(default_factory=dict)
+    calls_fused: int = 0
+    calls_materialised: int = 0
+    why_materialised: dict[str, int] = field(default_factory=dict)
+
+    def add(self, part: str, module: str, outcome: str, *, patched: bool) -> None:
+        """Put the line of ``part`` in, in place of the one it may have had."""
+        self.parts[part] = PartReport(part, module, outcome, patched)
+
+    def count_fused(self) -> None:
+        """Count one call whose loss was computed without logits."""
+        self.calls_fused += 1
+
+    def count_materialised(self, why: str) -> None:
+        """Count one call whose logits were built, and the reason."""
+        self.calls_materialised += 1
+        self.why_materialised[why] = self.why_materialised.get(why, 0) + 1
+
+    def __str__(self) -> str:
+        header = ("part", "module", "what was done, or why not")
+        rows = [header, *((row.part, row.module, row.outcome) for row in self.parts.values())]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines = [f"{part:<{widths[0]}}  {module:<{widths[1]}}  {outcome}" for part, module, outcome in rows]
+        lines.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")
+        lines.append(f"calls with the loss fused: {self.calls_fused}; with the logits built: {self.calls_materialised}")
+        lines += [f"  {times} x {why}" for why, times in self.why_materialised.items()]
+        return "\n".join(lines)
