@@ -1,2 +1,46 @@
-"""The `lowtide` command."""
-def main(): ...
+"""The ``lowtide`` command: one file a subcommand, each with ``add(subparsers)`` and ``main(arguments) -> int``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lowtide.cli import train
+from lowtide.cli.parser import OneLineParser
+from lowtide.errors import LowtideError
+
+SUBCOMMANDS = (train,)
+
+USAGE_ERROR = 2  # argparse's own; also for every error that the user can mend
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``lowtide`` and return its exit status: 0, 1 (a comparison that failed), 2 (an error) or 130 (Ctrl-C).
+
+    Args:
+        argv: the arguments; ``sys.argv`` without it.
+
+    Raises:
+        SystemExit: by argparse, after ``--help``, ``--version`` and arguments it does not know.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.main(arguments))
+    except LowtideError as error:
+        sys.stderr.write(f"lowtide {arguments.subcommand}: {' '.join(str(error).split())}\n")
+        return USAGE_ERROR
+    except KeyboardInterrupt as interrupt:
+        sys.stderr.write(f"\nlowtide {arguments.subcommand}: interrupted. {interrupt}".rstrip() + "\n")
+        return INTERRUPTED
+
+
+def _parser() -> OneLineParser:
+    import lowtide
+
+    parser = OneLineParser(prog="lowtide", description="Train language models without the memory peaks.")
+    parser.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
+    subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
+    for subcommand in SUBCOMMANDS:
+        subcommand.add(subparsers)
+    return parser

@@ -72,12 +72,13 @@ def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None,
         )
 
 
-def run_child(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ChildResult:
+def run_child(function: Callable[..., Any], *args: Any, capture: bool = True, **kwargs: Any) -> ChildResult:
     """Call a function in a fresh interpreter and return its value, seconds and peak resident memory.
 
     Args:
         function: importable by its module and name: not a lambda, not a local function, not from ``__main__``.
         args: its positional arguments; they travel as JSON, and so does the value it returns.
+        capture: as for `run_command`.
         kwargs: its keyword arguments.
 
     Raises:
@@ -90,7 +91,7 @@ def run_child(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ChildR
         answer = Path(folder) / "answer.json"
         call = {"module": function.__module__, "name": function.__qualname__, "path": sys.path, "answer": str(answer)}
         env = {"LOWTIDE_CHILD": json.dumps({**call, "args": args, "kwargs": kwargs})}
-        ended = run_command([sys.executable, "-c", _CALL], env=env)
+        ended = run_command([sys.executable, "-c", _CALL], env=env, capture=capture)
         if ended.returncode != 0 or not answer.exists():
             return ended
         told = json.loads(answer.read_text())
@@ -107,7 +108,9 @@ def run_child(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ChildR
 def _call_here() -> None:
     """The child's side of `run_child`."""
     import importlib
+    import signal
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the whole group: end without a traceback
     call = json.loads(os.environ.pop("LOWTIDE_CHILD"))
     sys.path[:] = call["path"]
     target: Any = importlib.import_module(call["module"])

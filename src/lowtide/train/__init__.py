@@ -1,1 +1,53 @@
-"""Interim."""
+"""Training runs over `transformers.Trainer`: the settings, one run, and the same run with and without lowtide.
+
+Importing this imports neither transformers nor tokenizers; the functions do when they are called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from lowtide.train.compare import Comparison
+    from lowtide.train.run import TrainResult
+
+__all__ = ["TrainConfig", "compare", "train"]
+
+
+def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
+    """Train a causal language model as the config says, save it, and return what was measured.
+
+    Args:
+        config: the run's settings.
+        console: where progress and the result are shown; standard output without it.
+
+    Raises:
+        ArgumentValueError: a setting, the data or the model cannot be used; nothing was written then.
+        SaveError: a checkpoint or the model could not be written; the last whole checkpoint is still there.
+    """
+    from lowtide.train.run import run
+
+    return run(config, console=console)
+
+
+def compare(config: TrainConfig, *, console: Console | None = None, json_file: Path | None = None) -> Comparison:
+    """Train the same model on the same data with lowtide and without, each in a child process, and compare.
+
+    Args:
+        config: the run's settings; ``patch``, ``output`` and ``resume`` have no meaning here and nothing is saved.
+        console: where the table is shown; standard output without it.
+        json_file: where to write the numbers, with the hardware and the versions; None: nowhere.
+
+    Raises:
+        ArgumentValueError: a setting, the data or the model cannot be used.
+        CompareError: one of the two runs failed.
+    """
+    from lowtide.train.compare import compare_runs
+
+    return compare_runs(config, console=console, json_file=json_file)

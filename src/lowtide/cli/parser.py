@@ -1,0 +1,64 @@
+"""argparse with errors of one line, and options made from a dataclass."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line that names the way to the help."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and end with status 2."""
+        sys.stderr.write(f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+        raise SystemExit(2)
+
+
+def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[str, str]) -> None:
+    """Add an option for each field of a dataclass, its help and default taken from the field.
+
+    The namespace gets the options that were given and no others, so that the dataclass alone has the defaults. A flag
+    that is on by default becomes ``--no-NAME``.
+
+    Args:
+        parser: where to.
+        config: the dataclass; ``metadata`` of its fields has ``help`` and ``metavar``.
+        names: what ``{...}`` in a help text stands for.
+    """
+    hints = get_type_hints(config)
+    for field in dataclasses.fields(config):
+        flag = "--" + field.name.replace("_", "-")
+        # str.replace, not format: argparse's own %(...)s and braces of examples stay as they are
+        text = field.metadata["help"]
+        for key, value in names.items():
+            text = text.replace("{" + key + "}", value)
+        text = text.replace("%", "%%")
+        kind = hints[field.name]
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+        if kind is bool:
+            action = "store_false" if field.default else "store_true"
+            parser.add_argument(flag.replace("--", "--no-") if field.default else flag, action=action, **options)
+            continue
+        if field.default not in (None, ()):
+            options["help"] += f" (default: {field.default})"
+        if get_origin(kind) is Literal:
+            options["choices"] = get_args(kind)
+        elif get_origin(kind) is tuple:
+            options |= {"nargs": "+", "metavar": field.metadata["metavar"]}
+        else:
+            plain = _plain(kind)
+            options |= {"type": plain, "metavar": field.metadata["metavar"] or ("N" if plain is int else "X")}
+        parser.add_argument(flag, **options)
+
+
+def _plain(kind: Any) -> type:
+    """Return ``int`` for ``int`` and for ``int | None``."""
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(k for k in get_args(kind) if k is not type(None))
+    assert isinstance(kind, type)
+    return kind

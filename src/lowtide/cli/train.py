@@ -1,0 +1,94 @@
+"""``lowtide train``: a training run, or the same run with and without lowtide."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from lowtide.cli.parser import OneLineParser, add_options
+from lowtide.train.config import TrainConfig
+from lowtide.train.shapes import SHAPES
+
+_DESCRIPTION = """\
+Train a causal language model whose logits are never built. With no argument, a small Llama is trained on the sources of
+this Python's standard library, in about two minutes on two CPU cores. The loop is transformers.Trainer: start it with
+torchrun or `accelerate launch` for several GPUs, FSDP2 or DeepSpeed. Checkpoints and the final model (in DIR/model) are
+in the stock format and load with AutoModelForCausalLM.from_pretrained."""
+
+_EXAMPLES = """\
+examples:
+  lowtide train
+      the small run
+  lowtide train --compare --json compare.json
+      the same with and without lowtide, side by side; exit status 1 where the losses differ
+  lowtide train --model ./Llama-3.2-1B --data books/ --seq-len 8192 --batch-size 2 --dtype bfloat16 --output my-run
+      go on training a downloaded model on the text files in a folder
+  lowtide train --model qwen3-0.6b --tokenizer ./Qwen3-0.6B --data part-1.jsonl part-2.jsonl --max-steps 10000
+      a built-in shape with random weights
+  lowtide train --resume --output my-run
+      go on from the last whole checkpoint, after a crash or Ctrl-C; the settings are those it began with
+  torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
+      --trainer-args fsdp=full_shard weight_decay=0.1
+      eight GPUs"""
+
+
+def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model on text",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser, TrainConfig, {"names": ", ".join(SHAPES)})
+    parser.add_argument(
+        "--compare", action="store_true", help="train twice, with and without lowtide; nothing is saved"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --compare: write the numbers here")
+    parser.set_defaults(main=main)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Train, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+        KeyboardInterrupt: with what to do next as its text.
+    """
+    from rich.console import Console
+
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    for name in ("data", "trainer_args"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if arguments.json is not None and not arguments.compare:
+        raise _usage("json", "--compare beside it", "--json alone")
+    if arguments.compare and {"resume", "output", "patch"} & set(given):
+        raise _usage("compare", "no --resume, --output or --no-patch beside it", "one of them")
+    from lowtide.train.progress import quiet_transformers
+
+    quiet_transformers()
+    if arguments.compare:
+        from lowtide.train import compare
+
+        return 0 if compare(TrainConfig(**given), console=Console(), json_file=arguments.json).equal else 1
+    return _train(given, Console())
+
+
+def _train(given: dict[str, Any], console: Any) -> int:
+    from lowtide.train import train
+    from lowtide.train.run import resumed_config
+
+    config = resumed_config(given) if given.get("resume") else TrainConfig(**given)
+    train(config, console=console)
+    return 0
+
+
+def _usage(name: str, expected: str, got: str) -> Exception:
+    from lowtide.errors import ArgumentValueError, message
+
+    return ArgumentValueError(message(name, expected, got))

@@ -1,0 +1,170 @@
+"""Folders that are whole or not there: everything is written aside, flushed to disk and renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import ArgumentValueError, LowtideError, message
+
+RUN_FILE = "run.json"
+MODEL = "model"
+STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
+DEFAULT_ROOT = Path("runs")
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class SaveError(LowtideError, OSError):
+    """Something could not be written; what was whole before still is."""
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """Return the whole checkpoints of a run, oldest first."""
+    found = [(int(m[1]), p) for p in output.glob("checkpoint-*") if (m := _CHECKPOINT.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the number of optimizer steps behind a checkpoint."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a folder that was written aside its final name, once its contents are on the disk.
+
+    Raises:
+        OSError: the disk would not take it.
+    """
+    for path in sorted(staged.rglob("*")):
+        _flush(path)
+    _flush(staged)
+    if final.exists():  # an older whole folder of the same name: the run's model, saved again after a resume
+        old = staged.with_name(staged.name + ".old")
+        final.rename(old)
+        staged.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        staged.rename(final)
+    _flush(final.parent)
+
+
+def remove_old(output: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints; each leaves its final name first, so that none is ever half there."""
+    staging = output / STAGING
+    staging.mkdir(exist_ok=True)
+    for path in checkpoints(output)[:-keep]:
+        doomed = staging / f"{path.name}.old"
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_staging(output: Path) -> None:
+    """Remove what a killed run left half written."""
+    shutil.rmtree(output / STAGING, ignore_errors=True)
+
+
+def new_output(output: str | None, stamp: str) -> Path:
+    """Return the folder for a new run, which is not made yet.
+
+    Args:
+        output: what the user asked for, None for a new folder under `DEFAULT_ROOT`.
+        stamp: the name of that folder.
+
+    Raises:
+        ArgumentValueError: it holds a run or other files already, or nothing can be written there.
+    """
+    path = Path(output).expanduser() if output else DEFAULT_ROOT / stamp
+    expected = "a folder that is new or empty"
+    try:
+        if (path / RUN_FILE).exists():
+            hint = "Go on with it with --resume, or name another folder."
+            raise ArgumentValueError(message("output", expected, f"{path}, which holds a run", hint))
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ArgumentValueError(message("output", expected, f"{path}, which is neither", "Name another."))
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise ArgumentValueError(message("output", "a folder that can be written", f"{path}", "Name another."))
+    except OSError as error:
+        raise ArgumentValueError(message("output", expected, f"{path} ({error.strerror})", "Name another.")) from error
+    return path
+
+
+def run_to_resume(output: str | None) -> Path:
+    """Return the folder of the run to go on with.
+
+    Raises:
+        ArgumentValueError: there is none, or no checkpoint in it.
+    """
+    if output:
+        path = Path(output).expanduser()
+    else:
+        runs = sorted(DEFAULT_ROOT.glob(f"*/{RUN_FILE}"), key=lambda p: p.stat().st_mtime)
+        path = runs[-1].parent if runs else DEFAULT_ROOT
+    if not (path / RUN_FILE).is_file():
+        hint = "Name the run's folder with --output, or leave --resume out to begin."
+        raise ArgumentValueError(message("resume", "a folder with a run", f"{path}, which has none", hint))
+    if not checkpoints(path):
+        hint = f"Remove {path} and begin again without --resume; --save-every sets how often one is written."
+        raise ArgumentValueError(message("resume", "a run with a checkpoint", f"{path}, which has none yet", hint))
+    return path
+
+
+def write_run_file(output: Path, content: dict[str, Any]) -> None:
+    """Write what a resume needs to know beside the checkpoints.
+
+    Raises:
+        SaveError: it could not be written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        aside = output / f"{RUN_FILE}.new"
+        aside.write_text(json.dumps(content, indent=2) + "\n")
+        _flush(aside)
+        aside.rename(output / RUN_FILE)
+    except OSError as error:
+        raise save_error(output / RUN_FILE, error) from error
+
+
+def read_run_file(output: Path) -> dict[str, Any]:
+    """Return what `write_run_file` wrote.
+
+    Raises:
+        ArgumentValueError: it is not readable.
+    """
+    path = output / RUN_FILE
+    try:
+        content = json.loads(path.read_text())
+        return {"config": dict(content["config"]), "data": str(content["data"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentValueError(message("resume", "a run.json as lowtide writes it", f"{path} ({error})")) from error
+
+
+def save_error(path: Path, error: Exception) -> SaveError:
+    """Return the error for something that could not be written.
+
+    safetensors and torch.save raise errors of their own for a full disk, so any kind is taken.
+    """
+    why = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+    whole = checkpoints(path.parent)
+    kept = (
+        f"{whole[-1].name} is whole: go on from it with --resume"
+        if whole
+        else "No checkpoint is there yet: start again"
+    )
+    return SaveError(f"could not write {path} ({why}). Make room or choose another --output. {kept}.")
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file's or folder's contents are on the disk."""
+    if sys.platform == "win32" and path.is_dir():
+        return  # folders cannot be opened there
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

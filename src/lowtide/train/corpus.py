@@ -1,0 +1,240 @@
+"""Text on disk as numbered pieces, each read when it is needed: what is in memory does not grow with the corpus.
+
+A piece is a byte range of one file, cut where a line begins. Its bounds are arithmetic on file sizes, so that any
+piece can be read without those before it, which is what shuffling, sharding and resuming need. A text file up to the
+size of a piece is one document, a longer one is a document a piece; of a .jsonl file each line is a document.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from lowtide.errors import ArgumentValueError, message
+
+JSONL = (".jsonl", ".ndjson")
+LARGEST_PIECE = 256 * 1024  # one piece a stream is tokenised at a time, and read again on resume
+SMALLEST_PIECE = 1024
+_PROBE = 8192  # bytes looked at to tell text from binary
+_CUT_SEARCH = 4096  # a text without a line's end in so many bytes is cut between two characters
+_STDLIB_SUFFIXES = (".py", ".txt", ".rst")
+# Tests hold text in broken encodings on purpose; the others are no part of the standard library, or not text.
+_STDLIB_SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text files, cut into pieces.
+
+    Attributes:
+        files: their paths, in a fixed order.
+        sizes: their bytes.
+        piece_bytes: the length of every piece but a file's last.
+        text_field: the field of a .jsonl line.
+        skipped: files in the folders given that are not text.
+    """
+
+    files: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    piece_bytes: int
+    text_field: str
+    skipped: int
+    _ends: list[int] = field(init=False, repr=False, compare=False)  # pieces up to and with each file
+
+    def __post_init__(self) -> None:
+        counts = (-(-size // self.piece_bytes) for size in self.sizes)
+        object.__setattr__(self, "_ends", list(itertools.accumulate(counts)))
+
+    def __len__(self) -> int:
+        """Return the number of pieces."""
+        return self._ends[-1]
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files together."""
+        return sum(self.sizes)
+
+    def fingerprint(self) -> str:
+        """Return a digest of the files' names and sizes and of how they are cut; not of what is in them."""
+        digest = hashlib.sha256(f"{self.piece_bytes}:{self.text_field}".encode())
+        for path, size in zip(self.files, self.sizes, strict=True):
+            digest.update(f"\0{path}\0{size}".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def bytes_of(self, piece: int) -> int:
+        """Return the size of one piece, give or take the line at either end."""
+        _, size, start = self._range(piece)
+        return min(self.piece_bytes, size - start)
+
+    def documents(self, piece: int) -> Iterator[str]:
+        """Yield the documents of one piece; empty ones are left out.
+
+        Raises:
+            ArgumentValueError: a file went away since the run began, or a .jsonl line has no such field.
+        """
+        path, size, start = self._range(piece)
+        is_jsonl = path.suffix.lower() in JSONL
+        try:
+            with path.open("rb") as file:
+                begin = _cut(file, start, size, is_jsonl)
+                end = _cut(file, min(start + self.piece_bytes, size), size, is_jsonl)
+                file.seek(begin)
+                if is_jsonl:
+                    yield from _json_lines(file, path, end, self.text_field)
+                elif text := file.read(end - begin).decode(errors="replace").removeprefix("\ufeff"):
+                    yield text
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def _range(self, piece: int) -> tuple[Path, int, int]:
+        """Return a piece's file, that file's size, and where in it the piece's range begins."""
+        index = bisect.bisect_right(self._ends, piece)
+        before = self._ends[index - 1] if index else 0
+        return self.files[index], self.sizes[index], (piece - before) * self.piece_bytes
+
+
+def open_corpus(paths: Sequence[str], *, text_field: str, streams: int) -> Corpus:
+    """Find the text files and cut them into enough pieces for a number of streams.
+
+    Args:
+        paths: files, or folders that are searched for text files (hidden ones and those that are not UTF-8 are
+            skipped); none: the standard library's sources.
+        text_field: the field of a .jsonl line that holds the text.
+        streams: how many independent streams will share the pieces; each gets some, and some are held out.
+
+    Raises:
+        ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or there is too little text.
+    """
+    skipped = 0
+    files: list[Path] = []
+    if paths:
+        for given in paths:
+            found, left_out = _search(Path(given).expanduser())
+            files += found
+            skipped += left_out
+    else:
+        files = _standard_library()
+    files = list(dict.fromkeys(files))
+    sizes = tuple(path.stat().st_size for path in files)
+    piece_bytes = min(LARGEST_PIECE, max(SMALLEST_PIECE, sum(sizes) // (16 * streams)))
+    corpus = Corpus(tuple(files), sizes, piece_bytes, text_field, skipped)
+    if len(corpus) <= streams:
+        expected = f"more text: each of the {streams} blocks of a step reads another part of it, and some is held out"
+        hint = "Give more files with --data, or lower --batch-size."
+        raise ArgumentValueError(message("data", expected, f"{corpus.bytes} bytes", hint))
+    for path in corpus.files[:8]:
+        _check_first_line(path, text_field)
+    return corpus
+
+
+def _search(path: Path) -> tuple[list[Path], int]:
+    """Return the text files at a path the user named, in order, and how many others a folder holds."""
+    try:
+        if not path.is_dir():
+            if why := _not_text(path):
+                hint = "Give UTF-8 text or .jsonl files, unpacked."
+                raise ArgumentValueError(message("data", "a file of text", f"{path}, which {why}", hint))
+            return [path], 0
+        found = [p for p in _walk(path) if p.suffix]
+        texts = [p for p in found if _not_text(p) is None]
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not texts:
+        expected, hint = "a folder with text files", "Files without a suffix, hidden, empty or binary do not count."
+        raise ArgumentValueError(message("data", expected, f"{path}, which has none", hint))
+    return texts, len(found) - len(texts)
+
+
+def _walk(folder: Path, skip: set[str] = frozenset()) -> Iterator[Path]:  # type: ignore[assignment]
+    """Yield the files below a folder, hidden ones left out, in an order that does not depend on the file system."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skip)
+        yield from (Path(where, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _standard_library() -> list[Path]:
+    """Return the source and documentation files of the running Python's standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = (p for p in _walk(root, _STDLIB_SKIP) if p.suffix in _STDLIB_SUFFIXES)
+    files = [p for p in found if _not_text(p) is None]
+    if not files:
+        expected, hint = "the standard library's sources", "Name text to train on with --data."
+        raise ArgumentValueError(message("data", expected, f"none in {root}", hint))
+    return files
+
+
+def _not_text(path: Path) -> str | None:
+    """Return why a file cannot be trained on, None if it can; what is looked at is its beginning.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        probe = file.read(_PROBE)
+    if not probe:
+        return "is empty"
+    if b"\0" in probe:
+        return "is binary"
+    try:
+        probe.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(probe) - 3:  # nearer to the end it may be a character that the probe cut
+            return "is not UTF-8 text"
+    return None
+
+
+def _cut(file: BinaryIO, at: int, size: int, whole_lines: bool) -> int:
+    """Return where the piece whose range begins at ``at`` really begins: the same for both neighbours."""
+    if at == 0 or at >= size:
+        return min(at, size)
+    file.seek(at - 1)  # a line that begins exactly at the bound belongs to this piece
+    if whole_lines:
+        file.readline()
+        return min(file.tell(), size)
+    window = file.read(_CUT_SEARCH)
+    newline = window.find(b"\n")
+    if newline >= 0:
+        return at + newline
+    for i, byte in enumerate(window[1:]):
+        if byte & 0xC0 != 0x80:  # not a byte inside a UTF-8 character
+            return at + i
+    return at
+
+
+def _json_lines(file: BinaryIO, path: Path, end: int, name: str) -> Iterator[str]:
+    """Yield the text of the lines from the file's position up to ``end``."""
+    while (at := file.tell()) < end:
+        line = file.readline().strip()
+        if not line:
+            continue
+        try:
+            text = json.loads(line)[name]
+        except (ValueError, KeyError, TypeError, IndexError):
+            text = None
+        if not isinstance(text, str):
+            expected = f"in each line an object with a text in its field {name!r}"
+            hint = "Name the field with --text-field, or mend the line."
+            raise ArgumentValueError(message("data", expected, f"another line at byte {at} of {path}", hint))
+        if text:
+            yield text
+
+
+def _check_first_line(path: Path, text_field: str) -> None:
+    """Find a wrong --text-field before the model is built."""
+    if path.suffix.lower() in JSONL:
+        with path.open("rb") as file:
+            next(_json_lines(file, path, 1, text_field), None)
+
+
+def _unreadable(path: Path, error: OSError) -> ArgumentValueError:
+    """Return the error for a file that the system does not let us read."""
+    where = error.filename or path
+    return ArgumentValueError(message("data", "a file or folder that can be read", f"{where} ({error.strerror})"))

@@ -1,0 +1,209 @@
+"""`transformers.Trainer` with streamed blocks and checkpoints that are whole or not there; its loop is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.train import checkpoints
+from lowtide.train.config import TrainConfig
+from lowtide.train.packing import PackedBlocks, Position, positions
+
+PackFrom = Callable[[list[Position] | None], PackedBlocks]
+
+
+class LowtideTrainer(Trainer):  # type: ignore[misc]
+    """A `Trainer` whose training data is `PackedBlocks`.
+
+    It leaves the loop, the optimizer, mixed precision and every kind of sharding to Trainer, and changes two things:
+    blocks reach each rank as that rank packed them (accelerate would have every rank pack everything), and a
+    checkpoint is written aside with the data's position in it and renamed when it is whole.
+
+    Args:
+        pack: makes this rank's blocks, from the start or from positions.
+        resume_from: the checkpoint that `train` will be given, None at the start.
+        kwargs: Trainer's own.
+    """
+
+    def __init__(self, *, pack: PackFrom, resume_from: Path | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.remove_callback(PrinterCallback)
+        self._saving = False
+        start = None if resume_from is None else read_positions(resume_from, self.args)
+        self._blocks = pack(start)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of this rank's blocks: no workers and nothing fetched ahead, so its position is exact."""
+        return DataLoader(self._blocks, batch_size=self._train_batch_size, pin_memory=self.args.device.type == "cuda")
+
+    def _get_output_dir(self, trial: Any) -> str:
+        output = super()._get_output_dir(trial)
+        return str(Path(output) / checkpoints.STAGING) if self._saving else output
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint aside, add the data's position, rename it, and remove old ones."""
+        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        staged = Path(self.args.output_dir) / checkpoints.STAGING / final.name
+        try:
+            if self.args.should_save:
+                checkpoints.clear_staging(final.parent)
+            self.accelerator.wait_for_everyone()
+            self._saving = True
+            super()._save_checkpoint(model, trial)
+            write_positions(staged, self._blocks, self.args)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                checkpoints.publish(staged, final)
+                checkpoints.remove_old(final.parent, self.args.save_total_limit)
+            self.accelerator.wait_for_everyone()
+        except Exception as error:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise checkpoints.save_error(final, error) from error
+        finally:
+            self._saving = False
+
+    def save_whole_model(self) -> Path:
+        """Write the model and its tokenizer in the stock format, whole or not at all, and return where.
+
+        Raises:
+            SaveError: they could not be written.
+        """
+        final = Path(self.args.output_dir) / checkpoints.MODEL
+        staged = final.parent / checkpoints.STAGING / checkpoints.MODEL
+        try:
+            self.save_model(str(staged), _internal_call=True)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                checkpoints.publish(staged, final)
+                checkpoints.clear_staging(final.parent)
+        except Exception as error:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise checkpoints.save_error(final, error) from error
+        return final
+
+
+def write_positions(checkpoint: Path, blocks: PackedBlocks, args: Any) -> None:
+    """Write where this rank's streams are into a checkpoint."""
+    told = {"ranks": args.world_size, "streams": blocks.state()}
+    _positions_file(checkpoint, args.process_index).write_text(json.dumps(told))
+
+
+def read_positions(checkpoint: Path, args: Any) -> list[Position]:
+    """Return where this rank's streams were at a checkpoint.
+
+    Raises:
+        ArgumentValueError: it was written by another number of ranks.
+    """
+    file = _positions_file(checkpoint, args.process_index)
+    try:
+        told = json.loads(file.read_text())
+        ranks, start = told["ranks"], positions(told["streams"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        got = f"{checkpoint}, where {file.name} cannot be read"
+        hint = "Start on as many ranks as wrote it, or take an older checkpoint: remove this one."
+        raise ArgumentValueError(message("resume", "a checkpoint of a lowtide run", got, hint)) from error
+    if ranks != args.world_size:
+        hint = "The ranks share out the text: go on with as many as before."
+        raise ArgumentValueError(message("resume", f"{ranks} ranks, as before", args.world_size, hint))
+    return start
+
+
+def training_arguments(config: TrainConfig, output: Path, *, save: bool, resuming: bool) -> TrainingArguments:
+    """Return Trainer's arguments for a run.
+
+    Args:
+        config: the run's settings.
+        output: its folder.
+        save: write checkpoints.
+        resuming: the run goes on from a checkpoint.
+
+    Raises:
+        ArgumentValueError: one of ``trainer_args`` is unknown or unusable, or the machine lacks the dtype.
+    """
+    own: dict[str, Any] = {
+        "output_dir": str(output),
+        "max_steps": config.max_steps,
+        "per_device_train_batch_size": config.batch_size,
+        "per_device_eval_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.grad_accum,
+        "learning_rate": config.lr,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": config.warmup_steps,
+        "seed": config.seed,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # a NaN shows as a NaN
+        "save_strategy": "steps" if save else "no",
+        "save_steps": config.save_every or config.max_steps,
+        "save_total_limit": config.keep,
+        "eval_strategy": "steps" if config.eval_every else "no",
+        "eval_steps": config.eval_every or None,
+        "eval_on_start": not resuming,
+        "ignore_data_skip": True,  # the streams begin where the checkpoint says
+        "disable_tqdm": True,
+        "report_to": "none",
+        "push_to_hub": False,
+        "dataloader_pin_memory": False,
+        _checkpointing_name(): config.gradient_checkpointing,
+    }
+    extra = _trainer_args(config.trainer_args, set(own))
+    try:
+        own |= _precision(config)
+        args = TrainingArguments(**own, **extra)
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise ArgumentValueError(message("trainer_args", "arguments TrainingArguments accepts", why)) from error
+    if args.n_gpu > 1:  # nn.DataParallel would copy the model at each step; several GPUs are torchrun's to start
+        args._n_gpu = 1
+    return args
+
+
+def _precision(config: TrainConfig) -> dict[str, bool]:
+    """Return the mixed-precision arguments for the run's dtype on this machine."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported() else "float32"
+    if dtype == "float16" and not on_gpu:
+        hint = "Take bfloat16 or float32 on a CPU."
+        raise ArgumentValueError(message("dtype", "float16 on a GPU only", "float16 without one", hint))
+    return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+
+
+def _checkpointing_name() -> str:
+    """Return what this version of transformers calls gradient checkpointing."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+
+
+def _trainer_args(pairs: tuple[str, ...], own: set[str]) -> dict[str, Any]:
+    """Return KEY=VALUE pairs as arguments; values are read as JSON where they are it, else as text."""
+    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    extra: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in known:
+            raise ArgumentValueError(message("trainer_args", "KEY=VALUE with a key of TrainingArguments", repr(pair)))
+        if key in own or key in ("bf16", "fp16"):
+            hint = "`lowtide train --help` lists lowtide's own options."
+            raise ArgumentValueError(message("trainer_args", "a key that no option of lowtide sets", repr(key), hint))
+        try:
+            extra[key] = json.loads(value)
+        except ValueError:
+            extra[key] = value
+    return extra
+
+
+def _positions_file(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"data_position_{rank}.json"
