@@ -90,7 +90,7 @@ class LazyLogits(Tensor):
         return func(*_real(args, func), **_real(kwargs, func))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Reached past __torch_function__, by C++ and by custom autograd functions. Autograd is above this and goes
         # through `_Anchor`, so values are all that is asked for.
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))

@@ -109,7 +109,7 @@ def patch(
         state.report.add("loss", "-", f"left as it is: {why_not}", patched=False)
     else:
         vars(target)[_STATE] = state
-        target.__class__ = _patched_class(type(target), _model_overrides)
+        target.__class__ = _patched_class(target.__class__, _model_overrides)
         _adopt_head(target, state)
     for part, asked in (("mlp", mlp), ("norm", norm), ("rope", rope)):
         why = "this version patches the loss only" if asked else f"{part}=False"
@@ -157,8 +157,9 @@ def _unwrapped(model: Any) -> Any:
     """Return the model itself: peft's wrapper hands it out, and calls its forward."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
-    if callable(getattr(model, "get_base_model", None)):
-        model = model.get_base_model()
+    unwrap: Any = getattr(model, "get_base_model", None)
+    if callable(unwrap):
+        model = unwrap()
     if not callable(getattr(model, "get_output_embeddings", None)):
         hint = "Pass the Hugging Face model itself, before DDP, FSDP or torch.compile wraps it."
         raise ArgumentTypeError(message("model", "a model with get_output_embeddings()", type(model).__name__, hint))
@@ -177,7 +178,7 @@ def _adopt_head(model: Any, state: _Patch) -> None:
     name = "-" if head is None else module_name(model, head)
     if state.why_not is None:
         state.head = head
-        head.__class__ = _patched_class(type(head), _head_overrides)
+        head.__class__ = _patched_class(head.__class__, _head_overrides)
     outcome = _FUSED if state.why_not is None else f"left as it is: {state.why_not}"
     state.report.add("loss", name, outcome, patched=state.why_not is None)
 

@@ -1,0 +1,103 @@
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 97
+_SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+_BERT = {**{k: v for k, v in _SHAPE.items() if k not in ("num_key_value_heads", "head_dim")}, "is_decoder": True}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+
+# name -> (class, its own settings). Dropout is off: both models of a comparison would draw their own.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True,
+         "experts_implementation": "eager"},  # the grouped GEMM knows no float64
+    ),
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", {"final_logit_softcapping": 0.7, "sliding_window": 8}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 8}),
+    "granite": ("Granite", {"logits_scaling": 3.0}),
+    "phi3": ("Phi3", {}),
+    "phi": ("Phi", {}),  # a head with a bias
+    "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "mistral": ("Mistral", {}),
+    "bert": ("Bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "roberta": ("Roberta", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_CLASSES = {"Bert": "BertLMHeadModel", "GPT2": "GPT2LMHeadModel"}
+
+
+@pytest.fixture
+def build() -> Callable[..., Any]:
+    """A tiny random model by its name in MODELS; its weights are large enough for losses to differ from log(V)."""
+
+    def build(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+        family, own = MODELS[name]
+        shape = {"GPT2": _GPT2, "Bert": _BERT, "Roberta": _BERT}.get(family, _SHAPE)
+        config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**{**shape, **own, **settings})
+        torch.manual_seed(0)
+        model = getattr(transformers, _CLASSES.get(family, f"{family}ForCausalLM"))(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        return model.to(dtype).train()
+
+    return build
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    """Two sequences of 11 tokens; a third of the labels ignored."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (2, 11), generator=generator)
+    labels = ids.where(torch.rand(ids.shape, generator=generator) > 0.33, -100)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+@pytest.fixture
+def assert_same_gradients() -> Callable[..., None]:
+    """Every gradient of `model` is that of `stock`, to `rtol` of it, with a floor at `rtol` of the largest one."""
+
+    def check(model: nn.Module, stock: nn.Module, rtol: float = 1e-5) -> None:
+        expected = {name: p.grad for name, p in stock.named_parameters()}
+        floor = rtol * max(g.abs().max().item() for g in expected.values() if g is not None)
+        assert floor > 0
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (expected[name] is None), name
+            if parameter.grad is not None:
+                torch.testing.assert_close(
+                    parameter.grad, expected[name], rtol=rtol, atol=floor, msg=lambda m, name=name: f"{name}: {m}"
+                )
+
+    return check
+
+
+@pytest.fixture
+def pair(build: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """A model and a copy of it, to patch the first and compare with the second."""
+
+    def pair(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, Any]:
+        model = build(name, dtype, **settings)
+        return model, copy.deepcopy(model)
+
+    return pair
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_model" in metafunc.fixturenames:
+        metafunc.parametrize("any_model", MODELS)

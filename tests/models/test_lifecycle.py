@@ -1,0 +1,335 @@
+"""Patching is per instance, idempotent and reversible, survives what is done to models, and says what it did."""
+
+import copy
+import io
+import json
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.errors import ArgumentTypeError, UnsupportedError
+
+
+def state_of(model):
+    return {
+        name: (type(module), sorted(vars(module)), {k: id(v) for k, v in vars(module).items() if k == "forward"})
+        for name, module in model.named_modules()
+    }
+
+
+def assert_fuses(model, report, batch):
+    before = report.calls_fused
+    model(**batch).loss.backward()
+    assert report.calls_fused == before + 1, str(report)
+
+
+def test_unpatch_restores_the_model(any_model, build, batch):
+    model = build(any_model)
+    before, loss = state_of(model), model(**batch).loss
+    report = lowtide.patch(model)
+    assert state_of(model) != before
+    model(**batch).loss.backward()
+    lowtide.unpatch(model)
+    assert state_of(model) == before
+    assert torch.equal(model(**batch).loss, loss)
+    assert type(model(**batch).logits) is torch.Tensor
+    counts = report.calls_fused, report.calls_materialised
+    model(**batch)
+    assert (report.calls_fused, report.calls_materialised) == counts
+    lowtide.unpatch(model)  # nothing to undo
+    lowtide.patch(model)
+    lowtide.unpatch(model)
+    assert state_of(model) == before
+
+
+def test_only_this_instance_and_only_once(pair, batch):
+    model, stock = pair("llama")
+    options = lowtide.HeadOptions()
+    report = lowtide.patch(model)
+    patched = state_of(model)
+    assert lowtide.patch(model, options=options) is report
+    assert state_of(model) == patched
+    assert type(stock(**batch).logits) is torch.Tensor
+    assert_fuses(model, report, batch)
+    assert report.calls_fused == 1
+
+
+def test_the_report_says_what_was_done(build, batch):
+    model = build("llama")
+    report = lowtide.patch(model, rope=False)
+    assert [(row.part, row.patched) for row in report.parts.values()] == [
+        ("loss", True), ("mlp", False), ("norm", False), ("rope", False),
+    ]  # fmt: skip
+    assert report.parts["loss"].module == "lm_head"
+    assert "patches the loss only" in report.parts["mlp"].outcome
+    assert "rope=False" in report.parts["rope"].outcome
+    model(**batch).logits.sum()
+    lines = str(report).splitlines()
+    assert lines[0].split()[:2] == ["part", "module"]
+    assert lines[-2:] == ["calls with the loss fused: 1; with the logits built: 1", "  1 x read by TensorBase.sum"]
+
+
+def test_loss_false_changes_nothing(build):
+    model = build("llama")
+    before = state_of(model)
+    report = lowtide.patch(model, loss=False)
+    assert state_of(model) == before
+    assert "loss=False" in str(report)
+
+
+@pytest.mark.parametrize("model", [3, nn.Linear(2, 2)])
+def test_what_is_no_model_is_an_error(model):
+    with pytest.raises(ArgumentTypeError, match="model: expected"):
+        lowtide.patch(model)
+    with pytest.raises(ArgumentTypeError, match="model: expected"):
+        lowtide.unpatch(model)
+
+
+def test_options_are_checked_and_reach_the_loss(build, batch, monkeypatch):
+    model = build("llama")
+    with pytest.raises(ArgumentTypeError, match="options: expected"):
+        lowtide.patch(model, options={"workspace_mib": 1})
+    seen = []
+    stock = lowtide.models.head_call.linear_cross_entropy
+    monkeypatch.setattr(
+        lowtide.models.head_call,
+        "linear_cross_entropy",
+        lambda *args, **kwargs: (seen.append(kwargs["options"]), stock(*args, **kwargs))[1],
+    )
+    for options in (None, lowtide.HeadOptions(workspace_mib=1.0), lowtide.HeadOptions(workspace_mib=2.0)):
+        lowtide.patch(model, options=options)
+        model(**batch)
+        assert seen[-1] is options
+
+
+def own_head(model):
+    class Head(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 2.0
+
+    head = Head(16, 97, bias=False)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head
+
+
+def own_forward(model):
+    stock = model.lm_head.forward
+    model.lm_head.forward = lambda x: stock(x) + 1.0
+
+
+def own_parametrization(model):
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+def own_loss(model):
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().logsumexp(-1).mean()
+
+
+def own_hook(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def own_pre_hook(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def own_backward_hook(model):
+    model.lm_head.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2.0,))
+
+
+def masked_lm_loss(model):
+    model.loss_type = "ForMaskedLM"
+
+
+CHANGES = [own_head, own_forward, own_parametrization, own_loss, own_hook, own_pre_hook, own_backward_hook, masked_lm_loss]  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_not_plain_falls_back_and_is_right(change, when, pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    torch.manual_seed(0)
+    change(stock)
+    if when == "before":
+        torch.manual_seed(0)
+        change(model)
+        report = lowtide.patch(model)
+    else:
+        report = lowtide.patch(model)
+        assert_fuses(model, report, batch)
+        model.zero_grad()
+        torch.manual_seed(0)
+        change(model)
+    losses = [m(**batch).loss for m in (model, stock)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, stock)
+    own_way_of_calling = change in (own_forward, own_parametrization) and when == "after"
+    assert report.calls_materialised == 1 or own_way_of_calling, str(report)
+    assert report.calls_materialised == sum(report.why_materialised.values())
+
+
+def test_an_adapter_around_the_head_is_not_dropped(pair, batch, assert_same_gradients):
+    class Adapter(nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+            self.a, self.b = nn.Linear(16, 4, bias=False), nn.Linear(4, 97, bias=False)
+            self.weight = base_layer.weight
+
+        def forward(self, x):
+            return self.base_layer(x) + self.b(self.a(x))
+
+    for patch_first in (True, False):
+        model, stock = pair("llama")
+        if patch_first:
+            report = lowtide.patch(model)
+        for m in (model, stock):
+            torch.manual_seed(0)
+            m.lm_head = Adapter(m.lm_head)
+        if not patch_first:
+            report = lowtide.patch(model)
+        losses = [m(**batch).loss for m in (model, stock)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        assert_same_gradients(model, stock)
+        assert (report.calls_fused, report.calls_materialised) == (0, 1)
+        assert "Adapter" in str(report)
+
+
+def test_peft_like_wrapper_is_unwrapped(build, batch):
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.inner = model
+
+        def get_base_model(self):
+            return self.inner
+
+        def forward(self, **kwargs):
+            return self.inner.forward(**kwargs)  # not __call__: peft's tuners do the same
+
+    wrapper = Wrapper(build("llama"))
+    before = state_of(wrapper)
+    report = lowtide.patch(wrapper)
+    assert_fuses(wrapper, report, batch)
+    lowtide.unpatch(wrapper)
+    assert state_of(wrapper) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_resized_embeddings(name, pair, batch, assert_same_gradients):
+    model, stock = pair(name)
+    report = lowtide.patch(model)
+    assert_fuses(model, report, batch)
+    model.zero_grad()
+    for m in (model, stock):
+        torch.manual_seed(0)
+        m.resize_token_embeddings(103, mean_resizing=False)
+    batch["input_ids"][0, 0] = batch["labels"][0, 4] = 101
+    assert_fuses(model, report, batch)
+    stock(**batch).loss.backward()
+    assert_same_gradients(model, stock)
+    lowtide.unpatch(model)
+    assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "through",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: saved_and_loaded(m)],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_copies_are_patched_on_their_own(through, build, batch):
+    model = build("llama-tied")
+    report = lowtide.patch(model)
+    other = through(model)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    loss = other(**batch).loss
+    loss.backward()
+    assert report.calls_fused == 0
+    other_report = lowtide.patch(other)
+    assert other_report.calls_fused == 1
+    assert all(p.grad is None for p in model.parameters())
+    lowtide.unpatch(other)
+    assert type(other) is type(model).__bases__[0]
+    assert type(other.lm_head) is nn.Linear
+    assert_fuses(model, report, batch)
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_checkpoints_are_stock(pair, batch, tmp_path):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    assert list(model.state_dict()) == list(stock.state_dict())
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    loaded = type(stock).from_pretrained(tmp_path)
+    assert torch.equal(loaded(**batch).loss, stock(**batch).loss)
+
+
+def test_moves_modes_and_threads(pair, batch):
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    model.eval().to(torch.float64)
+    assert_fuses(model, report, batch)
+    model.to(torch.float32).train()
+    assert_fuses(model, report, batch)
+
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(type(model(input_ids=batch["input_ids"]).logits)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [torch.Tensor, torch.Tensor]
+
+
+def test_a_forward_that_fails_leaves_no_trace(build, batch):
+    model = build("llama")
+    report = lowtide.patch(model)
+    with pytest.raises(IndexError):
+        model(input_ids=batch["input_ids"] + 1000, labels=batch["labels"])
+    assert type(model.lm_head(torch.zeros(1, 16))) is torch.Tensor
+    assert_fuses(model, report, batch)
+
+
+def test_unpatch_refuses_a_model_changed_on_top(build):
+    model = build("llama")
+    lowtide.patch(model)
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    with pytest.raises(UnsupportedError, match="Undo what came after"):
+        lowtide.unpatch(model)
+    nn.utils.parametrize.remove_parametrizations(model.lm_head, "weight")
+    lowtide.unpatch(model)
+    assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_is_right(name, backend, pair, batch, assert_same_gradients):
+    model, stock = pair(name)
+    lowtide.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        losses = [m(**batch).loss for m in (compiled, stock)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+    assert_same_gradients(model, stock)
+    torch.testing.assert_close(compiled(**batch).logits, stock(**batch).logits)

@@ -1,0 +1,245 @@
+"""Patched models train and evaluate as stock ones do, and do so without logits."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowtide
+
+FALLS_BACK = {"bert", "roberta"}
+
+
+def expect_calls(report, name, calls):
+    fused = 0 if name in FALLS_BACK else calls
+    assert (report.calls_fused, report.calls_materialised) == (fused, calls - fused), str(report)
+
+
+def test_loss_and_every_gradient_equal_stock(any_model, pair, batch, assert_same_gradients):
+    model, stock = pair(any_model)
+    report = lowtide.patch(model)
+    for _ in range(2):
+        losses = [m(**batch).loss for m in (model, stock)]
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+        for loss in losses:
+            (3.0 * loss).backward()
+    assert_same_gradients(model, stock)
+    expect_calls(report, any_model, 2)
+
+
+def test_gradients_in_float64_equal_to_the_last_digits(any_model, pair, batch, assert_same_gradients):
+    model, stock = pair(any_model, torch.float64)
+    model.eval(), stock.eval()
+    report = lowtide.patch(model)
+    model(**batch).loss.backward()
+    expect_calls(report, any_model, 1)
+
+    # The stock loss itself rounds logits to float32, so the reference keeps its logits and takes its own loss of them.
+    aux_weight = getattr(stock.config, "router_aux_loss_coef", 0.0)
+    labels = batch.pop("labels")
+    outputs = stock(**batch)
+    loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    if aux_weight:
+        loss = loss + aux_weight * stock(**batch, labels=labels).aux_loss
+    loss.backward()
+    assert_same_gradients(model, stock, rtol=1e-6 if any_model in FALLS_BACK or aux_weight else 1e-11)
+
+
+@pytest.mark.parametrize("num_items", [7, torch.tensor(7), torch.tensor(7.5)], ids=["int", "long", "float"])
+def test_num_items_in_batch(any_model, pair, batch, assert_same_gradients, num_items):
+    model, stock = pair(any_model)
+    report = lowtide.patch(model)
+    losses = [m(**batch, num_items_in_batch=num_items).loss for m in (model, stock)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, stock)
+    expect_calls(report, any_model, 1)
+
+
+def test_shift_labels(any_model, pair, batch, assert_same_gradients):
+    model, stock = pair(any_model)
+    report = lowtide.patch(model)
+    batch["shift_labels"] = batch["labels"].roll(-2, 1)
+    losses = [m(**batch).loss for m in (model, stock)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, stock)
+    expect_calls(report, any_model, 1)
+
+
+def test_without_labels_bitwise_the_same_logits_and_nothing_counted(any_model, pair, batch):
+    model, stock = pair(any_model)
+    model.eval(), stock.eval()
+    report = lowtide.patch(model)
+    del batch["labels"]
+    logits = model(**batch).logits
+    assert type(logits) is torch.Tensor
+    assert torch.equal(logits, stock(**batch).logits)
+    expect_calls(report, any_model, 0)
+
+
+def test_generate_gives_the_same_tokens(any_model, pair, batch):
+    model, stock = pair(any_model)
+    model.eval(), stock.eval()
+    report = lowtide.patch(model)
+    prompt = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    tokens = [m.generate(**prompt, max_new_tokens=5, do_sample=False) for m in (model, stock)]
+    assert torch.equal(*tokens)
+    expect_calls(report, any_model, 0)
+
+
+def test_logits_read_after_the_loss(any_model, pair, batch, assert_same_gradients):
+    model, stock = pair(any_model)
+    report = lowtide.patch(model)
+    outputs, expected = model(**batch), stock(**batch)
+    assert outputs.logits.shape == expected.logits.shape
+    assert outputs.logits.dtype == expected.logits.dtype
+    assert report.calls_materialised == (any_model in FALLS_BACK)
+    assert torch.equal(outputs.logits[0], expected.logits[0])
+    assert torch.equal(outputs.logits, expected.logits)
+    assert report.calls_materialised == 1
+    # In training, as an auxiliary loss would: both ways into the hidden states carry their gradient.
+    for out in (outputs, expected):
+        (out.loss + out.logits.square().mean()).backward()
+    assert_same_gradients(model, stock)
+
+
+def test_evaluation_with_labels(any_model, pair, batch):
+    model, stock = pair(any_model)
+    model.eval(), stock.eval()
+    report = lowtide.patch(model)
+    with torch.no_grad():
+        outputs, expected = model(**batch), stock(**batch)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    assert not outputs.loss.requires_grad
+    expect_calls(report, any_model, 1)
+    assert torch.equal(outputs.logits.argmax(-1), expected.logits.argmax(-1))
+    assert not outputs.logits.requires_grad
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2"])
+def test_bfloat16_is_no_further_from_float32_than_stock(name, pair, batch):
+    model, stock = pair(name, torch.bfloat16)
+    exact = pair(name)[0].to(torch.bfloat16).float()
+    report = lowtide.patch(model)
+    for m in (model, stock, exact):
+        m(**batch).loss.backward()
+    expect_calls(report, name, 1)
+
+    def error(m):
+        pairs = zip(m.parameters(), exact.parameters(), strict=True)
+        return torch.stack([(p.grad.float() - q.grad).norm() for p, q in pairs]).norm()
+
+    # Most of either error is the body's own rounding, which a change in the last digit draws anew.
+    assert error(model) <= 1.5 * error(stock)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2", "phi"])
+def test_autocast(name, pair, batch):
+    model, stock = pair(name)
+    report = lowtide.patch(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs, expected = model(**batch), stock(**batch)
+    expect_calls(report, name, 1)
+    assert outputs.logits.dtype == expected.logits.dtype == torch.bfloat16
+    assert torch.equal(outputs.logits, expected.logits)  # read outside the autocast region, built as inside
+    torch.testing.assert_close(outputs.loss, expected.loss, rtol=4e-3, atol=4e-3)
+    for out in (outputs, expected):
+        out.loss.backward()
+    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert p.grad.dtype == torch.float32
+        assert (p.grad - q.grad).norm() <= 0.03 * q.grad.norm() + 1e-4, key
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-moe"])
+def test_gradient_checkpointing(name, pair, batch, assert_same_gradients):
+    model, stock = pair(name)
+    report = lowtide.patch(model)
+    for m in (model, stock):
+        enable = getattr(m, "activation_checkpointing_enable", None) or m.gradient_checkpointing_enable  # by version
+        enable()
+        m(**batch, use_cache=False).loss.backward()
+    assert_same_gradients(model, stock)
+    expect_calls(report, name, 1)
+
+
+@pytest.mark.parametrize("frozen", ["head", "body"])
+def test_frozen_parts(frozen, pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    for m in (model, stock):
+        (m.lm_head if frozen == "head" else m.model).requires_grad_(False)
+    report = lowtide.patch(model)
+    for m in (model, stock):
+        m(**batch).loss.backward()
+    assert_same_gradients(model, stock)
+    expect_calls(report, "llama", 1)
+
+
+def test_positional_labels_and_tuple_outputs(pair, batch):
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    names = list(inspect.signature(model.forward).parameters)
+    args = [batch.get(name) for name in names[: names.index("labels") + 1]]
+    outputs, expected = (m(*args, return_dict=False, use_cache=False) for m in (model, stock))
+    assert len(outputs) == len(expected) == 2
+    torch.testing.assert_close(outputs[0], expected[0])
+    expect_calls(report, "llama", 1)
+    assert torch.equal(outputs[1], expected[1])
+
+
+@pytest.mark.parametrize("keep", [0, 4, torch.arange(2, 9)], ids=["all", "last", "index"])
+def test_logits_to_keep(keep, pair, batch):
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    batch["shift_labels"] = batch["labels"] = batch["labels"].roll(-1, 1)
+    if torch.is_tensor(keep) or keep:
+        batch["shift_labels"] = batch["labels"][:, keep if torch.is_tensor(keep) else slice(-keep, None)].contiguous()
+    losses = [m(**batch, logits_to_keep=keep).loss for m in (model, stock)]
+    torch.testing.assert_close(*losses)
+    expect_calls(report, "llama", 1)
+
+
+def test_lengths_that_differ_fail_as_in_stock(pair, batch):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    errors = []
+    for m in (model, stock):
+        with pytest.raises(ValueError, match="batch_size") as error:
+            m(**batch, logits_to_keep=4)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+def test_labels_out_of_range_are_an_index_error_as_in_stock(pair, batch):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    batch["labels"][0, 3] = 1000
+    for m in (model, stock):
+        with pytest.raises(IndexError):
+            m(**batch)
+
+
+def test_all_labels_ignored(pair, batch):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    batch["labels"].fill_(-100)
+    losses = [m(**batch).loss for m in (model, stock)]
+    assert torch.isnan(torch.stack(losses)).all()
+    losses = [m(**batch, num_items_in_batch=5).loss for m in (model, stock)]
+    assert losses[0] == losses[1] == 0
+
+
+def test_the_loss_may_be_taken_outside_the_forward(pair, batch):
+    # As sequence parallelism does: the model is given shift_labels alone, the loop calls its loss_function.
+    model, stock = pair("gemma2")
+    report = lowtide.patch(model)
+    shifted = batch.pop("labels").roll(-1, 1)
+    losses = []
+    for m in (model, stock):
+        logits = m(**batch, shift_labels=shifted).logits
+        losses.append(m.loss_function(logits=logits, labels=None, shift_labels=shifted, vocab_size=97))
+    torch.testing.assert_close(*losses)
+    expect_calls(report, "gemma2", 1)

@@ -1,0 +1,70 @@
+"""transformers.Trainer with a patched model: the same losses, no logits, evaluation included."""
+
+import pytest
+import torch
+
+import lowtide
+
+pytest.importorskip("accelerate")
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.ids = torch.randint(3, 97, (16, 12), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        labels = self.ids[index].clone()
+        labels[: index % 5] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
+
+
+def train(model, folder, *, compute_metrics=None, **settings):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+        dataloader_pin_memory=False, seed=0, **settings,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), compute_metrics=compute_metrics
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.evaluate()
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=["float32", "bf16 autocast"])
+def test_same_losses_as_stock(settings, pair, tmp_path):
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    losses, evaluation = train(model, tmp_path, **settings)
+    expected, expected_evaluation = train(stock, tmp_path, **settings)
+    assert len(losses) == 4
+    tolerance = 2e-2 if settings else 1e-4
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=tolerance)
+    assert report.calls_fused == 4 * 2 + 2  # micro-batches, evaluation batches of 8
+    assert report.calls_materialised == 0, str(report)
+
+
+def test_metrics_get_their_logits(pair, tmp_path):
+    def accuracy(prediction):
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    evaluation, expected = (train(m, tmp_path, compute_metrics=accuracy)[1] for m in (model, stock))
+    assert evaluation["eval_accuracy"] == expected["eval_accuracy"]
+    assert (report.calls_fused, report.calls_materialised) == (10, 2)
+
+
+def test_label_smoothing_takes_the_trainers_own_loss(pair, tmp_path):
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    losses, _ = train(model, tmp_path, label_smoothing_factor=0.1)
+    assert losses == pytest.approx(train(stock, tmp_path, label_smoothing_factor=0.1)[0], rel=1e-4)
+    assert report.calls_fused == 0
