@@ -15,7 +15,10 @@ _SHAPE = {
     "eos_token_id": 2,
 }  # fmt: skip
 _BERT = {**{k: v for k, v in _SHAPE.items() if k not in ("num_key_value_heads", "head_dim")}, "is_decoder": True}
-_GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+_GPT2 = {
+    "vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
 
 # name -> (class, its own settings). Dropout is off: both models of a comparison would draw their own.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,8 +27,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": (
         "Qwen3Moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": True,
-         "experts_implementation": "eager"},  # the grouped GEMM knows no float64
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "output_router_logits": True,
+            "experts_implementation": "eager",
+        },  # the grouped GEMM knows no float64
     ),
     "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {"final_logit_softcapping": 0.7, "sliding_window": 8}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
@@ -76,6 +77,15 @@ def is_causal_lm_loss(loss: Callable[..., Any]) -> bool:
     # A model that could use it has imported it already; lowtide itself never imports transformers here.
     loss_utils = sys.modules.get("transformers.loss.loss_utils")
     return loss_utils is not None and loss is loss_utils.ForCausalLMLoss
+
+
+def is_under_compile() -> bool:
+    """Whether this runs in a region that ``torch.compile`` traces, or between the graphs of one.
+
+    There the model runs as it came: dynamo cannot trace lazy logits, and as an output of the graph they would be built.
+    """
+    # Between two graphs of a region the code runs eagerly, and only the callback tells that the next frame is compiled.
+    return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
 
 
 def is_autocast_on(device_type: str) -> bool:

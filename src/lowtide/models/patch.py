@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.head.plan import HeadOptions
 from lowtide.models.eligibility import (
     is_causal_lm_loss,
+    is_under_compile,
     module_name,
     why_not_fuse_loss,
     why_not_lazy,
@@ -203,7 +203,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     signature = inspect.signature(base.forward)
     names = list(signature.parameters)
     labels_at = [(name, names.index(name) - 1 if name in names else None) for name in ("labels", "shift_labels")]
-    stock: property = inspect.getattr_static(base, "loss_function")
+    stock: Any = inspect.getattr_static(base, "loss_function")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         awaited = any(
@@ -211,7 +211,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
             for name, at in labels_at
         )
         # A replica of DataParallel returns its outputs by C++ that knows no lazy tensors.
-        if not awaited or torch.compiler.is_compiling() or getattr(self, "_is_replica", False):
+        if not awaited or is_under_compile() or getattr(self, "_is_replica", False):
             return base.forward(self, *args, **kwargs)
         with _loss_awaited(self):
             return base.forward(self, *args, **kwargs)
@@ -221,8 +221,8 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     forward.__doc__ = base.forward.__doc__
 
     def loss_function(self: Any) -> Any:
-        loss = stock.__get__(self)
-        return functools.partial(_score, loss) if is_causal_lm_loss(loss) else loss
+        loss = stock.fget(self)
+        return functools.partial(_score, loss) if not is_under_compile() and is_causal_lm_loss(loss) else loss
 
     return {"forward": forward, "loss_function": property(loss_function, stock.fset, stock.fdel, stock.__doc__)}
 
@@ -233,7 +233,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     def forward(self: nn.Linear, input: Any) -> Any:
         if type(input) is InsideHead:
             return input.work(self, functools.partial(base.forward, self))
-        state = None if torch.compiler.is_compiling() else _awaiting_loss.get()
+        state = None if is_under_compile() else _awaiting_loss.get()
         if state is None:
             return base.forward(self, input)
         why_not = why_not_lazy(self, input)
