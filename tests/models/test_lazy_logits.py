@@ -22,7 +22,7 @@ class OwnFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * 2.0
+        return grad * 5.0  # not the gradient of forward, so that going around it shows
 
 
 LOOKS = {
@@ -110,6 +110,15 @@ def test_read_without_grad_keeps_the_grad_of_the_forward(pair, batch):
     assert type(stock(**batch).logits) is Tensor
 
 
+def test_what_is_made_of_them_without_grad_has_none(pair, batch):
+    model, _ = pair("gemma2")
+    lowtide.patch(model)
+    logits = model(**batch).logits
+    with torch.no_grad():
+        results = [logits * 2.0, torch.tanh(logits), logits.double()]
+    assert not any(result.requires_grad or (result + 1.0).requires_grad for result in results)
+
+
 def test_weights_changed_since_is_an_error(pair, batch):
     model, _ = pair("llama")
     lowtide.patch(model)
@@ -153,6 +162,17 @@ def test_outputs_copy_and_pickle_as_real_logits(pair, batch):
         buffer.seek(0)
         assert torch.equal(torch.load(buffer)["logits"], expected)
         assert repr(model(**batch).logits) == repr(expected)
+
+
+def test_a_custom_autograd_function_stays_in_the_graph(pair, batch, assert_same_gradients):
+    model, stock = pair("gemma2")
+    report = lowtide.patch(model)
+    losses = [OwnFunction.apply(m(**batch).logits).logsumexp(-1).mean() for m in (model, stock)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, stock)
+    assert report.calls_materialised == 1
 
 
 def test_a_learned_scale_gets_its_gradient(pair, batch):

@@ -54,7 +54,7 @@ class HeadCall:
         self.fused = False
         self.built = False
         self._state = _state(head, hidden)
-        self._grad_mode = torch.is_grad_enabled()
+        self.grad_mode = torch.is_grad_enabled()
         self._autocast_dtype: torch.dtype | None = None
         device_type = hidden.device.type
         if is_autocast_on(device_type):
@@ -72,7 +72,7 @@ class HeadCall:
             self.built = True
             self.report.count_materialised(why)
         with ExitStack() as modes:
-            modes.enter_context(torch.set_grad_enabled(self._grad_mode))
+            modes.enter_context(torch.set_grad_enabled(self.grad_mode))
             self._enter_autocast(modes)
             return _replay(self._run(lambda _, forward: forward(self.hidden)), steps)
 

@@ -83,7 +83,9 @@ class LazyLogits(Tensor):
                     "logits: expected to be hooked before the loss, got a hook on logits that the loss did not go "
                     "through. Call lowtide.unpatch(model) to look at their gradient."
                 )
-            if func in _LAZY:
+            # In another grad mode than the model ran in (torch.no_grad, the inside of a custom autograd function) what
+            # becomes of the logits has another graph than they have, which steps to be replayed cannot tell.
+            if func in _LAZY and torch.is_grad_enabled() == lazy._call.grad_mode:
                 result = _LAZY[func](*args, **kwargs)
                 if result is not NotImplemented:
                     return result
@@ -111,10 +113,15 @@ class _Anchor(torch.autograd.Function):
 
 def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False) -> Any:
     def build(lazy: LazyLogits) -> Tensor:
-        logits = lazy.materialise(f"read by {getattr(func, '__qualname__', func)}")
+        logits = lazy.materialise(f"read by {_name(func)}")
         return logits.detach() if detach else logits
 
     return tree_map_only(LazyLogits, build, tree)
+
+
+def _name(func: Any) -> str:
+    descriptor = getattr(func, "__self__", None)  # of an attribute: its getter or setter
+    return getattr(descriptor, "__name__", None) or getattr(func, "__qualname__", None) or str(func)
 
 
 def _is_distributed(args: tuple[Any, ...]) -> bool:
@@ -250,7 +257,7 @@ _METADATA: frozenset[Any] = frozenset(
         *(
             getattr(Tensor, name).__get__
             for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda",
-                         "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize")
+                         "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "_base")
         ),
         Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
         Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__,

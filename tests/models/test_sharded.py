@@ -1,0 +1,58 @@
+"""FSDP2 around a patched model, in one process: its hooks see the weight in use, and the loss stays fused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lowtide
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard(model, *, head):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if head:
+        fully_shard(model.lm_head)
+    fully_shard(model)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("head", [True, False], ids=["head sharded by itself", "head sharded with the root"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_fused_and_right(name, head, patch_first, one_process, pair, batch):
+    model, stock = pair(name, tie_word_embeddings=False)
+    if patch_first:
+        report = lowtide.patch(model)
+    shard(model, head=head)
+    if not patch_first:
+        report = lowtide.patch(model)
+    for _ in range(2):
+        outputs, expected = model(**batch), stock(**batch)
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        outputs.loss.backward()
+        expected.loss.backward()
+    assert (report.calls_fused, report.calls_materialised) == (2, 0), str(report)
+    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-5, atol=1e-6, msg=key)
+    if not head:  # the root has let go of its weights in backward, and nothing gathers them for one layer
+        with pytest.raises(lowtide.errors.UnsupportedError, match=r"read outputs\.logits before"):
+            outputs.logits.sum()
+    torch.testing.assert_close(model(**batch).logits, expected.logits)  # with the weight gathered again
+    if patch_first:
+        with pytest.raises(lowtide.errors.UnsupportedError, match="Undo what came after"):
+            lowtide.unpatch(model)
+    else:
+        lowtide.unpatch(model)
+        assert type(model.lm_head) is nn.Linear or type(model.lm_head).__name__ == "FSDPLinear"
+        assert type(model(**batch).logits) is torch.Tensor
