@@ -1,4 +1,4 @@
-"""The ``lowtide`` command: one file a subcommand, each with ``add(subparsers)`` and ``main(arguments) -> int``."""
+"""The ``lowtide`` command: one file a subcommand, each with ``add(subparsers)``, which sets ``main`` and ``parser``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: by argparse, after ``--help``, ``--version`` and arguments it does not know.
     """
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:  # said by the subcommand's parser, which knows the right --help
+        arguments.parser.error(f"unknown arguments: {' '.join(unknown)}")
     try:
         return int(arguments.main(arguments))
     except LowtideError as error:

@@ -48,7 +48,7 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
         "--compare", action="store_true", help="train twice, with and without lowtide; nothing is saved"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --compare: write the numbers here")
-    parser.set_defaults(main=main)
+    parser.set_defaults(main=main, parser=parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -81,9 +81,15 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _train(given: dict[str, Any], console: Any) -> int:
     from lowtide.train import train
-    from lowtide.train.run import resumed_config
+    from lowtide.train.run import finish_complete_run, resumed_config
 
-    config = resumed_config(given) if given.get("resume") else TrainConfig(**given)
+    if not given.get("resume"):
+        config = TrainConfig(**given)
+    else:
+        config = resumed_config(given)
+        if model := finish_complete_run(config):
+            console.print(f"all {config.max_steps} steps are done; the model is in {model}", soft_wrap=True)
+            return 0
     train(config, console=console)
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ RUN_FILE = "run.json"
 MODEL = "model"
 STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
 DEFAULT_ROOT = Path("runs")
+_TRAINING_ONLY = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state*", "data_position*", "*_fsdp_0")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -51,6 +53,23 @@ def publish(staged: Path, final: Path) -> None:
     else:
         staged.rename(final)
     _flush(final.parent)
+
+
+def model_from_checkpoint(checkpoint: Path) -> Path:
+    """Copy what is the model's out of a whole checkpoint, to where the run's model belongs, and return where.
+
+    Raises:
+        SaveError: it could not be written.
+    """
+    staged, final = checkpoint.parent / STAGING / MODEL, checkpoint.parent / MODEL
+    try:
+        clear_staging(checkpoint.parent)
+        shutil.copytree(checkpoint, staged, ignore=shutil.ignore_patterns(*_TRAINING_ONLY))
+        publish(staged, final)
+        clear_staging(checkpoint.parent)
+    except OSError as error:
+        raise save_error(final, error) from error
+    return final
 
 
 def remove_old(output: Path, keep: int) -> None:
@@ -120,13 +139,16 @@ def write_run_file(output: Path, content: dict[str, Any]) -> None:
     Raises:
         SaveError: it could not be written.
     """
+    aside = output / f"{RUN_FILE}.new"
     try:
         output.mkdir(parents=True, exist_ok=True)
-        aside = output / f"{RUN_FILE}.new"
         aside.write_text(json.dumps(content, indent=2) + "\n")
         _flush(aside)
         aside.rename(output / RUN_FILE)
     except OSError as error:
+        with contextlib.suppress(OSError):  # leave no trace of a run that never was
+            aside.unlink(missing_ok=True)
+            output.rmdir()
         raise save_error(output / RUN_FILE, error) from error
 
 

@@ -23,9 +23,9 @@ from lowtide.train.report import above_warm_mib, show_comparison
 from lowtide.train.run import TrainResult, prepare, run
 from lowtide.train.trainer import training_arguments
 
-# Both sums of a loss round differently, and training feeds the difference back through every step: it grows. A wrong
-# gradient shows in the third decimal within a few steps at these learning rates.
-TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2, "float16": 5e-2}
+# The two add up in different orders, and training feeds each step's rounding back into the next, where it grows: about
+# 1e-6 after 30 float32 steps of the small run. A wrong gradient shows in the second decimal within a few steps.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 
 
 class CompareError(LowtideError, RuntimeError):

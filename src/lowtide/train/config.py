@@ -52,9 +52,9 @@ class TrainConfig:
     seq_len: int = _setting(256, "tokens in a block; documents are packed into blocks without padding", fixed=True)
     batch_size: int = _setting(8, "blocks a device works on at once", fixed=True)
     grad_accum: int = _setting(1, "batches a device adds up before each optimizer step", fixed=True)
-    lr: float = _setting(2e-3, "peak learning rate of AdamW, after a linear warm-up and before a cosine decay")
+    lr: float = _setting(3e-3, "peak learning rate of AdamW, after a linear warm-up and before a cosine decay")
     warmup: float = _setting(0.1, "the share of the steps that warm up", metavar="FRACTION")
-    max_steps: int = _setting(100, "optimizer steps, those before a resume included")
+    max_steps: int = _setting(150, "optimizer steps, those before a resume included")
     dtype: Dtype = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
         "auto",
         "what the matrix products run in: float32; bfloat16 or float16 under autocast, float16 with a gradient scaler "

@@ -21,7 +21,9 @@ from typing import BinaryIO
 from lowtide.errors import ArgumentValueError, message
 
 JSONL = (".jsonl", ".ndjson")
-LARGEST_PIECE = 256 * 1024  # one piece a stream is tokenised at a time, and read again on resume
+# A stream reads a piece from end to end: small ones mix the corpus better, but a longer document is cut into them.
+PIECE_BYTES_PER_TOKEN = 32  # of a block: some eight blocks a piece
+MOST_PIECES = 2**20  # their order is in memory, 8 bytes each
 SMALLEST_PIECE = 1024
 _PROBE = 8192  # bytes looked at to tell text from binary
 _CUT_SEARCH = 4096  # a text without a line's end in so many bytes is cut between two characters
@@ -101,7 +103,7 @@ class Corpus:
         return self.files[index], self.sizes[index], (piece - before) * self.piece_bytes
 
 
-def open_corpus(paths: Sequence[str], *, text_field: str, streams: int) -> Corpus:
+def open_corpus(paths: Sequence[str], *, text_field: str, streams: int, seq_len: int) -> Corpus:
     """Find the text files and cut them into enough pieces for a number of streams.
 
     Args:
@@ -109,6 +111,7 @@ def open_corpus(paths: Sequence[str], *, text_field: str, streams: int) -> Corpu
             skipped); none: the standard library's sources.
         text_field: the field of a .jsonl line that holds the text.
         streams: how many independent streams will share the pieces; each gets some, and some are held out.
+        seq_len: tokens of a block; a piece holds several blocks where there is text enough.
 
     Raises:
         ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or there is too little text.
@@ -124,7 +127,8 @@ def open_corpus(paths: Sequence[str], *, text_field: str, streams: int) -> Corpu
         files = _standard_library()
     files = list(dict.fromkeys(files))
     sizes = tuple(path.stat().st_size for path in files)
-    piece_bytes = min(LARGEST_PIECE, max(SMALLEST_PIECE, sum(sizes) // (16 * streams)))
+    wanted = max(PIECE_BYTES_PER_TOKEN * seq_len, sum(sizes) // MOST_PIECES)
+    piece_bytes = max(SMALLEST_PIECE, min(wanted, sum(sizes) // (16 * streams)))
     corpus = Corpus(tuple(files), sizes, piece_bytes, text_field, skipped)
     if len(corpus) <= streams:
         expected = f"more text: each of the {streams} blocks of a step reads another part of it, and some is held out"

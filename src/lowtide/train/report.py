@@ -89,8 +89,8 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     row(f"loss, last {_LAST} steps", last_loss(stock), last_loss(patched), ".4f", ratio=False)
     row("held-out loss", stock.held_out_after, patched.held_out_after, ".4f", ratio=False)
     kind = "GPU" if stock.peak_cuda_bytes else "resident"
-    row(f"peak {kind} memory above the warm model, MiB", above_warm_mib(stock), above_warm_mib(patched), ",.0f")
-    row(f"peak {kind} memory, MiB", mib(stock.peak_step_bytes), mib(patched.peak_step_bytes), ",.0f")
+    row(f"peak {kind} MiB above warm model", above_warm_mib(stock), above_warm_mib(patched), ",.0f")
+    row(f"peak {kind} MiB", mib(stock.peak_step_bytes), mib(patched.peak_step_bytes), ",.0f")
     row("step, ms (median)", stock.step_seconds * 1e3, patched.step_seconds * 1e3, ",.0f")
     row("tokens/s", stock.tokens_per_second, patched.tokens_per_second, ",.0f")
     console.print()

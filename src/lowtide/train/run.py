@@ -98,6 +98,9 @@ def run(config: TrainConfig, *, console: Console | None = None, save: bool = Tru
     if config.resume:
         output = checkpoints.run_to_resume(config.output)
         resume_from = checkpoints.checkpoints(output)[-1]
+        if checkpoints.step_of(resume_from) >= config.max_steps:
+            expected, hint = f"a run with steps left of {config.max_steps}", "Ask for more with --max-steps."
+            raise ArgumentValueError(message("resume", expected, f"{output}, which is complete", hint))
     elif save:
         output = checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
     args = training_arguments(config, output, save=save, resuming=config.resume)
@@ -108,7 +111,10 @@ def run(config: TrainConfig, *, console: Console | None = None, save: bool = Tru
         show_start(console, ready, args, resume_from)
     metrics = StepMetrics(config.seq_len * config.batch_size * config.grad_accum * args.world_size)
     trainer = make_trainer(ready, args, metrics, resume_from, ProgressDisplay(console, metrics, label))
-    held_out_after = _train(trainer, ready, resume_from)
+    try:
+        held_out_after = _train(trainer, resume_from)
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(_how_to_go_on(output, save)) from interrupt
     saved = trainer.save_whole_model() if save else None
     result = TrainResult(
         losses=metrics.losses,
@@ -136,7 +142,8 @@ def prepare(config: TrainConfig, args: Any, resume_from: Path | None) -> Prepare
     Raises:
         ArgumentValueError: any of them cannot be used.
     """
-    corpus = open_corpus(config.data, text_field=config.text_field, streams=config.batch_size * args.world_size)
+    streams = config.batch_size * args.world_size
+    corpus = open_corpus(config.data, text_field=config.text_field, streams=streams, seq_len=config.seq_len)
     shape = model_config(config.model, vocab_size=config.vocab_size)
     split = split_corpus(
         corpus, seed=config.seed, held_out_bytes=config.eval_blocks * config.seq_len * _BYTES_PER_TOKEN
@@ -205,12 +212,22 @@ def make_trainer(
     )
 
 
-def _train(trainer: LowtideTrainer, ready: Prepared, resume_from: Path | None) -> float | None:
+def finish_complete_run(config: TrainConfig) -> Path | None:
+    """Return the model of a resumed run that has no steps left, None where it has some.
+
+    A run that was killed after its last checkpoint and before its model was saved gets it now, from that checkpoint.
+    """
+    output = checkpoints.run_to_resume(config.output)
+    newest = checkpoints.checkpoints(output)[-1]
+    if checkpoints.step_of(newest) < config.max_steps:
+        return None
+    if not (output / checkpoints.MODEL).exists():
+        checkpoints.model_from_checkpoint(newest)
+    return output / checkpoints.MODEL
+
+
+def _train(trainer: LowtideTrainer, resume_from: Path | None) -> float | None:
     """Train and return the held-out loss afterwards."""
-    if resume_from is not None and checkpoints.step_of(resume_from) >= ready.config.max_steps:
-        hint = "Ask for more steps with --max-steps, or leave --resume out."
-        expected = f"a run with steps left of its {ready.config.max_steps}"
-        raise ArgumentValueError(message("resume", expected, resume_from, hint))
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         after: float | None = trainer.evaluate().get("eval_loss")
@@ -219,6 +236,13 @@ def _train(trainer: LowtideTrainer, ready: Prepared, resume_from: Path | None) -
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressDisplay):
                 callback.close()
+
+
+def _how_to_go_on(output: Path, save: bool) -> str:
+    """Return what to do after an interrupt."""
+    if not save or not checkpoints.checkpoints(output):
+        return "There is no checkpoint yet: start again."
+    return f"Go on with: lowtide train --resume --output {output}"
 
 
 def _tokenizer(config: TrainConfig, corpus: Corpus, split: Split, resume_from: Path | None) -> Any:

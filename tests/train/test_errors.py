@@ -1,0 +1,198 @@
+"""What a user can get wrong: one line that says what to do, status 2, and nothing half written."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def binary(folder: Path) -> list[str]:
+    (folder / "b.txt").write_bytes(bytes(range(256)) * 100)
+    return ["--data", str(folder / "b.txt")]
+
+
+def empty(folder: Path) -> list[str]:
+    (folder / "e.txt").touch()
+    return ["--data", str(folder / "e.txt")]
+
+
+def empty_folder(folder: Path) -> list[str]:
+    (folder / "none").mkdir()
+    return ["--data", str(folder / "none")]
+
+
+def short(folder: Path) -> list[str]:
+    (folder / "s.txt").write_text("too short\n")
+    return ["--data", str(folder / "s.txt")]
+
+
+def shorter_than_a_block(folder: Path) -> list[str]:
+    (folder / "s.txt").write_text("some words and a few more\n" * 400)
+    return ["--data", str(folder / "s.txt"), "--seq-len", "5000"]
+
+
+def wrong_field(folder: Path) -> list[str]:
+    (folder / "d.jsonl").write_text('{"content": "words"}\n' * 2000)
+    return ["--data", str(folder / "d.jsonl")]
+
+
+def broken_json(folder: Path) -> list[str]:
+    (folder / "m.json").write_text('{"model_type": "llama", ')
+    return ["--model", str(folder / "m.json")]
+
+
+def config(**settings: object) -> Callable[[Path], list[str]]:
+    def write(folder: Path) -> list[str]:
+        (folder / "m.json").write_text(json.dumps(settings))
+        return ["--model", str(folder / "m.json")]
+
+    return write
+
+
+def used_output(folder: Path) -> list[str]:
+    (folder / "used").mkdir()
+    (folder / "used" / "thesis.tex").touch()
+    return ["--output", str(folder / "used")]
+
+
+def output_below_a_file(folder: Path) -> list[str]:
+    (folder / "file").touch()
+    return ["--output", str(folder / "file" / "run")]
+
+
+CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
+    "missing data": (lambda f: ["--data", str(f / "nowhere")], ["data", "nowhere", "No such file"]),
+    "binary data": (binary, ["data", "is binary", "Give UTF-8 text"]),
+    "empty file": (empty, ["data", "is empty"]),
+    "empty folder": (empty_folder, ["data", "has none"]),
+    "too little text": (short, ["data", "more text", "--batch-size"]),
+    "shorter than a block": (shorter_than_a_block, ["data", "5000 tokens", "--seq-len"]),
+    "wrong field": (wrong_field, ["data", "'text'", "--text-field"]),
+    "broken json": (broken_json, ["model", "JSON", "line 1"]),
+    "no model type": (config(hidden_size=8), ["model", "model_type"]),
+    "unknown model type": (config(model_type="lama"), ["model", "lama"]),
+    "bad value": (config(model_type="llama", hidden_size="wide"), ["model", "hidden_size"]),
+    "no causal model": (config(model_type="clip"), ["model", "m.json"]),
+    "impossible shape": (config(model_type="llama", hidden_size=30, num_attention_heads=4), ["model"]),
+    "unknown model": (lambda f: ["--model", "meta-llama/Llama-3.2-1B"], ["model", "llama-3.2-1b", "download it first"]),
+    "small vocabulary": (config(model_type="llama", vocab_size=256), ["model", "got 256", "--vocab-size"]),
+    "no tokenizer": (lambda f: ["--tokenizer", str(f)], ["tokenizer"]),
+    "used output": (used_output, ["output", "used", "new or empty"]),
+    "unwritable output": (output_below_a_file, ["output", "file/run"]),
+    "nothing to resume": (lambda f: ["--resume", "--output", str(f / "none")], ["resume", "leave --resume out"]),
+    "no steps": (lambda f: ["--max-steps", "0"], ["max_steps", "at least 1", "got 0"]),
+    "negative rate": (lambda f: ["--lr", "-1"], ["lr", "above 0"]),
+    "workspace": (lambda f: ["--workspace-mib", "0"], ["workspace_mib", "above 0"]),
+    "not a number": (lambda f: ["--max-steps", "many"], ["--max-steps", "many", "--help"]),
+    "unknown option": (lambda f: ["--frobnicate"], ["--frobnicate", "lowtide train --help"]),
+    "unknown trainer argument": (lambda f: ["--trainer-args", "colour=blue"], ["trainer_args", "colour=blue"]),
+    "own trainer argument": (lambda f: ["--trainer-args", "max_steps=3"], ["trainer_args", "max_steps", "--help"]),
+    "bad trainer argument": (lambda f: ["--trainer-args", "optim=none"], ["trainer_args", "adafactor"]),
+    "json alone": (lambda f: ["--json", str(f / "x.json")], ["json", "--compare"]),
+    "json nowhere": (lambda f: ["--compare", "--json", str(f / "no" / "x.json")], ["json", "x.json"]),
+    "compare and resume": (lambda f: ["--compare", "--resume"], ["compare", "--resume"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_and_status_2(case: str, tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    given, words = CASES[case]
+    output = tmp_path / "out"
+    arguments = given(tmp_path)
+    if not {"--output", "--compare", "--resume"} & set(arguments):
+        arguments += ["--output", str(output)]
+    status, _, err = lowtide(*tiny, *arguments)
+    assert status == 2, err
+    assert err.endswith("\n")
+    assert err.count("\n") == 1, err
+    assert err.startswith("lowtide train: ")
+    assert not [word for word in words if word not in err], err
+    assert not output.exists()
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    assert lowtide(*tiny, "--output", tmp_path / "out")[0] == 0
+    status, _, err = lowtide(*tiny, "--output", tmp_path / "out")
+    assert status == 2
+    assert "holds a run" in err
+    assert "--resume" in err
+
+
+def test_a_run_without_a_checkpoint_says_so(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    assert lowtide(*tiny, "--output", tmp_path / "out")[0] == 0
+    for step in (3, 6):
+        (tmp_path / "out" / f"checkpoint-{step}").rename(tmp_path / f"away-{step}")
+    status, _, err = lowtide("train", "--resume", "--output", tmp_path / "out")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "has none yet" in err
+
+
+def test_resume_refuses_other_data_and_other_settings(
+    tmp_path: Path, text: Path, tiny: list[str], lowtide: Run
+) -> None:
+    output = tmp_path / "out"
+    assert lowtide(*tiny, "--output", output)[0] == 0
+    resume = ["train", "--resume", "--output", output, "--max-steps", "9"]
+    for option, value in {"--batch-size": "3", "--seed": "1", "--seq-len": "64"}.items():
+        status, _, err = lowtide(*resume, option, value)
+        assert (status, err.count("\n")) == (2, 1)
+        assert "as the run began" in err
+    (text / "0.txt").write_text("other words\n" * 2000)
+    status, _, err = lowtide(*resume)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "the files the run began with" in err
+
+
+FULL_DISK = """
+import resource, sys
+from lowtide.cli import main
+import transformers, lowtide.train.run
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="no limit on file sizes here")
+@pytest.mark.parametrize("limit", [100, 60_000, 200_000])  # stops run.json, the weights, the optimizer
+def test_a_disk_that_takes_no_more(tmp_path: Path, tiny: list[str], limit: int) -> None:
+    output = tmp_path / "out"
+    command = [sys.executable, "-W", "error", "-c", FULL_DISK, str(limit), *tiny, "--output", str(output)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert "could not write" in ended.stderr
+    left = {path.name for path in output.rglob("*")} - {"run.json", ".incoming"}
+    assert not left, "nothing half written"
+
+
+def test_a_disk_that_fills_up_later_leaves_the_last_whole_checkpoint(
+    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    from lowtide.train import checkpoints
+
+    publish, published = checkpoints.publish, []
+
+    def full(staged: Path, final: Path) -> None:
+        if published:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        published.append(final)
+        publish(staged, final)
+
+    monkeypatch.setattr(checkpoints, "publish", full)
+    status, _, err = lowtide(*tiny, "--output", tmp_path / "out")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "No space left on device" in err
+    assert "checkpoint-3 is whole" in err
+    monkeypatch.undo()
+    assert lowtide("train", "--resume", "--output", tmp_path / "out")[0] == 0
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()

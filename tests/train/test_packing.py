@@ -1,0 +1,142 @@
+"""Packing: nothing lost, nothing twice, any position can be returned to, and memory does not follow the corpus."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.errors import ArgumentValueError
+from lowtide.measure import mib, run_command
+from lowtide.train.corpus import Corpus
+from lowtide.train.packing import PackedBlocks, Position, Split, Stream, held_out_blocks, positions, split_corpus
+
+EOS = 0
+CORPUS_CODE = """
+import sys
+from lowtide.measure import peak_resident_bytes, reset_peak_resident, resident_bytes
+from lowtide.train.corpus import open_corpus
+from lowtide.train.packing import Stream
+start = resident_bytes()
+reset_peak_resident()
+corpus = open_corpus([sys.argv[1]], text_field="text", streams=1, seq_len=256)
+lengths = lambda text: [len(word) for word in text.split()]
+stream = Stream(corpus, lambda _: range(len(corpus)), lengths, eos=0, seq_len=256, epochs=1)
+print(sum(1 for _ in stream), peak_resident_bytes() - start)
+"""
+
+
+def tokenize(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    files = []
+    for i in range(6):
+        files.append(tmp_path / f"{i}.txt")
+        files[-1].write_text("".join(f"file {i} line {j}\n" for j in range(7 * i + 1)))
+    return Corpus(tuple(files), tuple(f.stat().st_size for f in files), 48, "text", 0)
+
+
+def stream_of(corpus: Corpus, split: Split, row: int = 0, rows: int = 1, **kwargs: object) -> Stream:
+    kwargs = {"eos": EOS, "seq_len": 16} | kwargs
+    return Stream(corpus, lambda epoch: split.share(row, rows, epoch), tokenize, **kwargs)  # type: ignore[arg-type]
+
+
+def tokens_of(corpus: Corpus, pieces: list[int]) -> list[int]:
+    return [t for p in pieces for d in corpus.documents(p) for t in [*tokenize(d), EOS]]
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 16, 47, 200])
+def test_blocks_joined_are_the_documents_with_an_end_after_each(corpus: Corpus, seq_len: int) -> None:
+    split = Split(pieces=len(corpus), held_out=2, seed=1)
+    stream = tokens_of(corpus, split.share(0, 1, 0)) + tokens_of(corpus, split.share(0, 1, 1))
+    blocks = list(itertools.islice(stream_of(corpus, split, seq_len=seq_len), len(stream) // seq_len))
+    assert all(len(block) == seq_len and block.dtype == torch.int64 for block in blocks)
+    assert torch.cat(blocks).tolist() == stream[: len(blocks) * seq_len]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_shares_and_held_out_pieces_are_all_pieces_once(corpus: Corpus, rows: int) -> None:
+    split = Split(pieces=len(corpus), held_out=3, seed=5)
+    for epoch in (0, 1, 7):
+        dealt = [split.share(row, rows, epoch) for row in range(rows)]
+        assert sorted(itertools.chain(split.held_out_pieces(), *dealt)) == list(range(len(corpus)))
+    for row in range(rows):  # a stream keeps its pieces, or a faster one would read a slower one's
+        assert {frozenset(split.share(row, rows, epoch)) for epoch in range(4)} == {
+            frozenset(split.share(row, rows, 0))
+        }
+
+
+def test_order_follows_seed_and_epoch(corpus: Corpus) -> None:
+    a, b = (Split(pieces=500, held_out=3, seed=seed) for seed in (1, 2))
+    assert a.share(0, 2, 0) == Split(pieces=500, held_out=3, seed=1).share(0, 2, 0)
+    assert a.share(0, 2, 0) != a.share(0, 2, 1)
+    assert a.held_out_pieces() != b.held_out_pieces()
+
+
+def test_any_position_can_be_returned_to(corpus: Corpus) -> None:
+    split = Split(pieces=len(corpus), held_out=2, seed=3)
+    stream = stream_of(corpus, split)
+    seen = [(block, stream.position) for block in itertools.islice(stream, 150)]
+    assert seen[-1][1].epoch >= 1, "the test should cross into another epoch"
+    for at in range(0, 140, 7):
+        again = itertools.islice(stream_of(corpus, split, position=seen[at][1]), 10)
+        for block, (expected, _) in zip(again, seen[at + 1 :], strict=False):
+            assert torch.equal(block, expected)
+
+
+def test_rows_of_a_batch_are_streams_and_the_state_restores_them(corpus: Corpus) -> None:
+    split = Split(pieces=len(corpus), held_out=2, seed=3)
+
+    def packed(start: list[Position]) -> PackedBlocks:
+        return PackedBlocks([stream_of(corpus, split, row, 3, position=p) for row, p in enumerate(start)])
+
+    blocks = packed([Position()] * 3)
+    rows = [item["input_ids"] for item in itertools.islice(blocks, 30)]
+    for row in range(3):
+        alone = list(itertools.islice(stream_of(corpus, split, row, 3), 10))
+        assert all(torch.equal(a, b) for a, b in zip(rows[row::3], alone, strict=True))
+    following = [item["labels"] for item in itertools.islice(packed(positions(blocks.state())), 6)]
+    for row in range(3):
+        alone = list(itertools.islice(stream_of(corpus, split, row, 3), 12))[10:]
+        assert all(torch.equal(a, b) for a, b in zip(following[row::3], alone, strict=True))
+
+
+def test_held_out_blocks_hold_no_training_text(corpus: Corpus) -> None:
+    split = split_corpus(corpus, seed=0, held_out_bytes=60)
+    blocks = held_out_blocks(corpus, split, tokenize, eos=EOS, seq_len=8, limit=5)
+    assert blocks.shape == (5, 8)
+    assert blocks.flatten().tolist() == tokens_of(corpus, split.held_out_pieces())[:40]
+
+
+def test_text_without_a_token_ends_in_an_error_not_in_a_loop(corpus: Corpus, tmp_path: Path) -> None:
+    empty = tmp_path / "e.jsonl"
+    empty.write_text('{"text": ""}\n' * 10)
+    nothing = Corpus((empty,), (empty.stat().st_size,), 32, "text", 0)
+    with pytest.raises(ArgumentValueError, match="all empty"):
+        next(iter(stream_of(nothing, Split(pieces=len(nothing), held_out=1, seed=0))))
+
+
+def test_held_out_text_shorter_than_a_block_is_an_error(corpus: Corpus) -> None:
+    split = Split(pieces=len(corpus), held_out=1, seed=0)
+    with pytest.raises(ArgumentValueError, match="held-out text of 9999 tokens"):
+        held_out_blocks(corpus, split, tokenize, eos=EOS, seq_len=9999, limit=5)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, suffix: str) -> None:
+    line = '{"text": "%s"}\n' % ("low tide " * 50) if suffix == "jsonl" else "low tide " * 50 + "\n"
+    grown = {}
+    for size in (1, 64):
+        path = tmp_path / f"{size}.{suffix}"
+        path.write_text(line * (size * 2**20 // len(line)))
+        ended = run_command([sys.executable, "-W", "error", "-c", CORPUS_CODE, str(path)])
+        assert ended.returncode == 0, ended.stderr
+        blocks, grown[size] = map(int, ended.stdout.split())
+        assert blocks > size * 600
+    assert mib(grown[64]) < mib(grown[1]) + 8, "eight times less than the corpus grew"

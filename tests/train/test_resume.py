@@ -1,0 +1,147 @@
+"""Killed at any moment, a run goes on from its last whole checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowtide.train import checkpoints
+
+Run = Callable[..., tuple[int, str, str]]
+STEPS = 12  # as the fixture `finished`
+MAIN = "import sys; from lowtide.cli import main; sys.exit(main())"
+
+# Kills itself when the named function is called for the nth time: before it does anything, or half way through.
+KILL_IN = """
+import os, signal, sys
+from lowtide.cli import main
+import lowtide.train.run, torch
+from lowtide.train import checkpoints, trainer
+where, calls = sys.argv[1], int(sys.argv[2])
+
+def die(*args, **kwargs):
+    global calls
+    calls -= 1
+    if calls == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **kwargs)
+
+owner, name = {
+    "weights": (lowtide.train.run.LowtideTrainer, "_save"),
+    "optimizer": (torch, "save"),
+    "position": (trainer, "write_positions"),
+    "rename": (checkpoints, "publish"),
+    "removal": (checkpoints.shutil, "rmtree"),
+    "step": (lowtide.train.run.LowtideTrainer, "training_step"),
+}[where]
+original = getattr(owner, name)
+setattr(owner, name, die)
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def losses(output: Path) -> dict[int, float]:
+    state = json.loads((checkpoints.checkpoints(output)[-1] / "trainer_state.json").read_text())
+    return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
+
+
+def assert_same_run(output: Path, expected: Path) -> None:
+    assert losses(output) == losses(expected)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (output, expected))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture
+def longer(tiny: list[str]) -> list[str]:
+    return [*tiny, "--max-steps", str(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("where", "calls"),
+    [("weights", 2), ("optimizer", 7), ("position", 2), ("rename", 2), ("removal", 4), ("step", 8)],
+)
+def test_killed_at_a_chosen_place(
+    where: str, calls: int, tmp_path: Path, longer: list[str], lowtide: Run, finished: Path
+) -> None:
+    output = tmp_path / "killed"
+    command = [sys.executable, "-W", "error", "-c", KILL_IN, where, str(calls), *longer, "--output", str(output)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == -9, ended.stderr
+    assert checkpoints.checkpoints(output), "it was killed before its first checkpoint: the test tests nothing"
+    for checkpoint in checkpoints.checkpoints(output):
+        assert (checkpoint / "data_position_0.json").exists()
+        assert (checkpoint / "optimizer.pt").exists()
+    status, _, err = lowtide("train", "--resume", "--output", output)
+    assert status == 0, err
+    assert_same_run(output, finished)
+    assert not (output / checkpoints.STAGING).exists()
+    assert len(checkpoints.checkpoints(output)) == 2  # --keep
+
+
+def test_killed_at_random_moments(tmp_path: Path, longer: list[str], lowtide: Run, finished: Path) -> None:
+    rng = random.Random(time.time_ns())
+    output = tmp_path / "killed"
+    arguments = [*longer, "--save-every", "1", "--output", str(output)]
+    for _ in range(2):
+        child = subprocess.Popen([sys.executable, "-c", MAIN, *arguments], stdout=subprocess.DEVNULL)
+        while child.poll() is None and not checkpoints.checkpoints(output):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.5))
+        child.kill()
+        child.wait()
+        arguments = ["train", "--resume", "--output", str(output)]
+    assert lowtide(*arguments)[0] == 0
+    assert_same_run(output, finished)
+
+
+def test_killed_before_the_model_was_saved(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    output = tmp_path / "out"
+    assert lowtide(*tiny, "--output", output)[0] == 0
+    saved = load_file(output / "model" / "model.safetensors")
+    names = {path.name for path in (output / "model").iterdir()}
+    (output / "model").rename(tmp_path / "away")
+    status, out, err = lowtide("train", "--resume", "--output", output)
+    assert (status, err) == (0, "")
+    assert "steps are done" in out
+    assert {path.name for path in (output / "model").iterdir()} == names
+    again = load_file(output / "model" / "model.safetensors")
+    assert all(torch.equal(saved[name], again[name]) for name in saved)
+
+
+def test_a_finished_run_can_be_given_more_steps(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    output = tmp_path / "out"
+    assert lowtide(*tiny, "--output", output)[0] == 0
+    assert lowtide("train", "--resume", "--output", output, "--max-steps", 8)[0] == 0
+    assert sorted(losses(output)) == list(range(1, 9))
+
+
+def test_without_output_the_newest_run_goes_on(
+    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert lowtide(*tiny)[0] == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert lowtide("train", "--resume", "--max-steps", 7)[0] == 0
+    assert max(losses(run)) == 7
+
+
+def test_gradient_accumulation_resumes_at_the_same_text(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    arguments = [*tiny, "--grad-accum", "3"]
+    assert lowtide(*arguments, "--output", tmp_path / "a")[0] == 0
+    assert lowtide(*arguments, "--output", tmp_path / "b", "--keep", 1, "--save-every", 4)[0] == 0
+    from_middle = tmp_path / "c"
+    assert lowtide(*arguments, "--output", from_middle)[0] == 0
+    (from_middle / "checkpoint-6").rename(tmp_path / "away")
+    assert lowtide("train", "--resume", "--output", from_middle)[0] == 0
+    assert_same_run(from_middle, tmp_path / "a")
+    assert [p.name for p in checkpoints.checkpoints(tmp_path / "b")] == ["checkpoint-6"]
