@@ -174,6 +174,9 @@ def test_what_is_not_plain_falls_back_and_is_right(change, when, pair, batch, as
     assert_same_gradients(model, stock)
     own_way_of_calling = change in (own_forward, own_parametrization) and when == "after"
     assert report.calls_materialised == 1 or own_way_of_calling, str(report)
+    if change in (own_loss, masked_lm_loss):
+        assert "the model's loss_function is" in str(report)
+        assert model.loss_function is getattr(model, "_loss_function", stock.loss_function)
     assert report.calls_materialised == sum(report.why_materialised.values())
 
 
@@ -338,11 +341,22 @@ def test_torch_compile_is_right(name, backend, pair, batch, assert_same_gradient
     torch.testing.assert_close(compiled(**batch).logits, stock(**batch).logits)
 
 
-def test_torch_compile_with_a_break_at_the_head_is_right(pair, batch, assert_same_gradients):
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # dynamo's own look
+@pytest.mark.parametrize("where", ["model", "model.norm", "lm_head"])
+def test_torch_compile_with_breaks_is_right(where, pair, batch, assert_same_gradients):
     model, stock = pair("gemma2")
     report = lowtide.patch(model)
-    model.lm_head.compile(backend="eager")
-    model.lm_head._compiled_call_impl = torch.compiler.disable(model.lm_head._call_impl)
+    module = model.get_submodule(where)
+    stock_forward = type(module).forward
+
+    class Breaks(type(module)):
+        def forward(self, *args, **kwargs):
+            torch._dynamo.graph_break()
+            return stock_forward(self, *args, **kwargs)
+
+    module.__class__ = Breaks
     torch._dynamo.reset()
     losses = [m(**batch).loss for m in (torch.compile(model, backend="eager"), stock)]
     torch.testing.assert_close(*losses)
