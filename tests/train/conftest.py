@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowtide.cli import main
 
@@ -24,6 +25,17 @@ SHAPE = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from a second thread, and lose much where another process wants the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # for the children
+        yield
+    torch.set_num_threads(before)
 
 
 def write_text(path: Path, size: int, seed: int = 0) -> Path:

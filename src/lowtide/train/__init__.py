@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from lowtide.train.compare import Comparison
+    from lowtide.train.comparison import Comparison
     from lowtide.train.run import TrainResult
 
 __all__ = ["TrainConfig", "compare", "train"]
@@ -48,6 +48,6 @@ def compare(config: TrainConfig, *, console: Console | None = None, json_file: P
         ArgumentValueError: a setting, the data or the model cannot be used.
         CompareError: one of the two runs failed.
     """
-    from lowtide.train.compare import compare_runs
+    from lowtide.train.comparison import compare_runs
 
     return compare_runs(config, console=console, json_file=json_file)

@@ -12,7 +12,7 @@ from rich.table import Table
 from lowtide.measure import mib
 
 if TYPE_CHECKING:
-    from lowtide.train.compare import Comparison
+    from lowtide.train.comparison import Comparison
     from lowtide.train.run import Prepared, TrainResult
 
 _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many

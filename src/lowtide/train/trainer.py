@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -151,6 +152,7 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
         "ignore_data_skip": True,  # the streams begin where the checkpoint says
         "disable_tqdm": True,
         "report_to": "none",
+        "use_cpu": not torch.accelerator.is_available(),  # else bfloat16 is refused where there is no GPU
         "push_to_hub": False,
         "dataloader_pin_memory": False,
         _checkpointing_name(): config.gradient_checkpointing,
@@ -169,8 +171,6 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
 
 def _precision(config: TrainConfig) -> dict[str, bool]:
     """Return the mixed-precision arguments for the run's dtype on this machine."""
-    import torch
-
     on_gpu = torch.cuda.is_available()
     dtype = config.dtype
     if dtype == "auto":

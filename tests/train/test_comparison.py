@@ -1,0 +1,89 @@
+"""The side by side: it agrees where it should, and says so loudly where not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lowtide.train.comparison import Comparison, _compared
+from lowtide.train.run import TrainResult
+
+Run = Callable[..., tuple[int, str, str]]
+
+RESULT = TrainResult(
+    losses={1: 6.0, 2: 5.0, 3: 4.0},
+    held_out_before=6.0,
+    held_out_after=4.0,
+    tokens_per_second=10.0,
+    step_seconds=1.0,
+    peak_resident_bytes=2**30,
+    peak_cuda_bytes=0,
+    warm_bytes=2**29,
+    peak_step_bytes=2**30,
+    calls_fused=3,
+    calls_materialised=0,
+    seconds=3.0,
+    saved=None,
+)
+
+
+def against(losses: dict[int, float]) -> Comparison:
+    return _compared(RESULT, dataclasses.replace(RESULT, losses=losses), 1e-3)
+
+
+def test_two_children_agree_and_the_numbers_are_written(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    file = tmp_path / "c.json"
+    status, out, err = lowtide(*tiny, "--compare", "--no-progress", "--json", file)
+    assert (status, err) == (0, "")
+    assert "equal to rounding" in out
+    assert "loss, first step" in out
+    told = json.loads(file.read_text())
+    assert told["equal"]
+    assert told["max_loss_difference"] < 1e-5
+    assert told["config"]["seq_len"] == 32
+    assert {"torch", "transformers", "cpu_threads", "system"} <= told["machine"].keys()
+    assert len(told["stock"]["losses"]) == len(told["patched"]["losses"]) == 6
+    assert (told["stock"]["calls_fused"], told["patched"]["calls_materialised"]) == (None, 0)
+    assert told["patched"]["calls_fused"] > 0
+    assert told["patched"]["peak_above_warm_mib"] >= 0
+
+
+def test_the_patched_model_needs_less_memory(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    """The logits are 128 MiB here, everything else is small."""
+    shape = json.loads((tmp_path / "tiny.json").read_text()) | {"vocab_size": 32_768}
+    (tmp_path / "wide.json").write_text(json.dumps(shape))
+    size = ["--batch-size", "16", "--seq-len", "64", "--max-steps", "4"]
+    file = tmp_path / "c.json"
+    wide = ["--model", tmp_path / "wide.json", "--workspace-mib", "8"]
+    status, _, err = lowtide(*tiny, *wide, *size, "--compare", "--no-progress", "--json", file)
+    assert (status, err) == (0, "")
+    told = json.loads(file.read_text())
+    assert told["stock"]["peak_above_warm_mib"] > 2 * 128
+    assert told["patched"]["peak_above_warm_mib"] < 64
+
+
+def test_other_losses_are_not_equal() -> None:
+    assert against(dict(RESULT.losses)).equal
+    assert against(RESULT.losses | {2: 5.0005}).equal
+    assert not against(RESULT.losses | {2: 5.002}).equal
+    assert not against(RESULT.losses | {3: float("nan")}).equal
+    assert not against({1: 6.0, 2: 5.0}).equal
+
+
+def test_other_losses_end_with_status_1(tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter([RESULT, dataclasses.replace(RESULT, losses=RESULT.losses | {2: 4.0})])
+    monkeypatch.setattr("lowtide.train.comparison._in_child", lambda config, console: next(results))
+    status, out, _ = lowtide(*tiny, "--compare")
+    assert status == 1
+    assert "NOT EQUAL" in out
+
+
+def test_a_run_that_fails_is_named(tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.train.comparison.train_in_child", json.loads)  # is given no JSON, so it fails
+    status, _, err = lowtide(*tiny, "--compare", "--no-progress")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "the stock run failed: TypeError" in err
