@@ -63,7 +63,8 @@ def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocation
     kind = torch.device(device).type
     seen = Allocations()
     # The CUDA activity is left out on purpose: both allocators report to the CPU side, and CUPTI is slow to start.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events: there is one cycle only, and without it some versions warn that the events of others are dropped.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield seen
         if kind == "cuda":
             torch.cuda.synchronize()

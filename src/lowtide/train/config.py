@@ -21,7 +21,7 @@ def _setting(default: Any, help: str, *, metavar: str | None = None, fixed: bool
 class TrainConfig:
     """What `lowtide.train.train` does; each field is the option of ``lowtide train`` with the same name.
 
-    With no argument it is the small run: a Llama of a few million parameters on the text of Python's standard library.
+    With no argument it is the small run: a Llama of 1.4 million parameters on the text of Python's standard library.
 
     Raises:
         ArgumentValueError: a value that no run could use.
@@ -52,9 +52,13 @@ class TrainConfig:
     seq_len: int = _setting(256, "tokens in a block; documents are packed into blocks without padding", fixed=True)
     batch_size: int = _setting(8, "blocks a device works on at once", fixed=True)
     grad_accum: int = _setting(1, "batches a device adds up before each optimizer step", fixed=True)
-    lr: float = _setting(3e-3, "peak learning rate of AdamW, after a linear warm-up and before a cosine decay")
+    lr: float = _setting(
+        2e-3,
+        "peak learning rate of AdamW, after a linear warm-up and before a cosine decay; the default suits the small "
+        "run, a pretrained model wants far less, such as 1e-5",
+    )
     warmup: float = _setting(0.1, "the share of the steps that warm up", metavar="FRACTION")
-    max_steps: int = _setting(150, "optimizer steps, those before a resume included")
+    max_steps: int = _setting(300, "optimizer steps, those before a resume included")
     dtype: Dtype = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
         "auto",
         "what the matrix products run in: float32; bfloat16 or float16 under autocast, float16 with a gradient scaler "
@@ -68,10 +72,10 @@ class TrainConfig:
     )
     resume: bool = _setting(False, "go on from the last whole checkpoint in --output (without it, of the newest run)")
     seed: int = _setting(0, "fixes the initial weights, the data order and the held-out text", fixed=True)
-    save_every: int = _setting(50, "steps between checkpoints; 0: none before the end")
+    save_every: int = _setting(100, "steps between checkpoints; 0: none before the end")
     keep: int = _setting(2, "checkpoints to keep, the newest ones")
     eval_every: int = _setting(0, "steps between evaluations of held-out text; 0: before and after only")
-    eval_blocks: int = _setting(32, "held-out blocks, never trained on", fixed=True)
+    eval_blocks: int = _setting(64, "held-out blocks, never trained on", fixed=True)
     progress: bool = _setting(True, "show progress while training; --no-progress prints the result alone")
     trainer_args: tuple[str, ...] = _setting(
         (), "further transformers.TrainingArguments, such as weight_decay=0.1 optim=adafactor", metavar="KEY=VALUE"

@@ -16,12 +16,13 @@ _LLAMA_3_ROPE = {
 DEFAULT = "lowtide-small"
 
 SHAPES: dict[str, dict[str, Any]] = {
-    # The vocabulary is the tokenizer's. Small enough for two CPU cores, and yet the logits are its largest tensor.
+    # The vocabulary is the tokenizer's. So small that two CPU cores take it through enough text to learn more than
+    # the frequencies of words within the two minutes it is meant for; the logits are its largest tensor by far.
     DEFAULT: {
         "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,

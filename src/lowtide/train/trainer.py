@@ -19,6 +19,9 @@ from lowtide.train import checkpoints
 from lowtide.train.config import TrainConfig
 from lowtide.train.packing import PackedBlocks, Position, positions
 
+# What ``trainer_args`` may override: the usual choices for language models where Trainer has others.
+_USUAL = {"lr_scheduler_type": "cosine", "adam_beta2": 0.95}
+
 PackFrom = Callable[[list[Position] | None], PackedBlocks]
 
 
@@ -137,7 +140,6 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
         "per_device_eval_batch_size": config.batch_size,
         "gradient_accumulation_steps": config.grad_accum,
         "learning_rate": config.lr,
-        "lr_scheduler_type": "cosine",
         "warmup_steps": config.warmup_steps,
         "seed": config.seed,
         "logging_strategy": "steps",
@@ -160,7 +162,7 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
     extra = _trainer_args(config.trainer_args, set(own))
     try:
         own |= _precision(config)
-        args = TrainingArguments(**own, **extra)
+        args = TrainingArguments(**{**_USUAL, **own, **extra})
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         why = " ".join(str(error).split())[:300]
         raise ArgumentValueError(message("trainer_args", "arguments TrainingArguments accepts", why)) from error
