@@ -21,7 +21,7 @@ train: $(VENV)/.train
 	$(VENV)/bin/lowtide train --compare $(ARGS)
 
 test: lint
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses auto $(ARGS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -29,7 +29,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/mypy
 
 slow: $(VENV)/.test
-	$(VENV)/bin/python -m pytest --slow $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses auto --slow $(ARGS)
 
 docs: $(VENV)/.test
 	$(VENV)/bin/python docs/build.py

@@ -1,4 +1,13 @@
+import os
+
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
+
+
+torch.set_num_threads(1)  # one test process a core: more threads would wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

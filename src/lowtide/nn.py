@@ -1,1 +1,104 @@
-"""Modules."""
+"""The modules: a signature each, no logic."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.multi_output import multi_output_cross_entropy
+from lowtide.head.plan import HeadOptions
+
+__all__ = ["LinearCrossEntropyLoss"]
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """Takes the place of `torch.nn.LinearCrossEntropyLoss`: the same words and the same state, without the logits.
+
+    The module owns the head: ``linear.weight`` [num_classes * prod(out_features), in_features], ``linear.bias`` and
+    the buffer ``weight``, as there, so that state dicts go either way.
+
+    Args:
+        in_features: Size D of each hidden state.
+        num_classes: Number of classes V.
+        out_features: Axes of several outputs a token, each with its own weight; () for one.
+        bias: Whether the head has a bias.
+        device: Device of the head.
+        dtype: dtype of the head.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        weight: Class weights [V], or None.
+        ignore_index: Target that counts for nothing; None means -100.
+        label_smoothing: From 0 to 1.
+        options: Memory and implementation: see `lowtide.HeadOptions`, which takes the place of torch's own options.
+
+    Shape:
+        ``input`` [N, D] or [D] (with one output, any leading axes); ``target`` [N, *out_features]; the loss is a
+        float32 scalar (float64 for float64), or of the target's shape with reduction "none".
+
+    Example:
+        >>> loss = LinearCrossEntropyLoss(16, 1000)
+        >>> loss(torch.randn(8, 16), torch.randint(0, 1000, (8,))).backward()
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        options: HeadOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.out_features = tuple(out_features)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.options = options
+        self.weight: Tensor | None
+        self.register_buffer("weight", weight)
+        rows = num_classes * math.prod(self.out_features)
+        self.linear = torch.nn.Linear(in_features, rows, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of hidden states ``input`` against class indices ``target``."""
+        ignore_index = -100 if self.ignore_index is None else self.ignore_index
+        if self.out_features:
+            return multi_output_cross_entropy(
+                input,
+                self.linear.weight,
+                target,
+                self.out_features,
+                linear_bias=self.linear.bias,
+                weight=self.weight,
+                reduction=self.reduction,
+                ignore_index=ignore_index,
+                label_smoothing=self.label_smoothing,
+                options=self.options,
+            )
+        return linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=ignore_index,
+            label_smoothing=self.label_smoothing,
+            options=self.options,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what differs from one such module to the next."""
+        return (
+            f"in_features={self.linear.in_features}, num_classes={self.num_classes}, out_features={self.out_features},"
+            f" bias={self.linear.bias is not None}, reduction={self.reduction}, ignore_index={self.ignore_index},"
+            f" label_smoothing={self.label_smoothing}, options={self.options}"
+        )

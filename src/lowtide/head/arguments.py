@@ -1,4 +1,6 @@
-"""What every function of the head checks before it plans: shapes, dtypes, devices, and what cannot be differentiated."""
+"""What every function of the head checks before it plans: shapes, dtypes, devices, and no second derivatives."""
+
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -101,18 +103,18 @@ def check_per_token(name: str, value: Tensor, input: Tensor) -> None:
 
 
 def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    """Return ``value`` as a float from ``low`` to ``high``, with ``above`` greater than ``low``.
+    """Return ``value``, a number from ``low`` to ``high``, with ``above`` greater than ``low``.
 
     Raises:
         ArgumentTypeError: Not a number.
         ArgumentValueError: Outside the range, or NaN.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+    if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number", f"{value!r}"))
     if not (low < value <= high if above else low <= value <= high):
         range_ = f"a number {'above' if above else 'from'} {low}" + ("" if high == torch.inf else f" to {high}")
         raise ArgumentValueError(message(name, range_, f"{value!r}"))
-    return value if isinstance(value, torch.SymFloat) else float(value)
+    return value
 
 
 def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
@@ -126,9 +128,14 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
         if value.dim() != 0:
             raise ArgumentValueError(message(name, "a number or a 0-d tensor", f"shape {_shape(value)}"))
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+    if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number or a 0-d tensor", f"{value!r}"))
     return torch.full((), value, dtype=dtype)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether ``value`` is a real number; torch.compile hands over its own where one changes between calls."""
+    return isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
 
 
 def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
@@ -146,8 +153,13 @@ def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(message(function, "reverse-mode autograd", "a torch.func transform", way_out))
     for tensor in tensors:
-        if tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        if tensor is not None and _is_dual(tensor):
             raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    forward_ad: Any = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _shape(tensor: Tensor) -> str:

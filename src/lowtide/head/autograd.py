@@ -31,7 +31,7 @@ def cross_entropy(call: Call, *, recompute: bool) -> Tensor:
         call: What was asked, validated.
         recompute: Whether backward rebuilds the logits, or forward stores the gradients.
     """
-    wanted = Wanted(*(isinstance(call[i], Tensor) and call[i].requires_grad for i in _TRAINED))
+    wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in call.trained))
     loss: Tensor
     if not (torch.is_grad_enabled() and any(wanted)):
         loss = operators.cross_entropy(*call, *Wanted(False, False, False), False)[0]
@@ -67,7 +67,7 @@ class _Stored(torch.autograd.Function):
         if in_place:
             ctx.stored = None
         needs = Wanted(*(ctx.needs_input_grad[1 + i] for i in _TRAINED))
-        grads = [None, None, None]
+        grads: list[Tensor | None] = [None, None, None]
         with torch.no_grad():
             if ctx.wanted.input and needs.input:
                 factor = upstream
@@ -84,26 +84,28 @@ class _Stored(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Forward stores each token's logsumexp; backward rebuilds the logits."""
+    """Forward stores two numbers a token; backward rebuilds the logits."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         call = Call(*args)
         stored = Stored(*operators.cross_entropy(*call, *Wanted(False, False, False), True))
-        ctx.save_for_backward(stored.lse, *(call[i] for i in _TENSORS))
+        ctx.save_for_backward(stored.stats, *(call[i] for i in _TENSORS))
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         return stored.loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        lse, *tensors = ctx.saved_tensors
+        stats, *tensors = ctx.saved_tensors
         fields = list(ctx.scalars)
         for i, tensor in zip(_TENSORS, tensors, strict=True):
             fields[i] = tensor
         call = Call(*fields)
         wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TRAINED))
+        grads: list[Tensor | None]
         with torch.no_grad():
-            dx, dw, db = operators.cross_entropy_backward(*call, *wanted, upstream, lse)
+            # contiguous: sum() hands down an expanded scalar, whose strides inductor cannot hand on to an operator
+            dx, dw, db = operators.cross_entropy_backward(*call, *wanted, upstream.contiguous(), stats)
             grads = [
                 dx if wanted.input else None,
                 dw if wanted.weight else None,

@@ -43,6 +43,11 @@ class Call(NamedTuple):
         """Return the dtype of logits, losses and sums."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    @property
+    def trained(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tensors that may get a gradient."""
+        return self.input, self.linear_weight, self.linear_bias
+
     def options(self) -> HeadOptions:
         """Return the options that bear on a single pass."""
         accumulate: Any = self.accumulate
@@ -85,7 +90,7 @@ class Stored(NamedTuple):
     """What `cross_entropy` returns; what was not asked for is empty."""
 
     loss: Tensor  # scalar, or [N] with reduction "none"
-    lse: Tensor  # [N]
+    stats: Tensor  # [2, N]: see row_stats
     input_grad: Tensor
     weight_grad: Tensor
     bias_grad: Tensor  # wide
@@ -104,28 +109,28 @@ _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 @torch.library.custom_op(
     "lowtide::cross_entropy",
     mutates_args=(),
-    schema=f"({_CALL}, {_WANTED}, bool keep_lse) -> ({', '.join(['Tensor'] * len(Stored._fields))})",
+    schema=f"({_CALL}, {_WANTED}, bool keep_stats) -> ({', '.join(['Tensor'] * len(Stored._fields))})",
 )
 def cross_entropy(*args: Any) -> Stored:
     """Compute the loss, and the gradients that are wanted as if the upstream gradient were 1.
 
-    ``keep_lse`` asks for each token's logsumexp.
+    ``keep_stats`` asks for each token's statistics.
     """
-    *fields, keep_lse = args
+    *fields, keep_stats = args
     call, wanted = _split(fields)
     with _no_autocast(call.input.device):
-        return _loss_and_gradients(call, wanted, keep_lse)
+        return _loss_and_gradients(call, wanted, keep_stats)
 
 
 @cross_entropy.register_fake
 def _(*args: Any) -> Stored:
-    *fields, keep_lse = args
+    *fields, keep_stats = args
     call, wanted = _split(fields)
     N = call.target.numel()
     loss = call.input.new_empty((N,) if call.reduction == "none" else (), dtype=call.wide)
     return Stored(
         loss=loss,
-        lse=loss.new_empty(N if keep_lse else 0),
+        stats=loss.new_empty((2, N) if keep_stats else 0),
         input_grad=call.input.new_empty(call.input.shape if wanted.input else 0),
         weight_grad=call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
         bias_grad=loss.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
@@ -137,11 +142,11 @@ def _(*args: Any) -> Stored:
 @torch.library.custom_op(
     "lowtide::cross_entropy_backward",
     mutates_args=(),
-    schema=f"({_CALL}, {_WANTED}, Tensor upstream, Tensor lse) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_CALL}, {_WANTED}, Tensor upstream, Tensor stats) -> (Tensor, Tensor, Tensor)",
 )
 def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N], and ``lse`` [N]."""
-    *fields, upstream, lse = args
+    """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N], and ``stats`` [2, N]."""
+    *fields, upstream, stats = args
     call, wanted = _split(fields)
     with _no_autocast(call.input.device):
         job = call.job()
@@ -149,13 +154,13 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
         into = _buffers(job, rows, plan.accumulate, wanted)
         if rows.index is not None:
-            lse = lse[rows.index]
+            stats = stats[:, rows.index]
             upstream = upstream[rows.index] if upstream.dim() else upstream
         factor = _divided(rows) * upstream.to(job.wide)
         if rows.kept is not None:
             factor = factor.where(rows.kept, 0)
-        run_chunks(job, rows, plan, loss_n=None, lse_n=lse, lse_known=True, factor_n=factor, into=into)
-        empty = lse.new_empty(0)
+        run_chunks(job, rows, plan, loss_n=None, stats_2n=stats, stats_known=True, factor_n=factor, into=into)
+        empty = stats.new_empty(0)
         return (
             call.input.new_empty(0) if into.input_ND is None else into.input_ND.view(call.input.shape),
             call.linear_weight.new_empty(0) if into.weight_VD is None else into.weight_VD.to(job.weight_VD.dtype),
@@ -165,12 +170,12 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @cross_entropy_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *fields, _upstream, lse = args
+    *fields, _upstream, stats = args
     call, wanted = _split(fields)
     return (
         call.input.new_empty(call.input.shape if wanted.input else 0),
         call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
-        lse.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
+        stats.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
     )
 
 
@@ -199,7 +204,7 @@ def _factor_shape(call: Call, wanted: bool, N: int) -> tuple[int, ...]:
     return () if _lacks_denominator(call) else (0,)
 
 
-def _loss_and_gradients(call: Call, wanted: Wanted, keep_lse: bool) -> Stored:
+def _loss_and_gradients(call: Call, wanted: Wanted, keep_stats: bool) -> Stored:
     job = call.job()
     rows = select_rows(job)
     plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
@@ -208,14 +213,14 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_lse: bool) -> Stored:
         factor = torch.ones_like(rows.unit) if rows.kept is None else rows.kept.to(job.wide)
     else:
         factor = rows.unit if _lacks_denominator(call) else _divided(rows)
-    loss_n, lse_n = torch.empty_like(rows.unit), torch.empty_like(rows.unit)
+    loss_n, stats_2n = torch.empty_like(rows.unit), rows.unit.new_empty(2, rows.unit.numel())
     run_chunks(
         job,
         rows,
         plan,
         loss_n=loss_n,
-        lse_n=lse_n,
-        lse_known=False,
+        stats_2n=stats_2n,
+        stats_known=False,
         factor_n=factor if any(wanted) else None,
         into=into,
     )
@@ -225,10 +230,10 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_lse: bool) -> Stored:
     loss = _among_all(loss_n, job, rows) if call.reduction == "none" else loss_n.sum()
     if rows.denominator is not None:
         loss = loss / rows.denominator
-    return _stored(call, job, rows, loss, _among_all(lse_n, job, rows) if keep_lse else loss.new_empty(0), into)
+    return _stored(call, job, rows, loss, _among_all(stats_2n, job, rows) if keep_stats else loss.new_empty(0), into)
 
 
-def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, lse: Tensor, into: Gradients) -> Stored:
+def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, stats: Tensor, into: Gradients) -> Stored:
     """Bring the gradients into the dtypes of what they belong to, with the factors that they still lack."""
     dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
     input_factor = weight_factor = None
@@ -244,7 +249,7 @@ def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, lse: Ten
             dw, weight_factor = dw.mul_(shift), inverse / shift
     return Stored(
         loss=loss,
-        lse=lse,
+        stats=stats,
         input_grad=call.input.new_empty(0) if dx is None else dx.view(call.input.shape),
         weight_grad=call.linear_weight.new_empty(0) if dw is None else dw.to(job.weight_VD.dtype),
         bias_grad=loss.new_empty(0) if db is None else db,
@@ -255,7 +260,7 @@ def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, lse: Ten
 
 def _fp16_shift(dw: Tensor) -> Tensor:
     """Return the power of two that brings the largest entry near the top of fp16's range."""
-    highest = dw.abs().amax() if dw.numel() else dw.new_zeros(())
+    highest = torch.maximum(dw.amax(), -dw.amin()) if dw.numel() else dw.new_zeros(())
     shift = torch.exp2(torch.floor(torch.log2(FP16_TOP / highest)))
     return shift.where((highest > 0) & highest.isfinite(), 1)
 
@@ -275,9 +280,11 @@ def _buffers(job: CrossEntropyJob, rows: Rows, accumulate: str, wanted: Wanted) 
     return into
 
 
-def _among_all(x_n: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:
-    """Return the computed rows' values among those of all N tokens, 0 elsewhere."""
-    return x_n if rows.index is None else x_n.new_zeros(job.target_N.numel()).index_copy_(0, rows.index, x_n)
+def _among_all(x: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:
+    """Return the computed rows' values [..., n] among those of all tokens [..., N], 0 elsewhere."""
+    if rows.index is None:
+        return x
+    return x.new_zeros(*x.shape[:-1], job.target_N.numel()).index_copy_(-1, rows.index, x)
 
 
 def _divided(rows: Rows) -> Tensor:

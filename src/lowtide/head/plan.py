@@ -21,9 +21,11 @@ MIB = 2**20
 CPU_WORKSPACE = 128 * MIB  # GEMMs of 128 rows already run at 93% of their best rate on two AVX-512 cores
 GPU_WORKSPACE = 1024 * MIB  # 2048 rows of a 128K vocabulary: below that, reading W and dW costs time
 MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
-FEWEST_CHUNKS = 8  # where nobody asked for more: an eighth of the logits is small beside what else a step keeps
+FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
 FEWEST_ROWS = {"cpu": 8, "cuda": 512}  # chunks smaller than this are not made for FEWEST_CHUNKS' sake
 GPU_TILE = 128
+ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
+ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
 
 
@@ -170,11 +172,13 @@ def plan_head(
     weight_dtype = weight_dtype or dtype
     backend, reason = choose_backend(options)
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    logits_gemm, backward_gemm = choose_gemms(device, dtype)
     budget = _budget(options, device)
+    logits_gemm, backward_gemm = choose_gemms(device, dtype, budget)
     block_rows = _block_rows(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V
     row_bytes = _row_bytes(D, V, dtype, accumulate_dtype)
+    if device.type == "cpu" and backward_gemm == "narrow":
+        fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
     rows = _automatic_rows(N, most, device.type) if options.workspace_mib is None else most
     if device.type != "cpu" and rows > GPU_TILE:
@@ -248,9 +252,9 @@ def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool) -
 
 
 def choose_gemms(
-    device: torch.device, dtype: torch.dtype
+    device: torch.device, dtype: torch.dtype, budget: int
 ) -> tuple[Literal["same", "out_dtype", "blocks"], Literal["same", "narrow", "blocks"]]:
-    """Return how logits and gradients are multiplied for operands of ``dtype``: see `HeadPlan`.
+    """Return how logits and gradients are multiplied for operands of ``dtype`` in ``budget`` bytes: see `HeadPlan`.
 
     float32 logits come from narrow operands without a float32 copy of the weight. On CPUs a bf16 GEMM rounds its
     result, and without AVX-512-BF16 or AMX it runs up to 20 times slower than a float32 one; fp16 is slower still,
@@ -260,7 +264,7 @@ def choose_gemms(
         return "same", "same"
     if device.type == "cuda" and torch.version.hip is None:
         return "out_dtype", "narrow" if dtype == torch.bfloat16 else "blocks"
-    if device.type == "cpu" and dtype == torch.bfloat16 and _cpu_multiplies_bf16():
+    if device.type == "cpu" and dtype == torch.bfloat16 and _cpu_multiplies_bf16() and budget >= ONEDNN_LEAST_WORKSPACE:
         return "blocks", "narrow"
     return "blocks", "blocks"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.errors import TargetIndexError
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.plan import HeadOptions, HeadPlan, padded, plan_head
-from lowtide.head.softmax import LossTerms, finish_logits_, loss_gradient_, loss_rows, row_lse
+from lowtide.head.softmax import LossTerms, finish_logits_, loss_gradient_, loss_rows, row_stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,8 @@ def run_chunks(
     plan: HeadPlan,
     *,
     loss_n: Tensor | None,
-    lse_n: Tensor,
-    lse_known: bool,
+    stats_2n: Tensor,
+    stats_known: bool,
     factor_n: Tensor | None,
     into: Gradients,
 ) -> None:
@@ -141,12 +141,12 @@ def run_chunks(
         rows: Its rows, from `select_rows`.
         plan: From `plan_rows`.
         loss_n: Takes each row's loss, its weight not applied; None where only gradients are wanted.
-        lse_n: Takes each row's logsumexp, or holds it where ``lse_known``.
-        lse_known: Whether a former pass has filled ``lse_n``.
+        stats_2n: Takes the statistics of each row, from `row_stats`, or holds them where ``stats_known``.
+        stats_known: Whether a former pass has filled ``stats_2n``.
         factor_n: What each row's loss is multiplied with on its way to the gradients; None: no gradients.
         into: Buffers that take the gradients; ``input_ND`` zero in the rows that are not computed.
     """
-    _, D, V = job.shape
+    V = job.weight_VD.shape[0]
     matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
     z_buffer = job.input.new_empty(plan.chunk_rows if plan.chunks else 0, padded(V), dtype=job.wide)
     if into.weight_VD is not None and not plan.chunks:
@@ -158,13 +158,15 @@ def run_chunks(
         z_CV = z_buffer[: part.stop - part.start, :V]
         matmul.logits(x_CD, z_CV)
         finish_logits_(z_CV, job.bias_V, job.logit_scale, job.softcap, plan.columns)
-        if not lse_known:
-            lse_n[part] = row_lse(z_CV, plan.columns)
+        if not stats_known:
+            stats_2n[:, part] = row_stats(z_CV, y_C, plan.columns)
         if loss_n is not None:
-            loss_n[part] = loss_rows(z_CV, lse_n[part], y_C, job.terms)
+            loss_n[part] = loss_rows(z_CV, stats_2n[:, part], y_C, job.terms)
         if factor_n is None:
             continue
-        loss_gradient_(z_CV, lse_n[part], y_C, factor_n[part], job.terms, job.logit_scale, job.softcap, plan.columns)
+        loss_gradient_(
+            z_CV, stats_2n[:, part], y_C, factor_n[part], job.terms, job.logit_scale, job.softcap, plan.columns
+        )
         if into.bias_V is not None:
             into.bias_V += z_CV.sum(0)
         if into.input_ND is None and into.weight_VD is None:

@@ -1,7 +1,7 @@
 """What happens to one chunk of logits between the GEMMs: scale, cap, row sums, and the loss's gradient in their place.
 
-C rows of the chunk, V vocabulary; z logits, lse their logsumexp, t the target's logit. Every function works on blocks
-of columns, so that no second [C, V] comes to life.
+C rows of the chunk, V vocabulary; z logits, t the target's. A row's statistics are lse, the logsumexp, and 1 - p_y.
+Every function works on blocks of columns, so that no second [C, V] comes to life.
 """
 
 from collections.abc import Iterator
@@ -55,30 +55,39 @@ def finish_logits_(
             z.div_(softcap).tanh_().mul_(softcap)
 
 
-def row_lse(z_CV: Tensor, columns: int) -> Tensor:
-    """Return the logsumexp of each row [C]; NaN and infinities come out as from `torch.log_softmax`."""
-    highest = z_CV.amax(1)
-    total = torch.zeros_like(highest)
+def row_stats(z_CV: Tensor, y_C: Tensor, columns: int) -> Tensor:
+    """Return each row's logsumexp and the probability that misses its target [2, C].
+
+    1 - p_y is summed over the other classes, so that it keeps its precision where the model is sure. NaN and
+    infinities come out as from `torch.log_softmax`.
+    """
+    highest, t = z_CV.amax(1), z_CV.gather(1, y_C[:, None])
+    z_CV.scatter_(1, y_C[:, None], -torch.inf)
+    others = torch.zeros_like(highest)
     for part in column_blocks(z_CV.shape[1], columns):
-        total += (z_CV[:, part] - highest[:, None]).exp_().sum(1)
-    return highest + total.log_()
+        others += (z_CV[:, part] - highest[:, None]).exp_().sum(1)
+    z_CV.scatter_(1, y_C[:, None], t)
+    total = others + (t[:, 0] - highest).exp_()
+    return torch.stack((highest + total.log(), others / total))
 
 
-def loss_rows(z_CV: Tensor, lse_C: Tensor, y_C: Tensor, terms: LossTerms) -> Tensor:
+def loss_rows(z_CV: Tensor, stats_2C: Tensor, y_C: Tensor, terms: LossTerms) -> Tensor:
     """Return the loss of each row [C]: see `LossTerms`."""
     V = z_CV.shape[1]
-    loss = terms.target_share(y_C) * (lse_C - z_CV.gather(1, y_C[:, None])[:, 0])
+    lse, miss = stats_2C
+    nll = torch.where(miss < 0.5, -torch.log1p(-miss), lse - z_CV.gather(1, y_C[:, None])[:, 0])
+    loss = terms.target_share(y_C) * nll
     if terms.label_smoothing:
         weighted_sum = z_CV.sum(1) if terms.class_weight is None else z_CV @ terms.class_weight
-        loss += (terms.label_smoothing / V) * (terms.total_class_weight(V) * lse_C - weighted_sum)
+        loss += (terms.label_smoothing / V) * (terms.total_class_weight(V) * lse - weighted_sum)
     if terms.z_loss:
-        loss += terms.z_loss * lse_C.square()
+        loss += terms.z_loss * lse.square()
     return loss
 
 
 def loss_gradient_(
     z_CV: Tensor,
-    lse_C: Tensor,
+    stats_2C: Tensor,
     y_C: Tensor,
     factor_C: Tensor,
     terms: LossTerms,
@@ -90,19 +99,19 @@ def loss_gradient_(
 
     With p the softmax, m the logit scale and f_v = 1 - (z_v / softcap)**2 (1 without a cap):
     ``factor m f_v (k p_v - (1 - a) q_y [v = y] - (a / V) q_v)`` and ``k = (1 - a) q_y + a Q / V + 2 u lse``.
-    The target's entry is built from expm1, so that nothing cancels where the model is sure.
+    The target's entry is built from 1 - p_y, so that nothing cancels where the model is sure.
     """
     V = z_CV.shape[1]
+    lse_C, miss_C = stats_2C
     scaled = factor_C if logit_scale is None else factor_C * logit_scale
     share = terms.target_share(y_C) * scaled
     rest = (terms.label_smoothing / V * terms.total_class_weight(V) + 2 * terms.z_loss * lse_C) * scaled
     uniform = terms.label_smoothing / V * scaled
-    log_p = z_CV.gather(1, y_C[:, None])[:, 0] - lse_C
-    at_target = share * log_p.expm1() + rest * log_p.exp()
+    at_target = rest * (1 - miss_C) - share * miss_C
     if terms.label_smoothing:
         at_target -= uniform if terms.class_weight is None else uniform * terms.class_weight[y_C]
     if softcap is not None:
-        at_target *= 1 - ((log_p + lse_C) / softcap).square_()
+        at_target *= 1 - (z_CV.gather(1, y_C[:, None])[:, 0] / softcap).square_()
     k = (share + rest)[:, None]
     for part in column_blocks(V, columns):
         z = z_CV[:, part]

@@ -7,7 +7,7 @@ from torch import Tensor
 BLOCK = 4096
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _scale(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """x *= factor: the product in the factor's dtype, the result rounded to x's."""
     factor = tl.load(factor_ptr)

@@ -1,0 +1,67 @@
+"""Several outputs a token, each with its own weight: what `torch.nn.LinearCrossEntropyLoss` calls out_features."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.plan import HeadOptions
+
+
+def multi_output_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    out_features: tuple[int, ...],
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    options: HeadOptions | None = None,
+) -> Tensor:
+    """Return the cross entropy of K = prod(out_features) heads that read the same hidden states, one head at a time.
+
+    Args:
+        input: [N, D], or [D] for one token.
+        linear_weight: [V * K, D], row ``v * K + k`` for class v of output k.
+        target: Class indices [N, *out_features], or [*out_features] for one token.
+        out_features: The axes of the outputs; () means one output.
+        linear_bias: [V * K], or None.
+        weight: As in `linear_cross_entropy`, and so are the arguments after it. "mean" is over all outputs of all
+            tokens.
+
+    Raises:
+        ArgumentValueError: ``target`` has another shape.
+    """
+    K = math.prod(out_features)
+    expected = (*input.shape[:-1], *out_features)
+    if target.shape != expected:
+        raise ArgumentValueError(message("target", f"shape {list(expected)}", str(list(target.shape))))
+    weight_VKD = linear_weight.view(-1, K, linear_weight.shape[1])
+    bias_VK = None if linear_bias is None else linear_bias.view(-1, K)
+    targets = target.reshape(*input.shape[:-1], K)
+    losses = [
+        linear_cross_entropy(
+            input,
+            weight_VKD[:, k],
+            targets[..., k],
+            linear_bias=None if bias_VK is None else bias_VK[:, k],
+            weight=weight,
+            reduction="none" if reduction == "none" else "sum",
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            options=options,
+        )
+        for k in range(K)
+    ]
+    if reduction == "none":
+        return torch.stack(losses, -1).view(expected)
+    total = torch.stack(losses).sum()
+    if reduction == "sum":
+        return total
+    kept = target != ignore_index
+    return total / (kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum())

@@ -1,0 +1,80 @@
+"""plan_head: what will run and the bytes it takes, by arithmetic alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide import HeadOptions, plan_head
+from lowtide.errors import LowtideError
+from lowtide.head.plan import MIB
+
+SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("workspace_mib", [None, 1e-3, 16, 64, 1000, 1e6])
+def test_chunks_cover_the_rows_within_the_workspace(
+    device: str, dtype: torch.dtype, shape: tuple[int, int, int], workspace_mib: float | None
+) -> None:
+    plan = plan_head(*shape, dtype, device, HeadOptions(workspace_mib=workspace_mib))
+    assert (plan.chunks - 1) * plan.chunk_rows < shape[0] <= plan.chunks * plan.chunk_rows
+    if plan.chunks < 1000:
+        slices = list(plan.slices())
+        assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])]
+        assert slices[-1].stop == shape[0]
+        assert len(slices) == plan.chunks
+        assert all(0 < s.stop - s.start <= plan.chunk_rows for s in slices)
+    if workspace_mib is not None:
+        assert plan.scratch_bytes <= workspace_mib * MIB or (plan.chunk_rows == 1 and "one row" in plan.note)
+        more = plan_head(*shape, dtype, device, HeadOptions(workspace_mib=2 * workspace_mib))
+        assert more.chunks <= plan.chunks
+
+
+def test_the_automatic_choice_is_sane_on_a_laptop_and_on_a_gpu() -> None:
+    laptop = plan_head(4096, 2048, 131072, torch.float32, "cpu")
+    assert laptop.scratch_bytes <= 160 * MIB
+    assert laptop.chunk_rows >= 128
+    gpu = plan_head(16384, 2048, 131072, torch.bfloat16, "cuda")
+    assert gpu.scratch_bytes <= 1100 * MIB
+    assert gpu.chunk_rows >= 1024
+    assert gpu.chunk_rows % 128 == 0
+
+
+def test_accumulation_follows_the_number_of_chunks() -> None:
+    few, many = (plan_head(256, 32, 1000, torch.bfloat16, "cpu", HeadOptions(workspace_mib=w)) for w in (1000, 0.05))
+    assert (few.chunks, few.accumulate, few.accumulator_bytes) == (1, "input", 0)
+    assert many.chunks > 1
+    assert (many.accumulate, many.accumulator_bytes) == ("float32", 1000 * 32 * 4)
+    forced = plan_head(256, 32, 1000, torch.bfloat16, "cpu", HeadOptions(workspace_mib=0.05, accumulate="input"))
+    assert forced.accumulator_bytes == 0
+    assert plan_head(256, 32, 1000, torch.float32, "cpu", HeadOptions(accumulate="float32")).accumulator_bytes == 0
+
+
+def test_the_copy_that_autocast_makes_is_counted() -> None:
+    plan = plan_head(256, 32, 1000, torch.bfloat16, "cuda", weight_dtype=torch.float32)
+    assert plan.cast_bytes == 1000 * 32 * 2
+    assert plan.accumulator_bytes == 0, "the gradient itself is float32"
+
+
+def test_when_the_gradients_are_computed() -> None:
+    def gradient(**kwargs: object) -> str:
+        return plan_head(8, 4, 9, torch.float32, "cpu", **kwargs).gradient  # type: ignore[arg-type]
+
+    assert gradient() == "forward"
+    assert gradient(reduction="none") == "recompute"
+    assert gradient(reduction="none", weight_frozen=True) == "forward"
+    assert gradient(options=HeadOptions(gradient="recompute")) == "recompute"
+
+
+def test_the_plan_prints_what_a_reader_wants_to_know() -> None:
+    text = str(plan_head(100, 8, 1000, torch.bfloat16, "cpu", HeadOptions(workspace_mib=1e-3)))
+    for part in ("backend torch", "100 rows in 100 chunks of 1", "scratch", "MiB", "one row is computed at a time"):
+        assert part in text
+
+
+def test_sizes_below_zero_are_refused() -> None:
+    with pytest.raises(LowtideError, match="V: expected a size of 0 or more, got -1"):
+        plan_head(1, 1, -1, torch.float32, "cpu")

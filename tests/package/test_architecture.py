@@ -1,0 +1,82 @@
+"""The rooms of the package: who may import whom, and what `import lowtide` costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowtide
+
+ROOT = Path(lowtide.__file__).parent
+ROOMS = [
+    "errors", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "train", "cli",
+]  # fmt: skip
+
+
+def imported_rooms(file: Path) -> set[str]:
+    """Return the rooms that a file's import statements name, wherever in the file they stand."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: write imports in full"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in found if name.startswith("lowtide.")}
+
+
+def violations(root: Path) -> list[str]:
+    wrong = []
+    for file in sorted(root.rglob("*.py")):
+        room = file.relative_to(root).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        assert room in ROOMS, f"{room}: a new room needs its place in ROOMS"
+        allowed = {*ROOMS[: ROOMS.index(room) + 1], "__version__"}
+        wrong += [f"{file.relative_to(root)} imports {name}" for name in sorted(imported_rooms(file) - allowed)]
+    return wrong
+
+
+def test_a_room_imports_only_from_rooms_above_it() -> None:
+    assert violations(ROOT) == []
+
+
+def test_the_layering_test_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "plan.py").write_text("def f():\n    from lowtide.train import run\n")
+    assert violations(tmp_path) == ["head/plan.py imports train"]
+
+
+def test_kernels_know_nothing_of_autograd_modules_or_ranks() -> None:
+    for file in ROOT.rglob("kernels/*.py"):
+        for word in ("torch.autograd", "torch.nn", "torch.distributed"):
+            assert word not in file.read_text(), f"{file.name} uses {word}"
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "module", ["triton", "transformers", "accelerate", "tokenizers", "matplotlib", "rich", "numpy"]
+)
+def test_import_is_lean(module: str) -> None:
+    """Beyond what torch itself imports."""
+    code = "import sys, torch; before = set(sys.modules); import lowtide; print({!r} in set(sys.modules) - before)"
+    assert run(code.format(module)) == "False"
+
+
+def test_import_is_quick() -> None:
+    code = "import time, torch; t = time.perf_counter(); import lowtide; print(time.perf_counter() - t)"
+    assert min(float(run(code)) for _ in range(2)) < 2
+
+
+def test_public_names_are_reachable_and_documented() -> None:
+    for name in lowtide.__all__:
+        assert hasattr(lowtide, name)
+        if not name.startswith("__"):
+            assert (getattr(lowtide, name).__doc__ or "").strip(), name

@@ -1,0 +1,86 @@
+"""What several tests share: random heads, the float64 oracle, and errors measured as norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def relative_error(got: Tensor, true: Tensor) -> float:
+    """Return ||got - true|| / ||true||, or ||got|| where the truth is 0."""
+    got, true = got.detach().double(), true.detach().double()
+    norm = true.norm().item()
+    return (got - true).norm().item() / (norm or 1.0)
+
+
+def head(
+    N: int | tuple[int, ...], D: int, V: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return random hidden states [..., D], weight [V, D], bias [V] and targets [...], leaves that need gradients."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (N,) if isinstance(N, int) else N
+    x = torch.randn(*shape, D, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    w = (2 * torch.randn(V, D, generator=g, dtype=torch.float64) / max(D, 1) ** 0.5).to(dtype).requires_grad_()
+    b = torch.randn(V, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    return x, w, b, torch.randint(0, V, shape, generator=g)
+
+
+def oracle(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    shift: bool = False,
+) -> Tensor:
+    """The loss from `F.linear` and `F.cross_entropy` in the dtype of its inputs, which tests set to float64."""
+    if shift:
+        input, target = input[..., :-1, :], target[..., 1:]
+        token_weight = None if token_weight is None else token_weight[..., 1:]
+    z = F.linear(input, linear_weight, linear_bias) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    rows, y = z.reshape(-1, z.shape[-1]), target.reshape(-1)
+    extra: dict[str, Any] = {
+        "weight": None if weight is None else weight.to(z.dtype),
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+    }
+    if not z_loss and token_weight is None and num_items is None:
+        loss = F.cross_entropy(rows, y, reduction=reduction, **extra)
+        return loss.view(target.shape) if reduction == "none" else loss
+    kept = y != ignore_index
+    each = F.cross_entropy(rows, y, reduction="none", **extra) + z_loss * (rows.logsumexp(1) ** 2).where(kept, 0)
+    if token_weight is not None:
+        each = each * token_weight.reshape(-1).to(z.dtype)
+    if reduction == "none":
+        return each.view(target.shape)
+    if reduction == "sum":
+        return each.sum()
+    if num_items is not None:
+        return each.sum() / num_items
+    counted = kept.to(z.dtype) if weight is None else weight.to(z.dtype)[y.where(kept, 0)] * kept
+    return each.sum() / counted.sum()
+
+
+def in_float64(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with every floating tensor in float64, as leaves where they were."""
+    return {
+        name: value.detach().double().requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in kwargs.items()
+        if name != "options"
+    }
