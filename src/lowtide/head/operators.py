@@ -63,8 +63,8 @@ class Call(NamedTuple):
             target_N=self.target.reshape(-1).long(),
             bias_V=None if self.linear_bias is None else self.linear_bias.to(wide),
             token_weight_N=None if self.token_weight is None else self.token_weight.reshape(-1).to(wide),
-            num_items=self.num_items,
-            logit_scale=None if self.logit_scale is None else self.logit_scale.to(device, wide, non_blocking=True),
+            num_items=None if self.num_items is None else _scalar_on(device, self.num_items, wide),
+            logit_scale=None if self.logit_scale is None else _scalar_on(device, self.logit_scale, wide),
             softcap=self.softcap,
             terms=LossTerms(
                 class_weight=None if self.weight is None else self.weight.to(wide),
@@ -181,6 +181,13 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _split(fields: list[Any]) -> tuple[Call, Wanted]:
     return Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
+
+
+def _scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a 0-d tensor on ``device``: a number that lies on the host is filled in, for a copy would wait."""
+    if scalar.device.type == "cpu":
+        return torch.full((), scalar.item(), dtype=dtype, device=device)
+    return scalar.to(device, dtype)
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:

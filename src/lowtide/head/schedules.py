@@ -24,8 +24,8 @@ class CrossEntropyJob:
     target_N: Tensor  # int64
     bias_V: Tensor | None  # wide
     token_weight_N: Tensor | None  # wide
-    num_items: Tensor | None
-    logit_scale: Tensor | float | None
+    num_items: Tensor | None  # scalar, wide
+    logit_scale: Tensor | None  # scalar, wide
     softcap: float | None
     terms: LossTerms
     ignore_index: int
@@ -103,7 +103,7 @@ def _weigh(
         counted = counted.where(kept, 0)
     denominator = None
     if job.reduction == "mean":
-        denominator = counted.sum() if job.num_items is None else job.num_items.to(target.device, job.wide)
+        denominator = counted.sum() if job.num_items is None else job.num_items
     return Rows(index=index, kept=kept, target=target, unit=unit, denominator=denominator)
 
 
