@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.train.comparison import Comparison, _compared
+from lowtide.train.comparison import EARLY_STEPS, Comparison, Tolerance
 from lowtide.train.run import TrainResult
 
 Run = Callable[..., tuple[int, str, str]]
 
 RESULT = TrainResult(
-    losses={1: 6.0, 2: 5.0, 3: 4.0},
+    losses={1: 6.0, 2: 5.0, 3: 4.0, EARLY_STEPS + 1: 3.0},
     held_out_before=6.0,
     held_out_after=4.0,
     tokens_per_second=10.0,
@@ -32,7 +32,8 @@ RESULT = TrainResult(
 
 
 def against(losses: dict[int, float]) -> Comparison:
-    return _compared(RESULT, dataclasses.replace(RESULT, losses=losses), 1e-3)
+    patched = dataclasses.replace(RESULT, losses=losses)
+    return Comparison(stock=RESULT, patched=patched, tolerance=Tolerance(early=1e-3, late=1e-1))
 
 
 def test_two_children_agree_and_the_numbers_are_written(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
@@ -72,6 +73,9 @@ def test_other_losses_are_not_equal() -> None:
     assert not against(RESULT.losses | {2: 5.002}).equal
     assert not against(RESULT.losses | {3: float("nan")}).equal
     assert not against({1: 6.0, 2: 5.0}).equal
+    assert against(RESULT.losses | {EARLY_STEPS + 1: 3.09}).equal, "later, rounding has grown"
+    assert not against(RESULT.losses | {EARLY_STEPS + 1: 3.11}).equal
+    assert against(RESULT.losses | {EARLY_STEPS + 1: 3.09}).early_difference == 0
 
 
 def test_other_losses_end_with_status_1(tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ class TrainConfig:
         "run, a pretrained model wants far less, such as 1e-5",
     )
     warmup: float = _setting(0.1, "the share of the steps that warm up", metavar="FRACTION")
-    max_steps: int = _setting(300, "optimizer steps, those before a resume included")
+    max_steps: int = _setting(500, "optimizer steps, those before a resume included")
     dtype: Dtype = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
         "auto",
         "what the matrix products run in: float32; bfloat16 or float16 under autocast, float16 with a gradient scaler "

@@ -95,10 +95,12 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     row("tokens/s", stock.tokens_per_second, patched.tokens_per_second, ",.0f")
     console.print()
     console.print(table, highlight=False)
+    limit = comparison.tolerance
     same = "equal to rounding" if comparison.equal else "NOT EQUAL"
     console.print(
-        f"losses of {len(stock.losses)} steps: {same}; the largest difference is {comparison.max_difference:.1e}, "
-        f"up to {comparison.tolerance:.0e} is rounding",
+        f"losses of {len(stock.losses)} steps: {same}; the largest difference is {comparison.early_difference:.0e} "
+        f"in the first steps (rounding: up to {limit.early:.0e}) and {comparison.max_difference:.0e} in all "
+        f"(up to {limit.late:.0e})",
         highlight=False,
         soft_wrap=True,
     )

@@ -20,7 +20,12 @@ from lowtide.train.config import TrainConfig
 from lowtide.train.packing import PackedBlocks, Position, positions
 
 # What ``trainer_args`` may override: the usual choices for language models where Trainer has others.
-_USUAL = {"lr_scheduler_type": "cosine", "adam_beta2": 0.95}
+_USUAL = {
+    "lr_scheduler_type": "cosine",
+    "adam_beta2": 0.95,
+    # To find unused parameters, DDP looks into the model's outputs: that would build the logits.
+    "ddp_find_unused_parameters": False,
+}
 
 PackFrom = Callable[[list[Position] | None], PackedBlocks]
 
