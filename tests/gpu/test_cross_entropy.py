@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ MIB = 2**20
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3.5e-3, torch.float16: 6e-4}
 
 
-def on_gpu(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    return [t.detach().cuda().requires_grad_(t.requires_grad) for t in head(*args, **kwargs)]
+def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
+    leaves = head(*args, **kwargs)
+    return [t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in leaves]
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +53,11 @@ def test_values(case: str, dtype: torch.dtype, shape: tuple[tuple[int, int], int
     got = torch.autograd.grad(loss, (x, w, b), upstream.to(loss.dtype))
     want = torch.autograd.grad(expected, [truth[n] for n in ("input", "linear_weight", "linear_bias")], upstream)
     assert relative_error(loss, expected) < (1e-12 if dtype == torch.float64 else 1e-5)
-    allowed = TOLERANCE[dtype] * (2 if case == "bf16 sums" else 1)
-    for g, e in zip(got, want, strict=True):
-        assert relative_error(g, e) <= allowed
+    naive = oracle(**{name: value for name, value in kwargs.items() if name != "options"})
+    base = torch.autograd.grad(naive, (x, w, b), upstream.to(naive.dtype))
+    for g, e, n in zip(got, want, base, strict=True):
+        rounded_each_chunk = 1.5 if case == "bf16 sums" else 1
+        assert relative_error(g, e) <= max(TOLERANCE[dtype] * rounded_each_chunk, 1.05 * relative_error(n, e))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -63,8 +67,9 @@ def test_nothing_waits_for_the_device(dtype: torch.dtype, case: str) -> None:
     num_items = torch.tensor(77, device="cuda")
     linear_cross_entropy(x, w, y, linear_bias=b, **CASES[case]).sum().backward()  # Triton compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         kwargs = CASES[case] if "reduction" in CASES[case] else {**CASES[case], "num_items": num_items}
         for upstream in (1, 3):
             (linear_cross_entropy(x, w, y, linear_bias=b, **kwargs).sum() * upstream).backward()

@@ -13,6 +13,9 @@ from torch import nn
 import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
 
+# torch.compile warns of what it does itself
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
 
 def state_of(model):
     return {

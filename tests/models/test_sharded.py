@@ -18,13 +18,15 @@ def one_process():
 
 
 def shard(model, *, head):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = init_device_mesh("cpu", (1,))  # also where there is a GPU
     for layer in model.model.layers:
-        fully_shard(layer)
+        fully_shard(layer, mesh=mesh)
     if head:
-        fully_shard(model.lm_head)
-    fully_shard(model)
+        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 @pytest.mark.parametrize("patch_first", [True, False])

@@ -60,7 +60,7 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None)
 def operand_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which autocast, where it is on, would multiply ``tensor``."""
     kind = tensor.device.type
-    if tensor.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if tensor.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return tensor.dtype
 

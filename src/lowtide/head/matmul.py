@@ -53,8 +53,8 @@ class HeadMatmul:
         """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""
         return _narrow_in_place(g_CV, self.dtype) if self.plan.backward_gemm == "narrow" else g_CV
 
-    def input_grad(self, g_CV: Tensor, out_CD: Tensor) -> None:
-        """Write ``g @ weight`` into ``out_CD``."""
+    def input_grad(self, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
+        """Write ``factor * (g @ weight)`` into ``out_CD``; the factor (None: 1) comes with a narrow ``g`` only."""
         if self.plan.backward_gemm == "blocks":
             total = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
             total.zero_()
@@ -62,16 +62,17 @@ class HeadMatmul:
                 total.addmm_(g_CV[:, part], w)
             if total is not out_CD:
                 out_CD.copy_(total)
-        elif out_CD.dtype == g_CV.dtype:
+        elif factor_C is None:
             torch.mm(g_CV, self.weight_VD, out=out_CD)
         elif g_CV.is_cuda:
-            torch.mm(g_CV, self.weight_VD, out_dtype=out_CD.dtype, out=out_CD)
+            product = torch.mm(g_CV, self.weight_VD, out_dtype=self.wide)
+            torch.mul(product, factor_C[:, None], out=out_CD)
         else:
-            out_CD.copy_(g_CV @ self.weight_VD)
+            out_CD.copy_((g_CV @ self.weight_VD) * factor_C[:, None])
 
-    def weight_grad(self, g_CV: Tensor, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
-        """Add ``g.T @ x`` to ``total_VD``, which holds nothing yet where ``first`` is True."""
-        x = x_CD.to(g_CV.dtype)
+    def weight_grad(self, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
+        """Add ``g.T @ (factor * x)`` to ``total_VD``, which holds nothing yet where ``first`` is True."""
+        x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
         if total_VD.dtype == g_CV.dtype:
             torch.addmm(total_VD, g_CV.T, x, beta=0 if first else 1, out=total_VD)
         elif g_CV.is_cuda and total_VD.dtype == self.wide:
