@@ -41,18 +41,17 @@ def linear_cross_entropy(
     shift: bool = False,
     options: HeadOptions | None = None,
 ) -> Tensor:
-    r"""Return the cross entropy of ``input @ linear_weight.T`` against ``target``, without the logits in memory.
+    """Return the cross entropy of ``input @ linear_weight.T`` against ``target``, without the logits in memory.
 
-    With logits :math:`z = \mathrm{cap}(m (x W^T + b))`, :math:`\mathrm{cap}(z) = c \tanh(z / c)` if ``softcap`` is
-    :math:`c`, class weights :math:`q` (1 if not given), :math:`Q = \sum_v q_v`, :math:`a` = ``label_smoothing``,
-    :math:`u` = ``z_loss`` and :math:`\mathrm{lse} = \log \sum_v e^{z_v}`, each kept token's loss is
+    With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``, class weights
+    q (1 if not given) and their sum Q, a = ``label_smoothing``, u = ``z_loss`` and ``lse = log(sum_v exp(z_v))``, the
+    loss of each kept token is
 
-    .. math:: (1 - a) q_y (\mathrm{lse} - z_y) + \frac{a}{V} (Q \, \mathrm{lse} - \sum_v q_v z_v)
-              + u \, \mathrm{lse}^2
+        (1 - a) * q_y * (lse - z_y) + (a / V) * (Q * lse - sum_v q_v * z_v) + u * lse**2
 
     times its ``token_weight``. The same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``
     with float32 logits. A chunk of the logits exists at a time; what is stored for backward are the gradients
-    themselves, or the inputs and one number a token. `plan_head` tells which, and the bytes.
+    themselves, or the inputs and two numbers a token. `plan_head` tells which, and the bytes.
 
     Args:
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.

@@ -1,0 +1,46 @@
+"""The pages of the interface can be built from the docstrings, and every argument is in its docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowtide
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("pdoc")
+    subprocess.run([sys.executable, "-W", "error", ROOT / "docs" / "build.py", tmp_path], check=True, cwd=ROOT)
+    page = (tmp_path / "lowtide.html").read_text()
+    for name in lowtide.__all__:
+        assert name in page or name.startswith("__"), name
+    assert (tmp_path / "lowtide" / "nn.html").exists()
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "plan_head", "patch", "unpatch"])
+def test_every_argument_is_documented(name: str) -> None:
+    function = getattr(lowtide, name)
+    text = inspect.getdoc(function) or ""
+    for argument in inspect.signature(function).parameters:
+        assert f"{argument}:" in text, f"{name}: {argument}"
+
+
+@pytest.mark.parametrize("kind", [lowtide.HeadOptions, lowtide.nn.LinearCrossEntropyLoss])
+def test_every_field_is_documented(kind: type) -> None:
+    text = inspect.getdoc(kind) or ""
+    for argument in inspect.signature(kind).parameters:
+        assert f"{argument}:" in text, argument
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
