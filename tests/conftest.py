@@ -1,4 +1,10 @@
+from __future__ import annotations
+
+import json
 import os
+import platform
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,12 +12,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
 
-
 torch.set_num_threads(1)  # one test process a core: more threads would wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long checks")
+    parser.addoption("--record", metavar="FILE", help="write what ran, and on what, as json")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -19,3 +25,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="long; run with --slow"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    file = config.getoption("--record")
+    if not file:
+        return
+    counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    record = {
+        "command": "pytest " + " ".join(config.invocation_params.args),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit or os.environ.get("COMMIT"),
+        **counts,
+        "failures": [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])],
+    }
+    Path(file).write_text(json.dumps(record, indent=1) + "\n")
