@@ -31,7 +31,10 @@ examples:
       go on from the last whole checkpoint, after a crash or Ctrl-C; the settings are those it began with
   torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
       --trainer-args fsdp=full_shard weight_decay=0.1
-      eight GPUs"""
+      eight GPUs
+
+On a CPU that other programs use too, set OMP_WAIT_POLICY=PASSIVE in the environment: threads that spin while they wait
+can make training ten times slower there. --compare does so for both its runs."""
 
 
 def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:

@@ -72,13 +72,20 @@ def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None,
         )
 
 
-def run_child(function: Callable[..., Any], *args: Any, capture: bool = True, **kwargs: Any) -> ChildResult:
+def run_child(
+    function: Callable[..., Any],
+    *args: Any,
+    capture: bool = True,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> ChildResult:
     """Call a function in a fresh interpreter and return its value, seconds and peak resident memory.
 
     Args:
         function: importable by its module and name: not a lambda, not a local function, not from ``__main__``.
         args: its positional arguments; they travel as JSON, and so does the value it returns.
         capture: as for `run_command`.
+        env: the same.
         kwargs: its keyword arguments.
 
     Raises:
@@ -90,8 +97,8 @@ def run_child(function: Callable[..., Any], *args: Any, capture: bool = True, **
     with tempfile.TemporaryDirectory(prefix="lowtide-child-") as folder:
         answer = Path(folder) / "answer.json"
         call = {"module": function.__module__, "name": function.__qualname__, "path": sys.path, "answer": str(answer)}
-        env = {"LOWTIDE_CHILD": json.dumps({**call, "args": args, "kwargs": kwargs})}
-        ended = run_command([sys.executable, "-c", _CALL], env=env, capture=capture)
+        told_child = {"LOWTIDE_CHILD": json.dumps({**call, "args": args, "kwargs": kwargs})}
+        ended = run_command([sys.executable, "-c", _CALL], env={**(env or {}), **told_child}, capture=capture)
         if ended.returncode != 0 or not answer.exists():
             return ended
         told = json.loads(answer.read_text())

@@ -47,6 +47,11 @@ class Tolerance:
 TOLERANCE = {"float32": Tolerance(2e-5, 2e-3), "bfloat16": Tolerance(3e-2, 1e-1), "float16": Tolerance(1e-2, 5e-2)}
 
 
+# OpenMP's threads wait for each other spinning. Where another process wants the core that is ten times slower than
+# sleeping, and a comparison would measure it.
+_OPENMP = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+
+
 class CompareError(LowtideError, RuntimeError):
     """One of the two runs failed."""
 
@@ -153,6 +158,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "lowtide": lowtide.__version__,
+        **_OPENMP,
     }
 
 
@@ -166,7 +172,7 @@ def _shared_tokenizer(config: TrainConfig, folder: Path) -> TrainConfig:
 def _in_child(config: TrainConfig, console: Console) -> TrainResult:
     """Run one of the two and return what it measured."""
     width = console.width if console.is_terminal else None
-    ended = run_child(train_in_child, config.to_json(), width, capture=not config.progress)
+    ended = run_child(train_in_child, config.to_json(), width, capture=not config.progress, env=_OPENMP)
     if ended.returncode != 0:
         which = "patched" if config.patch else "stock"
         last = (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
