@@ -14,6 +14,9 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 # pip's own setting (a local folder or mirror may hold it), else from PyTorch's.
 needs_cpu_torch := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
+# Threads that wait sleep: on a busy machine spinning ones hold up those that work, ten times and more.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: train test lint docs slow clean
 .DEFAULT_GOAL := test
 

@@ -50,6 +50,11 @@ def test_the_same_state_and_the_same_numbers(out_features: tuple[int, ...], redu
             torch.testing.assert_close(ours_p.grad, theirs_p.grad, msg=name)
 
 
+def test_several_outputs_keep_the_loss_float32() -> None:
+    loss = lowtide.nn.LinearCrossEntropyLoss(5, 11, out_features=(3,), weight=torch.rand(11, dtype=torch.float64))
+    assert loss(torch.rand(4, 5), torch.zeros(4, 3, dtype=torch.long)).dtype == torch.float32
+
+
 def test_it_says_what_it_is() -> None:
     assert "in_features=5, num_classes=11" in repr(lowtide.nn.LinearCrossEntropyLoss(5, 11))
 

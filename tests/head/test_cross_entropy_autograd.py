@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowtide import HeadOptions, linear_cross_entropy
 from lowtide.errors import LowtideError
@@ -198,6 +199,25 @@ def test_inside_a_checkpoint(mode: dict[str, Any], reentrant: bool, passes: list
         assert used == ["cross_entropy"], "the stored gradients outlive the checkpoint: nothing to compute again"
 
 
+@pytest.mark.parametrize("keep", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_inside_a_selective_checkpoint(mode: dict[str, Any], keep: CheckpointPolicy) -> None:
+    x, w, _, y = head(9, 5, 13, dtype=torch.float64)
+
+    def block(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.layer_norm(x, (5,)).tanh()
+        loss = linear_cross_entropy(h, w, y, **mode).sum() * 2
+        return loss, (h * loss.detach()).sin().sum()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return keep if "lowtide" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    expected = torch.autograd.grad(sum(block(x, w)), (x, w))
+    got = torch.autograd.grad(sum(checkpoint(block, x, w, use_reentrant=False, context_fn=contexts)), (x, w))
+    for plain, selective in zip(expected, got, strict=True):
+        torch.testing.assert_close(plain, selective)
+
+
 def _backward(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     for leaf in leaves:
         leaf.grad = None
@@ -270,6 +290,17 @@ def test_a_logit_scale_that_is_trained_gets_its_gradient(mode: dict[str, Any]) -
     )
     for g, e in zip(got, want, strict=True):
         torch.testing.assert_close(g, e)
+
+
+def test_an_ignored_token_does_not_reach_a_trained_scale() -> None:
+    x, w, b, y = head(9, 5, 13)
+    y[3] = -100
+    with torch.no_grad():
+        x[3] = torch.nan
+    scale = torch.tensor(0.6, requires_grad=True)
+    linear_cross_entropy(x, w, y, linear_bias=b, logit_scale=scale).backward()
+    assert scale.grad.isfinite()
+    assert (x.grad[3] == 0).all()
 
 
 def test_token_weight_and_class_weight_get_no_gradient() -> None:

@@ -71,6 +71,22 @@ def test_the_workspace_is_kept(workspace_mib: float, dtype: torch.dtype, case: s
         assert beyond >= 0.3 * workspace_mib * MIB, "what is allowed is put to use"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accumulate", ["auto", "input"])
+def test_the_accumulator_is_in_the_plan(dtype: torch.dtype, accumulate: str) -> None:
+    N, D, V = 256, 512, 20000
+    x, w, _, y = head(N, D, V, dtype=dtype, bias=False)
+    for workspace_mib in (4, 40):
+        options = HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate)
+        plan = plan_head(N, D, V, dtype, "cpu", options)
+        x.grad = w.grad = None
+        with track_allocations() as seen:
+            linear_cross_entropy(x, w, y, options=options).backward()
+        beyond = seen.peak_bytes - x.nbytes - w.nbytes
+        assert plan.scratch_bytes <= workspace_mib * MIB
+        assert beyond <= plan.scratch_bytes + plan.accumulator_bytes
+
+
 def test_what_is_kept_between_forward_and_backward() -> None:
     """Gradients in forward: they alone. Recompute and per token: O(N)."""
     N, D, V = 400, 32, 2000

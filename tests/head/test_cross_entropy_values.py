@@ -6,12 +6,14 @@ import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lowtide import HeadOptions, linear_cross_entropy
-from lowtide.head import reference
+from lowtide.head import operators, reference, schedules
+from lowtide.head.schedules import CrossEntropyJob, Rows
 from support import head, in_float64, oracle, relative_error
 
 OPTIONS: dict[str, list[Any]] = {
@@ -102,6 +104,26 @@ def test_the_whole_product_of_options() -> None:
         check(random_case(seed, **dict(zip(numbers, values, strict=True))), torch.float64, seed)
 
 
+@pytest.fixture(params=["dropped", "computed as zeros"])
+def ignored_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways with ignored tokens, on the CPU: dropped as there, or computed as on every other device."""
+    if request.param != "dropped":
+
+        def as_on_a_device(job: CrossEntropyJob) -> Rows:
+            is_class = (job.target_N >= 0) & (job.target_N < job.shape[2])
+            kept = job.target_N != job.ignore_index
+            return schedules._weigh(job, None, kept, job.target_N.where(is_class, 0), is_class)
+
+        monkeypatch.setattr(operators, "select_rows", as_on_a_device)
+    return request.param
+
+
+def test_ignored_rows_dropped_or_computed(ignored_rows: str) -> None:
+    for seed in range(150):
+        for dtype in TOLERANCE:
+            check(random_case(seed), dtype, seed)
+
+
 @pytest.mark.parametrize(
     ("N", "D", "V"), [(1, 1, 1), (1, 3, 2), (37, 1, 50257), (5, 896, 3), (129, 33, 517), (4, 0, 9)]
 )
@@ -130,7 +152,7 @@ def test_one_token_without_axes() -> None:
 @pytest.mark.parametrize("empty", ["no tokens", "all ignored", "shift of one"])
 @pytest.mark.parametrize("workspace_mib", [None, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_nothing_to_score(empty: str, workspace_mib: float | None, dtype: torch.dtype) -> None:
+def test_nothing_to_score(empty: str, workspace_mib: float | None, dtype: torch.dtype, ignored_rows: str) -> None:
     x, w, b, y = head((0, 4) if empty == "no tokens" else (3, 1), 8, 17, dtype=dtype)
     if empty == "all ignored":
         y.fill_(-100)
@@ -158,7 +180,7 @@ def test_nothing_to_score(empty: str, workspace_mib: float | None, dtype: torch.
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("gradient", ["auto", "recompute"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_ignored_tokens_may_hold_anything(reduction: str, gradient: str, poison: float) -> None:
+def test_ignored_tokens_may_hold_anything(reduction: str, gradient: str, poison: float, ignored_rows: str) -> None:
     x, w, b, y = head(20, 6, 31)
     y[::3] = -100
     dirty = x.detach().clone()
@@ -211,6 +233,7 @@ def test_a_sure_model_has_the_gradient_of_what_is_left() -> None:
     truth = in_float64(kwargs)
     loss, expected = linear_cross_entropy(**kwargs), oracle(**truth)
     assert expected < 1e-4
+    assert relative_error(loss, expected) < 1e-4
     got, want = torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, truth["input"])[0]
     assert relative_error(got, want) < 1e-4
 
@@ -245,6 +268,61 @@ def test_fp16_gradients_survive_the_mean_over_many_tokens() -> None:
     assert all(relative_error(g, e) < 5e-4 for g, e in zip(got, want, strict=True))
 
 
+def test_fp16_sums_that_pass_its_range_on_the_way() -> None:
+    """4096 times a hidden state of 60 is 2e5, beyond fp16; their mean is not."""
+    x, w, _, _ = head(4096, 4, 9, dtype=torch.float16, bias=False)
+    x = (x.detach().abs() + 60).requires_grad_()
+    w = (w.detach() * 1e-3).requires_grad_()
+    kwargs = {"input": x, "linear_weight": w, "target": torch.zeros(4096, dtype=torch.long)}
+    truth = in_float64(kwargs)
+    got = torch.autograd.grad(linear_cross_entropy(**kwargs), (x, w))
+    want = torch.autograd.grad(oracle(**truth), (truth["input"], truth["linear_weight"]))
+    assert all(relative_error(g, e) < 5e-4 for g, e in zip(got[1:], want[1:], strict=True))
+
+
+def test_low_precision_with_every_option() -> None:
+    for seed in range(60):
+        for dtype, tolerance in ((torch.bfloat16, 8e-3), (torch.float16, 8e-4)):
+            case = random_case(seed, leading=(3, 70), ignored="some")
+            kwargs = arguments(case, dtype, seed, D=24, V=97)
+            truth = in_float64(kwargs)
+            loss, expected = linear_cross_entropy(**kwargs), oracle(**truth)
+            names = [n for n in ("input", "linear_weight", "linear_bias") if kwargs[n] is not None]
+            got = torch.autograd.grad(loss.sum(), [kwargs[n] for n in names])
+            want = torch.autograd.grad(expected.sum(), [truth[n] for n in names])
+            assert relative_error(loss, expected) < 1e-5
+            assert all(relative_error(g, e) < tolerance for g, e in zip(got, want, strict=True)), case
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 3, 0), (2, 0)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_hidden_states_of_size_zero(shape: tuple[int, ...], reduction: str, frozen: bool) -> None:
+    x = torch.zeros(shape, requires_grad=True)
+    w, b = torch.zeros(9, 0, requires_grad=not frozen), torch.rand(9, requires_grad=not frozen)
+    y = torch.zeros(shape[:-1], dtype=torch.long)
+    loss = linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction)
+    torch.testing.assert_close(loss, oracle(x, w, y, linear_bias=b, reduction=reduction))
+    loss.sum().backward()
+
+
+def test_numbers_of_numpy() -> None:
+    x, w, _, y = head(9, 4, 30)
+    plain = linear_cross_entropy(x, w, y, softcap=3.0, num_items=7, logit_scale=0.5, label_smoothing=0.25)
+    numpy = linear_cross_entropy(
+        x,
+        w,
+        y,
+        softcap=np.float32(3),
+        num_items=np.int64(7),
+        logit_scale=np.float64(0.5),
+        label_smoothing=np.float32(0.25),
+        ignore_index=np.int64(-100),
+        options=HeadOptions(workspace_mib=np.int64(3)),
+    )
+    assert torch.equal(plain, numpy)
+
+
 def test_reference_is_the_specification() -> None:
     """The library's own plain-PyTorch twin against F.cross_entropy: two independent ways of writing the loss."""
     for seed in range(60):
@@ -266,4 +344,5 @@ def test_the_same_bits_from_run_to_run() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
 def test_targets_of_any_integer_dtype(dtype: torch.dtype) -> None:
     x, w, _, y = head(9, 4, 30)
-    assert torch.equal(linear_cross_entropy(x, w, y.to(dtype)), linear_cross_entropy(x, w, y))
+    for kwargs in ({}, {"shift": True}, {"ignore_index": 2**40, "shift": True}):
+        assert torch.equal(linear_cross_entropy(x, w, y.to(dtype), **kwargs), linear_cross_entropy(x, w, y, **kwargs))

@@ -53,6 +53,11 @@ def test_accumulation_follows_the_number_of_chunks() -> None:
     assert plan_head(256, 32, 1000, torch.float32, "cpu", HeadOptions(accumulate="float32")).accumulator_bytes == 0
 
 
+def test_fp16_sums_are_float32_whatever_is_asked() -> None:
+    plan = plan_head(256, 32, 1000, torch.float16, "cpu", HeadOptions(accumulate="input"))
+    assert (plan.accumulate, plan.accumulator_bytes) == ("float32", 1000 * 32 * 4)
+
+
 def test_the_copy_that_autocast_makes_is_counted() -> None:
     plan = plan_head(256, 32, 1000, torch.bfloat16, "cuda", weight_dtype=torch.float32)
     assert plan.cast_bytes == 1000 * 32 * 2

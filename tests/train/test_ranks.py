@@ -15,13 +15,19 @@ import torch.distributed
 from safetensors.torch import load_file
 
 Run = Callable[..., tuple[int, str, str]]
-MAIN = "import sys; from lowtide.cli import main; sys.exit(main())"
 
 
-def on_two_ranks(folder: Path, *arguments: object) -> str:
-    script = folder / "main.py"
-    script.write_text(MAIN)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+def on_two_ranks(*arguments: object) -> str:
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lowtide.cli",
+    ]
     ended = subprocess.run([*launch, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -33,7 +39,7 @@ def test_two_ranks_train_and_resume(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     output = tmp_path / "out"
-    out = on_two_ranks(tmp_path, *tiny, "--output", output)
+    out = on_two_ranks(*tiny, "--output", output)
     assert out.count("held-out loss") == 1, "one rank speaks"
     assert re.search(r"losses +\d+ without logits, 0 with\s", out), out
     told = [json.loads((output / "checkpoint-6" / f"data_position_{rank}.json").read_text()) for rank in (0, 1)]
@@ -41,7 +47,7 @@ def test_two_ranks_train_and_resume(
     assert told[0]["streams"] != told[1]["streams"]
     uninterrupted = load_file(output / "model" / "model.safetensors")
     (output / "checkpoint-6").rename(tmp_path / "away")
-    on_two_ranks(tmp_path, "train", "--resume", "--output", output)
+    on_two_ranks("train", "--resume", "--output", output)
     resumed = load_file(output / "model" / "model.safetensors")
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
     status, _, err = lowtide("train", "--resume", "--output", output, "--max-steps", 8)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowtide.train import checkpoints
+from lowtide.train.config import DEFAULT_ROOT
 
 Run = Callable[..., tuple[int, str, str]]
 STEPS = 12  # as the fixture `finished`
@@ -130,7 +131,7 @@ def test_without_output_the_newest_run_goes_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert lowtide(*tiny)[0] == 0
-    (run,) = (tmp_path / "runs").iterdir()
+    (run,) = (tmp_path / DEFAULT_ROOT).iterdir()
     assert lowtide("train", "--resume", "--max-steps", 7)[0] == 0
     assert max(losses(run)) == 7
 

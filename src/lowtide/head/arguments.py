@@ -1,5 +1,6 @@
 """What every function of the head checks before it plans: shapes, dtypes, devices, and no second derivatives."""
 
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 import torch
@@ -39,8 +40,7 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None)
             continue
         if not check_tensor(name, tensor).is_floating_point():
             raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
-        if tensor.device != input.device:
-            raise ArgumentValueError(message(name, f"a tensor on {input.device}, as input is", str(tensor.device)))
+        check_device(name, tensor, input)
         if operand_dtype(tensor) != dtype:
             raise ArgumentTypeError(
                 message(
@@ -98,12 +98,21 @@ def check_per_token(name: str, value: Tensor, input: Tensor) -> None:
         raise ArgumentValueError(
             message(name, f"shape {list(input.shape[:-1])}, as input is {_shape(input)}", _shape(value))
         )
+    check_device(name, value, input)
+
+
+def check_device(name: str, value: Tensor, input: Tensor) -> None:
+    """Check that a tensor is where the hidden states are.
+
+    Raises:
+        ArgumentValueError: It is not.
+    """
     if value.device != input.device:
         raise ArgumentValueError(message(name, f"a tensor on {input.device}, as input is", str(value.device)))
 
 
 def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    """Return ``value``, a number from ``low`` to ``high``, with ``above`` greater than ``low``.
+    """Return ``value``, a number from ``low`` to ``high``, with ``above`` strictly between them.
 
     Raises:
         ArgumentTypeError: Not a number.
@@ -111,10 +120,27 @@ def check_number(name: str, value: object, low: float, high: float, *, above: bo
     """
     if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number", f"{value!r}"))
-    if not (low < value <= high if above else low <= value <= high):
-        range_ = f"a number {'above' if above else 'from'} {low}" + ("" if high == torch.inf else f" to {high}")
+    if not (low < value < high if above else low <= value <= high):
+        range_ = f"a finite number above {low}" if above else f"a number from {low} to {high}"
         raise ArgumentValueError(message(name, range_, f"{value!r}"))
-    return value
+    return value if isinstance(value, int | float | torch.SymFloat | torch.SymInt) else float(value)
+
+
+def check_index(name: str, value: object) -> int:
+    """Return ``value`` as an int that int64 holds.
+
+    Raises:
+        ArgumentTypeError: Not an integer.
+        ArgumentValueError: Too large.
+    """
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentTypeError(message(name, "an int", f"{value!r}"))
+    index = int(value)
+    if not -(2**63) <= index < 2**63:
+        raise ArgumentValueError(message(name, "an int of 64 bits", f"{value!r}"))
+    return index
 
 
 def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
@@ -122,7 +148,7 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
 
     Raises:
         ArgumentTypeError: Neither.
-        ArgumentValueError: A tensor with more than one element's shape.
+        ArgumentValueError: A tensor with axes.
     """
     if isinstance(value, Tensor):
         if value.dim() != 0:
@@ -130,12 +156,14 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
         return value
     if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number or a 0-d tensor", f"{value!r}"))
-    return torch.full((), value, dtype=dtype)
+    return (
+        torch.ones((), dtype=dtype) * value
+    )  # torch.compile follows a product where the number changes, not torch.full
 
 
 def _is_number(value: object) -> TypeGuard[float]:
     """Return whether ``value`` is a real number; torch.compile hands over its own where one changes between calls."""
-    return isinstance(value, int | float | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
+    return isinstance(value, Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
 
 
 def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
@@ -144,12 +172,14 @@ def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
     Raises:
         UnsupportedError: Forward-mode derivatives, or a transform of torch.func.
     """
-    if torch.compiler.is_compiling():
-        return
     way_out = (
         "Call .backward() or torch.autograd.grad on its result, or build the logits for this one:"
         " torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
     )
+    if torch.compiler.is_compiling():  # its own use of these transforms cannot be told from the user's, but for one
+        if _forward_level() >= 0:
+            raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))
+        return
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(message(function, "reverse-mode autograd", "a torch.func transform", way_out))
     for tensor in tensors:
@@ -159,7 +189,12 @@ def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
 
 def _is_dual(tensor: Tensor) -> bool:
     forward_ad: Any = torch.autograd.forward_ad
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return _forward_level() >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _forward_level() -> int:
+    level: int = torch.autograd.forward_ad._current_level
+    return level
 
 
 def _shape(tensor: Tensor) -> str:

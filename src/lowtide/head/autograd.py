@@ -34,7 +34,7 @@ def cross_entropy(call: Call, *, recompute: bool) -> Tensor:
     wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in call.trained))
     loss: Tensor
     if not (torch.is_grad_enabled() and any(wanted)):
-        loss = operators.cross_entropy(*call, *Wanted(False, False, False), False)[0]
+        loss = operators.cross_entropy(*call, *Wanted(False, False, False))[0]
     elif recompute:
         loss = _Recomputed.apply(*call)  # type: ignore[no-untyped-call]
     else:
@@ -52,10 +52,12 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wanted: Wanted, *args: Any) -> Tensor:
         call = Call(*args)
-        stored = Stored(*operators.cross_entropy(*call, *wanted, False))
+        stored = Stored(*operators.cross_entropy(*call, *wanted))
         ctx.wanted, ctx.per_token = wanted, call.reduction == "none"
         ctx.bias_dtype = None if call.linear_bias is None else call.linear_bias.dtype
-        ctx.stored = stored[2:]
+        ctx.stored = stored[1:]
+        # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
+        ctx.shared = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
         return stored.loss
 
     @staticmethod
@@ -63,8 +65,9 @@ class _Stored(torch.autograd.Function):
         if ctx.stored is None:
             raise UnsupportedError(FREED)
         dx, dw, db, input_factor, weight_factor = ctx.stored
-        in_place = _may_overwrite()
-        if in_place:
+        last = _is_last_backward()
+        in_place = last and not ctx.shared
+        if last:
             ctx.stored = None
         needs = Wanted(*(ctx.needs_input_grad[1 + i] for i in _TRAINED))
         grads: list[Tensor | None] = [None, None, None]
@@ -84,28 +87,26 @@ class _Stored(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Forward stores two numbers a token; backward rebuilds the logits."""
+    """Forward stores nothing but the inputs; backward builds the logits once more."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         call = Call(*args)
-        stored = Stored(*operators.cross_entropy(*call, *Wanted(False, False, False), True))
-        ctx.save_for_backward(stored.stats, *(call[i] for i in _TENSORS))
+        ctx.save_for_backward(*(call[i] for i in _TENSORS))
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
-        return stored.loss
+        loss: Tensor = operators.cross_entropy(*call, *Wanted(False, False, False))[0]
+        return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        stats, *tensors = ctx.saved_tensors
         fields = list(ctx.scalars)
-        for i, tensor in zip(_TENSORS, tensors, strict=True):
+        for i, tensor in zip(_TENSORS, ctx.saved_tensors, strict=True):
             fields[i] = tensor
         call = Call(*fields)
         wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TRAINED))
         grads: list[Tensor | None]
         with torch.no_grad():
-            # contiguous: sum() hands down an expanded scalar, whose strides inductor cannot hand on to an operator
-            dx, dw, db = operators.cross_entropy_backward(*call, *wanted, upstream.contiguous(), stats)
+            dx, dw, db = operators.cross_entropy_backward(*call, *wanted, upstream)
             grads = [
                 dx if wanted.input else None,
                 dw if wanted.weight else None,
@@ -114,7 +115,7 @@ class _Recomputed(torch.autograd.Function):
         return tuple(_in_place_of_the_arguments(grads))
 
 
-def _may_overwrite() -> bool:
+def _is_last_backward() -> bool:
     """Return whether this backward is the last use of what forward stored."""
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 

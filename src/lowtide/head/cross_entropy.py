@@ -9,7 +9,9 @@ from torch.nn.functional import pad
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head import autograd
 from lowtide.head.arguments import (
+    check_device,
     check_head,
+    check_index,
     check_number,
     check_per_token,
     check_target,
@@ -51,7 +53,7 @@ def linear_cross_entropy(
 
     times its ``token_weight``. The same as ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)``
     with float32 logits. A chunk of the logits exists at a time; what is stored for backward are the gradients
-    themselves, or the inputs and two numbers a token. `plan_head` tells which, and the bytes.
+    themselves, or nothing but the inputs. `plan_head` tells which, and the bytes.
 
     Args:
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
@@ -67,7 +69,7 @@ def linear_cross_entropy(
         z_loss: Factor of the squared logsumexp, added to each kept token's loss; not class weighted.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
-            a gradient gets it.
+            a gradient gets it, at the price of a copy of ``input`` [..., D] that is multiplied with it.
         token_weight: One factor for each token [...], not differentiated and not part of the mean's denominator.
         num_items: Number above 0, or 0-d tensor (not inspected), that takes the place of the mean's denominator, as
             gradient accumulation needs. An error with the other reductions.
@@ -99,16 +101,20 @@ def linear_cross_entropy(
         >>> head.weight.grad.shape
         torch.Size([1000, 16])
     """
-    refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias)
+    scale = logit_scale if isinstance(logit_scale, Tensor) else None
+    refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias, scale)
     dtype = check_head(input, linear_weight, linear_bias)
     check_target(input, target)
     V = linear_weight.shape[0]
     if reduction not in REDUCTIONS:
         raise ArgumentValueError(message("reduction", "'mean', 'sum' or 'none'", f"{reduction!r}"))
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | torch.SymInt):
-        raise ArgumentTypeError(message("ignore_index", "an int", f"{ignore_index!r}"))
-    if weight is not None and check_tensor("weight", weight).shape != (V,):
-        raise ArgumentValueError(message("weight", f"one class weight for each of {V}", f"shape {list(weight.shape)}"))
+    if not isinstance(shift, bool):
+        raise ArgumentTypeError(message("shift", "True or False", f"{shift!r}"))
+    if weight is not None:
+        if check_tensor("weight", weight).shape != (V,):
+            got = f"shape {list(weight.shape)}"
+            raise ArgumentValueError(message("weight", f"one class weight for each of {V}", got))
+        check_device("weight", weight, input)
     if token_weight is not None:
         check_per_token("token_weight", token_weight, input)
     if options is not None and not isinstance(options, HeadOptions):
@@ -117,14 +123,18 @@ def linear_cross_entropy(
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
     options = options or HeadOptions()
     choose_backend(options)
-    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and logit_scale.dim() == 0:
-        input = input * logit_scale
-        linear_bias = None if linear_bias is None else linear_bias * logit_scale
-        logit_scale = 1.0
+    ignore_index = check_index("ignore_index", ignore_index)
+    scale = None if _is_one(logit_scale) else scalar_tensor("logit_scale", logit_scale, torch.float64)
     length = target.shape[-1] if shift else 0
+    target = target.long()
     if shift:
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
+    if scale is not None and scale.requires_grad:
+        # as factors of input and bias, where autograd finds its gradient; a NaN in an ignored token must not reach it
+        input = input.where((target != ignore_index)[..., None], 0) * scale
+        linear_bias = None if linear_bias is None else linear_bias * scale
+        scale = None
     call = Call(
         input=input,
         linear_weight=linear_weight,
@@ -133,12 +143,12 @@ def linear_cross_entropy(
         weight=None if weight is None else weight.detach(),
         token_weight=None if token_weight is None else token_weight.detach(),
         num_items=_denominator(num_items, reduction),
-        logit_scale=None if _is_one(logit_scale) else scalar_tensor("logit_scale", logit_scale, torch.float64),
+        logit_scale=scale,
         dtype=dtype,
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),
-        z_loss=check_number("z_loss", z_loss, -math.inf, math.inf),
+        z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
         softcap=None if softcap is None else check_number("softcap", softcap, 0, math.inf, above=True),
         workspace_mib=options.workspace_mib,
         accumulate=options.accumulate,
@@ -158,7 +168,7 @@ def _shifted(x: Tensor, last: int) -> Tensor:
 
 
 def _is_one(logit_scale: float | Tensor) -> bool:
-    return not isinstance(logit_scale, Tensor) and not isinstance(logit_scale, bool) and bool(logit_scale == 1)
+    return isinstance(logit_scale, int | float) and not isinstance(logit_scale, bool) and logit_scale == 1
 
 
 def _denominator(num_items: float | Tensor | None, reduction: str) -> Tensor | None:

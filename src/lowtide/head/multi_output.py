@@ -41,15 +41,16 @@ def multi_output_cross_entropy(
     expected = (*input.shape[:-1], *out_features)
     if target.shape != expected:
         raise ArgumentValueError(message("target", f"shape {list(expected)}", str(list(target.shape))))
-    weight_VKD = linear_weight.view(-1, K, linear_weight.shape[1])
-    bias_VK = None if linear_bias is None else linear_bias.view(-1, K)
+    # unbind, and not an index for each output: its backward fills one gradient, not K of the whole weight's size
+    weights = linear_weight.view(-1, K, linear_weight.shape[1]).unbind(1)
+    biases = [None] * K if linear_bias is None else linear_bias.view(-1, K).unbind(1)
     targets = target.reshape(*input.shape[:-1], K)
     losses = [
         linear_cross_entropy(
             input,
-            weight_VKD[:, k],
+            weights[k],
             targets[..., k],
-            linear_bias=None if bias_VK is None else bias_VK[:, k],
+            linear_bias=biases[k],
             weight=weight,
             reduction="none" if reduction == "none" else "sum",
             ignore_index=ignore_index,
@@ -64,4 +65,4 @@ def multi_output_cross_entropy(
     if reduction == "sum":
         return total
     kept = target != ignore_index
-    return total / (kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum())
+    return total / (kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum().to(total.dtype))

@@ -5,6 +5,7 @@
 Both begin with the fields of `Call`, declared once: the operators' schemas are made from its annotations.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -90,7 +91,6 @@ class Stored(NamedTuple):
     """What `cross_entropy` returns; what was not asked for is empty."""
 
     loss: Tensor  # scalar, or [N] with reduction "none"
-    stats: Tensor  # [2, N]: see row_stats
     input_grad: Tensor
     weight_grad: Tensor
     bias_grad: Tensor  # wide
@@ -109,28 +109,22 @@ _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 @torch.library.custom_op(
     "lowtide::cross_entropy",
     mutates_args=(),
-    schema=f"({_CALL}, {_WANTED}, bool keep_stats) -> ({', '.join(['Tensor'] * len(Stored._fields))})",
+    schema=f"({_CALL}, {_WANTED}) -> ({', '.join(['Tensor'] * len(Stored._fields))})",
 )
 def cross_entropy(*args: Any) -> Stored:
-    """Compute the loss, and the gradients that are wanted as if the upstream gradient were 1.
-
-    ``keep_stats`` asks for each token's statistics.
-    """
-    *fields, keep_stats = args
-    call, wanted = _split(fields)
+    """Compute the loss, and the gradients that are wanted as if the upstream gradient were 1."""
+    call, wanted = _split(args)
     with _no_autocast(call.input.device):
-        return _loss_and_gradients(call, wanted, keep_stats)
+        return _loss_and_gradients(call, wanted)
 
 
 @cross_entropy.register_fake
 def _(*args: Any) -> Stored:
-    *fields, keep_stats = args
-    call, wanted = _split(fields)
+    call, wanted = _split(args)
     N = call.target.numel()
     loss = call.input.new_empty((N,) if call.reduction == "none" else (), dtype=call.wide)
     return Stored(
         loss=loss,
-        stats=loss.new_empty((2, N) if keep_stats else 0),
         input_grad=call.input.new_empty(call.input.shape if wanted.input else 0),
         weight_grad=call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
         bias_grad=loss.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
@@ -142,11 +136,11 @@ def _(*args: Any) -> Stored:
 @torch.library.custom_op(
     "lowtide::cross_entropy_backward",
     mutates_args=(),
-    schema=f"({_CALL}, {_WANTED}, Tensor upstream, Tensor stats) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_CALL}, {_WANTED}, Tensor upstream) -> (Tensor, Tensor, Tensor)",
 )
 def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N], and ``stats`` [2, N]."""
-    *fields, upstream, stats = args
+    """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N]."""
+    *fields, upstream = args
     call, wanted = _split(fields)
     with _no_autocast(call.input.device):
         job = call.job()
@@ -154,13 +148,12 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
         into = _buffers(job, rows, plan.accumulate, wanted)
         if rows.index is not None:
-            stats = stats[:, rows.index]
             upstream = upstream[rows.index] if upstream.dim() else upstream
         factor = _divided(rows) * upstream.to(job.wide)
         if rows.kept is not None:
             factor = factor.where(rows.kept, 0)
-        run_chunks(job, rows, plan, loss_n=None, stats_2n=stats, stats_known=True, factor_n=factor, into=into)
-        empty = stats.new_empty(0)
+        run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
+        empty = upstream.new_empty(0)
         return (
             call.input.new_empty(0) if into.input_ND is None else into.input_ND.view(call.input.shape),
             call.linear_weight.new_empty(0) if into.weight_VD is None else into.weight_VD.to(job.weight_VD.dtype),
@@ -170,16 +163,16 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @cross_entropy_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *fields, _upstream, stats = args
+    *fields, upstream = args
     call, wanted = _split(fields)
     return (
         call.input.new_empty(call.input.shape if wanted.input else 0),
         call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
-        stats.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
+        upstream.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
     )
 
 
-def _split(fields: list[Any]) -> tuple[Call, Wanted]:
+def _split(fields: Sequence[Any]) -> tuple[Call, Wanted]:
     return Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
 
 
@@ -211,7 +204,7 @@ def _factor_shape(call: Call, wanted: bool, N: int) -> tuple[int, ...]:
     return () if _lacks_denominator(call) else (0,)
 
 
-def _loss_and_gradients(call: Call, wanted: Wanted, keep_stats: bool) -> Stored:
+def _loss_and_gradients(call: Call, wanted: Wanted) -> Stored:
     job = call.job()
     rows = select_rows(job)
     plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
@@ -220,14 +213,12 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_stats: bool) -> Stored:
         factor = torch.ones_like(rows.unit) if rows.kept is None else rows.kept.to(job.wide)
     else:
         factor = rows.unit if _lacks_denominator(call) else _divided(rows)
-    loss_n, stats_2n = torch.empty_like(rows.unit), rows.unit.new_empty(2, rows.unit.numel())
+    loss_n = torch.empty_like(rows.unit)
     run_chunks(
         job,
         rows,
         plan,
         loss_n=loss_n,
-        stats_2n=stats_2n,
-        stats_known=False,
         factor_n=factor if any(wanted) else None,
         into=into,
     )
@@ -237,10 +228,10 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_stats: bool) -> Stored:
     loss = _among_all(loss_n, job, rows) if call.reduction == "none" else loss_n.sum()
     if rows.denominator is not None:
         loss = loss / rows.denominator
-    return _stored(call, job, rows, loss, _among_all(stats_2n, job, rows) if keep_stats else loss.new_empty(0), into)
+    return _stored(call, job, rows, loss, into)
 
 
-def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, stats: Tensor, into: Gradients) -> Stored:
+def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, into: Gradients) -> Stored:
     """Bring the gradients into the dtypes of what they belong to, with the factors that they still lack."""
     dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
     input_factor = weight_factor = None
@@ -256,7 +247,6 @@ def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, stats: T
             dw, weight_factor = dw.mul_(shift), inverse / shift
     return Stored(
         loss=loss,
-        stats=stats,
         input_grad=call.input.new_empty(0) if dx is None else dx.view(call.input.shape),
         weight_grad=call.linear_weight.new_empty(0) if dw is None else dw.to(job.weight_VD.dtype),
         bias_grad=loss.new_empty(0) if db is None else db,
@@ -279,19 +269,16 @@ def _buffers(job: CrossEntropyJob, rows: Rows, accumulate: str, wanted: Wanted) 
         make = torch.empty if rows.index is None else torch.zeros
         into.input_ND = make(N, D, dtype=job.input.dtype, device=device)
     if wanted.weight:
-        half = job.weight_VD.dtype == torch.float16  # may not hold the sum until its scale is known
-        dtype = job.wide if accumulate == "float32" or half else job.weight_VD.dtype
+        dtype = job.wide if accumulate == "float32" else job.weight_VD.dtype
         into.weight_VD = torch.empty(V, D, dtype=dtype, device=device)
     if wanted.bias:
         into.bias_V = torch.zeros(V, dtype=job.wide, device=device)
     return into
 
 
-def _among_all(x: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:
-    """Return the computed rows' values [..., n] among those of all tokens [..., N], 0 elsewhere."""
-    if rows.index is None:
-        return x
-    return x.new_zeros(*x.shape[:-1], job.target_N.numel()).index_copy_(-1, rows.index, x)
+def _among_all(x_n: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:
+    """Return the computed rows' values among those of all N tokens, 0 elsewhere."""
+    return x_n if rows.index is None else x_n.new_zeros(job.target_N.numel()).index_copy_(0, rows.index, x_n)
 
 
 def _divided(rows: Rows) -> Tensor:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
@@ -40,7 +41,7 @@ class HeadOptions:
             None: chosen by device.
         accumulate: Where the weight's gradient is summed over chunks: ``"float32"``, ``"input"`` (the weight's own
             dtype: V*D*4 bytes less, and one more rounding a chunk), or ``"auto"``: float32 where there is more than
-            one chunk.
+            one chunk. An fp16 weight's always is in float32: the sum may not fit fp16 before its scale is known.
         backend: ``"auto"`` takes the fastest that fits. One asked for by name runs or raises: ``"torch"`` is plain
             PyTorch on any device.
         gradient: ``"forward"`` computes the gradients along with the loss (three GEMMs), ``"recompute"`` builds the
@@ -58,11 +59,11 @@ class HeadOptions:
     gradient: Gradient = "auto"
 
     def __post_init__(self) -> None:
-        mib = self.workspace_mib
+        mib: object = self.workspace_mib
         if mib is not None:
-            if isinstance(mib, bool) or not isinstance(mib, int | float):
+            if isinstance(mib, bool) or not isinstance(mib, Real):
                 raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
-            if not (mib > 0 and math.isfinite(mib)):
+            if not 0 < float(mib) < math.inf:
                 raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
         for name, kind in (("accumulate", Accumulate), ("backend", Backend), ("gradient", Gradient)):
             allowed, got = get_args(kind), getattr(self, name)
@@ -165,7 +166,7 @@ def plan_head(
         (98, 168)
     """
     for name, size in (("N", N), ("D", D), ("V", V)):
-        if size < 0:
+        if not isinstance(size, int) or size < 0:
             raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
     options = options or HeadOptions()
     device = torch.device(device)
@@ -176,7 +177,7 @@ def plan_head(
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget)
     block_rows = _block_rows(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V
-    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype)
+    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type)
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
@@ -189,12 +190,13 @@ def plan_head(
     note = ""
     if options.workspace_mib is not None and scratch > budget:
         note = (
-            f"workspace_mib={options.workspace_mib} is less than one row takes:"
-            f" one row is computed at a time, in {scratch / MIB:.2f} MiB"
+            f"workspace_mib={options.workspace_mib} is less than one row of logits and the numbers kept for each of"
+            f" {N} tokens take: one row is computed at a time, in {scratch / MIB:.2f} MiB"
         )
     accumulate: Literal["float32", "input"] = "input"
-    if weight_dtype.itemsize < accumulate_dtype.itemsize and (
-        options.accumulate == "float32" or (options.accumulate == "auto" and chunks > 1)
+    if weight_dtype == torch.float16 or (
+        weight_dtype.itemsize < accumulate_dtype.itemsize
+        and (options.accumulate == "float32" or (options.accumulate == "auto" and chunks > 1))
     ):
         accumulate = "float32"
     return HeadPlan(
@@ -211,7 +213,7 @@ def plan_head(
         logits_gemm=logits_gemm,
         backward_gemm=backward_gemm,
         block_rows=block_rows,
-        columns=_columns(rows, V) if device.type == "cpu" else _columns(1, V),
+        columns=_columns(rows, V, device.type),
         note=note,
     )
 
@@ -296,11 +298,13 @@ def padded(V: int) -> int:
     return -(-V // 8) * 8
 
 
-def _columns(rows: int, V: int) -> int:
-    """Columns handled at a time: temporaries of a sixteenth of the chunk, and on a CPU 2 MiB, which stay in cache."""
+def _columns(rows: int, V: int, device_type: str) -> int:
+    """Columns handled at a time: few launches on a GPU; on a CPU 2 MiB, which stay in cache."""
+    if device_type != "cpu":
+        return max(1, -(-V // 4))
     return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
 
 
-def _row_bytes(D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype) -> int:
+def _row_bytes(D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, device_type: str) -> int:
     wide = accumulate_dtype.itemsize
-    return wide * (padded(V) + 2 * _columns(1, V)) + D * (2 * wide + dtype.itemsize) + 24 * wide
+    return wide * (padded(V) + 2 * _columns(1, V, device_type)) + D * (2 * wide + dtype.itemsize) + 24 * wide

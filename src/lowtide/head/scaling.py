@@ -21,12 +21,13 @@ def scaled(grad: Tensor, factor: Tensor, in_place: bool) -> Tensor:
     if factor.dim() == 0:
         _scale_all(grad, factor, out)
     else:
-        _scale_rows(grad.view(-1, grad.shape[-1]), factor, out.view(-1, grad.shape[-1]))
+        shape = (factor.numel(), grad.shape[-1])
+        _scale_rows(grad.view(shape), factor, out.view(shape))
     return out
 
 
 def _scale_all(grad: Tensor, factor: Tensor, out: Tensor) -> None:
-    if grad.device.type == "cpu":
+    if grad.device.type == "cpu" and type(grad) is Tensor:  # a FakeTensor holds no number
         value = factor.item()  # a number keeps its own precision, a 0-d tensor would be rounded to grad's
         if value != 1:
             torch.mul(grad, value, out=out)

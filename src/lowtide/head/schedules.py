@@ -129,8 +129,6 @@ def run_chunks(
     plan: HeadPlan,
     *,
     loss_n: Tensor | None,
-    stats_2n: Tensor,
-    stats_known: bool,
     factor_n: Tensor | None,
     into: Gradients,
 ) -> None:
@@ -144,8 +142,6 @@ def run_chunks(
         rows: Its rows, from `select_rows`.
         plan: From `plan_rows`.
         loss_n: Takes each row's loss, its weight not applied; None where only gradients are wanted.
-        stats_2n: Takes the statistics of each row, from `row_stats`, or holds them where ``stats_known``.
-        stats_known: Whether a former pass has filled ``stats_2n``.
         factor_n: What each row's loss is multiplied with on its way to the gradients; None: no gradients.
         into: Buffers that take the gradients; ``input_ND`` zero in the rows that are not computed.
     """
@@ -161,15 +157,14 @@ def run_chunks(
         z_CV = z_buffer[: part.stop - part.start, :V]
         matmul.logits(x_CD, z_CV)
         finish_logits_(z_CV, job.bias_V, job.logit_scale, job.softcap, plan.columns)
-        if not stats_known:
-            stats_2n[:, part] = row_stats(z_CV, y_C, plan.columns)
+        stats_2C = row_stats(z_CV, y_C, plan.columns)
         if loss_n is not None:
-            loss_n[part] = loss_rows(z_CV, stats_2n[:, part], y_C, job.terms)
+            loss_n[part] = loss_rows(z_CV, stats_2C, y_C, job.terms)
         if factor_n is None:
             continue
         factor_C = factor_n[part]
         inside, outside = (factor_C, None) if plan.backward_gemm != "narrow" else (torch.ones_like(factor_C), factor_C)
-        loss_gradient_(z_CV, stats_2n[:, part], y_C, inside, job.terms, job.logit_scale, job.softcap, plan.columns)
+        loss_gradient_(z_CV, stats_2C, y_C, inside, job.terms, job.logit_scale, job.softcap, plan.columns)
         if into.bias_V is not None:
             into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
         if into.input_ND is None and into.weight_VD is None:
@@ -190,7 +185,7 @@ def _take_input(job: CrossEntropyJob, rows: Rows, part: slice) -> Tensor:
     if rows.index is None and job.input.dim() == 2:
         x = job.input[part]
     elif rows.index is None and _rows_are_viewable(job.input):
-        x = job.input.view(-1, job.input.shape[-1])[part]
+        x = job.input.view(job.target_N.numel(), job.input.shape[-1])[part]
     else:
         device = job.input.device
         index = torch.arange(part.start, part.stop, device=device) if rows.index is None else rows.index[part]

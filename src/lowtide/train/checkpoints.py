@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.train.config import DEFAULT_ROOT
 
 RUN_FILE = "run.json"
 MODEL = "model"
 STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
-DEFAULT_ROOT = Path("runs")
 _TRAINING_ONLY = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state*", "data_position*", "*_fsdp_0")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 

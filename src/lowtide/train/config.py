@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lowtide.errors import ArgumentValueError, message
 
+DEFAULT_ROOT = Path("lowtide-runs")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -68,7 +70,7 @@ class TrainConfig:
     patch: bool = _setting(True, "use lowtide's loss; --no-patch trains the stock model")
     workspace_mib: float | None = _setting(None, "scratch memory of the loss in MiB; without it, chosen by lowtide")
     output: str | None = _setting(
-        None, "folder for checkpoints and the model; without it, a new folder under lowtide-runs/", metavar="DIR"
+        None, f"folder for checkpoints and the model; without it, a new folder under {DEFAULT_ROOT}/", metavar="DIR"
     )
     resume: bool = _setting(False, "go on from the last whole checkpoint in --output (without it, of the newest run)")
     seed: int = _setting(0, "fixes the initial weights, the data order and the held-out text", fixed=True)
