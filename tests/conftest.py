@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+
+from lowtide.measure import describe_machine
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
@@ -32,13 +33,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not file:
         return
     counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     record = {
-        "command": "pytest " + " ".join(config.invocation_params.args),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit or os.environ.get("COMMIT"),
+        "command": "pytest " + " ".join(config.option.file_or_dir),
+        "machine": describe_machine(),
+        "commit": git.stdout.strip() or os.environ.get("COMMIT"),
         **counts,
         "failures": [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])],
     }

@@ -2,6 +2,7 @@
 
 from lowtide.measure.allocations import Allocation, Allocations, track_allocations
 from lowtide.measure.child import ChildResult, run_child, run_command
+from lowtide.measure.machine import describe_machine
 from lowtide.measure.resident import (
     cuda_peak_bytes,
     peak_resident_bytes,
@@ -16,6 +17,7 @@ __all__ = [
     "Allocations",
     "ChildResult",
     "cuda_peak_bytes",
+    "describe_machine",
     "gib",
     "mib",
     "peak_resident_bytes",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
-from lowtide.measure import run_child
+from lowtide.measure import describe_machine, run_child
 from lowtide.train.config import TrainConfig
 from lowtide.train.progress import quiet_transformers
 from lowtide.train.report import above_warm_mib, show_comparison
@@ -109,7 +107,7 @@ class Comparison:
             "max_loss_difference": self.max_difference,
             "tolerance": dataclasses.asdict(self.tolerance),
         }
-        return {"machine": machine(), **told, **runs}
+        return {"machine": {**describe_machine(), **_OPENMP}, **told, **runs}
 
 
 def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Path | None) -> Comparison:
@@ -142,24 +140,6 @@ def train_in_child(settings: dict[str, Any], width: int | None) -> dict[str, Any
     config = TrainConfig.from_json(settings)
     console = Console(width=width, quiet=not config.progress)
     return run(config, console=console, save=False, label="lowtide" if config.patch else "stock").to_json()
-
-
-def machine() -> dict[str, Any]:
-    """Return the hardware and the versions that numbers were taken on."""
-    import transformers
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cpu_threads": torch.get_num_threads(),
-        "gpu": gpu,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "lowtide": lowtide.__version__,
-        **_OPENMP,
-    }
 
 
 def _shared_tokenizer(config: TrainConfig, folder: Path) -> TrainConfig:
