@@ -14,6 +14,9 @@ from torch.nn.modules import module as nn_module
 
 # Hooks of these packages move and gather weights and pass outputs through; any other hook may look at the logits.
 _HOOKS_THAT_DO_NOT_LOOK = ("torch.", "accelerate.", "deepspeed.")
+# The mark of a class that patch made: what it is a child of.
+BASE = "_lowtide_base"
+_LINEAR_FORWARD = nn.Linear.forward
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -30,6 +33,8 @@ def why_not_patch_head(model: nn.Module, head: nn.Module | None) -> str | None:
     """Return why ``head``, the model's output embedding, cannot return lazy logits."""
     if head is None:
         return "the model has no output embedding"
+    if hasattr(type(head), BASE):
+        return "another patched model has this output embedding"
     if plain_class(head) is not nn.Linear:
         return f"the output embedding is a {type(head).__name__}, not a plain torch.nn.Linear"
     if "forward" in vars(head):
@@ -65,6 +70,18 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
         return "a torch.func transform or forward-mode differentiation is active"
     if torch._C._get_tracing_state() is not None:
         return "the model is being traced"
+    return why_not_call(head)
+
+
+def why_not_call(head: nn.Module) -> str | None:
+    """Return why calling ``head`` may do more than a linear layer does, which a loss without logits would miss."""
+    if "forward" in vars(head) and not hasattr(head, "_hf_hook"):  # accelerate's wrapper calls the class's forward
+        return "the output embedding's forward was replaced on the instance"
+    if nn.Linear.forward is not _LINEAR_FORWARD:
+        return "torch.nn.Linear.forward was replaced"
+    modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(type(mode).__name__ != "DeviceContext" for mode in modes):
+        return "a TorchFunctionMode is active"
     for hook in _hooks(head):
         module = _defining_module(hook)
         if not module.startswith(_HOOKS_THAT_DO_NOT_LOOK):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowtide.errors import UnsupportedError
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.plan import HeadOptions
-from lowtide.models.eligibility import is_autocast_on
+from lowtide.models.eligibility import BASE, is_autocast_on, why_not_call
 from lowtide.models.report import PatchReport
 
 # What was applied to the logits since the head, to be replayed as it was: (function, arguments after the logits).
@@ -54,6 +54,8 @@ class HeadCall:
         self.fused = False
         self.built = False
         self._state = _state(head, hidden)
+        self._sample = _sample(head, hidden)
+        self._inference = torch.is_inference_mode_enabled()
         self.grad_mode = torch.is_grad_enabled()
         self._autocast_dtype: torch.dtype | None = None
         device_type = hidden.device.type
@@ -72,9 +74,10 @@ class HeadCall:
             self.built = True
             self.report.count_materialised(why)
         with ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(self._inference))
             modes.enter_context(torch.set_grad_enabled(self.grad_mode))
             self._enter_autocast(modes)
-            return _replay(self._run(lambda _, forward: forward(self.hidden)), steps)
+            return _replay(self._run(lambda _, forward: forward(self.hidden), later=True), steps)
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of (hidden, weight, bias) for a gradient that reached the logits."""
@@ -88,9 +91,10 @@ class HeadCall:
             return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
 
         with ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.enable_grad())
             self._enter_autocast(modes)
-            return self._run(work)  # type: ignore[no-any-return]
+            return self._run(work, later=True)  # type: ignore[no-any-return]
 
     def cross_entropy(
         self, target: Tensor, softcap: float | None, logit_scale: float | Tensor, **kwargs: Any
@@ -115,11 +119,19 @@ class HeadCall:
             self.report.count_fused()
         return loss
 
-    def _run(self, work: Work) -> Any:
+    def _run(self, work: Work, *, later: bool = False) -> Any:
         def checked(head: nn.Linear, forward: Forward) -> Any:
-            self._check_unchanged(head)
+            self._check_unchanged(head, later=later)
             return work(head, forward)
 
+        why_not = why_not_call(self.head)
+        if not hasattr(type(self.head), BASE):
+            why_not = "the model was unpatched"
+        if why_not is not None:
+            raise UnsupportedError(
+                f"logits: expected the output embedding as the forward pass left it, got a change since: {why_not}. "
+                "The logits were not kept: read outputs.logits before that, or call the model again."
+            )
         return self.head(InsideHead(checked))
 
     def _enter_autocast(self, modes: ExitStack) -> None:
@@ -129,9 +141,12 @@ class HeadCall:
         elif is_autocast_on(device_type):
             modes.enter_context(torch.autocast(device_type, enabled=False))
 
-    def _check_unchanged(self, head: nn.Linear) -> None:
+    def _check_unchanged(self, head: nn.Linear, *, later: bool) -> None:
         # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-        if _state(head, self.hidden) != self._state and not hasattr(head, "_hf_hook"):
+        changed = _state(head, self.hidden) != self._state and not hasattr(head, "_hf_hook")
+        # Fused optimizers and writes to .data leave versions alone. Comparing waits for the device, so only where
+        # logits are built, which costs far more.
+        if changed or (later and not torch.equal(_sample(head, self.hidden), self._sample)):
             raise UnsupportedError(
                 "logits: expected the hidden states and the output embedding as the forward pass left them, got ones "
                 "changed since (by an optimizer step, or a load). The logits were not kept: read outputs.logits before "
@@ -173,9 +188,18 @@ def _replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
     return logits
 
 
-def _state(head: nn.Linear, hidden: Tensor) -> tuple[tuple[int, int | None] | None, ...]:
+def _state(head: nn.Linear, hidden: Tensor) -> tuple[Any, ...]:
     # The Parameters live as long as the head does, so an id is enough to tell them apart.
     return tuple(
-        None if tensor is None else (id(tensor), None if tensor.is_inference() else tensor._version)
+        None
+        if tensor is None
+        else (id(tensor), None if tensor.is_inference() else tensor._version, tensor.dtype, tensor.device)
         for tensor in (head.weight, head.bias, hidden)
     )
+
+
+def _sample(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return sums of a few rows of weight and hidden states, as bits, which a NaN cannot make unequal to themselves."""
+    rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden[None]
+    some = [x.detach()[:: max(1, x.shape[0] // 16)] for x in (head.weight, rows)]
+    return torch.cat([x.sum(-1, dtype=torch.float32) for x in some]).view(torch.int32)

@@ -3,6 +3,8 @@
 Legend: hidden [..., D], logits [..., V].
 """
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Self
@@ -57,6 +59,14 @@ class LazyLogits(Tensor):
             self._real = self._call.logits(self._steps, why)
         return self._real
 
+    def _has_another_graph(self) -> bool:
+        """Whether a custom autograd function (a reentrant checkpoint) ran the model and put its own node behind these.
+
+        Autograd is to see this tensor then, and not the logits themselves, which have no graph.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad and not self._call.grad_mode
+
     def then(
         self,
         function: Callable[..., Tensor],
@@ -74,18 +84,21 @@ class LazyLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)
+        if lazy is not None and lazy._has_another_graph():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if lazy is not None and func in _GRADIENT_HOOKS and lazy._call.fused and not _is_distributed(args):
+            raise UnsupportedError(
+                "logits: expected to be hooked before the loss, got a hook on logits that the loss did not go "
+                "through. Call lowtide.unpatch(model) to look at their gradient."
+            )
         if lazy is not None and lazy._real is None:
-            if func in _METADATA or (func in _GRADIENT_HOOKS and _is_distributed(args)):
+            if func in _METADATA or func in _GRADIENT_HOOKS:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in _GRADIENT_HOOKS and lazy._call.fused:
-                raise UnsupportedError(
-                    "logits: expected to be hooked before the loss, got a hook on logits that the loss did not go "
-                    "through. Call lowtide.unpatch(model) to look at their gradient."
-                )
             # In another grad mode than the model ran in (torch.no_grad, the inside of a custom autograd function) what
             # becomes of the logits has another graph than they have, which steps to be replayed cannot tell.
-            if func in _LAZY and torch.is_grad_enabled() == lazy._call.grad_mode:
+            if func in _LAZY and torch.is_grad_enabled() == lazy._call.grad_mode and _takes(func, args, kwargs):
                 result = _LAZY[func](*args, **kwargs)
                 if result is not NotImplemented:
                     return result
@@ -117,6 +130,20 @@ def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False) -> Any:
         return logits.detach() if detach else logits
 
     return tree_map_only(LazyLogits, build, tree)
+
+
+@functools.cache
+def _signature(func: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(_LAZY[func])
+
+
+def _takes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the lazy version of ``func`` knows these arguments; what it does not know, the real logits get."""
+    try:
+        _signature(func).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _name(func: Any) -> str:
@@ -163,6 +190,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _to(input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    kwargs = {name: value for name, value in kwargs.items() if name != "non_blocking"}
     if len(args) + len(kwargs) != 1 or (kwargs and "dtype" not in kwargs and "device" not in kwargs):
         return NotImplemented
     (wanted,) = (*args, *kwargs.values())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.head.plan import HeadOptions
 from lowtide.models.eligibility import (
+    BASE,
     is_causal_lm_loss,
     is_under_compile,
     module_name,
@@ -30,8 +31,7 @@ from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.report import PatchReport
 
 _STATE = "_lowtide_patch"
-_BASE = "_lowtide_base"
-_FUSED = "the loss is computed without logits; they are built where anything else reads them"
+_FUSED = "the loss that follows is computed without logits; they are built where anything else reads them"
 
 
 class _Patch:
@@ -69,8 +69,8 @@ def patch(
     embedding that is not a plain ``torch.nn.Linear`` of the model's own (adapters, quantised weights, BERT-like
     prediction heads). Inside a region compiled by ``torch.compile`` the model runs unpatched, uncounted.
 
-    Patching again returns the same report, with the new ``options`` in force. Weights, their names and what
-    ``save_pretrained`` writes do not change.
+    Patching again returns the same report, with the new ``options`` in force; with ``loss=False`` it undoes the first.
+    Weights, their names and what ``save_pretrained`` writes do not change.
 
     Args:
         model: A model with ``get_output_embeddings`` and a ``loss_function``, as those of transformers; also one
@@ -97,6 +97,11 @@ def patch(
     target = _unwrapped(model)
     if options is not None and not isinstance(options, HeadOptions):
         raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
+    for name, flag in (("loss", loss), ("mlp", mlp), ("norm", norm), ("rope", rope)):
+        if not isinstance(flag, bool):
+            raise ArgumentTypeError(message(name, "True or False", f"{flag!r}"))
+    if not loss:
+        unpatch(target)
     state = vars(target).get(_STATE)
     if state is not None:
         state.options = options
@@ -137,9 +142,9 @@ def unpatch(model: nn.Module) -> None:
     state = vars(target).get(_STATE)
     if state is None:
         return
-    patched = [module for module in (target, state.head) if module is not None]
+    patched = [module for module in (target, state.head) if module is not None and type(module) is not nn.Linear]
     for module in patched:
-        if _BASE not in vars(type(module)):
+        if BASE not in vars(type(module)):
             raise UnsupportedError(
                 message(
                     "model",
@@ -149,7 +154,7 @@ def unpatch(model: nn.Module) -> None:
                 )
             )
     for module in patched:
-        module.__class__ = vars(type(module))[_BASE]
+        module.__class__ = vars(type(module))[BASE]
     del vars(target)[_STATE]
 
 
@@ -157,6 +162,9 @@ def _unwrapped(model: Any) -> Any:
     """Return the model itself: peft's wrapper hands it out, and calls its forward."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    if hasattr(model, "_orig_mod"):
+        hint = "Pass the model itself: patch first, compile then."
+        raise ArgumentTypeError(message("model", "a Hugging Face model", "one wrapped by torch.compile", hint))
     unwrap: Any = getattr(model, "get_base_model", None)
     if callable(unwrap):
         model = unwrap()
@@ -169,10 +177,10 @@ def _unwrapped(model: Any) -> Any:
 def _adopt_head(model: Any, state: _Patch) -> None:
     """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
     head: Any = model.get_output_embeddings()
-    if head is not None and head is state.head:
+    if head is not None and head is state.head and hasattr(type(head), BASE):
         return
-    if state.head is not None and _BASE in vars(type(state.head)):
-        state.head.__class__ = vars(type(state.head))[_BASE]
+    if state.head is not None and BASE in vars(type(state.head)):
+        state.head.__class__ = vars(type(state.head))[BASE]
     state.head = None
     state.why_not = why_not_patch_head(model, head)
     name = "-" if head is None else module_name(model, head)
@@ -211,7 +219,8 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
             for name, at in labels_at
         )
         # A replica of DataParallel returns its outputs by C++ that knows no lazy tensors.
-        if not awaited or is_under_compile() or getattr(self, "_is_replica", False):
+        # An instance that somebody made from this class is not patched.
+        if not awaited or _STATE not in vars(self) or is_under_compile() or getattr(self, "_is_replica", False):
             return base.forward(self, *args, **kwargs)
         with _loss_awaited(self):
             return base.forward(self, *args, **kwargs)
@@ -234,7 +243,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         if type(input) is InsideHead:
             return input.work(self, functools.partial(base.forward, self))
         state = None if is_under_compile() else _awaiting_loss.get()
-        if state is None:
+        if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
             return base.forward(self, input)
         why_not = why_not_lazy(self, input)
         if why_not is not None:
@@ -266,7 +275,7 @@ def _patched_class(base: Any, overrides: Callable[[Any], dict[str, Any]]) -> Any
 
     # The same names: transformers writes them to config.json and keys its registries by them.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), {**names, "__reduce_ex__": reduce, _BASE: base, **overrides(base)})
+    return type(base.__name__, (base,), {**names, "__reduce_ex__": reduce, BASE: base, **overrides(base)})
 
 
 def _rebuilt(base: Any, overrides: Callable[[Any], dict[str, Any]]) -> Any:

@@ -1,0 +1,197 @@
+"""What happens to a model between patch, forward and the reading of its logits: right, or an error, never silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide.errors import ArgumentTypeError, UnsupportedError
+
+
+@pytest.mark.parametrize("how", ["fused", "foreach", "plain", "sgd", "data.mul_", "data ="])
+def test_logits_are_not_read_after_the_weights_changed(how, build, batch):
+    model = build("llama")
+    lowtide.patch(model)
+    outputs = model(**batch)
+    outputs.loss.backward()
+    if how == "data.mul_":
+        model.lm_head.weight.data.mul_(2)
+    elif how == "data =":
+        model.lm_head.weight.data = model.lm_head.weight.data * 2
+    elif how == "sgd":
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=True).step()
+    else:
+        kwargs = {} if how == "plain" else {how: True}
+        torch.optim.AdamW(model.parameters(), lr=0.1, **kwargs).step()
+    with pytest.raises(UnsupportedError, match=r"read outputs\.logits before"):
+        outputs.logits.sum()
+
+
+def double_in_place_of_forward(head):
+    old = head.forward
+    head.forward = lambda hidden: old(hidden) * 2
+
+
+@pytest.mark.parametrize("change", ["head.forward", "hook", "nn.Linear.forward", "function mode"])
+def test_what_the_head_does_besides_is_followed(change, pair, batch, assert_same_gradients, monkeypatch):
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    if change == "nn.Linear.forward":
+        old = nn.Linear.forward
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: old(self, x) * 2)
+    for m in (model, stock):
+        if change == "head.forward":
+            double_in_place_of_forward(m.lm_head)
+        elif change == "hook":
+            m.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+
+    class Doubling(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.nn.functional.linear else result
+
+    losses = []
+    for m in (model, stock):
+        if change == "function mode":
+            with Doubling():
+                losses.append(m(**batch).loss)
+        else:
+            losses.append(m(**batch).loss)
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, stock)
+    assert (report.calls_fused, report.calls_materialised) == (0, 1), str(report)
+
+
+def test_a_hook_that_came_after_the_forward_is_an_error(build, batch):
+    model = build("llama")
+    lowtide.patch(model)
+    outputs = model(**batch)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(UnsupportedError, match="has a hook"):
+        outputs.logits.sum()
+
+
+@pytest.mark.parametrize("change", ["unpatch", "double"])
+def test_reading_after_the_model_changed_is_one_clear_error(change, build, batch):
+    model = build("llama")
+    lowtide.patch(model)
+    outputs = model(**batch)
+    if change == "unpatch":
+        lowtide.unpatch(model)
+    else:
+        model.double()
+    with pytest.raises(UnsupportedError, match=r"read outputs\.logits before"):
+        outputs.logits.sum()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_logits_out_of_a_checkpoint_carry_their_gradient(reentrant, pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    for m in (model, stock):
+        embedded = m.get_input_embeddings()(batch["input_ids"])
+
+        def run(e, m=m):
+            outputs = m(inputs_embeds=e, labels=batch["labels"])
+            return outputs.loss, outputs.logits
+
+        loss, logits = checkpoint(run, embedded, use_reentrant=reentrant)
+        (loss + logits.pow(2).mean()).backward()
+    assert_same_gradients(model, stock)
+
+
+def test_a_metric_under_inference_mode_leaves_the_graph_alone(pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    for m in (model, stock):
+        outputs = m(**batch)
+        with torch.inference_mode():
+            outputs.logits.argmax(-1)
+        (outputs.loss + outputs.logits.pow(2).mean()).backward()
+    assert_same_gradients(model, stock)
+
+
+def test_hooking_read_logits_that_the_loss_went_past_is_an_error(build, batch):
+    model = build("llama")
+    lowtide.patch(model)
+    outputs = model(**batch)
+    outputs.logits.argmax(-1)
+    for attempt in (lambda: outputs.logits.register_hook(print), outputs.logits.retain_grad):
+        with pytest.raises(UnsupportedError, match="hooked before the loss"):
+            attempt()
+
+
+def test_an_instance_of_the_patched_class_is_a_stock_model(build, batch):
+    model = build("llama")
+    report = lowtide.patch(model)
+    other = type(model)(model.config)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(**batch).loss, model(**batch).loss)
+    assert report.calls_fused == 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda z: torch.div(z, 2, rounding_mode="floor"),
+        lambda z: z.div(2, rounding_mode="trunc"),
+        lambda z: torch.mul(z, 2, out=torch.empty(0)),
+        lambda z: z.half(memory_format=torch.preserve_format),
+        lambda z: z.contiguous(memory_format=torch.contiguous_format),
+        lambda z: z.view(dtype=torch.int32),
+    ],
+)
+def test_arguments_that_lazy_logits_do_not_know(read, pair, batch):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    with torch.no_grad():
+        assert torch.equal(read(model(**batch).logits), read(stock(**batch).logits))
+
+
+def test_a_teacher_inside_a_student_is_its_own_affair(build, batch):
+    teacher, student = build("llama"), build("llama")
+    told = lowtide.patch(teacher)
+
+    class Student(type(student)):
+        def forward(self, *args, **kwargs):
+            with torch.no_grad():
+                self.seen = type(teacher(input_ids=kwargs["input_ids"]).logits)
+            return super().forward(*args, **kwargs)
+
+    student.__class__ = Student
+    report = lowtide.patch(student)
+    student(**batch).loss.backward()
+    assert student.seen is torch.Tensor
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+    assert (told.calls_fused, told.calls_materialised) == (0, 0)
+
+
+def test_patching_again_without_the_loss_undoes_the_first(build, batch):
+    model = build("llama")
+    lowtide.patch(model)
+    report = lowtide.patch(model, loss=False)
+    model(**batch)
+    assert (report.calls_fused, report.calls_materialised) == (0, 0)
+    assert "loss=False" in str(report)
+
+
+def test_bad_arguments(build):
+    model = build("llama")
+    with pytest.raises(ArgumentTypeError, match="loss: expected True or False, got 'no'"):
+        lowtide.patch(model, loss="no")
+    for function in (lowtide.patch, lowtide.unpatch):
+        with pytest.raises(ArgumentTypeError, match="patch first, compile then"):
+            function(torch.compile(model, backend="eager"))
+
+
+def test_two_models_that_share_a_head(build, batch):
+    one, two = build("llama", tie_word_embeddings=False), build("llama", tie_word_embeddings=False)
+    two.lm_head = one.lm_head
+    lowtide.patch(one)
+    assert "another patched model" in str(lowtide.patch(two))
+    assert two(**batch).loss.isfinite()
