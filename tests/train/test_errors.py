@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -68,6 +71,31 @@ def output_below_a_file(folder: Path) -> list[str]:
     return ["--output", str(folder / "file" / "run")]
 
 
+def named_pipe(folder: Path) -> list[str]:
+    os.mkfifo(folder / "p.txt")
+    return ["--data", str(folder / "p.txt")]
+
+
+def not_text_after_its_beginning(folder: Path) -> list[str]:
+    (folder / "late").mkdir()
+    for i in range(3):
+        (folder / "late" / f"{i}.txt").write_bytes(b"some plain words\n" * 600 + b"caf\xe9 \xff\n" * 3000)
+    return ["--data", str(folder / "late")]
+
+
+def half_characters(folder: Path) -> list[str]:
+    (folder / "d.jsonl").write_text('{"text": "words \\ud800"}\n' * 2000)
+    return ["--data", str(folder / "d.jsonl")]
+
+
+def deep_json(folder: Path) -> list[str]:
+    (folder / "d.jsonl").write_text(("[" * 100_000 + "\n") * 2)
+    return ["--data", str(folder / "d.jsonl")]
+
+
+ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+LEARNED = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 512}
+
 CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "missing data": (lambda f: ["--data", str(f / "nowhere")], ["data", "nowhere", "No such file"]),
     "binary data": (binary, ["data", "is binary", "Give UTF-8 text"]),
@@ -98,6 +126,21 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "bad trainer argument": (lambda f: ["--trainer-args", "optim=none"], ["trainer_args", "adafactor"]),
     "json alone": (lambda f: ["--json", str(f / "x.json")], ["json", "--compare"]),
     "json nowhere": (lambda f: ["--compare", "--json", str(f / "no" / "x.json")], ["json", "x.json"]),
+    "named pipe": (named_pipe, ["data", "not a regular file"]),
+    "not text after its beginning": (not_text_after_its_beginning, ["data", "UTF-8", "from byte"]),
+    "half characters": (half_characters, ["data", "at byte 0", "mend the line"]),
+    "deep json": (deep_json, ["data", "mend the line"]),
+    "encoder": (config(model_type="bert", vocab_size=512, **ENCODER), ["model", "causal", "is_decoder"]),
+    "learned positions": (config(model_type="gpt2", **LEARNED), ["seq_len", "at most 16", "got 32"]),
+    "label smoothing": (
+        lambda f: ["--trainer-args", "label_smoothing_factor=0.1"],
+        ["label_smoothing_factor", "logits"],
+    ),
+    "text for a number": (lambda f: ["--trainer-args", "weight_decay=abc"], ["trainer_args", "weight_decay", "'abc'"]),
+    "huge vocabulary": (lambda f: ["--vocab-size", "99999999999"], ["vocab_size", "at most"]),
+    "empty name": (lambda f: ["--model", ""], ["model", "not empty"]),
+    "abbreviation": (lambda f: ["--max-step", "3"], ["--max-step", "--help"]),
+    "fp16 on a CPU": (lambda f: ["--dtype", "float16"], ["dtype: expected float16 on a GPU", "bfloat16"]),
     "compare and resume": (lambda f: ["--compare", "--resume"], ["compare", "--resume"]),
 }
 
@@ -196,3 +239,39 @@ def test_a_disk_that_fills_up_later_leaves_the_last_whole_checkpoint(
     monkeypatch.undo()
     assert lowtide("train", "--resume", "--output", tmp_path / "out")[0] == 0
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    status, _, err = lowtide(*tiny, "--lr", "1e30", "--warmup", "0", "--max-steps", "12", "--output", tmp_path / "out")
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "finite" in err
+    assert "--lr" in err
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_can_begin_again(
+    tmp_path: Path, tiny: list[str], lowtide: Run
+) -> None:
+    out = tmp_path / "out"
+    lowtide(*tiny, "--lr", "1e30", "--warmup", "0", "--save-every", "50", "--max-steps", "60", "--output", out)
+    assert lowtide(*tiny, "--output", out)[0] == 0
+
+
+def test_pretrained_weights_that_lack_some_are_refused(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    assert lowtide(*tiny, "--output", tmp_path / "first")[0] == 0
+    file = tmp_path / "first" / "model" / "model.safetensors"
+    tensors = {name: value for name, value in load_file(file).items() if "norm" not in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    given = [*tiny, "--model", tmp_path / "first" / "model", "--output", tmp_path / "second"]
+    status, _, err = lowtide(*given)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "model.norm.weight" in err or "layernorm" in err
+    assert not (tmp_path / "second").exists()
+
+
+def test_weights_are_float32_whatever_the_config_says(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    shape = json.loads((tmp_path / "tiny.json").read_text())
+    (tmp_path / "tiny.json").write_text(json.dumps({**shape, "dtype": "bfloat16"}))
+    assert lowtide(*tiny, "--output", tmp_path / "out")[0] == 0
+    saved = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lowtide.train import checkpoints
 from lowtide.train.config import DEFAULT_ROOT
@@ -113,7 +114,7 @@ def test_killed_before_the_model_was_saved(tmp_path: Path, tiny: list[str], lowt
     (output / "model").rename(tmp_path / "away")
     status, out, err = lowtide("train", "--resume", "--output", output)
     assert (status, err) == (0, "")
-    assert "steps are done" in out
+    assert "nothing is left of" in out
     assert {path.name for path in (output / "model").iterdir()} == names
     again = load_file(output / "model" / "model.safetensors")
     assert all(torch.equal(saved[name], again[name]) for name in saved)
@@ -146,3 +147,26 @@ def test_gradient_accumulation_resumes_at_the_same_text(tmp_path: Path, tiny: li
     assert lowtide("train", "--resume", "--output", from_middle)[0] == 0
     assert_same_run(from_middle, tmp_path / "a")
     assert [p.name for p in checkpoints.checkpoints(tmp_path / "b")] == ["checkpoint-6"]
+
+
+def test_a_model_older_than_the_last_checkpoint_is_not_the_result(finished: Path, tmp_path: Path, lowtide: Run) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    wanted = load_file(run / "checkpoint-12" / "model.safetensors")
+    older = {name: value + 1 for name, value in wanted.items()}
+    save_file(older, run / "model" / "model.safetensors", metadata={"format": "pt"})
+    assert lowtide("train", "--resume", "--output", run)[0] == 0
+    got = load_file(run / "model" / "model.safetensors")
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_its_optimizer_is_not_whole(
+    name: str, finished: Path, tmp_path: Path, lowtide: Run
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "checkpoint-12" / name).unlink()
+    status, _, err = lowtide("train", "--resume", "--output", run, "--max-steps", 14)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert f"lacks {name}" in err

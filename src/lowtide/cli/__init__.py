@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from lowtide.errors import LowtideError
 SUBCOMMANDS = (train,)
 
 USAGE_ERROR = 2  # argparse's own; also for every error that the user can mend
+CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells have it
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
@@ -30,6 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.main(arguments))
     except LowtideError as error:
+        sys.stderr.write(f"lowtide {arguments.subcommand}: {' '.join(str(error).split())}\n")
+        return USAGE_ERROR
+    except BrokenPipeError:  # whoever read our output is gone: no more can be said, not even by the interpreter
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    except OSError as error:
         sys.stderr.write(f"lowtide {arguments.subcommand}: {' '.join(str(error).split())}\n")
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:

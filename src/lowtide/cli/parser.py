@@ -11,7 +11,10 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line that names the way to the help."""
+    """A parser whose errors are one line that names the way to the help, and whose options are written out."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and end with status 2."""

@@ -91,7 +91,7 @@ def _train(given: dict[str, Any], console: Any) -> int:
     else:
         config = resumed_config(given)
         if model := finish_complete_run(config):
-            console.print(f"all {config.max_steps} steps are done; the model is in {model}", soft_wrap=True)
+            console.print(f"nothing is left of {config.max_steps} steps; the model is in {model}", soft_wrap=True)
             return 0
     train(config, console=console)
     return 0

@@ -27,7 +27,8 @@ class SaveError(LowtideError, OSError):
 
 def checkpoints(output: Path) -> list[Path]:
     """Return the whole checkpoints of a run, oldest first."""
-    found = [(int(m[1]), p) for p in output.glob("checkpoint-*") if (m := _CHECKPOINT.fullmatch(p.name))]
+    folders = (p for p in output.glob("checkpoint-*") if p.is_dir())
+    found = [(int(m[1]), p) for p in folders if (m := _CHECKPOINT.fullmatch(p.name))]
     return [path for _, path in sorted(found)]
 
 
@@ -100,6 +101,8 @@ def new_output(output: str | None, stamp: str) -> Path:
     path = Path(output).expanduser() if output else DEFAULT_ROOT / stamp
     expected = "a folder that is new or empty"
     try:
+        if path.is_dir() and {p.name for p in path.iterdir()} in ({RUN_FILE}, {RUN_FILE, STAGING}):
+            return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
             hint = "Go on with it with --resume, or name another folder."
             raise ArgumentValueError(message("output", expected, f"{path}, which holds a run", hint))
@@ -128,7 +131,7 @@ def run_to_resume(output: str | None) -> Path:
         hint = "Name the run's folder with --output, or leave --resume out to begin."
         raise ArgumentValueError(message("resume", "a folder with a run", f"{path}, which has none", hint))
     if not checkpoints(path):
-        hint = f"Remove {path} and begin again without --resume; --save-every sets how often one is written."
+        hint = "Begin again without --resume; --save-every sets how often one is written."
         raise ArgumentValueError(message("resume", "a run with a checkpoint", f"{path}, which has none yet", hint))
     return path
 

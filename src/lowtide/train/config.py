@@ -90,6 +90,10 @@ class TrainConfig:
             self._require(name, getattr(self, name) >= 0, "a whole number of at least 0")
         self._require("seq_len", self.seq_len >= 2, "at least 2 tokens, or there is nothing to predict")
         self._require("vocab_size", self.vocab_size >= 300, "at least 300 (256 bytes, special tokens, some merges)")
+        self._require("vocab_size", self.vocab_size <= 2**24, "at most 2**24")
+        for name in ("model", "tokenizer", "output"):
+            self._require(name, getattr(self, name) != "", "a name that is not empty")
+        self._require("data", "" not in self.data, "names that are not empty")
         self._require("lr", 0 < self.lr < math.inf, "a number above 0")
         self._require("warmup", 0 <= self.warmup <= 1, "a fraction from 0 to 1")
         self._require("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1")

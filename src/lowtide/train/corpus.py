@@ -91,8 +91,12 @@ class Corpus:
                 file.seek(begin)
                 if is_jsonl:
                     yield from _json_lines(file, path, end, self.text_field)
-                elif text := file.read(end - begin).decode(errors="replace").removeprefix("\ufeff"):
+                elif text := file.read(end - begin).decode().removeprefix("\ufeff"):
                     yield text
+        except UnicodeDecodeError as error:
+            hint = "Mend the file, or leave it out."
+            got = f"{path}, which is not from byte {begin + error.start} on"
+            raise ArgumentValueError(message("data", "UTF-8 text", got, hint)) from error
         except OSError as error:
             raise _unreadable(path, error) from error
 
@@ -147,7 +151,7 @@ def _search(path: Path) -> tuple[list[Path], int]:
                 hint = "Give UTF-8 text or .jsonl files, unpacked."
                 raise ArgumentValueError(message("data", "a file of text", f"{path}, which {why}", hint))
             return [path], 0
-        found = [p for p in _walk(path) if p.suffix]
+        found = [p for p in _walk(path) if p.suffix and p.is_file()]
         texts = [p for p in found if _not_text(p) is None]
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -181,6 +185,8 @@ def _not_text(path: Path) -> str | None:
     Raises:
         OSError: it cannot be read.
     """
+    if path.exists() and not path.is_file():
+        return "is not a regular file"
     with path.open("rb") as file:
         probe = file.read(_PROBE)
     if not probe:
@@ -221,7 +227,8 @@ def _json_lines(file: BinaryIO, path: Path, end: int, name: str) -> Iterator[str
             continue
         try:
             text = json.loads(line)[name]
-        except (ValueError, KeyError, TypeError, IndexError):
+            text.encode()  # JSON can name halves of characters, which are no text
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             text = None
         if not isinstance(text, str):
             expected = f"in each line an object with a text in its field {name!r}"

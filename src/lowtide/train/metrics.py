@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import statistics
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from lowtide.errors import ArgumentValueError, message
 from lowtide.measure import (
     cuda_peak_bytes,
     peak_resident_bytes,
@@ -79,6 +81,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         del args, control
         if "loss" not in logs:
             return
+        if not math.isfinite(logs["loss"]):
+            hint = "Lower --lr, or train in --dtype float32; --resume goes on from the last checkpoint."
+            expected = "a training loss that stays finite"
+            raise ArgumentValueError(message("lr", expected, f"{logs['loss']} at step {state.global_step}", hint))
         metrics = self.metrics
         metrics.step_seconds.append(time.perf_counter() - self._began)
         metrics.losses[state.global_step] = logs["loss"]

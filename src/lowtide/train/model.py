@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.shapes import DEFAULT, SHAPES
 
@@ -40,7 +42,7 @@ def model_config(name: str, *, vocab_size: int) -> Any:
         raise ArgumentValueError(message("model", expected, got, hint))
     try:
         settings = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentValueError(message("model", "a readable JSON config", f"{file} ({error})")) from error
     if not isinstance(settings, dict):
         raise ArgumentValueError(message("model", "a JSON object", f"something else in {file}"))
@@ -56,16 +58,49 @@ def build_model(name: str, config: Any, *, seed: int) -> Any:
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(seed)
+    lacking: list[str] = []
     try:
         if has_weights(name):
-            import torch
-
-            folder = Path(name).expanduser()
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        return AutoModelForCausalLM.from_config(config)
+            model, told = AutoModelForCausalLM.from_pretrained(
+                Path(name).expanduser(), dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
+            lacking = sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]]))
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # wrong shapes, missing or broken files, unknown architectures: no common base
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArgumentValueError(message("model", "a causal language model", f"{name} ({why})")) from error
+    if lacking:
+        got = f"{name}, which lacks {len(lacking)}, {lacking[0]} among them"
+        hint = "They would be random: save the whole model, or name its config.json to train from scratch."
+        raise ArgumentValueError(message("model", "a folder with all the model's weights", got, hint))
+    return model
+
+
+def check_model(model: Any, *, seq_len: int) -> None:
+    """Raise where a model cannot be trained to predict the next of ``seq_len`` tokens.
+
+    Raises:
+        ArgumentValueError: it has learned positions for fewer, or its tokens see what comes after them.
+    """
+    for name, module in model.named_modules():
+        is_positions = isinstance(module, torch.nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        if is_positions and module.num_embeddings < seq_len:
+            expected = f"at most {module.num_embeddings}, as the model has learned so many positions ({name})"
+            raise ArgumentValueError(message("seq_len", expected, str(seq_len)))
+    length = min(8, seq_len)
+    ids = torch.arange(length)[None] % model.get_input_embeddings().num_embeddings
+    changed = ids.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % model.get_input_embeddings().num_embeddings
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        before, after = (model(input_ids=x.to(model.device)).logits[0, :-1] for x in (ids, changed))
+    model.train(training)
+    if not torch.allclose(before, after, rtol=1e-3, atol=1e-4):
+        hint = "A model of an encoder's architecture needs is_decoder set to true in its config."
+        got = f"{type(model).__name__}, whose tokens see those after them"
+        raise ArgumentValueError(message("model", "a causal language model", got, hint))
 
 
 def check_vocabulary(config: Any, tokens: int) -> None:
@@ -77,7 +112,7 @@ def check_vocabulary(config: Any, tokens: int) -> None:
     rows = config.get_text_config().vocab_size
     if tokens > rows:
         expected = f"a vocabulary of at least the tokenizer's {tokens} tokens"
-        hint = "Name the model's own tokenizer with --tokenizer, or lower --vocab-size."
+        hint = "Name the model's own tokenizer with --tokenizer, lower --vocab-size, or raise vocab_size in the config."
         raise ArgumentValueError(message("model", expected, f"{rows}", hint))
 
 

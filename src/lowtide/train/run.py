@@ -20,7 +20,7 @@ from lowtide.train import checkpoints
 from lowtide.train.config import TrainConfig, fixed_settings
 from lowtide.train.corpus import Corpus, open_corpus
 from lowtide.train.metrics import Recorder, StepMetrics
-from lowtide.train.model import build_model, check_vocabulary, has_weights, model_config
+from lowtide.train.model import build_model, check_model, check_vocabulary, has_weights, model_config
 from lowtide.train.packing import PackedBlocks, Position, Split, Stream, held_out_blocks, split_corpus
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.report import show_result, show_start
@@ -114,6 +114,8 @@ def run(config: TrainConfig, *, console: Console | None = None, save: bool = Tru
     try:
         held_out_after = _train(trainer, resume_from)
     except KeyboardInterrupt as interrupt:
+        if save:
+            checkpoints.clear_staging(output)
         raise KeyboardInterrupt(_how_to_go_on(output, save)) from interrupt
     saved = trainer.save_whole_model() if save else None
     result = TrainResult(
@@ -162,6 +164,7 @@ def prepare(config: TrainConfig, args: Any, resume_from: Path | None) -> Prepare
         shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
         shape.eos_token_id = tokenizer.eos_token_id
     model = build_model(config.model, shape, seed=config.seed)
+    check_model(model, seq_len=config.seq_len)
     patched = None
     if config.patch:
         patched = lowtide.patch(model, options=lowtide.HeadOptions(workspace_mib=config.workspace_mib))
@@ -186,7 +189,7 @@ def make_trainer(
     tokenize = tokenize_with(ready.tokenizer)
 
     def pack(start: list[Position] | None) -> PackedBlocks:
-        start = start or [Position()] * config.batch_size
+        start = [Position()] * config.batch_size if start is None else start
 
         def stream(row: int) -> Stream:
             return Stream(
@@ -215,15 +218,13 @@ def make_trainer(
 def finish_complete_run(config: TrainConfig) -> Path | None:
     """Return the model of a resumed run that has no steps left, None where it has some.
 
-    A run that was killed after its last checkpoint and before its model was saved gets it now, from that checkpoint.
+    It is made from the last checkpoint: a run killed between that one and its model has an older model, or none.
     """
     output = checkpoints.run_to_resume(config.output)
     newest = checkpoints.checkpoints(output)[-1]
     if checkpoints.step_of(newest) < config.max_steps:
         return None
-    if not (output / checkpoints.MODEL).exists():
-        checkpoints.model_from_checkpoint(newest)
-    return output / checkpoints.MODEL
+    return checkpoints.model_from_checkpoint(newest)
 
 
 def _train(trainer: LowtideTrainer, resume_from: Path | None) -> float | None:

@@ -120,6 +120,13 @@ def read_positions(checkpoint: Path, args: Any) -> list[Position]:
         got = f"{checkpoint}, where {file.name} cannot be read"
         hint = "Start on as many ranks as wrote it, or take an older checkpoint: remove this one."
         raise ArgumentValueError(message("resume", "a checkpoint of a lowtide run", got, hint)) from error
+    if len(start) != args.per_device_train_batch_size:
+        got = f"{checkpoint}, where {file.name} has {len(start)} streams"
+        raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
+    plain = not args.fsdp and not args.deepspeed
+    if plain and (missing := [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).exists()]):
+        got = f"{checkpoint}, which lacks {' and '.join(missing)}"
+        raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
     if ranks != args.world_size:
         hint = "The ranks share out the text: go on with as many as before."
         raise ArgumentValueError(message("resume", f"{ranks} ranks, as before", args.world_size, hint))
@@ -165,8 +172,8 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
         _checkpointing_name(): config.gradient_checkpointing,
     }
     extra = _trainer_args(config.trainer_args, set(own))
+    own |= _precision(config)
     try:
-        own |= _precision(config)
         args = TrainingArguments(**{**_USUAL, **own, **extra})
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         why = " ".join(str(error).split())[:300]
@@ -194,9 +201,20 @@ def _checkpointing_name() -> str:
     return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
 
 
+# What Trainer would take and this trainer not heed, or worse.
+_REFUSED = {
+    "label_smoothing_factor": "Trainer's label smoothing takes the labels away and builds the logits.",
+    "save_only_model": "A run could not be resumed without its optimizer.",
+    "resume_from_checkpoint": "Use --resume.",
+    "auto_find_batch_size": "The data is laid out for --batch-size.",
+    "dataloader_num_workers": "Blocks are packed in the process, so that a checkpoint knows where they were.",
+    "data_seed": "Use --seed.",
+}
+
+
 def _trainer_args(pairs: tuple[str, ...], own: set[str]) -> dict[str, Any]:
     """Return KEY=VALUE pairs as arguments; values are read as JSON where they are it, else as text."""
-    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    known = {field.name: field for field in dataclasses.fields(TrainingArguments) if field.init}
     extra: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -205,10 +223,14 @@ def _trainer_args(pairs: tuple[str, ...], own: set[str]) -> dict[str, Any]:
         if key in own or key in ("bf16", "fp16"):
             hint = "`lowtide train --help` lists lowtide's own options."
             raise ArgumentValueError(message("trainer_args", "a key that no option of lowtide sets", repr(key), hint))
+        if key in _REFUSED:
+            raise ArgumentValueError(message("trainer_args", "a key that works here", repr(key), _REFUSED[key]))
         try:
             extra[key] = json.loads(value)
         except ValueError:
             extra[key] = value
+        if isinstance(extra[key], str) and isinstance(known[key].default, int | float):
+            raise ArgumentValueError(message("trainer_args", f"a number for {key}", repr(value)))
     return extra
 
 
