@@ -59,8 +59,9 @@ def test_fp16_sums_are_float32_whatever_is_asked() -> None:
 
 
 def test_the_copy_that_autocast_makes_is_counted() -> None:
-    plan = plan_head(256, 32, 1000, torch.bfloat16, "cuda", weight_dtype=torch.float32)
-    assert plan.cast_bytes == 1000 * 32 * 2
+    for dtype in (torch.bfloat16, torch.float16):
+        plan = plan_head(256, 32, 1000, dtype, "cuda", weight_dtype=torch.float32)
+        assert plan.cast_bytes == 1000 * 32 * 2
     assert plan.accumulator_bytes == 0, "the gradient itself is float32"
 
 

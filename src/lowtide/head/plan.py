@@ -79,7 +79,7 @@ class HeadPlan:
         backend: The implementation that runs, and ``reason``, why it does.
         gradient: ``"forward"`` or ``"recompute"``, as in `HeadOptions`.
         accumulate: ``"float32"`` or ``"input"``, as in `HeadOptions`.
-        chunks: Number of chunks; ``chunk_rows``, the tokens in each but the last.
+        rows: Tokens that are computed, in ``chunks`` chunks of ``chunk_rows`` tokens, the last one perhaps of fewer.
         scratch_bytes: Workspace: logits of one chunk, row sums, [C, D] buffers and blocks of the weight.
         accumulator_bytes: The float32 sum of the weight's gradient, where the gradient itself is narrower.
         cast_bytes: The weight's low-precision copy under autocast.
@@ -187,6 +187,7 @@ def plan_head(
     chunks = -(-N // rows)
     rows = max(1, -(-N // max(1, chunks))) if device.type == "cpu" else min(rows, max(1, N))
     scratch = fixed + rows * row_bytes
+    needs_whole_weight = backward_gemm != "blocks" or logits_gemm == "out_dtype"
     note = ""
     if options.workspace_mib is not None and scratch > budget:
         note = (
@@ -209,7 +210,7 @@ def plan_head(
         chunk_rows=rows,
         scratch_bytes=scratch,
         accumulator_bytes=V * D * accumulate_dtype.itemsize if accumulate == "float32" and not weight_frozen else 0,
-        cast_bytes=V * D * dtype.itemsize if weight_dtype != dtype and backward_gemm == "narrow" else 0,
+        cast_bytes=V * D * dtype.itemsize if weight_dtype != dtype and needs_whole_weight else 0,
         logits_gemm=logits_gemm,
         backward_gemm=backward_gemm,
         block_rows=block_rows,
