@@ -13,7 +13,8 @@ import lowtide
 
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
-    "errors", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "train", "cli",
+    "errors", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "train",
+    "bench", "cli",
 ]  # fmt: skip
 
 

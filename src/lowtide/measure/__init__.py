@@ -2,7 +2,7 @@
 
 from lowtide.measure.allocations import Allocation, Allocations, track_allocations
 from lowtide.measure.child import ChildResult, run_child, run_command
-from lowtide.measure.machine import describe_machine
+from lowtide.measure.machine import describe_machine, source_commit
 from lowtide.measure.resident import (
     cuda_peak_bytes,
     peak_resident_bytes,
@@ -10,21 +10,26 @@ from lowtide.measure.resident import (
     reset_peak_resident,
     resident_bytes,
 )
+from lowtide.measure.timing import Timing, peak_above, time_side_by_side
 from lowtide.measure.units import gib, mib
 
 __all__ = [
     "Allocation",
     "Allocations",
     "ChildResult",
+    "Timing",
     "cuda_peak_bytes",
     "describe_machine",
     "gib",
     "mib",
+    "peak_above",
     "peak_resident_bytes",
     "reset_cuda_peak",
     "reset_peak_resident",
     "resident_bytes",
     "run_child",
     "run_command",
+    "source_commit",
+    "time_side_by_side",
     "track_allocations",
 ]

@@ -6,6 +6,7 @@ inside an operator. The allocators themselves report to the profiler, so its mem
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocation
     """
     kind = torch.device(device).type
     seen = Allocations()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 lets two lines a profile through to stderr
     # The CUDA activity is left out on purpose: both allocators report to the CPU side, and CUPTI is slow to start.
     # acc_events: there is one cycle only, and without it some versions warn that the events of others are dropped.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:

@@ -1,0 +1,121 @@
+"""Every setting of a benchmark of the head, its default and its meaning, once; the command line is made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from lowtide.bench.peers import PEERS
+from lowtide.bench.shapes import SHAPES, Shape, parse_shape
+from lowtide.errors import ArgumentValueError, message
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
+ALL = "all"
+TOKENS = tuple(2**k for k in range(10, 19))
+
+
+def _setting(default: Any, help: str, *, metavar: str | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "metavar": metavar})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadBenchConfig:
+    """What `lowtide.bench.head.run` measures; each field is the option of ``lowtide bench head`` with the same name.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    shape: tuple[str, ...] = _setting(
+        (), "named shapes ({shapes}), three numbers N,D,V, or all; without it, llama-1b", metavar="SHAPE"
+    )
+    only: tuple[str, ...] = _setting((), "measure these alone: {peers}", metavar="PEER")
+    skip: tuple[str, ...] = _setting((), "leave these out", metavar="PEER")
+    sweep: bool = _setting(False, "also sweep workspace_mib and draw time against memory, every peer a point")
+    workspace_mib: tuple[str, ...] = _setting(
+        (), "the sweep's values; without it, powers of two from all logits down to a 64th", metavar="MIB"
+    )
+    settings: bool = _setting(False, "also measure other uses of the loss: {settings}")
+    tokens: tuple[str, ...] = _setting(
+        (), "also measure lowtide with these numbers of tokens in place of N; all: 1024 to 262144", metavar="N"
+    )
+    table: bool = _setting(True, "leave out the peers' table and measure only what other options ask for")
+    error: bool = _setting(True, "do not compute the errors of losses and gradients")
+    warm: int = _setting(2, "rounds that do not count")
+    reps: int = _setting(6, "rounds that count; every candidate takes turns with the limit")
+    dtype: Dtype = _setting("auto", "of the products' operands; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
+    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
+    seed: int = _setting(0, "of the random inputs")
+    output: str = _setting(".", "folder for the result (json) and the pictures (png)", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
+            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
+        for name in ("only", "skip"):
+            for peer in getattr(self, name):
+                if peer not in PEERS:
+                    raise ArgumentValueError(message(name, f"names out of {', '.join(PEERS)}", repr(peer)))
+        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
+        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
+        self._require("output", self.output != "", "a name that is not empty")
+        self._require("workspace_mib", all(0 < v < math.inf for v in self.sweep_mib), "numbers above 0")
+        self._require("workspace_mib", self.sweep or not self.workspace_mib, "--sweep beside it")
+        self._require("tokens", all(n > 0 for n in self.token_counts), "whole numbers above 0, or all")
+        anything = self.table or self.sweep or self.settings or self.tokens
+        self._require("table", bool(anything), "--sweep, --settings or --tokens beside --no-table")
+        self._require("skip", bool(self.peers), "at least one peer that is left")
+        assert self.shapes
+
+    def _require(self, name: str, met: bool, expected: str) -> None:
+        if not met:
+            got = getattr(self, name)
+            raise ArgumentValueError(message(name, expected, " ".join(got) if isinstance(got, tuple) else repr(got)))
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes, each once."""
+        if ALL in self.shape:
+            return tuple(SHAPES.values())
+        return tuple(dict.fromkeys(parse_shape(text) for text in self.shape or ("llama-1b",)))
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The names of those that are measured, in the table's order."""
+        return tuple(name for name in PEERS if name not in self.skip and (not self.only or name in self.only))
+
+    @property
+    def sweep_mib(self) -> tuple[float, ...]:
+        """The sweep's values; empty: chosen by the shape."""
+        return tuple(_number("workspace_mib", text, float) for text in self.workspace_mib)
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """The numbers of tokens."""
+        if ALL in self.tokens:
+            return TOKENS
+        return tuple(_number("tokens", text, int) for text in self.tokens)
+
+    def command(self) -> str:
+        """Return the command that says the same."""
+        words = ["lowtide", "bench", "head"]
+        for setting in dataclasses.fields(self):
+            value, flag = getattr(self, setting.name), "--" + setting.name.replace("_", "-")
+            if value == setting.default or setting.name == "output":
+                continue
+            if isinstance(value, bool):
+                words.append(flag if value else flag.replace("--", "--no-"))
+            else:
+                words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+        return shlex.join(words)
+
+
+def _number(name: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ArgumentValueError(message(name, "numbers", repr(text))) from None

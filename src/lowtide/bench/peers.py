@@ -1,0 +1,165 @@
+"""Who is measured: each peer is a function that returns a loss, and is imported when its turn comes.
+
+A peer that cannot do what a setting asks for raises `CannotError`; that, a failed import and a failed run are rows
+that say why.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.bench.problem import Problem
+from lowtide.bench.shapes import Shape
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.plan import MIB, HeadOptions
+
+Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # x [N, D], w [V, D], y [N], reduction
+LIGER = "liger"
+LOWTIDE = "lowtide"
+LOWTIDE_AT_LIGERS = "lowtide-liger-memory"
+
+
+class CannotError(Exception):
+    """This peer does not do what the setting asks for."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to the loss.
+
+    Attributes:
+        name: of its row.
+        about: what it is, in a few words.
+        build: imports it and returns its loss.
+        package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
+        options: lowtide's options; None for everyone else.
+    """
+
+    name: str
+    about: str
+    build: Callable[[Problem], Loss]
+    package: str = ""
+    options: Callable[[Problem], HeadOptions] | None = None
+
+
+def liger_rows(shape: Shape) -> int:
+    """Return the rows of a chunk that Liger's default takes: the logits of a chunk are about as large as the input."""
+    chunks = -(-shape.V // shape.D)
+    rows = -(-shape.N // chunks)
+    return min(shape.N, 1 << (rows - 1).bit_length())
+
+
+def liger_mib(problem: Problem) -> float:
+    """Return the MiB that Liger's default takes above the gradients: one chunk of logits."""
+    return liger_rows(problem.shape) * problem.shape.V * problem.dtype.itemsize / MIB
+
+
+def lowtide_peer(name: str, about: str, workspace_mib: Callable[[Problem], float | None]) -> Peer:
+    """Return lowtide with so much workspace as a peer; the setting says the rest."""
+
+    def options(problem: Problem) -> HeadOptions:
+        return HeadOptions(workspace_mib=workspace_mib(problem), accumulate=problem.setting.accumulate)
+
+    def build(problem: Problem) -> Loss:
+        chosen = options(problem)
+        return lambda x, w, y, reduction: linear_cross_entropy(x, w, y, reduction=reduction, options=chosen)
+
+    return Peer(name, about, build, options=options)
+
+
+def _naive(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy((x @ w.T).float(), y, reduction=reduction)
+
+
+def _compiled(problem: Problem) -> Loss:
+    del problem
+    torch.compiler.reset()  # else the second shape is compiled for any shape, which is slower
+    return torch.compile(_naive, dynamic=False)
+
+
+def _torch(**options: Any) -> Callable[[Problem], Loss]:
+    def build(problem: Problem) -> Loss:
+        del problem
+        if not hasattr(F, "linear_cross_entropy"):
+            raise CannotError(f"torch {torch.__version__} has no linear_cross_entropy")
+        chosen = importlib.import_module("torch.nn").LinearCrossEntropyOptions(**options)
+        fused: Any = F.linear_cross_entropy
+        return lambda x, w, y, reduction: fused(x, w, y, reduction=reduction, options=chosen)
+
+    return build
+
+
+def _liger(**options: Any) -> Callable[[Problem], Loss]:
+    def build(problem: Problem) -> Loss:
+        _needs_cuda(problem)
+        module = importlib.import_module("liger_kernel.transformers.functional")
+        return lambda x, w, y, reduction: module.liger_fused_linear_cross_entropy(
+            x, w, y, reduction=reduction, **options
+        )
+
+    return build
+
+
+def _cce(**options: Any) -> Callable[[Problem], Loss]:
+    def build(problem: Problem) -> Loss:
+        _needs_cuda(problem)
+        module = importlib.import_module("cut_cross_entropy")
+        return lambda x, w, y, reduction: module.linear_cross_entropy(x, w, y, reduction=reduction, **options)
+
+    return build
+
+
+def _quack(problem: Problem) -> Loss:
+    _needs_cuda(problem)
+    if problem.setting.reduction == "none":
+        raise CannotError("has no reduction none in chunks")
+    module = importlib.import_module("quack.linear_cross_entropy")
+    return lambda x, w, y, reduction: module.chunked_linear_cross_entropy(x, w, y, reduction=reduction)
+
+
+def _trl(problem: Problem) -> Loss:
+    del problem
+    utils = importlib.import_module("trl.trainer.utils")
+    function, columns = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        logprobs: Tensor = function.apply(x, w, None, y, 1.0, columns, None, 1.0, ())[0]
+        return -(logprobs.mean() if reduction == "mean" else logprobs)
+
+    return loss
+
+
+def _needs_cuda(problem: Problem) -> None:
+    if problem.device.type != "cuda":
+        raise CannotError("runs on GPUs only")
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        lowtide_peer(LOWTIDE, "as it comes", lambda _: None),
+        lowtide_peer(LOWTIDE_AT_LIGERS, "in the memory that Liger's default takes", liger_mib),
+        Peer("naive", "F.cross_entropy of float32 logits", lambda _: _naive),
+        Peer("compile", "torch.compile of naive", _compiled),
+        Peer("torch", "F.linear_cross_entropy, its own choice of chunks", _torch()),
+        Peer("torch-4096", "the same, 4096 rows", _torch(batch_chunk_size=4096, chunking_method=None)),
+        Peer(LIGER, "Liger's default", _liger(), "liger-kernel"),
+        Peer(
+            "liger-large",
+            "Liger with large chunks and a float32 sum",
+            _liger(chunk_mem_const=8, accum_dtype=torch.float32),
+            "liger-kernel",
+        ),
+        Peer("cce", "cut cross entropy, small gradients dropped", _cce(), "cut-cross-entropy"),
+        Peer("cce-exact", "cut cross entropy, all gradients", _cce(filter_eps=None), "cut-cross-entropy"),
+        Peer("quack", "quack's chunked loss", _quack, "quack-kernels"),
+        Peer("trl", "TRL's chunked log-probabilities", _trl, "trl"),
+    )
+}

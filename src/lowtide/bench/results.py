@@ -1,0 +1,66 @@
+"""Result files: dated, named after the hardware, never over an older one, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import ArgumentValueError, message
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one run: ``json``, and pictures whose names begin as its does."""
+
+    json: Path
+
+    @classmethod
+    def prepare(cls, folder: str, stem: str, gpu: str | None) -> Files:
+        """Return the first free name of that stem in the folder, which is made if need be, and taken.
+
+        Raises:
+            ArgumentValueError: the folder cannot be made or written.
+        """
+        root, stem = Path(folder), f"{stem}-{short_gpu(gpu)}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+        except OSError as error:
+            raise ArgumentValueError(message("output", "a folder that can be written", f"{root} ({error})")) from error
+        taken = {file.stem for file in root.glob(f"{stem}*.json")}
+        name = next(n for n in (stem, *(f"{stem}-{i}" for i in range(2, len(taken) + 3))) if n not in taken)
+        return cls(root / f"{name}.json")
+
+    def picture(self, name: str) -> Path:
+        """Return the path of a picture of that name."""
+        return self.json.with_name(f"{self.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}.png")
+
+    def write_json(self, told: dict[str, Any]) -> None:
+        """Write or replace the numbers."""
+        text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+        replace(self.json, lambda file: file.write_text(text))
+
+
+def replace(target: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a file beside the target and put it in the target's place, so that no half of it is seen."""
+    beside = target.with_name(f".{os.getpid()}-{target.name}")
+    try:
+        write(beside)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def short_gpu(name: str | None) -> str:
+    """Return a GPU's model for a file's name: ``h100`` for "NVIDIA H100 80GB HBM3"; ``cpu`` for None."""
+    if name is None:
+        return "cpu"
+    words = re.split("[^a-z0-9]+", name.lower())
+    return next((word for word in words if any(c.isdigit() for c in word)), words[-1])

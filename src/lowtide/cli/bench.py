@@ -1,0 +1,80 @@
+"""``lowtide bench``: lowtide beside its peers and beside what the hardware allows."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+from lowtide.bench.config import HeadBenchConfig
+from lowtide.bench.peers import PEERS
+from lowtide.bench.problem import SETTINGS
+from lowtide.bench.shapes import SHAPES
+from lowtide.cli.parser import OneLineParser, add_options
+
+_HEAD = """\
+Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and of everyone who can be
+imported, in one process and in turns with the limit: the bare matrix products over chunks of 2048, 4096 or all rows,
+whichever is fastest. Peaks are above the inputs and include the gradients; errors are against float32 products. A peer
+that fails is a row that says why. The result is DIR/<date>-head-<gpu>.json with the hardware and the versions; set
+COMMIT in the environment where the source has no git history. Exit status 1 where lowtide itself failed."""
+
+_EXAMPLES = """\
+examples:
+  lowtide bench head --sweep
+      one shape with everyone, and the picture of time against memory
+  lowtide bench head --shape all
+      the table of all named shapes
+  lowtide bench head --shape 4096,2048,50304 --only lowtide liger --no-error
+      a shape of your own, two peers, times and peaks alone
+  lowtide bench head --no-table --settings
+      other uses of the loss, each beside its own limit
+  lowtide bench head --no-table --tokens all
+      from 1024 to 262144 tokens"""
+
+
+def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "bench", help="measure lowtide beside its peers", description="Measure lowtide beside its peers."
+    )
+    kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
+    head = kinds.add_parser(
+        "head",
+        help="linear + cross entropy",
+        description=_HEAD,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = {
+        "shapes": ", ".join(SHAPES),
+        "peers": ", ".join(PEERS),
+        "settings": ", ".join(setting.name for setting in SETTINGS),
+    }
+    add_options(head, HeadBenchConfig, names)
+    head.set_defaults(main=main, parser=head)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.head import run
+
+    names = {field.name for field in dataclasses.fields(HeadBenchConfig)}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(arguments).items()
+        if name in names
+    }
+    config = HeadBenchConfig(**given)
+    results = run(config, _say)
+    return int(any(row.failed and row.plan is not None for result in results for row in result.rows))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,168 @@
+"""Pictures of measurements; they need matplotlib, which is imported when one is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_OWN, _OTHERS, _QUIET = "#0b5fa5", "#c4561c", "#777777"
+_TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of every decade
+_PLACES = ((6, 5), (6, -12), (-6, 5), (-6, -12), (0, 9), (0, -16), (12, 14), (12, -22), (-12, 14), (-12, -22))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measurement: its name, its memory in MiB, its time in ms, and whether it is ours rather than another's."""
+
+    name: str
+    mib: float
+    ms: float
+    own: bool = False
+
+
+def draw_front(
+    file: Path,
+    title: str,
+    *,
+    front: Sequence[Point],
+    front_name: str,
+    points: Sequence[Point],
+    limit: float,
+    least: float,
+) -> None:
+    """Draw time against memory: one implementation with different settings as a line, others as points.
+
+    Args:
+        file: where to, as PNG.
+        title: above it.
+        front: the line's points, named after their settings.
+        front_name: the line's name.
+        points: the others, and ours where it chose its own setting.
+        limit: the time in ms that nobody can beat, a line; the axis at the right is the share of it.
+        least: the memory in MiB that everybody takes, a line.
+    """
+    figure, axes = _figure(title)
+    front = sorted(front, key=lambda point: point.mib)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.plot(
+        [p.mib for p in front], [p.ms for p in front], "o-", color=_OWN, label=f"{front_name}, by MiB of workspace"
+    )
+    for own, mark, label in ((True, "*", f"{front_name} as it comes"), (False, "D", "others")):
+        chosen = [p for p in points if p.own == own]
+        if chosen:
+            color = _OWN if own else _OTHERS
+            size = 15 if own else 6
+            axes.plot([p.mib for p in chosen], [p.ms for p in chosen], mark, ms=size, color=color, label=label)
+    axes.axhline(limit, color=_QUIET, linestyle="--", linewidth=1, label=f"bare products: {limit:.3g} ms")
+    axes.axvline(least, color=_QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
+    _round_ticks(axes.xaxis, least, max(p.mib for p in [*front, *points]))
+    top = max(p.ms for p in [*front, *points])
+    _round_ticks(axes.yaxis, limit, top)
+    axes.set_xlabel("peak memory above the inputs, gradients included, MiB")
+    axes.set_ylabel("time, ms")
+    axes.margins(0.09)
+    share = axes.secondary_yaxis("right", functions=(_over(limit), _over(limit)))
+    shares: list[float] = []
+    for tick in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05):
+        far = not shares or math.log(shares[-1] / tick) > 0.05 * math.log(top / limit)
+        if far and tick >= limit / top / 1.2:
+            shares.append(tick)
+    _set_ticks(share.yaxis, shares)
+    share.set_ylabel("share of the limit")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    _label(figure, axes, [(p, _OWN if p.own else _OTHERS, 9) for p in points] + [(p, _OWN, 7) for p in front])
+    figure.savefig(file, dpi=150, format="png")
+
+
+def draw_shares(file: Path, title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draw shares of a limit by size, the sizes' axis logarithmic to base 2.
+
+    Args:
+        file: where to, as PNG.
+        title: above it.
+        lines: size and share of each point, by name.
+    """
+    figure, axes = _figure(title)
+    axes.set_xscale("log", base=2)
+    for name, line in lines.items():
+        axes.plot([size for size, _ in line], [share for _, share in line], "o-", label=name)
+    axes.axhline(1, color=_QUIET, linestyle="--", linewidth=1)
+    _set_ticks(axes.xaxis, sorted({size for line in lines.values() for size, _ in line}))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("share of the limit")
+    axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(file, dpi=150, format="png")
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def _round_ticks(axis: Any, least: float, most: float) -> None:
+    """Label a logarithmic axis with round numbers."""
+    ticks = [step * 10.0**decade for decade in range(-6, 9) for step in _TICKS]
+    inside = [tick for tick in ticks if least / 1.3 <= tick <= most * 1.3]
+    _set_ticks(axis, inside[:: 1 + len(inside) // 14])
+
+
+def _set_ticks(axis: Any, ticks: Sequence[float]) -> None:
+    axis.set_major_locator(_locator(ticks))
+    axis.set_minor_locator(_locator([]))
+    axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+
+
+def _over(limit: float) -> Callable[[Any], Any]:
+    """Return time to share and back; matplotlib also asks for the share at 0."""
+    import numpy as np
+
+    return lambda value: limit / np.maximum(value, 1e-12)
+
+
+def _locator(ticks: Sequence[float]) -> Any:
+    from matplotlib.ticker import FixedLocator
+
+    return FixedLocator(ticks)
+
+
+def _label(figure: Any, axes: Any, labels: Sequence[tuple[Point, str, int]]) -> None:
+    """Write each point's name beside it, in the first place where it covers neither a point nor another name."""
+    figure.draw_without_rendering()  # fixes the layout, so that places in pixels are known
+    renderer = figure.canvas.get_renderer()
+    taken = []
+    for point, _, _ in labels:
+        x, y = axes.transData.transform((point.mib, point.ms))
+        taken.append((x - 5, y - 5, x + 5, y + 5))
+    for point, color, size in labels:
+        for i, (dx, dy) in enumerate(_PLACES):
+            side = "left" if dx > 0 else "right" if dx < 0 else "center"
+            text = axes.annotate(
+                point.name,
+                (point.mib, point.ms),
+                xytext=(dx, dy),
+                textcoords="offset points",
+                ha=side,
+                color=color,
+                fontsize=size,
+            )
+            box = text.get_window_extent(renderer).extents
+            if i == len(_PLACES) - 1 or not any(_overlap(box, other) for other in taken):
+                taken.append(tuple(box))
+                break
+            text.remove()
+
+
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
