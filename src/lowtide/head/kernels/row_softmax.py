@@ -1,0 +1,255 @@
+"""A chunk's float32 logits, turned into each token's loss and, in their own memory, the loss's gradient.
+
+C rows of the chunk, V vocabulary. One program a row reads it once for the loss and once more for the gradient.
+"""
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Gradient = Literal["wide", "bfloat16", "float16"]
+
+PAD = tl.constexpr(8)  # float32 values: rows are whole numbers of 32 bytes long
+FP16_TOP = tl.constexpr(2.0**14)  # where a row's largest fp16 value is put at most, a factor of four below the largest
+LONGEST_BLOCK = 4096
+_OUT = {"wide": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """tanh(x): its series near 0, where 1 - exp(-2|x|) would cancel."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    xx = x * x
+    near = x * (1.0 + xx * (-1.0 / 3.0 + xx * (2.0 / 15.0 - xx * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _tanh_slope(x):  # type: ignore[no-untyped-def]
+    """1 - tanh(x)**2, which would cancel where the cap is reached."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _log1p(r):  # type: ignore[no-untyped-def]
+    """log(1 + r) of 0 <= r <= 1 as 2 atanh(r / (2 + r)): to the last bits also where r is 1e-7."""
+    s = r / (2.0 + r)
+    ss = s * s
+    high = 1.0 / 9.0 + ss * (1.0 / 11.0 + ss * (1.0 / 13.0 + ss * (1.0 / 15.0 + ss * (1.0 / 17.0))))
+    return 2.0 * s * (1.0 + ss * (1.0 / 3.0 + ss * (1.0 / 5.0 + ss * (1.0 / 7.0 + ss * high))))
+
+
+@triton.jit
+def _power_of_two_above(bound):  # type: ignore[no-untyped-def]
+    """The least power of two that is no less than ``bound``; 1 where there is none: of 0, infinity or NaN."""
+    bits = tl.maximum(bound, 2.0**-100).to(tl.int32, bitcast=True)
+    power = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((bound > 0.0) & (bound < 2.0**127), power, 1.0)
+
+
+@triton.jit
+def _scaled(row_ptr, at, n, bias_ptr, scale):  # type: ignore[no-untyped-def]
+    """(z + bias) * scale in columns ``at``; from n on anything, and nothing is read beyond n rounded up to PAD."""
+    z = tl.load(row_ptr + at, mask=at < tl.cdiv(n, PAD) * PAD, other=0.0)  # a mask in PADs keeps the load wide
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + at, mask=at < n, other=0.0)
+    return z * scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """softcap * tanh(x / softcap)"""
+    if CAPPED:
+        x = softcap * _tanh(x / softcap)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _softmax_rows(  # type: ignore[no-untyped-def]
+    z_ptr, pads_per_row, V, target_ptr, unit_ptr, kept_ptr, bias_ptr, scale_ptr, softcap, class_weight_ptr,
+    total_class_weight_ptr, largest_class_weight_ptr, label_smoothing, z_loss, loss_ptr, factor_ptr, lift_ptr,
+    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `softmax_rows`. An ignored row is one of no columns (n = 0): nothing of it is read."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = z_ptr + row * pads_per_row * PAD
+    softcap = tl.cast(softcap, tl.float32)  # under inductor a float argument comes as float64
+    label_smoothing, z_loss = tl.cast(label_smoothing, tl.float32), tl.cast(z_loss, tl.float32)
+    y, unit = tl.load(target_ptr + row).to(tl.int32), tl.load(unit_ptr + row)
+    n = V
+    if kept_ptr is not None:
+        n = tl.where(tl.load(kept_ptr + row), V, 0)
+    scale = tl.full((), 1.0, tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    q_y = 1.0
+    Q = V * 1.0
+    if class_weight_ptr is not None:
+        q_y = tl.load(class_weight_ptr + y)
+        Q = tl.load(total_class_weight_ptr)
+
+    t = _capped(_scaled(row_ptr, y, n, bias_ptr, scale), softcap, CAPPED)
+    t = tl.where(unit == unit, t, unit)
+    pivot = tl.where(tl.abs(t) < float("inf"), t, 0.0)  # sums of z - t do not cancel where logits share an offset
+    highest = t
+    others = tl.zeros((BLOCK,), tl.float32)  # of exp(z - highest), without the target's
+    weighted = tl.zeros((BLOCK,), tl.float32)  # of q (z - pivot)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        z = _capped(_scaled(row_ptr, at, n, bias_ptr, scale), softcap, CAPPED)
+        if SMOOTHED:
+            above = z - pivot
+            if class_weight_ptr is not None:
+                above *= tl.load(class_weight_ptr + at, mask=at < n, other=0.0)
+            weighted += tl.where(at < n, above, 0.0)
+        z = tl.where((at < n) & (at != y), z, float("-inf"))
+        so_far = highest
+        highest = tl.maximum(so_far, tl.max(z, 0))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)  # no class so far is possible: no NaN yet
+        others = others * tl.exp(so_far - shift) + tl.exp(z - shift)
+
+    e_t, e_others = tl.exp(t - highest), tl.sum(others, 0)
+    total = e_t + e_others
+    lse = highest + tl.log(total)
+    share = (1.0 - label_smoothing) * q_y
+    if loss_ptr is not None:
+        odds = e_others / e_t
+        nll = tl.where(odds <= 1.0, _log1p(odds), (highest - t) + tl.log(total))
+        loss = share * nll + z_loss * lse * lse
+        if SMOOTHED:
+            loss += label_smoothing / V * (Q * nll - tl.sum(weighted, 0))
+        tl.store(loss_ptr + row, tl.where(n > 0, loss, 0.0))
+
+    if OUT is not None:
+        rest = label_smoothing / V * Q + 2.0 * z_loss * lse
+        even = label_smoothing / V
+        factor = 1.0
+        if lift_ptr is not None:
+            largest = tl.maximum(tl.abs(share + rest), tl.maximum(tl.abs(share), tl.abs(rest)))
+            if SMOOTHED:
+                heaviest = 1.0
+                if class_weight_ptr is not None:
+                    heaviest = tl.load(largest_class_weight_ptr)
+                largest += even * heaviest
+            bound = _power_of_two_above(largest * tl.abs(scale))
+            factor = FP16_TOP / bound
+            tl.store(lift_ptr + row, bound / FP16_TOP)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr + row)
+        factor *= scale
+        at_target = (rest * (e_t / total) - share * (e_others / total) - even * q_y) * factor
+        k = (share + rest) * factor / total  # with exp(z - highest): z - lse would round as lse does
+        even *= factor
+        out_ptr = row_ptr.to(tl.pointer_type(OUT))
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = _scaled(row_ptr, at, n, bias_ptr, scale)
+            g = k * tl.exp(_capped(x, softcap, CAPPED) - highest)
+            if SMOOTHED:
+                if class_weight_ptr is not None:
+                    g -= even * tl.load(class_weight_ptr + at, mask=at < n, other=0.0)
+                else:
+                    g -= even
+            g = tl.where(at == y, at_target, g)
+            if CAPPED:
+                g *= _tanh_slope(x / softcap)
+            g = tl.where(at < n, g, 0.0)
+            # What is written here may still be to be read by another thread: narrow values lie where wide ones of
+            # this block (the first) or of an earlier one (any other) were. All reads up to here come first.
+            tl.debug_barrier()
+            tl.store(out_ptr + at, g.to(OUT), mask=at < tl.cdiv(V, PAD) * PAD)
+
+
+def softmax_rows(
+    z_CV: Tensor,
+    target_C: Tensor,
+    unit_C: Tensor,
+    *,
+    kept_C: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    logit_scale: Tensor | None = None,
+    softcap: float | None = None,
+    class_weight_V: Tensor | None = None,
+    total_class_weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_C: Tensor | None = None,
+    gradient: Gradient | None = None,
+    factor_C: Tensor | None = None,
+    lift_C: Tensor | None = None,
+    longest_block: int = LONGEST_BLOCK,
+) -> None:
+    """Turn products ``x @ w.T`` into each row's loss and, in their place, the loss's gradient with respect to them.
+
+    With z = ``softcap * tanh((x @ w.T + bias) * m / softcap)``, m = logit_scale, p the softmax of z, y the target,
+    q class weights (else 1) and Q their sum, a = label_smoothing, u = z_loss, f_v = 1 - (z_v / softcap)**2 (else 1):
+
+        loss = (1 - a) q_y (lse - z_y) + (a / V) (Q lse - sum_v q_v z_v) + u lse**2
+        gradient_v = m f_v (k p_v - (1 - a) q_y [v = y] - (a / V) q_v),     k = (1 - a) q_y + a Q / V + 2 u lse
+
+    Neither loses precision where the model is sure, or where logits are large. NaN and infinities come out as from
+    `torch.log_softmax`, and stay in their row. Nothing of the size of ``z_CV`` is allocated.
+
+    Args:
+        z_CV: float32 [C, V], its row stride a multiple of 8. Overwritten if ``gradient`` is given. What lies between
+            V and the next multiple of 8 may be anything, and becomes 0 with the gradient.
+        target_C: int64 [C], from 0 to V - 1 in every row.
+        unit_C: float32 [C]; where it is NaN (the target was no class) so are the row's loss and gradient. No other
+            value matters here.
+        kept_C: bool [C]; rows where it is False are not read, their loss and gradient are 0. None: all are kept.
+        bias_V: float32 [V].
+        logit_scale: float32 scalar tensor.
+        softcap: Above 0.
+        class_weight_V: float32 [V], and ``total_class_weight``, its sum, a float32 scalar tensor.
+        total_class_weight: See ``class_weight_V``.
+        label_smoothing: From 0 to 1.
+        z_loss: Any number.
+        loss_C: float32 [C], takes the losses. None: they are not wanted.
+        gradient: ``"wide"``: float32, in place of ``z_CV``. ``"bfloat16"``, ``"float16"``: narrowed, over the first
+            half of each row's own bytes: ``z_CV.view(dtype)[:, :V]``. None: rows are read once, and left as they are.
+        factor_C: float32 [C], multiplied with a wide gradient. A narrow one never is: see `schedules.run_chunks`.
+        lift_C: float32 [C], required with and only with ``"float16"``: takes what each row is still to be multiplied
+            with. It is a power of two such that the row's values in memory are at most 2**14.
+        longest_block: Columns handled at a time, a power of two from 8.
+    """
+    C, V = z_CV.shape
+    assert z_CV.dtype == torch.float32
+    assert z_CV.stride(0) % PAD.value == 0
+    assert (lift_C is not None) == (gradient == "float16")
+    assert factor_C is None or gradient == "wide"
+    if C == 0 or (loss_C is None and gradient is None):
+        return
+    largest_class_weight = None
+    if lift_C is not None and label_smoothing and class_weight_V is not None:
+        largest_class_weight = torch.linalg.vector_norm(class_weight_V, torch.inf)
+    block = min(max(triton.next_power_of_2(V), PAD.value), longest_block)
+    with torch.cuda.device_of(z_CV):  # type: ignore[no-untyped-call]
+        _softmax_rows[(C,)](
+            z_CV,
+            z_CV.stride(0) // PAD.value,
+            V,
+            target_C,
+            unit_C,
+            kept_C,
+            bias_V,
+            logit_scale,
+            0.0 if softcap is None else float(softcap),
+            class_weight_V,
+            total_class_weight,
+            largest_class_weight,
+            float(label_smoothing),
+            float(z_loss),
+            loss_C,
+            factor_C,
+            lift_C,
+            CAPPED=softcap is not None,
+            SMOOTHED=label_smoothing != 0,
+            OUT=None if gradient is None else _OUT[gradient],
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 512)),
+        )

@@ -1,0 +1,407 @@
+"""The kernel that turns rows of logits into losses and gradients, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from lowtide.head.kernels.row_softmax import softmax_rows
+from support import oracle, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+LOOSE = {"wide": 2e-6, "bfloat16": 2**-8 if DEVICE == "cuda" else 2**-7, "float16": 2**-11}  # see `rounded`
+OPTIONS = ["bias_V", "logit_scale", "softcap", "class_weight_V", "label_smoothing", "z_loss"]
+PLAIN, ALL = (), tuple(OPTIONS)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+
+
+def options(V: int, names: tuple[str, ...] = ALL) -> dict[str, Any]:
+    """Return the arguments of these names, for a vocabulary of V."""
+    g = torch.Generator().manual_seed(1)
+    q = (torch.rand(V, generator=g) + 0.1).to(DEVICE)
+    values = {
+        "bias_V": torch.randn(V, generator=g).to(DEVICE),
+        "logit_scale": torch.tensor(-0.7, device=DEVICE),
+        "softcap": 3.0,
+        "class_weight_V": q,
+        "label_smoothing": 0.3,
+        "z_loss": 0.02,
+    }
+    chosen = {name: values[name] for name in names}
+    return chosen | {"total_class_weight": q.sum()} if "class_weight_V" in chosen else chosen
+
+
+def batch(C: int, V: int) -> tuple[Tensor, Tensor]:
+    """Return random logits [C, V] and targets, the first and the last class among them."""
+    g = torch.Generator().manual_seed(C + V)
+    y = torch.randint(0, V, (C,), generator=g)
+    y[0], y[-1] = 0, V - 1
+    return 2 * torch.randn(C, V, generator=g).to(DEVICE), y.to(DEVICE)
+
+
+def padded(z_CV: Tensor, stride: int | None = None) -> Tensor:
+    """Return the logits in rows ``stride`` long, NaN after them."""
+    C, V = z_CV.shape
+    whole = torch.full((C, stride or -(-V // 8) * 8), torch.nan, device=DEVICE)
+    whole[:, :V] = z_CV
+    return whole
+
+
+def run(
+    z_CV: Tensor, y_C: Tensor, *, gradient: Any = "wide", unit_C: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the gradient, an fp16 one lifted, of logits that are left alone."""
+    C, V = z_CV.shape
+    whole = padded(z_CV)
+    loss, lift = torch.full((C,), torch.nan, device=DEVICE), None
+    unit = torch.ones(C, device=DEVICE) if unit_C is None else unit_C
+    if gradient == "float16":
+        lift = kwargs["lift_C"] = torch.full((C,), torch.nan, device=DEVICE)
+    softmax_rows(whole[:, :V], y_C, unit, loss_C=loss, gradient=gradient, **kwargs)
+    if gradient in NARROW:
+        narrow = whole.view(NARROW[gradient])[:, :V].float()
+        return loss, narrow if lift is None else narrow * lift[:, None]
+    return loss, whole[:, :V]
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x as a kernel narrows it: to the nearest, but Triton's interpreter cuts bfloat16 off."""
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        x = (x.view(torch.int32) & -0x10000).view(torch.float32)
+    return x.to(dtype)
+
+
+def truth(z_CV: Tensor, y_C: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return the same in float64 from autograd."""
+    names = {"bias_V": "linear_bias", "class_weight_V": "weight"}
+    wide = {
+        names.get(name, name): value.double() if isinstance(value, Tensor) else value
+        for name, value in kwargs.items()
+        if name != "total_class_weight"
+    }
+    z = z_CV.double().requires_grad_()
+    same = torch.eye(z.shape[1], dtype=torch.float64, device=DEVICE)
+    loss = oracle(z, same, y_C, reduction="none", **wide)
+    loss.sum().backward()
+    assert z.grad is not None
+    return loss.detach(), z.grad
+
+
+def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float = 2e-6) -> None:
+    """Row by row, so that a large row hides no other."""
+    for g_C, w_C in zip(got, want, strict=True):
+        for g, w in zip(g_C, w_C, strict=True):
+            assert relative_error(g, w) < tolerance
+
+
+@pytest.mark.parametrize("names", [n for k in range(7) for n in itertools.combinations(OPTIONS, k)], ids="+".join)
+def test_every_combination_of_options(names: tuple[str, ...]) -> None:
+    z, y = batch(3, 37)
+    kwargs = options(37, names)
+    assert_close(run(z, y, longest_block=16, **kwargs), truth(z, y, **kwargs))
+
+
+@pytest.mark.parametrize("names", [PLAIN, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("gradient", ["wide", *NARROW])
+@pytest.mark.parametrize(("V", "block"), [(1, 4096), (2, 4096), (37, 4096), (1003, 4096), (1003, 256), (1024, 256)])
+def test_sizes(V: int, block: int, gradient: str, names: tuple[str, ...]) -> None:
+    z, y = batch(3, V)
+    kwargs = options(V, names)
+    (loss, g), (want, w) = run(z, y, gradient=gradient, longest_block=block, **kwargs), truth(z, y, **kwargs)
+    if V == 1 and not names:
+        assert not loss.any()
+        assert not g.any()
+        return
+    assert_close((loss, g), (want, w), LOOSE[gradient])
+
+
+@pytest.mark.parametrize("y", [0, 7, 8, 15, 16, 17, 23, 31, 32])
+@pytest.mark.parametrize("V", [33, 40, 48])
+def test_targets_beside_the_blocks_borders(y: int, V: int) -> None:
+    z, _ = batch(1, V)
+    target = torch.tensor([y], device=DEVICE)
+    for gradient in ("wide", "bfloat16"):
+        got = run(z, target, gradient=gradient, longest_block=16, **options(V))
+        assert_close(got, truth(z, target, **options(V)), LOOSE[gradient])
+
+
+@pytest.mark.parametrize("names", [PLAIN, ALL], ids=["plain", "all"])
+def test_narrow_values_are_the_wide_ones_rounded(names: tuple[str, ...]) -> None:
+    C, V = 4, 203
+    z, y = batch(C, V)
+    kwargs = options(V, names) | {"longest_block": 32}
+    loss, wide = run(z, y, **kwargs)
+    for gradient, dtype in NARROW.items():
+        whole, lift = padded(z), None if gradient == "bfloat16" else torch.zeros(C, device=DEVICE)
+        again = torch.zeros(C, device=DEVICE)
+        softmax_rows(whole[:, :V], y, torch.ones_like(again), loss_C=again, gradient=gradient, lift_C=lift, **kwargs)
+        expected = wide if lift is None else wide / lift[:, None]
+        assert torch.equal(whole.view(dtype)[:, :V], rounded(expected, dtype))
+        torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("C", "V"), [(2, 8195), *([(300, 50257), (300, 131072)] if DEVICE == "cuda" else [])])
+def test_no_thread_writes_over_what_another_still_reads(C: int, V: int) -> None:
+    """Rows of many blocks, many programs at a time; the interpreter, which has no threads, runs through it only."""
+    z, y = batch(C, V)
+    loss, wide = run(z, y)
+    p = z.double().softmax(1)
+    p[range(C), y] -= 1
+    assert_close((loss, wide), (torch.nn.functional.cross_entropy(z.double(), y, reduction="none"), p))
+    for gradient, dtype in NARROW.items():
+        g = run(z, y, gradient=gradient)[1]
+        assert torch.equal(g, rounded(2.0**14 * wide, dtype).float() / 2**14)
+
+
+@pytest.mark.parametrize("gradient", ["wide", *NARROW])
+@pytest.mark.parametrize(("V", "stride"), [(37, 40), (37, 64), (32, 32), (3, 8)])
+def test_a_row_writes_to_its_own_memory(V: int, stride: int, gradient: Any) -> None:
+    z, y = batch(4, V)
+    room = torch.full((6, stride), torch.nan, device=DEVICE)
+    room[1:5, :V] = z
+    lift = torch.zeros(4, device=DEVICE) if gradient == "float16" else None
+    softmax_rows(room[1:5, :V], y, torch.ones(4, device=DEVICE), gradient=gradient, lift_C=lift, longest_block=16)
+    out = room if gradient == "wide" else room.view(NARROW[gradient])
+    got = out[1:5, :V].float() * (1 if lift is None else lift[:, None])
+    assert relative_error(got, truth(z, y)[1]) < LOOSE[gradient]
+    pad = -(-V // 8) * 8
+    assert (out[1:5, V:pad] == 0).all()
+    assert room[[0, 5]].isnan().all()
+    assert room[1:5, pad:].isnan().all()
+    if gradient != "wide":  # the second half of what was written to is as it was
+        untouched = -(-pad // 2)
+        assert torch.equal(room[1:5, untouched:V], z[:, untouched:])
+
+
+def test_the_loss_alone_leaves_the_row_alone() -> None:
+    z, y = batch(3, 37)
+    whole, loss = padded(z), torch.zeros(3, device=DEVICE)
+    before = whole.clone()
+    softmax_rows(whole[:, :37], y, torch.ones_like(loss), loss_C=loss, **options(37))
+    assert torch.equal(whole.view(torch.int32), before.view(torch.int32))
+    torch.testing.assert_close(loss, run(z, y, **options(37))[0], rtol=1e-6, atol=0)
+
+
+def test_the_gradient_alone_and_nothing_at_all() -> None:
+    z, y = batch(3, 37)
+    whole, ones = padded(z), torch.ones(3, device=DEVICE)
+    softmax_rows(whole[:, :37], y, ones)
+    assert torch.equal(whole[:, :37], z)
+    softmax_rows(whole[:, :37], y, ones, gradient="wide")
+    torch.testing.assert_close(whole[:, :37], run(z, y)[1], rtol=1e-6, atol=0)
+    softmax_rows(whole[:0, :37], y[:0], ones[:0], loss_C=ones[:0], gradient="wide")
+
+
+def test_the_factor_is_in_a_wide_gradient_and_not_in_the_loss() -> None:
+    z, y = batch(4, 37)
+    factor = torch.tensor([-1 / 3, 0.0, 1e-6, torch.nan], device=DEVICE)
+    (loss, g), (want, w) = run(z, y, factor_C=factor, **options(37)), truth(z, y, **options(37))
+    assert_close((loss, g[:3]), (want, w[:3] * factor[:3, None].double()))
+    assert g[3].isnan().all()
+
+
+@pytest.mark.parametrize("names", [PLAIN, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("gradient", ["wide", *NARROW])
+def test_ignored_rows_are_zero_whatever_they_hold(gradient: str, names: tuple[str, ...]) -> None:
+    V = 37
+    z, y = batch(6, V)
+    every = torch.ones(6, dtype=torch.bool, device=DEVICE)
+    clean = run(z, y, gradient=gradient, kept_C=every, longest_block=16, **options(V, names))
+    kept = torch.tensor([True, False, True, False, False, True], device=DEVICE)
+    z[1], z[3], z[4] = torch.nan, torch.inf, -torch.inf
+    unit = kept.float()
+    unit[2] = 0  # a token of no weight is not an ignored one
+    unit[3] = torch.nan
+    got = run(z, y, gradient=gradient, kept_C=kept, unit_C=unit, longest_block=16, **options(V, names))
+    for g, c in zip(got, clean, strict=True):
+        assert torch.equal(g[kept], c[kept])
+        assert (g[~kept] == 0).all()
+
+
+@pytest.mark.parametrize("gradient", ["wide", *NARROW])
+def test_a_target_that_is_no_class_is_nan(gradient: str) -> None:
+    z, y = batch(4, 37)
+    unit = torch.tensor([1.0, torch.nan, torch.inf, -2.0], device=DEVICE)
+    loss, g = run(z, y, gradient=gradient, unit_C=unit, **options(37))
+    clean = run(z, y, gradient=gradient, **options(37))
+    assert loss.isnan().tolist() == [False, True, False, False]
+    assert g[1].isnan().all()
+    assert torch.equal(loss[[0, 2, 3]], clean[0][[0, 2, 3]])
+    assert torch.equal(g[[0, 2, 3]], clean[1][[0, 2, 3]])
+
+
+INF, NAN = torch.inf, torch.nan
+ODD_ROWS = {  # what is put where; the target is class 20, in the second of three blocks
+    "nan": {3: NAN}, "nan late": {36: NAN}, "nan at target": {20: NAN},
+    "inf": {3: INF}, "inf late": {36: INF}, "inf at target": {20: INF}, "two infs": {3: INF, 20: INF},
+    "-inf": {3: -INF, 36: -INF}, "-inf at target": {20: -INF}, "-inf first block": dict.fromkeys(range(16), -INF),
+    "-inf but target": dict.fromkeys(range(37), -INF) | {20: 1.0},
+    "-inf but the first": dict.fromkeys(range(37), -INF) | {0: 1.0},
+    "-inf but the last": dict.fromkeys(range(37), -INF) | {36: 1.0},
+    "all -inf": dict.fromkeys(range(37), -INF),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("gradient", ["wide", *NARROW])
+def test_odd_rows_come_out_as_from_log_softmax_and_poison_no_other(gradient: str, smoothing: float) -> None:
+    V = 37
+    z, _ = batch(2 * len(ODD_ROWS), V)
+    y = torch.full((len(z),), 20, device=DEVICE)
+    clean = run(z, y, gradient=gradient, label_smoothing=smoothing)
+    for row, values in zip(z[::2], ODD_ROWS.values(), strict=True):
+        for v, value in values.items():
+            row[v] = value
+    got = run(z, y, gradient=gradient, label_smoothing=smoothing, longest_block=16)
+    wide = z.double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(wide, y, reduction="none", label_smoothing=smoothing)
+    (grad,) = torch.autograd.grad(want.sum(), wide)
+    loose = 5 * LOOSE["wide"] + LOOSE[gradient]
+    for name, g, w in zip(ODD_ROWS, got[0][::2], want[::2], strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda m, n=name: n + m)
+    for name, g, w in zip(ODD_ROWS, got[1][::2], grad[::2], strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=loose, atol=1e-7, equal_nan=True, msg=lambda m, n=name: n + m)
+    for g, c in zip(got, clean, strict=True):
+        torch.testing.assert_close(g[1::2], c[1::2], rtol=2 * loose, atol=1e-7)
+
+
+def test_a_cap_bounds_infinite_logits() -> None:
+    z, y = batch(3, 37)
+    z[0, 3], z[1, 36], z[2, int(y[2])] = torch.inf, -torch.inf, -torch.inf
+    large = z.nan_to_num(posinf=1e6, neginf=-1e6)
+    assert_close(run(z, y, softcap=5.0, longest_block=16), truth(large, y, softcap=5.0))
+
+
+@pytest.mark.parametrize("names", [PLAIN, ("label_smoothing", "class_weight_V"), ("z_loss",)])
+@pytest.mark.parametrize("offset", [-7000.0, 5000.0])
+def test_large_logits(offset: float, names: tuple[str, ...]) -> None:
+    V = 203
+    z, y = batch(8, V)
+    z[[0, 4, 5, 6, 7]] += offset
+    z[1] = offset + 1000 * z[1]
+    z[2, 40] = 9000.0
+    z[3, int(y[3])] = -8000.0
+    kwargs = options(V, names)
+    assert_close(run(z, y, longest_block=32, **kwargs), truth(z, y, **kwargs))
+
+
+@pytest.mark.parametrize("lead", [-2.0, 0.0, 2.0, 12.0, 22.0, 40.0])
+@pytest.mark.parametrize("gradient", ["wide", "bfloat16"])
+def test_confident_tokens_keep_their_relative_precision(lead: float, gradient: str) -> None:
+    z, y = batch(4, 203)
+    at_target = torch.arange(203, device=DEVICE) == y[:, None]
+    z[at_target] = z.amax(1) + lead
+    odds = (z.double() - z.amax(1, True).double()).exp()
+    odds = odds / odds[at_target][:, None]
+    total = odds.where(~at_target, 0).sum(1)
+    want = odds.where(~at_target, -total[:, None]) / (1 + total[:, None])
+    loss, g = run(z, y, gradient=gradient, longest_block=32)
+    near = 3e-6 if lead < 10 else 1e-5  # a GPU's exp errs by its argument's rounding
+    torch.testing.assert_close(loss.double(), total.log1p(), rtol=near, atol=0)
+    torch.testing.assert_close(g.double(), want, rtol=1e-5 + LOOSE[gradient], atol=0)
+
+
+def test_each_entry_is_right_where_the_cap_bends_and_where_it_is_reached() -> None:
+    bends = [1e-6, 1e-3, 0.1, 0.199, 0.201, 0.5, 1.0, 3.0, 6.0, 9.0]
+    cap = 4.0
+    z = cap * torch.tensor([[0.0, *bends, *(-b for b in bends)]], device=DEVICE)
+    y = torch.tensor([7], device=DEVICE)
+    (loss, g), (want, w) = run(z, y, softcap=cap), truth(z, y, softcap=cap)
+    assert_close((loss, g), (want, w))
+    torch.testing.assert_close(g.double(), w, rtol=5e-6, atol=0)
+
+
+def test_a_cap_far_above_the_logits_takes_nothing_from_them() -> None:
+    z, y = batch(3, 37)
+    assert_close(run(z, y, softcap=2000.0), truth(z, y, softcap=2000.0))
+
+
+def lifted(z: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return what an fp16 gradient leaves in memory, and its lift."""
+    (C, V), whole, lift = z.shape, padded(z), torch.zeros(len(z), device=DEVICE)
+    softmax_rows(whole[:, :V], y, torch.ones(C, device=DEVICE), gradient="float16", lift_C=lift, **kwargs)
+    return whole.view(torch.float16)[:, :V], lift
+
+
+def test_tiny_probabilities_keep_their_precision_in_fp16() -> None:
+    V = 8192
+    z, y = batch(2, V)
+    z *= 0.5
+    z[1] -= 6.0  # p about 2**-23, below fp16's smallest normal number by 9 bits
+    z[1, int(y[1])] = 6.0
+    p = z.double().softmax(1)
+    p[range(2), y] -= 1
+    stored, lift = lifted(z, y)
+    assert lift.tolist() == [2.0**-14, 2.0**-14]
+    relative = (stored.double() * lift[:, None].double() / p - 1).abs()
+    assert relative.max() < 2.0**-11 * 1.01
+
+
+@pytest.mark.parametrize("heavy", [1e-20, 0.3, 1.0, 7e4, 1e12])
+@pytest.mark.parametrize("scale", [1.0, -3e-5, 300.0])
+@pytest.mark.parametrize("names", [PLAIN, ("label_smoothing",), ("z_loss",), ALL], ids="+".join)
+def test_a_lifted_row_fits_fp16(names: tuple[str, ...], scale: float, heavy: float) -> None:
+    V = 37
+    z, y = batch(3, V)
+    z /= max(abs(scale), 1)
+    kwargs = options(V, tuple({*names, "logit_scale", "class_weight_V"}))
+    kwargs["logit_scale"] = torch.tensor(scale, device=DEVICE)
+    q = kwargs["class_weight_V"] = heavy * kwargs["class_weight_V"]
+    kwargs["total_class_weight"] = q.sum()
+    stored, lift = lifted(z, y, **kwargs)
+    assert (lift.log2() % 1 == 0).all()
+    assert stored.abs().max() <= 2**14
+    want = truth(z, y, **kwargs)[1]
+    for s, k, w in zip(stored, lift, want, strict=True):
+        assert relative_error(s.double() * k, w) < 2**-10
+
+
+def test_the_bound_holds_where_terms_have_opposite_signs() -> None:
+    """Here k is 0 nearly: the z-loss takes from the classes what the target's share gives."""
+    z = torch.zeros(1, 37, device=DEVICE)
+    y = torch.tensor([5], device=DEVICE)
+    z -= torch.logsumexp(z, 1) + 1.0  # lse = -1
+    for kwargs in ({"z_loss": 0.5}, {"z_loss": 50.0}, {"z_loss": 0.5, "label_smoothing": 0.9}):
+        stored, lift = lifted(z, y, **kwargs)
+        assert stored.abs().max() <= 2**14
+        assert relative_error(stored.double() * lift[:, None], truth(z, y, **kwargs)[1]) < 2**-10
+
+
+def test_the_bound_holds_where_terms_add_up() -> None:
+    """A token that is wrong and sure: k p is both the target's share and the z-loss's."""
+    z = torch.zeros(1, 37, device=DEVICE)
+    z[0, 3] = 30.0
+    stored, lift = lifted(z, torch.tensor([5], device=DEVICE), z_loss=1 / 64)
+    assert lift.tolist() == [2.0**-13]
+    assert stored[0, 3] == 2**14 * 31 / 32
+
+
+def test_class_weights_of_both_signs_fit_fp16() -> None:
+    z, y = batch(1, 37)
+    q = torch.ones(37, device=DEVICE)
+    q[::2] = -1e6
+    q[1::2] = 1e6
+    q[int(y)] = 0.0
+    kwargs = {"class_weight_V": q, "total_class_weight": q.sum(), "label_smoothing": 0.1}
+    stored, lift = lifted(z, y, **kwargs)
+    assert stored.abs().max() <= 2**14
+    assert relative_error(stored.double() * lift[:, None], truth(z, y, **kwargs)[1]) < 2**-10
+
+
+def test_rows_lie_further_apart_than_32_bits_count() -> None:
+    stride = 2**30 + 8
+    try:
+        room = torch.empty(2 * stride + 40, device=DEVICE)  # on a CPU only the pages in use take memory
+    except RuntimeError:
+        pytest.skip("needs 8 GiB of addresses")
+    z, y = batch(3, 37)
+    far = room.as_strided((3, 37), (stride, 1)).copy_(z)
+    softmax_rows(far, y, torch.ones(3, device=DEVICE), gradient="wide")
+    torch.testing.assert_close(far.clone(), run(z, y)[1], rtol=1e-6, atol=0)
