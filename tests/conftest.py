@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from lowtide.measure import describe_machine
+from lowtide.measure import describe_machine, source_commit
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
@@ -33,11 +32,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not file:
         return
     counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")}
-    git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     record = {
         "command": "pytest " + " ".join(config.option.file_or_dir),
         "machine": describe_machine(),
-        "commit": git.stdout.strip() or os.environ.get("COMMIT"),
+        "commit": source_commit(),
         **counts,
         "failures": [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])],
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowtide.bench.rows import Bench, Row
 
-_COLUMNS = f"{'':24}{'ms':>9}{'limit':>8}{'MiB':>9}{'loss err':>10}{'dX err':>10}{'dW err':>10}"
+_COLUMNS = f"{'':24}{'ms':>9}{'share':>8}{'MiB':>9}{'loss err':>10}{'dX err':>10}{'dW err':>10}"
 
 
 def header(bench: Bench) -> str:
@@ -14,7 +14,7 @@ def header(bench: Bench) -> str:
     dtype = str(problem.dtype).removeprefix("torch.")
     return (
         f"\n{problem.shape} {dtype}, {problem.setting.name}: {problem.setting.gemms} bare products take {tried}"
-        f" ({bench.tflops:.3g} TFLOP/s); gradients {bench.gradients_mib:.0f} MiB\n{_COLUMNS}\n"
+        f" ({bench.tflops:.3g} TFLOP/s); gradients {bench.gradients_mib:.1f} MiB\n{_COLUMNS}\n"
     )
 
 
@@ -22,7 +22,7 @@ def line(row: Row) -> str:
     """Return a row; of lowtide's errors also how many times the roundings' own they are."""
     if row.ms is None:
         return f"{row.name:24}{row.failed}\n"
-    text = f"{row.name:24}{row.ms:9.2f}{row.share or 0:8.3f}{row.peak_mib or 0:9.0f}"
+    text = f"{row.name:24}{row.ms:9.2f}{row.share or 0:8.3f}{row.peak_mib or 0:9.1f}"
     for error in (row.loss_error, row.dx_error, row.dw_error):
         text += f"{'':>10}" if error is None else f"{error:10.1e}"
     floors = [

@@ -44,7 +44,7 @@ class Files:
 
     def write_json(self, told: dict[str, Any]) -> None:
         """Write or replace the numbers."""
-        text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+        text = json.dumps(told, indent=1, allow_nan=False, default=str) + "\n"
         replace(self.json, lambda file: file.write_text(text))
 
 

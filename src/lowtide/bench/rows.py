@@ -159,7 +159,7 @@ class Bench:
                 setattr(row, name, error)
             else:
                 row.failed = f"{name} is not a number: the value is missing or not finite"
-        if row.plan is not None and problem.dtype.itemsize < 4:
+        if row.plan is not None and problem.dtype == torch.bfloat16:  # fp16 cannot hold the exponentials
             in_float32 = row.plan["accumulate"] == "float32" or row.plan["chunks"] <= 1
             floor = self._floor(None if in_float32 else row.plan["chunk_rows"], true)
             row.dx_floor, row.dw_floor = floor.dx, floor.dw

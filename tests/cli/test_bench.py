@@ -1,0 +1,175 @@
+"""``lowtide bench head`` from arguments to files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.bench import head as benchmark
+from lowtide.bench.config import HeadBenchConfig
+from lowtide.bench.peers import PEERS, Peer
+from lowtide.bench.problem import SETTINGS
+from lowtide.bench.shapes import SHAPES
+from lowtide.cli import main
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
+
+
+def head(*arguments: object) -> int:
+    return main(["bench", "head", *map(str, arguments)])
+
+
+def result(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.json")
+    return json.loads(file.read_text())
+
+
+def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    sweep = ["--sweep", "--workspace-mib", 0.05, 0.5, "--settings", "--tokens", 16, 32]
+    only = ["--only", "lowtide", "naive", "liger", "--dtype", "bfloat16"]
+    assert head("--shape", "64,16,256", *only, *sweep, *QUICK, "--output", tmp_path) == 0
+    told = result(tmp_path)
+    assert told["command"].startswith("lowtide bench head --shape 64,16,256 --only lowtide naive liger --sweep")
+    assert told["machine"]["torch"]
+    assert "liger-kernel" in told["machine"]
+    assert {"commit", "date", "warm", "reps"} <= set(told)
+    (shape,) = told["shapes"]
+    assert (shape["N"], shape["D"], shape["V"], shape["dtype"]) == (64, 16, 256, "bfloat16")
+    lowtide, naive, liger = shape["table"]
+    for row in (lowtide, naive):
+        assert {"ms", "share", "peak_mib", "loss_error", "dx_error", "dw_error"} <= set(row)
+    assert {"dx_floor", "dw_floor", "plan"} <= set(lowtide)
+    assert liger == {"name": "liger", "setting": "mean", "tokens": 64, "failed": "runs on GPUs only"}
+    assert [row["workspace_mib"] for row in shape["sweep"]] == [0.05, 0.5]
+    assert {row["setting"] for row in shape["settings"]} == {setting.name for setting in SETTINGS}
+    assert [row["tokens"] for row in shape["tokens"]] == [16, 16, 16, 32, 32, 32]
+    assert [limit["tokens"] for limit in shape["limits"]] == [64] * (1 + len(SETTINGS)) + [16, 32]
+    stem = next(tmp_path.glob("*.json")).stem
+    assert stem.endswith("-head-cpu")
+    pictures = {file.name for file in tmp_path.glob("*.png")}
+    assert pictures == {f"{stem}-64-16-256.png", f"{stem}-64-16-256-tokens.png"}
+    out = capsys.readouterr().out
+    assert "runs on GPUs only" in out
+    assert "of the floor" in out
+
+
+def test_the_default_sweep_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = ["--shape", "32,8,4096", "--only", "lowtide", "--sweep", "--no-table", "--no-error"]
+    assert head(*run, *QUICK, "--output", tmp_path) == 0
+    (shape,) = result(tmp_path)["shapes"]
+    rows = [row["plan"]["chunk_rows"] for row in shape["sweep"]]
+    assert rows == sorted(set(rows))
+    assert 2 <= len(rows) <= benchmark.SWEEP_POINTS
+    assert "table" not in shape
+
+
+def test_the_script_writes_where_it_is_told(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "head.py"
+    run = [sys.executable, "-W", "error", script, "--shape", "32,8,64", "--only", "naive", *QUICK, "--output", tmp_path]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert result(tmp_path)["shapes"][0]["table"][0]["ms"] > 0
+
+
+def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Any:
+        raise RuntimeError("broken")
+
+    run = ["--shape", "32,8,64", "--only", "lowtide", "naive", "--no-error", *QUICK, "--output"]
+    naive, lowtide = PEERS["naive"], PEERS["lowtide"]
+    monkeypatch.setitem(PEERS, "naive", Peer(naive.name, naive.about, fail))
+    assert head(*run, tmp_path / "a") == 0
+    assert result(tmp_path / "a")["shapes"][0]["table"][1]["failed"] == "RuntimeError: broken"
+    monkeypatch.setitem(PEERS, "lowtide", Peer(lowtide.name, lowtide.about, fail, options=lowtide.options))
+    assert head(*run, tmp_path / "b") == 1
+
+
+def test_what_is_known_is_written_before_the_next_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = benchmark.make_problem
+
+    def interrupted(shape: Any, *args: Any, **kwargs: Any) -> Any:
+        if shape.N == 33:
+            raise KeyboardInterrupt
+        return make(shape, *args, **kwargs)
+
+    monkeypatch.setattr(benchmark, "make_problem", interrupted)
+    run = ["--shape", "32,8,64", "33,8,64", "--only", "naive", "--no-error", *QUICK, "--output", tmp_path]
+    assert head(*run) == 130
+    assert [shape["N"] for shape in result(tmp_path)["shapes"]] == [32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "nonsense"], "shape: expected llama-1b"),
+        (["--shape", "1,2"], "shape: expected"),
+        (["--shape", "0,2,3"], "shape: expected"),
+        (["--shape", "²,2,3"], "shape: expected"),
+        (["--only", "nobody"], "only: expected names out of lowtide"),
+        (["--skip", "nobody"], "skip: expected names out of lowtide"),
+        (["--skip", *PEERS], "skip: expected at least one peer that is left"),
+        (["--workspace-mib", "4"], "workspace_mib: expected --sweep beside it, got 4"),
+        (["--sweep", "--workspace-mib", "0"], "workspace_mib: expected numbers above 0"),
+        (["--sweep", "--workspace-mib", "x"], "workspace_mib: expected numbers, got 'x'"),
+        (["--sweep", "--workspace-mib", "nan"], "workspace_mib: expected numbers above 0"),
+        (["--tokens", "1.5"], "tokens: expected numbers"),
+        (["--tokens", "-1"], "tokens: expected whole numbers above 0"),
+        (["--no-table"], "table: expected --sweep, --settings or --tokens"),
+        (["--reps", "0"], "reps: expected a whole number of at least 1"),
+        (["--warm", "-1"], "warm: expected a whole number of at least 0"),
+        (["--output", ""], "output: expected"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert head(*arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"lowtide bench: {says}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["bench"], ["bench", "tail"], ["bench", "head", "--dtype", "int8"]])
+def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_pictures_without_matplotlib_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda _: None)
+    assert head("--sweep", *QUICK, "--output", tmp_path) == 2
+    assert "lowtide[plot]" in capsys.readouterr().err
+
+
+def test_help_has_every_setting_and_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "head", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(HeadBenchConfig):
+        flag = field.name.replace("_", "-")
+        assert f"--no-{flag}" in out if field.default is True else f"--{flag}" in out
+    assert all(name in out for name in [*SHAPES, *PEERS])
+
+
+def test_a_command_says_what_it_did() -> None:
+    config = HeadBenchConfig(shape=("llama-1b", "1,2,3"), sweep=True, error=False, reps=3, output="/somewhere")
+    assert config.command() == "lowtide bench head --shape llama-1b 1,2,3 --sweep --no-error --reps 3"
+
+
+def test_all_is_every_shape_and_every_number_of_tokens() -> None:
+    config = HeadBenchConfig(shape=("all",), tokens=("all",))
+    assert config.shapes == tuple(SHAPES.values())
+    assert (config.token_counts[0], config.token_counts[-1]) == (1024, 262144)
+    assert [shape.name for shape in HeadBenchConfig().shapes] == ["llama-1b"]
+    assert len(HeadBenchConfig(shape=("llama-1b", "llama-1b")).shapes) == 1
