@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_a_row_has_every_figure() -> None:
         assert value is not None
         assert 0 < value < 0.01
     assert row.plan is not None
-    assert row.plan["rows"] == 48
+    assert row.plan.rows == 48
     assert measured.problem.w.grad is None
     json.dumps(row.to_json(), allow_nan=False)
 
@@ -113,8 +114,9 @@ def test_the_floor_follows_the_plan() -> None:
     assert row.plan is not None
     summed = measured.in_setting(SETTINGS[0]).measure(PEERS["lowtide"])
     assert summed.plan is not None
-    assert summed.plan["accumulate"] == "float32"
-    alone = Row(name="x", setting=PLAIN.name, tokens=48, plan={"accumulate": "input", "chunks": 6, "chunk_rows": 8})
+    assert summed.plan.accumulate == "float32"
+    plan = dataclasses.replace(row.plan, accumulate="input", chunks=6, chunk_rows=8)
+    alone = Row(name="x", setting=PLAIN.name, tokens=48, plan=plan)
     assert measured.true is not None
     measured._add_errors(alone, measured.problem.step(PEERS["naive"].build(measured.problem)), measured.true)
     assert alone.dw_floor is not None

@@ -68,7 +68,7 @@ class ShapeResult:
 
 
 def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResult]:
-    """Measure, tell each line as it is known, and write the result after each shape.
+    """Measure, tell each line as it is known, and write the result after each row.
 
     Args:
         config: what.
@@ -82,89 +82,133 @@ def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResu
         ArgumentValueError: the folder for the results cannot be written.
     """
     device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
     machine = describe_machine(sorted({peer.package for peer in PEERS.values()} - {""}))
     today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     files = Files.prepare(config.output, f"{today}-head", machine["gpu"] if device.type == "cuda" else None)
     pictures = config.sweep or bool(config.tokens)
     if pictures:
         _require_matplotlib()
-    told: dict[str, Any] = {
+    results: list[ShapeResult] = []
+    told = {
         "command": config.command(),
         "date": today,
         "commit": source_commit(),
         "machine": machine,
         "warm": config.warm,
         "reps": config.reps,
-        "shapes": [],
     }
-    results = []
+
+    def save() -> None:
+        files.write_json({**told, "shapes": [result.to_json() for result in results]})
+
+    each = _Run(config=config, dtype=_dtype(config.dtype, device), device=device, say=say, save=save)
     for shape in config.shapes:
-        result = ShapeResult(shape=shape, dtype=str(dtype).removeprefix("torch."))
-        _measure(result, config, dtype, device, say)
-        results.append(result)
-        told["shapes"].append(result.to_json())
-        files.write_json(told)
+        results.append(ShapeResult(shape=shape, dtype=str(each.dtype).removeprefix("torch.")))
+        each.measure(results[-1])
         if pictures:
             from lowtide.bench.pictures import draw
 
-            for file in draw(result, files, machine):
+            for file in draw(results[-1], files, machine):
                 say(f"drawn: {file}\n")
     say(f"written: {files.json}\n")
     return results
 
 
-def _measure(
-    result: ShapeResult, config: HeadBenchConfig, dtype: torch.dtype, device: torch.device, say: Callable[[str], object]
-) -> None:
-    options = {"warm": config.warm, "reps": config.reps}
-    shape = result.shape
-    if config.table or config.sweep or config.settings:
-        problem = make_problem(shape, dtype, device, seed=config.seed)
-        bench = Bench.of(problem, error=config.error, **options)
-        result.gradients_mib = bench.gradients_mib
-        _add_limit(result, bench, say)
-        if config.table:
-            for name in config.peers:
-                result.table.append(_say(bench.measure(PEERS[name]), say))
-            say(ratio(result.row(LOWTIDE_AT_LIGERS), result.row(LIGER)))
-        if config.sweep:
-            _sweep(result, bench, config.sweep_mib, say)
-        if config.settings:
-            chosen = [name for name in config.peers if config.only or name in SETTING_PEERS]
-            for setting in SETTINGS:
-                if setting.wide and dtype == torch.float32:
-                    continue  # nothing is cast
-                other = bench.in_setting(setting)
-                _add_limit(result, other, say)
-                # its own option is all that this setting changes, so it says nothing of others
-                own = [name for name in chosen if setting.accumulate == PLAIN.accumulate or PEERS[name].options]
-                result.settings += [_say(other.measure(PEERS[name]), say) for name in own]
-        del problem, bench
-        release(device)
-    peers = [PEERS[name] for name in config.peers if name == LOWTIDE or config.only]
-    for N in config.token_counts:
-        release(device)
-        problem = make_problem(replace(shape, N=N), dtype, device, seed=config.seed)
-        bench = Bench.of(problem, error=False, **options)
-        _add_limit(result, bench, say)
-        result.tokens += [_say(bench.measure(peer), say) for peer in peers]
-        del problem, bench
-    release(device)
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What is the same for every shape of a run; ``save`` writes what is known so far."""
 
+    config: HeadBenchConfig
+    dtype: torch.dtype
+    device: torch.device
+    say: Callable[[str], object]
+    save: Callable[[], None]
 
-def _sweep(result: ShapeResult, bench: Bench, values: tuple[float, ...], say: Callable[[str], object]) -> None:
-    """Measure lowtide with each workspace; of those that come to the same plan, the smallest alone."""
-    seen: list[object] = []
-    for value in sorted(values) or default_sweep(result.shape, bench.problem.dtype):
-        peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", "with this workspace", partial(_constant, value))
-        plan = plan_of(peer, bench.problem)
-        key = tuple(plan[name] for name in ("backend", "gradient", "accumulate", "chunk_rows"))
-        if key not in seen:
-            row = bench.measure(peer)
-            row.workspace_mib = value
-            result.sweep.append(_say(row, say))
-        seen.append(key)
+    def measure(self, result: ShapeResult) -> None:
+        """Fill a shape's result with all that is asked for."""
+        config = self.config
+        if config.table or config.sweep or config.settings:
+            bench = self.bench(result.shape, error=config.error)
+            result.gradients_mib = bench.gradients_mib
+            self.add_limit(result, bench)
+            if config.table:
+                self.add_table(result, bench)
+            if config.sweep:
+                self.add_sweep(result, bench)
+            if config.settings:
+                self.add_settings(result, bench)
+            del bench
+        if config.tokens:
+            self.add_tokens(result)
+        release(self.device)
+
+    def bench(self, shape: Shape, *, error: bool) -> Bench:
+        """Return the bench of a shape's random inputs."""
+        release(self.device)
+        problem = make_problem(shape, self.dtype, self.device, seed=self.config.seed)
+        return Bench.of(problem, error=error, warm=self.config.warm, reps=self.config.reps)
+
+    def add_table(self, result: ShapeResult, bench: Bench) -> None:
+        """Measure the peers."""
+        for name in self.config.peers:
+            self.add_row(result.table, bench.measure(PEERS[name]))
+        self.say(ratio(result.row(LOWTIDE_AT_LIGERS), result.row(LIGER)))
+
+    def add_sweep(self, result: ShapeResult, bench: Bench) -> None:
+        """Measure lowtide with each workspace; of those that come to the same plan, the smallest alone."""
+        seen: list[object] = []
+        for value in sorted(self.config.sweep_mib) or default_sweep(result.shape, self.dtype):
+            peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", "with this workspace", partial(_constant, value))
+            plan = plan_of(peer, bench.problem)
+            key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
+            if key not in seen:
+                row = bench.measure(peer)
+                row.workspace_mib = value
+                self.add_row(result.sweep, row)
+            seen.append(key)
+
+    def add_settings(self, result: ShapeResult, bench: Bench) -> None:
+        """Measure other uses of the loss, each beside its own limit."""
+        chosen = [name for name in self.config.peers if self.config.only or name in SETTING_PEERS]
+        for setting in SETTINGS:
+            if setting.wide and self.dtype == torch.float32:
+                continue  # nothing is cast
+            other = bench.in_setting(setting)
+            self.add_limit(result, other)
+            for name in chosen:
+                # an option of lowtide's is no other setting to anyone else
+                if setting.accumulate == PLAIN.accumulate or PEERS[name].options:
+                    self.add_row(result.settings, other.measure(PEERS[name]))
+
+    def add_tokens(self, result: ShapeResult) -> None:
+        """Measure other numbers of tokens."""
+        for N in self.config.token_counts:
+            bench = self.bench(replace(result.shape, N=N), error=False)
+            self.add_limit(result, bench)
+            for name in self.config.peers:
+                if name == LOWTIDE or self.config.only:
+                    self.add_row(result.tokens, bench.measure(PEERS[name]))
+            del bench
+
+    def add_limit(self, result: ShapeResult, bench: Bench) -> None:
+        """Keep and tell a limit."""
+        result.limits.append(
+            {
+                "setting": bench.problem.setting.name,
+                "tokens": bench.problem.shape.N,
+                "ms": bench.limit_ms,
+                "rows": bench.best_rows,
+                "ms_by_rows": {str(rows): ms for rows, ms in bench.limit.items()},
+                "tflops": bench.tflops,
+            }
+        )
+        self.say(header(bench))
+
+    def add_row(self, rows: list[Row], row: Row) -> None:
+        """Keep, tell and write a row."""
+        rows.append(row)
+        self.say(line(row))
+        self.save()
 
 
 def _constant(value: float, problem: Problem) -> float:
@@ -176,26 +220,6 @@ def default_sweep(shape: Shape, dtype: torch.dtype) -> tuple[float, ...]:
     """Return powers of two in MiB: from all logits of the shape down to a 64th of them."""
     top = math.ceil(math.log2(shape.N * shape.V * dtype.itemsize / MIB))
     return tuple(2.0**k for k in range(top - SWEEP_POINTS + 1, top + 1))
-
-
-def _add_limit(result: ShapeResult, bench: Bench, say: Callable[[str], object]) -> None:
-    problem = bench.problem
-    result.limits.append(
-        {
-            "setting": problem.setting.name,
-            "tokens": problem.shape.N,
-            "ms": bench.limit_ms,
-            "rows": bench.best_rows,
-            "ms_by_rows": {str(rows): ms for rows, ms in bench.limit.items()},
-            "tflops": bench.tflops,
-        }
-    )
-    say(header(bench))
-
-
-def _say(row: Row, say: Callable[[str], object]) -> Row:
-    say(line(row))
-    return row
 
 
 def _device(name: str) -> torch.device:

@@ -32,7 +32,7 @@ def line(row: Row) -> str:
     ]
     notes = [f"of the floor: {', '.join(floors)}"] if floors else []
     if row.plan is not None:
-        notes.append(f"{row.plan['backend']}, {row.plan['chunks']} x {row.plan['chunk_rows']} rows")
+        notes.append(f"{row.plan.backend}, {row.plan.chunks} x {row.plan.chunk_rows} rows")
     if row.failed:
         notes.append(row.failed)
     return f"{text}  {'; '.join(notes)}".rstrip() + "\n"

@@ -16,7 +16,7 @@ from lowtide.bench.limit import bare_gemms, measure_limit
 from lowtide.bench.peers import CannotError, Peer
 from lowtide.bench.problem import Problem, Setting
 from lowtide.bench.reference import Floor, Reference, reference, relative_error, rounding_floor
-from lowtide.head.plan import plan_head
+from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.measure import mib, peak_above, time_side_by_side
 
 REASON_LENGTH = 200
@@ -56,7 +56,7 @@ class Row:
     dw_error: float | None = None
     dw_floor: float | None = None
     workspace_mib: float | None = None
-    plan: dict[str, Any] | None = None
+    plan: HeadPlan | None = None
     failed: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -160,8 +160,8 @@ class Bench:
             else:
                 row.failed = f"{name} is not a number: the value is missing or not finite"
         if row.plan is not None and problem.dtype == torch.bfloat16:  # fp16 cannot hold the exponentials
-            in_float32 = row.plan["accumulate"] == "float32" or row.plan["chunks"] <= 1
-            floor = self._floor(None if in_float32 else row.plan["chunk_rows"], true)
+            in_float32 = row.plan.accumulate == "float32" or row.plan.chunks <= 1
+            floor = self._floor(None if in_float32 else row.plan.chunk_rows, true)
             row.dx_floor, row.dw_floor = floor.dx, floor.dw
 
     def _floor(self, chunk_rows: int | None, true: Reference) -> Floor:
@@ -177,11 +177,11 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def plan_of(peer: Peer, problem: Problem) -> dict[str, Any]:
+def plan_of(peer: Peer, problem: Problem) -> HeadPlan:
     """Return what `plan_head` says of lowtide with the peer's options."""
     assert peer.options is not None
     shape, setting = problem.shape, problem.setting
-    plan = plan_head(
+    return plan_head(
         shape.N,
         shape.D,
         shape.V,
@@ -192,7 +192,6 @@ def plan_of(peer: Peer, problem: Problem) -> dict[str, Any]:
         reduction=setting.reduction,
         weight_frozen=not problem.w.requires_grad,
     )
-    return dataclasses.asdict(plan)
 
 
 def _reason(error: Exception) -> str:
