@@ -6,7 +6,8 @@ The final linear layer and its loss in one call, value and gradients, without th
 
 from lowtide import errors, nn
 from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.plan import HeadOptions, HeadPlan, plan_head
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.models import PatchReport, patch, unpatch
 
 __version__ = "0.1.0"

@@ -153,6 +153,9 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, reduction: st
     for wanted in (Wanted(True, True, True), Wanted(True, False, False), Wanted(False, False, False)):
         if reduction == "none" and wanted.weight:
             continue
-        torch.library.opcheck(torch.ops.lowtide.cross_entropy.default, (*asked, *wanted))
+        torch.library.opcheck(torch.ops.lowtide.cross_entropy.default, (*asked, *wanted, reduction == "none"))
     upstream = torch.rand(() if reduction == "mean" else (12,))
-    torch.library.opcheck(torch.ops.lowtide.cross_entropy_backward.default, (*asked, True, True, True, upstream))
+    known = torch.zeros(2, 12)
+    torch.library.opcheck(
+        torch.ops.lowtide.cross_entropy_backward.default, (*asked, True, True, True, upstream, *known)
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.shapes import Shape
-from lowtide.head.plan import Accumulate
+from lowtide.head.options import Accumulate
 
 ROWS = 1024  # tokens at a time wherever float32 logits are needed
 LOGIT_STD = 3.0  # of the logits: the softmax is peaked, as a trained model's is

@@ -34,7 +34,7 @@ def cross_entropy(call: Call, *, recompute: bool) -> Tensor:
     wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in call.trained))
     loss: Tensor
     if not (torch.is_grad_enabled() and any(wanted)):
-        loss = operators.cross_entropy(*call, *Wanted(False, False, False))[0]
+        loss = operators.cross_entropy(*call, *Wanted(False, False, False), False)[0]
     elif recompute:
         loss = _Recomputed.apply(*call)  # type: ignore[no-untyped-call]
     else:
@@ -52,10 +52,10 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wanted: Wanted, *args: Any) -> Tensor:
         call = Call(*args)
-        stored = Stored(*operators.cross_entropy(*call, *wanted))
+        stored = Stored(*operators.cross_entropy(*call, *wanted, False))
         ctx.wanted, ctx.per_token = wanted, call.reduction == "none"
         ctx.bias_dtype = None if call.linear_bias is None else call.linear_bias.dtype
-        ctx.stored = stored[1:]
+        ctx.stored = stored[1:6]
         # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
         ctx.shared = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
         return stored.loss
@@ -92,21 +92,22 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         call = Call(*args)
-        ctx.save_for_backward(*(call[i] for i in _TENSORS))
+        stored = Stored(*operators.cross_entropy(*call, *Wanted(False, False, False), True))
+        ctx.save_for_backward(*(call[i] for i in _TENSORS), stored.lse, stored.miss)
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
-        loss: Tensor = operators.cross_entropy(*call, *Wanted(False, False, False))[0]
-        return loss
+        return stored.loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         fields = list(ctx.scalars)
-        for i, tensor in zip(_TENSORS, ctx.saved_tensors, strict=True):
+        *tensors, lse, miss = ctx.saved_tensors
+        for i, tensor in zip(_TENSORS, tensors, strict=True):
             fields[i] = tensor
         call = Call(*fields)
         wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TRAINED))
         grads: list[Tensor | None]
         with torch.no_grad():
-            dx, dw, db = operators.cross_entropy_backward(*call, *wanted, upstream)
+            dx, dw, db = operators.cross_entropy_backward(*call, *wanted, upstream, lse, miss)
             grads = [
                 dx if wanted.input else None,
                 dw if wanted.weight else None,

@@ -19,8 +19,10 @@ from lowtide.head.arguments import (
     refuse_transforms,
     scalar_tensor,
 )
+from lowtide.head.backends import choose_backend
 from lowtide.head.operators import Call
-from lowtide.head.plan import HeadOptions, choose_backend, choose_gradient
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -122,7 +124,9 @@ def linear_cross_entropy(
     if shift and target.dim() == 0:
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
     options = options or HeadOptions()
-    choose_backend(options)
+    if options.backend != "auto":
+        both = softcap is not None and label_smoothing != 0
+        choose_backend(options, input.device, dtype, input.shape[-1], V, capped_and_smoothed=both)
     ignore_index = check_index("ignore_index", ignore_index)
     scale = None if _is_one(logit_scale) else scalar_tensor("logit_scale", logit_scale, torch.float64)
     length = target.shape[-1] if shift else 0

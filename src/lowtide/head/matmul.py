@@ -51,6 +51,8 @@ class HeadMatmul:
 
     def operand(self, g_CV: Tensor) -> Tensor:
         """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""
+        if self.plan.backend == "row":  # its kernel has narrowed it
+            return g_CV if self.dtype == self.wide else narrow_view(g_CV, self.dtype)
         return _narrow_in_place(g_CV, self.dtype) if self.plan.backward_gemm == "narrow" else g_CV
 
     def input_grad(self, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
@@ -102,9 +104,7 @@ def _narrow_in_place(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
     been read by then.
     """
     V = wide_CV.shape[1]
-    rows, length = wide_CV.shape[0], wide_CV.stride(0)
-    whole = torch.as_strided(wide_CV, (rows, length), (length, 1))
-    narrow_CV = whole.view(dtype)[:, :V]
+    narrow_CV = narrow_view(wide_CV, dtype)
     first = min(V, 64)
     narrow_CV[:, :first] = wide_CV[:, :first].to(dtype)
     start = first
@@ -113,3 +113,10 @@ def _narrow_in_place(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
         narrow_CV[:, start:stop].copy_(wide_CV[:, start:stop])
         start = stop
     return narrow_CV
+
+
+def narrow_view(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the first half of each row's memory as [C, V] of ``dtype``, half as wide."""
+    rows, V = wide_CV.shape
+    length = wide_CV.stride(0)
+    return torch.as_strided(wide_CV, (rows, length), (length, 1)).view(dtype)[:, :V]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.plan import HeadOptions
+from lowtide.head.options import HeadOptions
 
 
 def multi_output_cross_entropy(

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from lowtide.head.plan import HeadOptions
+from lowtide.head.exp_path import ExpHead
+from lowtide.head.options import HeadOptions
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, plan_rows, run_chunks, select_rows
 from lowtide.head.softmax import LossTerms
 
@@ -96,6 +97,8 @@ class Stored(NamedTuple):
     bias_grad: Tensor  # wide
     input_factor: Tensor  # scalar, or [N] with reduction "none": what input_grad is still to be multiplied with
     weight_factor: Tensor  # scalar: the same for weight_grad
+    lse: Tensor  # [N] each row's logsumexp, where it was to be kept
+    miss: Tensor  # [N] and that minus its target's logit
 
 
 _SCHEMA_TYPES = {
@@ -109,18 +112,23 @@ _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 @torch.library.custom_op(
     "lowtide::cross_entropy",
     mutates_args=(),
-    schema=f"({_CALL}, {_WANTED}) -> ({', '.join(['Tensor'] * len(Stored._fields))})",
+    schema=f"({_CALL}, {_WANTED}, bool keep_rows) -> ({', '.join(['Tensor'] * len(Stored._fields))})",
 )
 def cross_entropy(*args: Any) -> Stored:
-    """Compute the loss, and the gradients that are wanted as if the upstream gradient were 1."""
-    call, wanted = _split(args)
+    """Compute the loss, and the gradients that are wanted as if the upstream gradient were 1.
+
+    With ``keep_rows`` also what `cross_entropy_backward` can use to spare itself the row sums.
+    """
+    *fields, keep_rows = args
+    call, wanted = _split(fields)
     with _no_autocast(call.input.device):
-        return _loss_and_gradients(call, wanted)
+        return _loss_and_gradients(call, wanted, keep_rows)
 
 
 @cross_entropy.register_fake
 def _(*args: Any) -> Stored:
-    call, wanted = _split(args)
+    *fields, keep_rows = args
+    call, wanted = _split(fields)
     N = call.target.numel()
     loss = call.input.new_empty((N,) if call.reduction == "none" else (), dtype=call.wide)
     return Stored(
@@ -130,17 +138,19 @@ def _(*args: Any) -> Stored:
         bias_grad=loss.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
         input_factor=loss.new_empty(_factor_shape(call, wanted.input, N)),
         weight_factor=loss.new_empty(_factor_shape(call, wanted.weight, N)),
+        lse=loss.new_empty(N if keep_rows else 0),
+        miss=loss.new_empty(N if keep_rows else 0),
     )
 
 
 @torch.library.custom_op(
     "lowtide::cross_entropy_backward",
     mutates_args=(),
-    schema=f"({_CALL}, {_WANTED}, Tensor upstream) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_CALL}, {_WANTED}, Tensor upstream, Tensor lse, Tensor miss) -> (Tensor, Tensor, Tensor)",
 )
 def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N]."""
-    *fields, upstream = args
+    """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N], and what forward kept."""
+    *fields, upstream, lse, miss = args
     call, wanted = _split(fields)
     with _no_autocast(call.input.device):
         job = call.job()
@@ -152,7 +162,10 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         factor = _divided(rows) * upstream.to(job.wide)
         if rows.kept is not None:
             factor = factor.where(rows.kept, 0)
-        run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
+        if plan.backend == "exp":
+            ExpHead(job, rows, plan).rebuild(factor, into, lse, miss)
+        else:
+            run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
         empty = upstream.new_empty(0)
         return (
             call.input.new_empty(0) if into.input_ND is None else into.input_ND.view(call.input.shape),
@@ -163,7 +176,7 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @cross_entropy_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *fields, upstream = args
+    *fields, upstream, _lse, _miss = args
     call, wanted = _split(fields)
     return (
         call.input.new_empty(call.input.shape if wanted.input else 0),
@@ -204,7 +217,7 @@ def _factor_shape(call: Call, wanted: bool, N: int) -> tuple[int, ...]:
     return () if _lacks_denominator(call) else (0,)
 
 
-def _loss_and_gradients(call: Call, wanted: Wanted) -> Stored:
+def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
     job = call.job()
     rows = select_rows(job)
     plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
@@ -214,24 +227,23 @@ def _loss_and_gradients(call: Call, wanted: Wanted) -> Stored:
     else:
         factor = rows.unit if _lacks_denominator(call) else _divided(rows)
     loss_n = torch.empty_like(rows.unit)
-    run_chunks(
-        job,
-        rows,
-        plan,
-        loss_n=loss_n,
-        factor_n=factor if any(wanted) else None,
-        into=into,
-    )
+    used = factor if any(wanted) else None
+    kept = loss_n.new_zeros(2, call.target.numel() if keep_rows else 0)
+    if plan.backend == "exp":
+        lse, miss = kept if keep_rows else torch.empty(2, *loss_n.shape, device=loss_n.device)
+        ExpHead(job, rows, plan).run(loss_n, used, into, lse, miss)
+    else:
+        run_chunks(job, rows, plan, loss_n=loss_n, factor_n=used, into=into)
     loss_n *= rows.unit
     if rows.kept is not None:
         loss_n = loss_n.where(rows.kept, 0)
     loss = _among_all(loss_n, job, rows) if call.reduction == "none" else loss_n.sum()
     if rows.denominator is not None:
         loss = loss / rows.denominator
-    return _stored(call, job, rows, loss, into)
+    return _stored(call, job, rows, loss, into, kept)
 
 
-def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, into: Gradients) -> Stored:
+def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, into: Gradients, kept_2N: Tensor) -> Stored:
     """Bring the gradients into the dtypes of what they belong to, with the factors that they still lack."""
     dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
     input_factor = weight_factor = None
@@ -252,6 +264,8 @@ def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, into: Gr
         bias_grad=loss.new_empty(0) if db is None else db,
         input_factor=loss.new_empty(0) if dx is None or input_factor is None else input_factor,
         weight_factor=loss.new_empty(0) if weight_factor is None else weight_factor,
+        lse=kept_2N[0].clone(),
+        miss=kept_2N[1].clone(),
     )
 
 

@@ -3,20 +3,16 @@
 N tokens, D hidden size, V vocabulary, C rows of a chunk.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-
-Accumulate = Literal["auto", "float32", "input"]
-Backend = Literal["auto", "exp", "row", "torch"]
-Gradient = Literal["auto", "forward", "recompute"]
+from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.head.backends import choose_backend
+from lowtide.head.options import HeadOptions
 
 MIB = 2**20
 CPU_WORKSPACE = 128 * MIB  # GEMMs of 128 rows already run at 93% of their best rate on two AVX-512 cores
@@ -29,46 +25,16 @@ ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
 
-
-@dataclass(frozen=True, kw_only=True)
-class HeadOptions:
-    """How the head trades memory for time. The defaults choose for you; `plan_head` says what they chose.
-
-    Args:
-        workspace_mib: Most scratch memory in MiB above inputs, outputs and returned gradients: the chunk's logits,
-            row sums and [C, D] buffers. The float32 accumulator of the weight's gradient, and under autocast the
-            weight's low-precision copy, are not in it; `plan_head` reports them. Never less than one row.
-            None: chosen by device.
-        accumulate: Where the weight's gradient is summed over chunks: ``"float32"``, ``"input"`` (the weight's own
-            dtype: V*D*4 bytes less, and one more rounding a chunk), or ``"auto"``: float32 where there is more than
-            one chunk. An fp16 weight's always is in float32: the sum may not fit fp16 before its scale is known.
-        backend: ``"auto"`` takes the fastest that fits. One asked for by name runs or raises: ``"torch"`` is plain
-            PyTorch on any device.
-        gradient: ``"forward"`` computes the gradients along with the loss (three GEMMs), ``"recompute"`` builds the
-            logits once more in backward (four), and ``"auto"`` takes the first wherever the upstream gradient is a
-            scalar, or the head is frozen.
-
-    Raises:
-        ArgumentValueError: A value that is none of these.
-        ArgumentTypeError: ``workspace_mib`` is not a number.
-    """
-
-    workspace_mib: float | None = None
-    accumulate: Accumulate = "auto"
-    backend: Backend = "auto"
-    gradient: Gradient = "auto"
-
-    def __post_init__(self) -> None:
-        mib: object = self.workspace_mib
-        if mib is not None:
-            if isinstance(mib, bool) or not isinstance(mib, Real):
-                raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
-            if not 0 < float(mib) < math.inf:
-                raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
-        for name, kind in (("accumulate", Accumulate), ("backend", Backend), ("gradient", Gradient)):
-            allowed, got = get_args(kind), getattr(self, name)
-            if got not in allowed:
-                raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{got!r}"))
+# The exponential path. Figures: benchmarks/results, one H100; docs/algorithm.md says what they mean.
+EXP_ROWS = 2048  # fewer rows a chunk cost time: W is read twice and dW read and written once for each
+EXP_WORK = 3 * 2**20  # rows times hidden size below which the thin kernels between the GEMMs begin to show
+EXP_PIECES = 8  # chunks of at least this share of N, where a chunk need not be longer for EXP_ROWS' sake
+EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
+EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often: to 4.5e-3 of its norm
+EXP_FEW_BLOCKED_CHUNKS = 16  # likewise where the operands are rounded once less
+EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
+EXP_LEAST_BLOCK = 2048  # columns
+EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +56,10 @@ class HeadPlan:
         block_rows: Rows of the weight cast at a time (0: none are).
         columns: Width of the blocks in which a chunk's logits are turned into their gradient.
         note: What else the reader should know, such as a workspace that was too small; empty if nothing.
+        schedule: ``"chunks"``: a chunk's logits (or exponentials) over the whole vocabulary at once. ``"blocks"``, on
+            the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
+        block_columns: See there.
+        sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
     """
 
     backend: str
@@ -102,11 +72,14 @@ class HeadPlan:
     scratch_bytes: int
     accumulator_bytes: int
     cast_bytes: int
-    logits_gemm: Literal["same", "out_dtype", "blocks"]
-    backward_gemm: Literal["same", "narrow", "blocks"]
-    block_rows: int
-    columns: int
+    logits_gemm: Literal["same", "out_dtype", "blocks"] = "out_dtype"
+    backward_gemm: Literal["same", "narrow", "blocks"] = "narrow"
+    block_rows: int = 0
+    columns: int = 0
     note: str = ""
+    schedule: Literal["chunks", "blocks"] = "chunks"
+    block_columns: int = 0
+    sum_rows: int = 0
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -122,6 +95,8 @@ class HeadPlan:
             f"scratch {self.scratch_bytes / MIB:.1f} MiB, accumulator {self.accumulator_bytes / MIB:.1f} MiB,"
             f" weight copy {self.cast_bytes / MIB:.1f} MiB",
         ]
+        if self.schedule == "blocks":
+            lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
@@ -136,6 +111,9 @@ def plan_head(
     weight_dtype: torch.dtype | None = None,
     reduction: str = "mean",
     weight_frozen: bool = False,
+    capped_and_smoothed: bool = False,
+    weight_fits: bool = True,
+    input_is_copied: bool = False,
 ) -> HeadPlan:
     """Say what `linear_cross_entropy` will do for N kept tokens, hidden size D and vocabulary V, and its bytes.
 
@@ -152,6 +130,10 @@ def plan_head(
         weight_dtype: dtype of ``linear_weight``, where autocast makes it differ from ``dtype``.
         reduction: As given to `linear_cross_entropy`.
         weight_frozen: True if neither ``linear_weight`` nor ``linear_bias`` needs a gradient.
+        capped_and_smoothed: True if the loss has both a soft cap and label smoothing.
+        weight_fits: False if the weight's rows do not lie one after another, at 16-byte addresses.
+        input_is_copied: True if the hidden states of a chunk have to be copied: another dtype, or axes that cannot be
+            flattened without.
 
     Returns:
         HeadPlan: print it, or read its fields.
@@ -171,13 +153,18 @@ def plan_head(
     options = options or HeadOptions()
     device = torch.device(device)
     weight_dtype = weight_dtype or dtype
-    backend, reason = choose_backend(options)
+    backend, reason = choose_backend(
+        options, device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits
+    )
+    gradient = choose_gradient(options, reduction, weight_frozen)
+    if backend == "exp":
+        return _plan_exp(N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied)
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     budget = _budget(options, device)
-    logits_gemm, backward_gemm = choose_gemms(device, dtype, budget)
+    logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = _block_rows(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V
-    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type)
+    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type, backend)
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
@@ -188,22 +175,11 @@ def plan_head(
     rows = max(1, -(-N // max(1, chunks))) if device.type == "cpu" else min(rows, max(1, N))
     scratch = fixed + rows * row_bytes
     needs_whole_weight = backward_gemm != "blocks" or logits_gemm == "out_dtype"
-    note = ""
-    if options.workspace_mib is not None and scratch > budget:
-        note = (
-            f"workspace_mib={options.workspace_mib} is less than one row of logits and the numbers kept for each of"
-            f" {N} tokens take: one row is computed at a time, in {scratch / MIB:.2f} MiB"
-        )
-    accumulate: Literal["float32", "input"] = "input"
-    if weight_dtype == torch.float16 or (
-        weight_dtype.itemsize < accumulate_dtype.itemsize
-        and (options.accumulate == "float32" or (options.accumulate == "auto" and chunks > 1))
-    ):
-        accumulate = "float32"
+    accumulate = _accumulate(options, weight_dtype, accumulate_dtype, many=chunks > 1)
     return HeadPlan(
         backend=backend,
         reason=reason,
-        gradient=choose_gradient(options, reduction, weight_frozen),
+        gradient=gradient,
         accumulate=accumulate,
         rows=N,
         chunks=chunks,
@@ -215,21 +191,113 @@ def plan_head(
         backward_gemm=backward_gemm,
         block_rows=block_rows,
         columns=_columns(rows, V, device.type),
-        note=note,
+        note=_note(options, N, scratch),
     )
 
 
-def choose_backend(options: HeadOptions) -> tuple[str, str]:
-    """Return the implementation that runs, and why.
+def _plan_exp(
+    N: int,
+    D: int,
+    V: int,
+    device: torch.device,
+    options: HeadOptions,
+    reason: str,
+    gradient: Literal["forward", "recompute"],
+    weight_dtype: torch.dtype,
+    weight_frozen: bool,
+    input_is_copied: bool,
+) -> HeadPlan:
+    """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short."""
+    fixed = N * BYTES_PER_TOKEN + 16 * V + 32 * D
+    thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
+    sums = 4 * -(-V // GPU_TILE)
+    whole = thin + sums + 2 * padded(V)
+    budget = _budget(options, device)
+    room = max(0, budget - fixed)
+    automatic = options.workspace_mib is None
+    rows = min(room // whole, _exp_rows(N, D)) if automatic else room // whole
+    rows = max(1, min(_whole_tiles(rows), max(1, N)))
+    rows = _level(N, rows)
+    many = -(-N // rows) > EXP_FEW_CHUNKS
+    accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
+    columns = V
+    if gradient == "recompute" or rows < min(N, EXP_BLOCKS_BELOW[accumulate]):
+        if automatic:
+            room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
+        blocked = _exp_blocks(N, V, room, thin)
+        if blocked is not None:
+            rows, columns = blocked
+            many = -(-N // rows) > EXP_FEW_BLOCKED_CHUNKS
+            accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
+    blocked_schedule = gradient == "recompute" or columns < V
+    sum_rows = max(1, min(max(1, N), EXP_SUM_ROWS, _whole_tiles(room // (sums + 64 + 2 * D * input_is_copied))))
+    scratch = fixed + rows * (thin + 2 * padded(columns) + (0 if blocked_schedule else sums))
+    if blocked_schedule:
+        scratch = max(scratch, fixed + sum_rows * (sums + 64 + 2 * D * input_is_copied))
+    return HeadPlan(
+        backend="exp",
+        reason=reason,
+        gradient=gradient,
+        accumulate=accumulate,
+        rows=N,
+        chunks=-(-N // rows),
+        chunk_rows=rows,
+        scratch_bytes=scratch,
+        accumulator_bytes=V * D * 4 if accumulate == "float32" and not weight_frozen else 0,
+        cast_bytes=V * D * 2 if weight_dtype != torch.bfloat16 else 0,
+        note=_note(options, N, scratch),
+        schedule="blocks" if blocked_schedule else "chunks",
+        block_columns=columns,
+        sum_rows=sum_rows,
+    )
 
-    Raises:
-        UnsupportedError: The one asked for by name is not in this version.
-    """
-    if options.backend in ("exp", "row"):
-        raise UnsupportedError(
-            message("backend", "'auto' or 'torch'", repr(options.backend), "This version has no other implementation.")
-        )
-    return "torch", "asked for by name" if options.backend == "torch" else "plain PyTorch runs on every device"
+
+def _exp_rows(N: int, D: int) -> int:
+    """Return the rows of a chunk where memory is no matter: few enough to be small beside N, enough to be fast."""
+    fast = max(min(N // EXP_PIECES, EXP_ROWS), -(-EXP_WORK // max(1, D)))
+    power = 1 << max(0, fast - 1).bit_length()
+    return max(1, min(power, max(N // 4, EXP_ROWS)))
+
+
+def _exp_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
+    """Return (chunk rows, columns of a block) that fit ``room`` bytes; None where blocks would be no use."""
+    for rows in (2048, 1536, 1024, 768, 512, 384, 256, 128):
+        rows = min(rows, max(1, N))
+        columns = (room - rows * thin) // (2 * rows) // 256 * 256
+        if columns >= min(V, EXP_LEAST_BLOCK):
+            return _level(N, rows), min(V, columns)
+    return None
+
+
+def _whole_tiles(rows: int) -> int:
+    return rows - rows % GPU_TILE if rows > GPU_TILE else rows
+
+
+def _level(N: int, rows: int) -> int:
+    """Return fewer rows where that leaves the number of chunks: the last one should not be a short one."""
+    if rows < GPU_TILE or rows >= N:
+        return rows
+    share = -(-N // -(-N // rows))
+    return min(rows, -(-share // GPU_TILE) * GPU_TILE)
+
+
+def _accumulate(
+    options: HeadOptions, weight_dtype: torch.dtype, wide: torch.dtype, *, many: bool
+) -> Literal["float32", "input"]:
+    if weight_dtype == torch.float16:
+        return "float32"
+    if weight_dtype.itemsize >= wide.itemsize:
+        return "input"
+    return "float32" if options.accumulate == "float32" or (options.accumulate == "auto" and many) else "input"
+
+
+def _note(options: HeadOptions, N: int, scratch: int) -> str:
+    if options.workspace_mib is None or scratch <= options.workspace_mib * MIB:
+        return ""
+    return (
+        f"workspace_mib={options.workspace_mib} is less than one row of logits and the numbers kept for each of"
+        f" {N} tokens take: one row is computed at a time, in {scratch / MIB:.2f} MiB"
+    )
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool) -> Literal["forward", "recompute"]:
@@ -255,7 +323,7 @@ def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool) -
 
 
 def choose_gemms(
-    device: torch.device, dtype: torch.dtype, budget: int
+    device: torch.device, dtype: torch.dtype, budget: int, backend: str
 ) -> tuple[Literal["same", "out_dtype", "blocks"], Literal["same", "narrow", "blocks"]]:
     """Return how logits and gradients are multiplied for operands of ``dtype`` in ``budget`` bytes: see `HeadPlan`.
 
@@ -265,6 +333,8 @@ def choose_gemms(
     """
     if dtype in (torch.float32, torch.float64):
         return "same", "same"
+    if backend == "row":
+        return "out_dtype", "narrow"  # fp16 too: the kernel lifts its gradients to where fp16 is precise
     if device.type == "cuda" and torch.version.hip is None:
         return "out_dtype", "narrow" if dtype == torch.bfloat16 else "blocks"
     if device.type == "cpu" and dtype == torch.bfloat16 and _cpu_multiplies_bf16() and budget >= ONEDNN_LEAST_WORKSPACE:
@@ -306,6 +376,10 @@ def _columns(rows: int, V: int, device_type: str) -> int:
     return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
 
 
-def _row_bytes(D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, device_type: str) -> int:
+def _row_bytes(
+    D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, device_type: str, backend: str
+) -> int:
     wide = accumulate_dtype.itemsize
+    if backend == "row":
+        return wide * padded(V) + D * (2 * wide + 2 * dtype.itemsize) + 64
     return wide * (padded(V) + 2 * _columns(1, V, device_type)) + D * (2 * wide + dtype.itemsize) + 24 * wide

@@ -5,14 +5,23 @@ V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError
-from lowtide.head.matmul import HeadMatmul
-from lowtide.head.plan import HeadOptions, HeadPlan, padded, plan_head
+from lowtide.head.matmul import HeadMatmul, narrow_view
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import HeadPlan, padded, plan_head
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_gradient_, loss_rows, row_stats
+
+KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
+    torch.float32: "wide",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +119,7 @@ def _weigh(
 def plan_rows(job: CrossEntropyJob, rows: Rows, options: HeadOptions, weight_frozen: bool) -> HeadPlan:
     """Return the plan for the rows that are left."""
     _, D, V = job.shape
+    weight, viewable = job.weight_VD, rows.index is None and (job.input.dim() == 2 or rows_are_viewable(job.input))
     return plan_head(
         rows.target.numel(),
         D,
@@ -120,6 +130,18 @@ def plan_rows(job: CrossEntropyJob, rows: Rows, options: HeadOptions, weight_fro
         weight_dtype=job.weight_VD.dtype,
         reduction=job.reduction,
         weight_frozen=weight_frozen,
+        capped_and_smoothed=job.softcap is not None and job.terms.label_smoothing != 0,
+        weight_fits=weight.dtype != job.dtype or _rows_are_aligned(weight),
+        input_is_copied=job.input.dtype != job.dtype or not viewable or not _rows_are_aligned(job.input),
+    )
+
+
+def _rows_are_aligned(x: Tensor) -> bool:
+    """Return whether rows [..., D] lie at addresses that are multiples of 16 bytes, for TMA."""
+    return (
+        x.stride(-1) == 1
+        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        and x.data_ptr() % 16 == 0
     )
 
 
@@ -152,49 +174,124 @@ def run_chunks(
         into.weight_VD.zero_()
     for part in plan.slices():
         first = part.start == 0
-        y_C = rows.target[part]
-        x_CD = _take_input(job, rows, part)
+        x_CD = take_input(job, rows.index, part)
+        if rows.kept is not None:
+            x_CD = x_CD.where(rows.kept[part, None], 0)  # a NaN in an ignored row would reach the weight's gradient
         z_CV = z_buffer[: part.stop - part.start, :V]
         matmul.logits(x_CD, z_CV)
-        finish_logits_(z_CV, job.bias_V, job.logit_scale, job.softcap, plan.columns)
-        stats_2C = row_stats(z_CV, y_C, plan.columns)
-        if loss_n is not None:
-            loss_n[part] = loss_rows(z_CV, stats_2C, y_C, job.terms)
-        if factor_n is None:
-            continue
-        factor_C = factor_n[part]
-        inside, outside = (factor_C, None) if plan.backward_gemm != "narrow" else (torch.ones_like(factor_C), factor_C)
-        loss_gradient_(z_CV, stats_2C, y_C, inside, job.terms, job.logit_scale, job.softcap, plan.columns)
-        if into.bias_V is not None:
-            into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
-        if into.input_ND is None and into.weight_VD is None:
+        loss_C = None if loss_n is None else loss_n[part]
+        factor_C = None if factor_n is None else factor_n[part]
+        if plan.backend == "row":
+            outside, lift = _turn_by_kernel(job, rows, part, z_CV, loss_C, factor_C, into.bias_V)
+        else:
+            outside, lift = _turn_by_columns(job, rows, plan, part, z_CV, loss_C, factor_C, into.bias_V)
+        if factor_C is None or (into.input_ND is None and into.weight_VD is None):
             continue
         g_CV = matmul.operand(z_CV)
         if into.input_ND is not None:
             _put_input_grad(matmul, g_CV, outside, into.input_ND, rows.index, part)
         if into.weight_VD is not None:
-            matmul.weight_grad(g_CV, outside, x_CD, into.weight_VD, first)
+            # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
+            raised = outside if lift == 1 or outside is None else outside * lift
+            matmul.weight_grad(g_CV, raised, x_CD, into.weight_VD, first)
+    if into.weight_VD is not None and plan.backend == "row" and job.dtype == torch.float16:
+        into.weight_VD.mul_(1 / FP16_LIFT)
 
 
-def _take_input(job: CrossEntropyJob, rows: Rows, part: slice) -> Tensor:
+def _turn_by_columns(
+    job: CrossEntropyJob,
+    rows: Rows,
+    plan: HeadPlan,
+    part: slice,
+    z_CV: Tensor,
+    loss_C: Tensor | None,
+    factor_C: Tensor | None,
+    bias_grad_V: Tensor | None,
+) -> tuple[Tensor | None, float]:
+    """Turn products into losses and gradients in plain PyTorch, and add the bias's gradient.
+
+    Returns:
+        tuple[Tensor | None, float]: What each row's gradient is still to be multiplied with, None for 1; and by how
+        much that must be raised before a narrow dtype can hold its product with x.
+    """
+    y_C = rows.target[part]
+    finish_logits_(z_CV, job.bias_V, job.logit_scale, job.softcap, plan.columns)
+    stats_2C = row_stats(z_CV, y_C, plan.columns)
+    if loss_C is not None:
+        loss_C.copy_(loss_rows(z_CV, stats_2C, y_C, job.terms))
+    if factor_C is None:
+        return None, 1
+    inside, outside = (factor_C, None) if plan.backward_gemm != "narrow" else (torch.ones_like(factor_C), factor_C)
+    loss_gradient_(z_CV, stats_2C, y_C, inside, job.terms, job.logit_scale, job.softcap, plan.columns)
+    if bias_grad_V is not None:
+        bias_grad_V += z_CV.sum(0) if outside is None else outside @ z_CV
+    return outside, 1
+
+
+def _turn_by_kernel(
+    job: CrossEntropyJob,
+    rows: Rows,
+    part: slice,
+    z_CV: Tensor,
+    loss_C: Tensor | None,
+    factor_C: Tensor | None,
+    bias_grad_V: Tensor | None,
+) -> tuple[Tensor | None, float]:
+    """The same by one kernel that reads each row twice; it leaves a narrow gradient in the first half of the row."""
+    from lowtide.head.kernels.exp_rows import add_column_sums
+    from lowtide.head.kernels.row_softmax import softmax_rows
+
+    q = job.terms.class_weight
+    narrow = job.dtype != job.wide
+    half = job.dtype == torch.float16
+    lift_C = torch.empty_like(rows.unit[part]) if half and factor_C is not None else None
+    softmax_rows(
+        z_CV,
+        rows.target[part],
+        rows.unit[part],
+        kept_C=None if rows.kept is None else rows.kept[part],
+        bias_V=job.bias_V,
+        logit_scale=job.logit_scale,
+        softcap=job.softcap,
+        class_weight_V=q,
+        total_class_weight=None if q is None else q.sum(),
+        label_smoothing=job.terms.label_smoothing,
+        z_loss=job.terms.z_loss,
+        loss_C=loss_C,
+        gradient=None if factor_C is None else KERNEL_GRADIENT[job.dtype],
+        factor_C=None if narrow else factor_C,
+        lift_C=lift_C,
+    )
+    if factor_C is None:
+        return None, 1
+    outside = factor_C if lift_C is None else factor_C * lift_C
+    if bias_grad_V is not None:
+        g_CV = narrow_view(z_CV, job.dtype) if narrow else z_CV
+        add_column_sums(g_CV, outside if narrow else torch.ones_like(factor_C), bias_grad_V)
+    return (outside if narrow else None), FP16_LIFT if half else 1
+
+
+def take_input(job: CrossEntropyJob, index: Tensor | None, part: slice) -> Tensor:
     """Return the hidden states of a chunk [C, D] in the operands' dtype: a view where they lie in memory that way.
 
-    Where ignored rows are computed they are taken as zeros, since a NaN in them would reach the weight's gradient.
+    Args:
+        job: The call.
+        index: Positions of the rows among all N tokens; None: all, in order.
+        part: Which of them.
     """
     leading = job.input.shape[:-1]
-    if rows.index is None and job.input.dim() == 2:
+    if index is None and job.input.dim() == 2:
         x = job.input[part]
-    elif rows.index is None and _rows_are_viewable(job.input):
+    elif index is None and rows_are_viewable(job.input):
         x = job.input.view(job.target_N.numel(), job.input.shape[-1])[part]
     else:
         device = job.input.device
-        index = torch.arange(part.start, part.stop, device=device) if rows.index is None else rows.index[part]
-        x = job.input[torch.unravel_index(index, leading)] if leading else job.input[None]
-    x = x.to(job.dtype)
-    return x if rows.kept is None else x.where(rows.kept[part, None], 0)
+        chosen = torch.arange(part.start, part.stop, device=device) if index is None else index[part]
+        x = job.input[torch.unravel_index(chosen, leading)] if leading else job.input[None]
+    return x.to(job.dtype)
 
 
-def _rows_are_viewable(x: Tensor) -> bool:
+def rows_are_viewable(x: Tensor) -> bool:
     """Return whether ``x.view(-1, D)`` exists: each leading axis spans exactly the axes after it."""
     span = None
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError
 from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.plan import HeadOptions
+from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import BASE, is_autocast_on, why_not_call
 from lowtide.models.report import PatchReport
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
-from lowtide.head.plan import HeadOptions
+from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import (
     BASE,
     is_causal_lm_loss,

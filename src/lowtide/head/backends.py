@@ -1,0 +1,109 @@
+"""Which implementation of the head runs, and why: pure functions of devices, dtypes and sizes."""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from lowtide.errors import UnsupportedError, message
+from lowtide.head.options import HeadOptions
+
+HOPPER = (9, 0)
+
+
+def choose_backend(
+    options: HeadOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    D: int,
+    V: int,
+    *,
+    capped_and_smoothed: bool = False,
+    weight_fits: bool = True,
+) -> tuple[str, str]:
+    """Return the implementation that runs, and why.
+
+    Args:
+        options: ``backend`` forces one.
+        device: Where the tensors are.
+        dtype: Of the GEMMs' operands.
+        D: Hidden size.
+        V: Vocabulary.
+        capped_and_smoothed: Whether the loss has both a soft cap and label smoothing.
+        weight_fits: Whether the weight's rows lie one after another, at 16-byte addresses.
+
+    Returns:
+        tuple[str, str]: "exp", "row" or "torch", and the reason.
+
+    Raises:
+        UnsupportedError: The one asked for by name cannot run.
+    """
+    against_exp = why_not_exp(device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits)
+    against_row = why_not_row(device, dtype, V)
+    if options.backend == "exp" and against_exp:
+        raise UnsupportedError(message("backend", "'auto', 'row' or 'torch'", "'exp'", f"{against_exp}."))
+    if options.backend == "row" and against_row:
+        raise UnsupportedError(message("backend", "'auto', 'exp' or 'torch'", "'row'", f"{against_row}."))
+    if options.backend != "auto":
+        return options.backend, "asked for by name"
+    if not against_exp:
+        return "exp", "bfloat16 on Hopper: the logits' GEMM writes exponentials"
+    if not against_row:
+        return "row", f"not exp: {against_exp}"
+    return "torch", f"not row: {against_row}"
+
+
+def why_not_exp(
+    device: torch.device,
+    dtype: torch.dtype,
+    D: int,
+    V: int,
+    *,
+    capped_and_smoothed: bool = False,
+    weight_fits: bool = True,
+) -> str | None:
+    """Return why the exponential path cannot run, or None if it can. Arguments as in `choose_backend`."""
+    no_triton = _why_no_triton(device)
+    if no_triton:
+        return no_triton
+    if dtype != torch.bfloat16:
+        return f"exponentials without a maximum need bfloat16's range, and the operands are {dtype}"
+    if _capability(device) < HOPPER:
+        return (
+            f"it loads its operands by TMA, which needs compute capability 9.0, and this GPU has {_capability(device)}"
+        )
+    if D < 8 or D % 8:
+        return f"TMA takes rows whose length is a multiple of 16 bytes, and the hidden size is {D}"
+    if V < 1:
+        return "the vocabulary is empty"
+    if not weight_fits:
+        return "TMA takes rows that start at multiples of 16 bytes, and the weight's do not"
+    if capped_and_smoothed:
+        return "with a soft cap, label smoothing bears on every logit in another way"
+    return None
+
+
+def why_not_row(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
+    """Return why the row kernel cannot run, or None if it can. Arguments as in `choose_backend`."""
+    no_triton = _why_no_triton(device)
+    if no_triton:
+        return no_triton
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its kernel computes in float32, and the operands are {dtype}"
+    return "the vocabulary is empty" if V < 1 else None
+
+
+def _why_no_triton(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels are for NVIDIA GPUs, and the tensors are on {device.type}"
+    return None if _has_triton() else "Triton is not installed"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the GPU's compute capability; where there is none to ask, that of the GPU being planned for: Hopper."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER

@@ -1,0 +1,298 @@
+"""Cross entropy by unnormalised exponentials: two GEMMs a chunk beside the one that makes them, and thin kernels.
+
+The GEMM that would write logits z writes E = exp(z - t) instead, t the target's logit, and its row sums r. Then
+loss = log1p(r), and with s = g / (1 + r) and E_y = -r the gradients are dX = diag(s) (E W) and dW = E^T (diag(s) X):
+see `kernels.exp_rows` for all the options, and docs/algorithm.md for the reasons.
+
+Two schedules: with a chunk's E over the whole vocabulary, three GEMMs (6NDV operations); or row sums first, and E once
+more in blocks of the vocabulary, four (8NDV), where memory is too short for chunks of enough rows, or where the
+upstream gradient is known in backward only. Names: N tokens, C rows of a chunk, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, take_input
+
+
+class ExpHead:
+    """One call of the exponential path: what all its chunks share.
+
+    Args:
+        job: The call.
+        rows: Its rows, all N of them.
+        plan: Chunks and blocks.
+    """
+
+    def __init__(self, job: CrossEntropyJob, rows: Rows, plan: HeadPlan) -> None:
+        from lowtide.head.kernels import configs, exp_logits, exp_rows
+
+        self.job, self.rows, self.plan = job, rows, plan
+        self.gemm, self.thin = exp_logits, exp_rows
+        device = job.input.device
+        self.config = configs.lookup(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+        self.programs = exp_logits.multiprocessors(device)
+        self.weight_VD = job.weight_VD.to(job.dtype)
+        V = self.weight_VD.shape[0]
+        self.tiles = exp_logits.tiles_across(V, self.config)
+        kept = rows.kept if rows.kept is not None else torch.ones_like(rows.target, dtype=torch.bool)
+        self.y_N = rows.target.where(kept, -1).int()
+        q = job.terms.class_weight
+        self.total = None if q is None else q.sum()
+        smoothing = job.terms.label_smoothing
+        self.terms = exp_rows.RowTerms(
+            bias_V=job.bias_V,
+            scale=job.logit_scale,
+            softcap=job.softcap,
+            class_weight_V=q,
+            total_class_weight=self.total,
+            smoothing=smoothing,
+            z_loss=job.terms.z_loss,
+            uniform_D=_weighted_sum(q, self.weight_VD) if smoothing else None,
+            uniform_bias=self._uniform_bias() if smoothing else None,
+        )
+        C = max(1, plan.chunk_rows, plan.sum_rows)
+        self._numbers = torch.empty(8, C, dtype=torch.float32, device=device)
+        self._integers = torch.zeros(2, C, dtype=torch.int32, device=device)
+
+    def run(self, loss_N: Tensor, factor_N: Tensor | None, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
+        """Compute losses [N], logsumexps and ``lse - t``, and with a factor [N] what ``into`` asks for."""
+        with self._on_device():
+            if factor_N is None or self.plan.schedule == "blocks":
+                self._sums(loss_N, lse_N, miss_N)
+                if factor_N is not None:
+                    self._rebuild(factor_N, into, lse_N, miss_N)
+            else:
+                self._three_products(loss_N, factor_N, into, lse_N, miss_N)
+
+    def rebuild(self, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
+        """Compute the gradients from what `run` left, each row's loss multiplied with ``factor_N``."""
+        with self._on_device():
+            self._rebuild(factor_N, into, lse_N, miss_N)
+
+    def _sums(self, loss_N: Tensor, lse_N: Tensor, miss_N: Tensor) -> None:
+        """Row sums alone: one GEMM whose result is never stored."""
+        rows = self.plan.sum_rows
+        sums = self._sum_buffer(rows)
+        for part in _slices(self.plan.rows, rows):
+            x_CD = self._input(part)
+            y_C, reports = self.y_N[part], self._reports(part, loss_N, lse_N, miss_N)
+            self.thin.target_logits(x_CD, self.weight_VD, y_C, reports, self.terms)
+            self._exponentials(x_CD, self.weight_VD, reports.target_logit, y_C, sum_CP=sums)
+            self._finish(sums, x_CD, y_C, None, reports)
+
+    def _three_products(self, loss_N: Tensor, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
+        job, plan = self.job, self.plan
+        V, D = self.weight_VD.shape
+        new = job.input.new_empty
+        sums = self._sum_buffer(plan.chunk_rows)
+        e_buffer = new(plan.chunk_rows, padded(V), dtype=job.dtype)
+        scaled = None if into.weight_VD is None else new(plan.chunk_rows, D, dtype=job.dtype)
+        product = None if into.input_ND is None else new(plan.chunk_rows, D, dtype=torch.float32)
+        begun = self._begin_weight_grad(factor_N, into)
+        for part in plan.slices():
+            C = part.stop - part.start
+            x_CD, y_C, g_C = self._input(part), self.y_N[part], factor_N[part]
+            reports = self._reports(part, loss_N, lse_N, miss_N)
+            e_CV = e_buffer[:C, :V]
+            scaled_CD = None if scaled is None else scaled[:C]
+            self.thin.target_logits(x_CD, self.weight_VD, y_C, reports, self.terms)
+            self._exponentials(x_CD, self.weight_VD, reports.target_logit, y_C, sum_CP=sums, e_CV=e_CV)
+            self._finish(sums, x_CD, y_C, g_C, reports, e_CV=e_CV, scaled_CD=scaled_CD)
+            if product is not None and into.input_ND is not None:
+                _multiply(e_CV, self.weight_VD, product[:C], add=False)
+                self.thin.finish_input_grad(
+                    product[:C], into.input_ND[part], self.weight_VD, y_C, g_C, reports, self.terms
+                )
+            if scaled_CD is not None and into.weight_VD is not None:
+                _multiply(e_CV.t(), scaled_CD, into.weight_VD, add=begun)
+            if into.bias_V is not None:
+                self.thin.add_column_sums(e_CV, reports.s, into.bias_V)
+            begun = True
+
+    def _rebuild(self, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
+        """E once more, a block of the vocabulary at a time, normalised: its rows' sums are known."""
+        job, plan = self.job, self.plan
+        V, D = self.weight_VD.shape
+        new = job.input.new_empty
+        e_buffer = new(plan.chunk_rows, padded(plan.block_columns), dtype=job.dtype)
+        scaled = None if into.weight_VD is None else new(plan.chunk_rows, D, dtype=job.dtype)
+        product = None if into.input_ND is None else new(plan.chunk_rows, D, dtype=torch.float32)
+        begun = self._begin_weight_grad(factor_N, into)
+        for part in plan.slices():
+            C = part.stop - part.start
+            x_CD, y_C, g_C = self._input(part), self.y_N[part], factor_N[part]
+            reports = self._reports(part, lse_N, lse_N, miss_N)
+            reference_C, coefficient_C = self._numbers[6, :C], self._numbers[7, :C]
+            scaled_CD = None if scaled is None else scaled[:C]
+            self.thin.prepare_rows(
+                lse_N[part], miss_N[part], x_CD, y_C, g_C, reference_C, coefficient_C, reports, self.terms, V,
+                scaled_CD=scaled_CD,
+            )  # fmt: skip
+            for block in _slices(V, plan.block_columns):
+                w_BD, e_CB = self.weight_VD[block], e_buffer[:C, : block.stop - block.start]
+                self._exponentials(
+                    x_CD, w_BD, reference_C, y_C, e_CV=e_CB, coefficient_C=coefficient_C, first_class=block.start
+                )
+                if product is not None:
+                    _multiply(e_CB, w_BD, product[:C], add=block.start > 0)
+                if scaled_CD is not None and into.weight_VD is not None:
+                    _multiply(e_CB.t(), scaled_CD, into.weight_VD[block], add=begun)
+                if into.bias_V is not None:
+                    self.thin.add_column_sums(e_CB, reports.s, into.bias_V[block])
+            if product is not None and into.input_ND is not None:
+                self.thin.finish_input_grad(
+                    product[:C], into.input_ND[part], self.weight_VD, y_C, g_C, reports, self.terms
+                )
+            begun = True
+
+    def _exponentials(
+        self,
+        x_CD: Tensor,
+        w_VD: Tensor,
+        reference_C: Tensor,
+        y_C: Tensor,
+        *,
+        sum_CP: Tensor | None = None,
+        e_CV: Tensor | None = None,
+        coefficient_C: Tensor | None = None,
+        first_class: int = 0,
+    ) -> None:
+        terms = self.terms
+        bias = terms.bias_V
+        self.gemm.exp_logits(
+            x_CD, w_VD, reference_C, y_C, self.config, self.programs, sum_CP=sum_CP, e_CV=e_CV,
+            bias_V=None if bias is None else bias[first_class : first_class + w_VD.shape[0]], scale=terms.scale,
+            softcap=terms.softcap, coefficient_C=coefficient_C, first_class=first_class,
+        )  # fmt: skip
+
+    def _finish(
+        self,
+        sums: Tensor,
+        x_CD: Tensor,
+        y_C: Tensor,
+        factor_C: Tensor | None,
+        reports: Any,
+        *,
+        e_CV: Tensor | None = None,
+        scaled_CD: Tensor | None = None,
+    ) -> None:
+        """Finish the rows; then do those again whose sums left the safe range, whose number the host never learns."""
+        V, terms = self.weight_VD.shape[0], self.terms
+        reports.count.zero_()
+        self.thin.finish_rows(sums, self.tiles, x_CD, y_C, factor_C, reports, terms, V, e_CV=e_CV, scaled_CD=scaled_CD)
+        self.gemm.shifted_exp_logits(
+            x_CD, self.weight_VD, reports.listed, reports.count, reports.highest, y_C, self.config, self.programs,
+            sum_CP=sums, bias_V=terms.bias_V, scale=terms.scale, softcap=terms.softcap, e_CV=e_CV,
+        )  # fmt: skip
+        self.thin.finish_rows(
+            sums, self.tiles, x_CD, y_C, factor_C, reports, terms, V, e_CV=e_CV, scaled_CD=scaled_CD, shifted=True
+        )
+
+    def _begin_weight_grad(self, factor_N: Tensor, into: Gradients) -> bool:
+        """Put smoothing's part, the same for every row of logits, into the weight's and the bias's gradient.
+
+        Returns:
+            bool: Whether the weight's gradient holds something to be added to.
+        """
+        V = self.weight_VD.shape[0]
+        smoothing = self.terms.smoothing
+        if into.weight_VD is not None and not self.plan.chunks:
+            into.weight_VD.zero_()
+        if not smoothing or not self.plan.chunks:
+            return False
+        q = self.terms.class_weight_V
+        m = 1.0 if self.terms.scale is None else self.terms.scale
+        if into.bias_V is not None:
+            shift = factor_N.sum() * (-smoothing / V) * m
+            into.bias_V += shift if q is None else shift * q
+        if into.weight_VD is None:
+            return False
+        mean_D = torch.zeros(self.weight_VD.shape[1], dtype=torch.float32, device=factor_N.device)
+        for part in self.plan.slices():
+            self.thin.add_column_sums(self._input(part), factor_N[part], mean_D)
+        _outer(q, mean_D * (-smoothing / V) * m, into.weight_VD, self.job.dtype)
+        return True
+
+    def _uniform_bias(self) -> Tensor:
+        bias, q = self.job.bias_V, self.job.terms.class_weight
+        if bias is None:
+            return torch.zeros((), dtype=torch.float32, device=self.weight_VD.device)
+        return bias.sum() if q is None else bias @ q
+
+    def _input(self, part: slice) -> Tensor:
+        """Return the chunk's hidden states in the operands' dtype, as TMA takes them."""
+        x = take_input(self.job, self.rows.index, part)
+        fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
+        return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+    def _reports(self, part: slice, loss_N: Tensor, lse_N: Tensor, miss_N: Tensor) -> Any:
+        C = part.stop - part.start
+        number, integer = self._numbers[:, :C], self._integers[:, :C]
+        return self.thin.Reports(
+            target_logit=number[0], uniform_logit=number[1], loss=loss_N[part], lse=lse_N[part], miss=miss_N[part],
+            s=number[2], rest=number[3], highest=integer[0], listed=integer[1],
+            count=self._count(),
+        )  # fmt: skip
+
+    def _count(self) -> Tensor:
+        return self._numbers[4, :1].view(torch.int32)
+
+    def _sum_buffer(self, rows: int) -> Tensor:
+        return self.job.input.new_empty(max(1, rows), self.tiles, dtype=torch.float32)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.job.input.device) if self.job.input.is_cuda else nullcontext()
+
+
+def _slices(N: int, size: int) -> Iterator[slice]:
+    for start in range(0, N, max(1, size)):
+        yield slice(start, min(start + size, N))
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _pieces(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of ``dtype`` that add up to ``x`` (float32), to all the digits that float32 has."""
+    if dtype == x.dtype:
+        return [x]
+    first = x.to(dtype)
+    second = (x - first.float()).to(dtype)
+    return [first, second, (x - first.float() - second.float()).to(dtype)]
+
+
+def _weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
+    """Return ``sum_v q_v w_v`` in float32, without a float32 copy of the weight."""
+    V, D = w_VD.shape
+    if q_V is None:
+        weights = w_VD.new_ones(1, V)
+    else:
+        weights = torch.stack(_pieces(q_V, w_VD.dtype))
+    out = w_VD.new_empty(len(weights), D, dtype=torch.float32)
+    _multiply(weights, w_VD, out, add=False)
+    return out.sum(0)
+
+
+def _outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype) -> None:
+    """Write ``q x^T`` into ``out_VD``, without a float32 copy of it: products of ``dtype``, summed in float32."""
+    right = _pieces(x_D, dtype)
+    if q_V is None:
+        left = [x_D.new_ones(out_VD.shape[0], dtype=dtype)] * len(right)
+    else:
+        parts = _pieces(q_V, dtype)
+        pairs = [(i, j) for i in range(len(parts)) for j in range(len(right)) if i + j < 3]
+        left, right = [parts[i] for i, _ in pairs], [right[j] for _, j in pairs]
+    _multiply(torch.stack(left, 1), torch.stack(right), out_VD, add=False)

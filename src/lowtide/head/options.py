@@ -1,0 +1,55 @@
+"""What the user may say about memory, accumulation and implementation."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal, get_args
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+
+Accumulate = Literal["auto", "float32", "input"]
+Backend = Literal["auto", "exp", "row", "torch"]
+Gradient = Literal["auto", "forward", "recompute"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """How the head trades memory for time. The defaults choose for you; `plan_head` says what they chose.
+
+    Args:
+        workspace_mib: Most scratch memory in MiB above inputs, outputs and returned gradients: the chunk's logits,
+            row sums and [C, D] buffers. The float32 accumulator of the weight's gradient, and under autocast the
+            weight's low-precision copy, are not in it; `plan_head` reports them. Never less than one row.
+            None: chosen by device.
+        accumulate: Where the weight's gradient is summed over chunks: ``"float32"``, ``"input"`` (the weight's own
+            dtype: V*D*4 bytes less, and one more rounding a chunk), or ``"auto"``: float32 where there is more than
+            one chunk, on the exponential path more than eight. An fp16 weight's always is in float32: the sum may
+            not fit fp16 before its scale is known.
+        backend: ``"auto"`` takes the fastest that fits. One asked for by name runs or raises: ``"exp"`` (bfloat16 on
+            Hopper and newer GPUs), ``"row"`` (a kernel over rows of logits, on NVIDIA GPUs with Triton), ``"torch"``
+            (plain PyTorch, on any device).
+        gradient: ``"forward"`` computes the gradients along with the loss (three GEMMs), ``"recompute"`` builds the
+            logits once more in backward (four), and ``"auto"`` takes the first wherever the upstream gradient is a
+            scalar, or the head is frozen.
+
+    Raises:
+        ArgumentValueError: A value that is none of these.
+        ArgumentTypeError: ``workspace_mib`` is not a number.
+    """
+
+    workspace_mib: float | None = None
+    accumulate: Accumulate = "auto"
+    backend: Backend = "auto"
+    gradient: Gradient = "auto"
+
+    def __post_init__(self) -> None:
+        mib: object = self.workspace_mib
+        if mib is not None:
+            if isinstance(mib, bool) or not isinstance(mib, Real):
+                raise ArgumentTypeError(message("workspace_mib", "a number of MiB or None", f"{mib!r}"))
+            if not 0 < float(mib) < math.inf:
+                raise ArgumentValueError(message("workspace_mib", "a finite number above 0, or None", f"{mib!r}"))
+        for name, kind in (("accumulate", Accumulate), ("backend", Backend), ("gradient", Gradient)):
+            allowed, got = get_args(kind), getattr(self, name)
+            if got not in allowed:
+                raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{got!r}"))
