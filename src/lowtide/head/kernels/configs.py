@@ -1,0 +1,72 @@
+"""Tile sizes of the exponential GEMM: a table for known GPUs, and what a tuning run left on this machine's disk."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmConfig:
+    """How one program of the exponential GEMM works.
+
+    Attributes:
+        rows: Rows of a tile, from the hidden states.
+        columns: Columns of a tile, from the vocabulary.
+        depth: Hidden sizes multiplied at a time.
+        group: Row tiles whose programs share a part of the weight in cache.
+        stages: Tiles in flight from memory.
+        warps: Warps of a program.
+        pieces: 1 or 2: in how many pieces a tile is stored. Two take half the shared memory.
+        per_multiprocessor: Programs on each multiprocessor.
+    """
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    group: int = 8
+    stages: int = 4
+    warps: int = 8
+    pieces: int = 2
+    per_multiprocessor: int = 1
+
+
+TABLE = {"NVIDIA H100 80GB HBM3": GemmConfig(), "NVIDIA H200": GemmConfig()}
+
+
+def lookup(name: str) -> GemmConfig:
+    """Return the tile sizes for the GPU called ``name``: from a tuning run on this machine, the table, or the default.
+
+    Args:
+        name: As `torch.cuda.get_device_name` gives it.
+    """
+    return tuned().get(name) or TABLE.get(name) or GemmConfig()
+
+
+def cache_file() -> Path:
+    """Return where tuning runs leave what they found."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "lowtide" / "gemm.json"
+
+
+@cache
+def tuned() -> dict[str, GemmConfig]:
+    """Return what tuning runs found, by the GPU's name; nothing where there is no such file or it cannot be read."""
+    try:
+        found = json.loads(cache_file().read_text())
+        return {name: GemmConfig(**sizes) for name, sizes in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def remember(name: str, config: GemmConfig) -> Path:
+    """Add ``config`` for the GPU called ``name`` to the file, which is whole or as before, and return its path."""
+    file = cache_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = {other: asdict(sizes) for other, sizes in tuned().items()} | {name: asdict(config)}
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(found, indent=1))
+    part.replace(file)
+    tuned.cache_clear()
+    return file

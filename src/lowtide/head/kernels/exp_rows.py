@@ -1,0 +1,411 @@
+"""What stands between the GEMMs of the exponential path: a program a row, over [C, D] or [C], never [C, V].
+
+C rows of a chunk, D hidden size, V vocabulary, P tiles across it. With r the sum of exp(z_v - R) over the classes other
+than the target, R the row's reference (the target's logit t, or where that overflows the highest one), e = exp(t - R),
+a = label smoothing, u = z_loss, q class weights (else 1) and Q their sum, m the logit scale, g the token's factor:
+
+    lse = R + log(r + e)         k = (1 - a) q_y + a Q / V + 2 u lse            s = m g k / (r + e)
+    loss = (1 - a) q_y (lse - t) + (a / V) (Q lse - sum_v q_v z_v) + u lse^2
+    coefficient at the target = f_y ((a Q / V + 2 u lse) e - (1 - a) q_y r) / k,     f_y = 1 - (t / softcap)^2
+    dX = s (E W) - m g (a / V) sum_v q_v w_v
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.head.kernels.exp_logits import from_ordered, tanh, to_ordered
+
+MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
+LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, likewise
+TO_BLAME = tl.constexpr(2.0**8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def log1p(r):  # type: ignore[no-untyped-def]
+    """Of a number >= 0, with its relative precision where it is small (Kahan)."""
+    u = 1.0 + r
+    small = (u == 1.0) | (u == float("inf"))
+    return tl.where(small, r, tl.log(u) * (r / tl.where(small, 1.0, u - 1.0)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def expm1(x):  # type: ignore[no-untyped-def]
+    """Of a number <= 0, likewise."""
+    u = tl.exp(x)
+    near = (u == 1.0) | (u == 0.0)
+    return tl.where(near, tl.where(u == 0.0, -1.0, x), (u - 1.0) * (x / tl.where(near, 1.0, tl.log(u))))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def dot(x_ptr, w_ptr, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two rows of length D, in float32."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+        total += x * tl.load(w_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+    return tl.sum(total, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _target_logits(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, y_ptr, t_ptr, bias_ptr, scale_ptr, cap, uniform_ptr, uniform_bias_ptr, uniform_logit_ptr, D,
+    x_stride, w_stride, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """t = z_y; with smoothing also sum_v q_v z_v = m (x . sum_v q_v w_v + sum_v q_v b_v). Ignored rows: 0."""
+    i = tl.program_id(0).to(tl.int64)
+    y = tl.load(y_ptr + i).to(tl.int64)
+    if y < 0:
+        tl.store(t_ptr + i, 0.0)
+        if SMOOTH:
+            tl.store(uniform_logit_ptr + i, 0.0)
+    else:
+        x = x_ptr + i * x_stride
+        t = dot(x, w_ptr + y * w_stride, D, BLOCK)
+        if BIAS:
+            t += tl.load(bias_ptr + y)
+        if SCALE:
+            t *= tl.load(scale_ptr)
+        if CAP:
+            t = cap * tanh(t / cap)
+        tl.store(t_ptr + i, t)
+        if SMOOTH:
+            z = dot(x, uniform_ptr, D, BLOCK) + tl.load(uniform_bias_ptr)
+            if SCALE:
+                z *= tl.load(scale_ptr)
+            tl.store(uniform_logit_ptr + i, z)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """((1 - a) q_y, a Q / V + 2 u lse): what multiplies the target's share and the whole softmax."""
+    own = 1.0 - smoothing
+    spread = smoothing
+    if CLASS_WEIGHT:
+        own *= tl.load(q_ptr + y)
+        spread *= tl.load(total_ptr) / V
+    return own, spread + 2.0 * z_loss * lse
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write s x, and 0 where s is 0, whatever x holds."""
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+        x = tl.where(s == 0.0, 0.0, x * s)
+        tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _finish_rows(  # type: ignore[no-untyped-def]
+    sum_ptr, P, sum_stride, y_ptr, t_ptr, uniform_logit_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, e_ptr, e_stride,
+    loss_ptr, lse_ptr, miss_ptr, s_ptr, rest_ptr, highest_ptr, list_ptr, count_ptr, q_ptr, total_ptr, scale_ptr, cap,
+    smoothing, z_loss, D, V, rows, SHIFTED: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr,
+    SMOOTH: tl.constexpr, CLASS_WEIGHT: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's loss from its sums and, with GRADIENT, E's entry at the target, what that lost in rounding, s and s x.
+
+    Rows whose sums left the safe range go on the list. With SHIFTED the rows are those of the list, done again.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    alive = i < rows
+    if SHIFTED:
+        alive = i < tl.load(count_ptr)
+        i = tl.load(list_ptr + i, mask=alive, other=0).to(tl.int64)
+    if alive:
+        y = tl.load(y_ptr + i).to(tl.int64)
+        kept = y >= 0
+        y = tl.where(kept, y, 0)
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for p in range(0, P, BLOCK):
+            at = p + tl.arange(0, BLOCK)
+            sums += tl.load(sum_ptr + i * sum_stride + at, mask=at < P, other=0.0)
+        r = tl.sum(sums, 0)
+        t = tl.load(t_ptr + i)
+        if SHIFTED:
+            reference = from_ordered(tl.load(highest_ptr + i))
+            e = tl.exp(t - reference)
+            miss = (reference - t) + tl.log(r + e)
+        else:
+            e = 1.0
+            miss = log1p(r)
+        lse = t + miss
+        if SHIFTED:
+            lse = reference + tl.log(r + e)
+        own, spread = _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
+        loss = tl.where(own == 0.0, 0.0, own * miss) + z_loss * lse * lse
+        if SMOOTH:
+            total = 1.0 * V
+            if CLASS_WEIGHT:
+                total = tl.load(total_ptr)
+            loss += smoothing / V * (total * lse - tl.load(uniform_logit_ptr + i))
+        tl.store(loss_ptr + i, tl.where(kept, loss, 0.0))
+        tl.store(lse_ptr + i, tl.where(kept, lse, 0.0))
+        tl.store(miss_ptr + i, tl.where(kept, miss, 0.0))
+        wrong = ~(r <= MOST) | ~(tl.abs(t) < float("inf"))
+        if GRADIENT:
+            k = own + spread
+            weight = tl.load(g_ptr + i) * k
+            if SCALE:
+                weight *= tl.load(scale_ptr)
+            s = tl.where(kept & (k != 0.0), weight / (r + e), 0.0)
+            wrong = wrong | ((r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0))
+            c = tl.where(k == 0.0, 0.0, (spread * e - own * r) / k)
+            if CAP:
+                c *= 1.0 - (t / cap) * (t / cap)
+            stored = c.to(e_ptr.dtype.element_ty)
+            row = e_ptr + i * e_stride
+            if kept:
+                tl.store(row + y, stored)
+            elif r != 0.0:  # not a number: an ignored row of such logits
+                for v in range(0, V, BLOCK):
+                    at = v + tl.arange(0, BLOCK)
+                    tl.store(row + at, tl.zeros((BLOCK,), e_ptr.dtype.element_ty), mask=at < V)
+            tl.store(s_ptr + i, s)
+            tl.store(rest_ptr + i, tl.where(kept, c - stored.to(tl.float32), 0.0))
+            if SCALED:
+                _scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
+        if not SHIFTED:
+            if kept & wrong:
+                tl.store(highest_ptr + i, to_ordered(t))
+                slot = tl.atomic_add(count_ptr, 1)
+                tl.store(list_ptr + slot, i.to(tl.int32))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare_rows(  # type: ignore[no-untyped-def]
+    lse_ptr, miss_ptr, y_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, reference_ptr, coefficient_ptr, s_ptr, rest_ptr,
+    q_ptr, total_ptr, scale_ptr, cap, smoothing, z_loss, D, V, SCALED: tl.constexpr, CLASS_WEIGHT: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same with lse and lse - t known: s is split in a power of two, exact on x, and the rest, put into E."""
+    i = tl.program_id(0).to(tl.int64)
+    y = tl.load(y_ptr + i).to(tl.int64)
+    kept = y >= 0
+    y = tl.where(kept, y, 0)
+    lse = tl.load(lse_ptr + i)
+    miss = tl.load(miss_ptr + i)
+    own, spread = _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
+    k = own + spread
+    weight = tl.load(g_ptr + i) * k
+    if SCALE:
+        weight *= tl.load(scale_ptr)
+    weight = tl.where(kept & (k != 0.0), weight, 0.0)
+    power = (weight.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # sign and exponent
+    power = tl.where(tl.abs(power) < float("inf"), power, weight)
+    part = tl.where((power == 0.0) | (power == weight), 1.0, weight / power)
+    c = (spread * tl.exp(-miss) + own * expm1(-miss)) / tl.where(k == 0.0, 1.0, k)
+    if CAP:
+        t = (lse - miss) / cap
+        c *= 1.0 - t * t
+    c = tl.where(kept & (k != 0.0), c * part, 0.0)
+    tl.store(reference_ptr + i, lse - tl.log(part))
+    tl.store(coefficient_ptr + i, c)
+    tl.store(s_ptr + i, power)
+    tl.store(rest_ptr + i, c - c.to(x_ptr.dtype.element_ty).to(tl.float32))
+    if SCALED:
+        _scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish_input_grad(  # type: ignore[no-untyped-def]
+    product_ptr, out_ptr, w_ptr, w_stride, y_ptr, s_ptr, rest_ptr, g_ptr, scale_ptr, uniform_ptr, smoothing, D, V,
+    SMOOTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dX = s (E W + what the target's coefficient lost in rounding * w_y) - m g (a / V) sum_v q_v w_v."""
+    i = tl.program_id(0).to(tl.int64)
+    y = tl.load(y_ptr + i).to(tl.int64)
+    kept = y >= 0
+    w = w_ptr + tl.where(kept, y, 0) * w_stride
+    s = tl.load(s_ptr + i)
+    rest = tl.load(rest_ptr + i)
+    even = tl.zeros((1,), tl.float32)
+    if SMOOTH:
+        even += smoothing / V * tl.load(g_ptr + i)
+        if SCALE:
+            even *= tl.load(scale_ptr)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        grad = tl.load(product_ptr + i * D + at, mask=at < D, other=0.0)
+        grad += rest * tl.load(w + at, mask=at < D, other=0.0).to(tl.float32)
+        grad = tl.where(s == 0.0, 0.0, grad * s)
+        if SMOOTH:
+            grad -= even * tl.load(uniform_ptr + at, mask=at < D, other=0.0)
+        tl.store(out_ptr + i * D + at, tl.where(kept, grad, 0.0).to(out_ptr.dtype.element_ty), mask=at < D)
+
+
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
+def _add_column_sums(e_ptr, e_stride, s_ptr, out_ptr, C, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out_v += sum_i s_i E_iv, in the order of the rows."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for c in range(0, C, ROWS):
+        row = c + tl.arange(0, ROWS)
+        inside = (row < C)[:, None] & (column < V)[None, :]
+        s = tl.load(s_ptr + row, mask=row < C, other=0.0)[:, None]
+        e = tl.load(e_ptr + row.to(tl.int64)[:, None] * e_stride + column[None, :], mask=inside, other=0.0)
+        total += tl.where(s == 0.0, 0.0, e.to(tl.float32) * s)
+    out = tl.sum(total, 0) + tl.load(out_ptr + column, mask=column < V, other=0.0)
+    tl.store(out_ptr + column, out, mask=column < V)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTerms:
+    """What the loss adds to plain cross entropy, on the device; None or 0 where it is not asked for."""
+
+    bias_V: Tensor | None  # float32
+    scale: Tensor | None  # 0-d float32
+    softcap: float | None
+    class_weight_V: Tensor | None  # float32
+    total_class_weight: Tensor | None  # 0-d float32
+    smoothing: float
+    z_loss: float
+    uniform_D: Tensor | None  # float32, sum_v q_v w_v, with smoothing
+    uniform_bias: Tensor | None  # 0-d float32, sum_v q_v b_v, with smoothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reports:
+    """What is known of each row of a chunk [C], float32 but for the three integers."""
+
+    target_logit: Tensor
+    uniform_logit: Tensor  # sum_v q_v z_v, with smoothing
+    loss: Tensor
+    lse: Tensor
+    miss: Tensor  # lse - t
+    s: Tensor
+    rest: Tensor  # what the target's coefficient lost in rounding
+    highest: Tensor  # int32: see to_ordered
+    listed: Tensor  # int32: rows to be done again
+    count: Tensor  # int32 [1]: how many
+
+
+def target_logits(x_CD: Tensor, w_VD: Tensor, y_C: Tensor, rows: Reports, terms: RowTerms) -> None:
+    """Write each row's target logit, cap and all, and with smoothing the weighted sum of all its logits."""
+    C, D = x_CD.shape
+    _target_logits[(C,)](
+        x_CD, w_VD, y_C, rows.target_logit, _or(terms.bias_V, y_C), _or(terms.scale, y_C), terms.softcap or 1.0,
+        _or(terms.uniform_D, y_C), _or(terms.uniform_bias, y_C), rows.uniform_logit, D, x_CD.stride(0),
+        w_VD.stride(0), BIAS=terms.bias_V is not None, SCALE=terms.scale is not None, CAP=terms.softcap is not None,
+        SMOOTH=terms.uniform_D is not None, BLOCK=_block(D), num_warps=4,
+    )  # fmt: skip
+
+
+def finish_rows(
+    sum_CP: Tensor,
+    P: int,
+    x_CD: Tensor,
+    y_C: Tensor,
+    factor_C: Tensor | None,
+    rows: Reports,
+    terms: RowTerms,
+    V: int,
+    *,
+    e_CV: Tensor | None = None,
+    scaled_CD: Tensor | None = None,
+    shifted: bool = False,
+) -> None:
+    """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
+
+    Args:
+        sum_CP: Row sums from the GEMM, ``P`` of them.
+        P: How many.
+        x_CD: Hidden states.
+        y_C: int32 classes, -1 for ignored tokens.
+        factor_C: g, float32; None: losses alone.
+        rows: Takes the results.
+        terms: The loss.
+        V: Vocabulary.
+        e_CV: E, with a factor.
+        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
+        shifted: Whether to do the listed rows alone, whose sums are relative to their highest logit.
+    """
+    C, D = x_CD.shape
+    _finish_rows[(C,)](
+        sum_CP, P, sum_CP.stride(0), y_C, rows.target_logit, rows.uniform_logit, _or(factor_C, y_C), x_CD,
+        x_CD.stride(0), _or(scaled_CD, y_C), _or(e_CV, y_C), 0 if e_CV is None else e_CV.stride(0), rows.loss, rows.lse,
+        rows.miss, rows.s, rows.rest, rows.highest, rows.listed, rows.count, _or(terms.class_weight_V, y_C),
+        _or(terms.total_class_weight, y_C), _or(terms.scale, y_C), terms.softcap or 1.0, terms.smoothing, terms.z_loss,
+        D, V, C, SHIFTED=shifted, GRADIENT=factor_C is not None, SCALED=scaled_CD is not None,
+        SMOOTH=terms.uniform_D is not None, CLASS_WEIGHT=terms.class_weight_V is not None,
+        SCALE=terms.scale is not None, CAP=terms.softcap is not None, BLOCK=_block(D), num_warps=4,
+    )  # fmt: skip
+
+
+def prepare_rows(
+    lse_C: Tensor,
+    miss_C: Tensor,
+    x_CD: Tensor,
+    y_C: Tensor,
+    factor_C: Tensor,
+    reference_C: Tensor,
+    coefficient_C: Tensor,
+    rows: Reports,
+    terms: RowTerms,
+    V: int,
+    *,
+    scaled_CD: Tensor | None,
+) -> None:
+    """From known lse and lse - t, write what E is to be built with, so that ``s`` and ``scaled`` are exact.
+
+    Args:
+        lse_C: float32.
+        miss_C: float32, lse minus the target's logit.
+        x_CD: Hidden states.
+        y_C: int32 classes, -1 for ignored tokens.
+        factor_C: g, float32.
+        reference_C: Takes the reference of the exponentials.
+        coefficient_C: Takes E's entry at the target.
+        rows: Takes s, a power of two, and the rest.
+        terms: The loss.
+        V: Vocabulary.
+        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
+    """
+    C, D = x_CD.shape
+    _prepare_rows[(C,)](
+        lse_C, miss_C, y_C, factor_C, x_CD, x_CD.stride(0), _or(scaled_CD, y_C), reference_C, coefficient_C, rows.s,
+        rows.rest, _or(terms.class_weight_V, y_C), _or(terms.total_class_weight, y_C), _or(terms.scale, y_C),
+        terms.softcap or 1.0, terms.smoothing, terms.z_loss, D, V, SCALED=scaled_CD is not None,
+        CLASS_WEIGHT=terms.class_weight_V is not None, SCALE=terms.scale is not None, CAP=terms.softcap is not None,
+        BLOCK=_block(D), num_warps=4,
+    )  # fmt: skip
+
+
+def finish_input_grad(
+    product_CD: Tensor,
+    out_CD: Tensor,
+    w_VD: Tensor,
+    y_C: Tensor,
+    factor_C: Tensor,
+    rows: Reports,
+    terms: RowTerms,
+) -> None:
+    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous)."""
+    C, D = product_CD.shape
+    _finish_input_grad[(C,)](
+        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, rows.s, rows.rest, factor_C, _or(terms.scale, y_C),
+        _or(terms.uniform_D, y_C), terms.smoothing, D, w_VD.shape[0], SMOOTH=terms.uniform_D is not None,
+        SCALE=terms.scale is not None, BLOCK=_block(D), num_warps=4,
+    )  # fmt: skip
+
+
+def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor) -> None:
+    """Add ``sum_i s_i E_iv`` to ``out_V``, float32."""
+    C, V = e_CV.shape
+    _add_column_sums[(triton.cdiv(V, 128),)](
+        e_CV, e_CV.stride(0), s_C, out_V, C, V, ROWS=32, COLUMNS=128, num_warps=4
+    )  # fmt: skip
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """Return a tensor to stand where a kernel expects one that it will not touch."""
+    return other if tensor is None else tensor
+
+
+def _block(D: int) -> int:
+    return min(1024, max(64, triton.next_power_of_2(D)))
