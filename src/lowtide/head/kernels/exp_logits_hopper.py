@@ -1,0 +1,280 @@
+"""`exp_logits` for Hopper's own instructions: E = exp(x W^T - reference) and its row sums, without bias, scale or cap.
+
+C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
+
+Written in Gluon, since Triton itself does not split a Hopper program by role. One program a multiprocessor, persistent,
+of three parts: a producer warp issues the TMA loads; two consumer warpgroups multiply, each its own ROWS rows of a tile
+[2 * ROWS, COLUMNS], and turn their accumulators into E. The two share every stage of W, and while they finish a tile
+the producer already loads the next one's beginning.
+
+The barriers. A step is DEPTH hidden sizes of one tile. Each part counts the steps of the program's tiles in the same
+order, and step i is in stage i % STAGES, for the (i // STAGES)-th time. The phase to wait for is that number's parity;
+of a fresh barrier, a wait for phase 1 passes and one for phase 0 does not.
+
+    full[stage]   completed once a step, by the producer's announcement and the bytes of its three loads. Consumers wait
+                  for it before they read.
+    empty[stage]  completed once a step, by one arrival of each consumer when it has read the stage. The producer waits
+                  for the previous step's in that stage before it loads; the first STAGES times that passes at once.
+
+Parities are enough, since nobody gets two phases ahead: a stage is not loaded before both consumers have left it. Every
+step loaded is waited for and released by both, so no load is in flight and nobody is left waiting when a part ends.
+
+Gluon's compiler (3.6 to 3.9) takes a variable to change in a loop when one pass over the body leaves it different from
+what it was. One that starts as a copy of another, and in the loop takes that other's value, looks unchanged and stays
+as it was: a version of this kernel so released one stage for ever, and hung. Hence one counter of steps, never copied.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # Triton 3.9's names, else 3.6's
+    load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+    store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+    barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+    GLUON_ERROR = None
+except (ImportError, AttributeError) as error:  # then what follows can be defined and not run: `unsupported` says why
+    gluon, gl, GLUON_ERROR = triton, tl, str(error)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+ROWS = gl.constexpr(64)  # of each consumer; a tile has twice as many
+COLUMNS = gl.constexpr(256)
+PIECE = gl.constexpr(128)  # columns stored at a time: two pieces share a buffer
+DEPTH = gl.constexpr(64)
+STAGES_LOG2 = gl.constexpr(2)
+STAGES = gl.constexpr(4)
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _tile_at(tile, C, V, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the tile's place, (row tile, column tile): groups of GROUP row tiles share W in cache, rows go first."""
+    row_tiles = gl.cdiv(C, 2 * ROWS)
+    width = GROUP * gl.cdiv(V, COLUMNS)
+    first = (tile // width) * GROUP
+    height = gl.minimum(row_tiles - first, GROUP)
+    return first + (tile % width) % height, (tile % width) // height
+
+
+@gluon.jit
+def _stage_and_phase(step):  # type: ignore[no-untyped-def]
+    """Return where a step's operands lie, and the parity of how often others lay there before."""
+    return step & (STAGES - 1), (step >> STAGES_LOG2) & 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _produce(x_d, w_d, x_s, w_s, full, empty, C, V, D, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the stages. What lies outside of x and w arrives as zeros, and counts as bytes that arrived."""
+    tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row_tile, p = _tile_at(tile, C, V, GROUP)
+        row = row_tile * (2 * ROWS)
+        for k in range(gl.cdiv(D, DEPTH)):
+            stage, phase = _stage_and_phase(step)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            loaded = full.index(stage)
+            mbarrier.expect(loaded, (2 * ROWS + COLUMNS) * DEPTH * 2)
+            load_tile(x_d, [row, k * DEPTH], loaded, x_s.index(2 * stage))
+            load_tile(x_d, [row + ROWS, k * DEPTH], loaded, x_s.index(2 * stage + 1))
+            load_tile(w_d, [p * COLUMNS, k * DEPTH], loaded, w_s.index(stage))
+            step += 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _consume(  # type: ignore[no-untyped-def]
+    HALF: gl.constexpr, e_d, x_s, w_s, e_s, full, empty, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride,
+    first_class, C, V, D, GROUP: gl.constexpr, COEFFICIENT: gl.constexpr, BOUND: gl.constexpr, SUM: gl.constexpr,
+    STORE: gl.constexpr,
+):  # fmt: skip
+    """Multiply, and finish, the HALF-th ROWS rows of each tile."""
+    whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
+    buffer = e_s.index(HALF)
+    step = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row_tile, p = _tile_at(tile, C, V, GROUP)
+        row = row_tile * (2 * ROWS) + HALF * ROWS
+        column = p * COLUMNS
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        # asked for here, used when the products are done: nobody waits for them
+        y = gl.load(y_ptr + rows, mask=rows < C, other=-1)
+        reference = gl.load(reference_ptr + rows, mask=rows < C, other=0.0)
+
+        z = gl.zeros([ROWS, COLUMNS], gl.float32, whole)
+        for k in range(gl.cdiv(D, DEPTH)):
+            stage, phase = _stage_and_phase(step)
+            mbarrier.wait(full.index(stage), phase)
+            w = w_s.index(stage).permute((1, 0))
+            z = warpgroup_mma(x_s.index(2 * stage + HALF), w, z, use_acc=k > 0, is_async=True)
+            z = warpgroup_mma_wait(0, deps=(z,))
+            barrier()  # a warp's wait is for its own rows, and one thread arrives for all four
+            mbarrier.arrive(empty.index(stage), count=1)
+            step += 1
+
+        kept = y >= 0
+        reference = gl.where(kept, reference * LOG2E, float("inf"))
+        y -= first_class + column  # within the tile; stays negative where ignored
+        bound = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, layout)) + (V - column)
+        if COEFFICIENT:
+            bound = gl.where(kept, bound, 0)
+        # most tiles hold neither targets nor columns beyond V
+        special = (y >= 0) & (y < COLUMNS)
+        if BOUND:
+            special = special | (bound < COLUMNS)
+        is_special = gl.max(special.to(gl.int32), 0) != 0
+
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+        pieces = z.reshape([ROWS, 2, PIECE]).permute(0, 2, 1).split()
+        for i in gl.static_range(2):
+            at = i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+            piece = gl.convert_layout(pieces[i], layout, assert_trivial=True)
+            e = gl.exp2(piece * LOG2E - reference[:, None])
+            if is_special:
+                e = gl.where(at[None, :] == y[:, None], 0.0, e)
+                if BOUND:
+                    e = gl.where(at[None, :] < bound[:, None], e, 0.0)
+            if SUM:
+                total += gl.sum(e, 1)
+            if STORE:
+                if COEFFICIENT:  # noqa: SIM102 - known when compiled
+                    if is_special:  # loaded only here, as there are no registers to hold it for long
+                        coefficient = gl.load(coefficient_ptr + rows, mask=rows < C, other=0.0)
+                        e = gl.where(at[None, :] == y[:, None], coefficient[:, None], e)
+                rounded = e.to(gl.bfloat16)
+                tma.store_wait(0)  # the thread that stored the last piece knows that the buffer has been read,
+                barrier()  # and tells the others
+                buffer.store(rounded)
+                fence_async_shared()
+                barrier()
+                store_tile(e_d, [row, column + i * PIECE], buffer)
+        if SUM:
+            gl.store(sum_ptr + rows.to(gl.int64) * sum_stride + p, total, mask=rows < C)
+    tma.store_wait(0)  # shared memory goes when the program ends
+
+
+@gluon.jit(do_not_specialize=["sum_stride", "first_class", "C", "V", "D"])  # type: ignore[untyped-decorator]
+def _exp_logits_hopper(  # type: ignore[no-untyped-def]
+    x_d, w_d, e_d, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride, first_class, C, V, D,
+    GROUP: gl.constexpr, COEFFICIENT: gl.constexpr, BOUND: gl.constexpr, SUM: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """Set up the stages and the barriers, and send the warps to their parts."""
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
+    w_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, COLUMNS, DEPTH], w_d.layout)
+    e_s = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, PIECE], e_d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()  # the loads report to these barriers; the warps meet once more before their parts begin
+    gl.warp_specialize(
+        [
+            (_consume, (
+                0, e_d, x_s, w_s, e_s, full, empty, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride,
+                first_class, C, V, D, GROUP, COEFFICIENT, BOUND, SUM, STORE,
+            )),
+            (_consume, (
+                1, e_d, x_s, w_s, e_s, full, empty, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride,
+                first_class, C, V, D, GROUP, COEFFICIENT, BOUND, SUM, STORE,
+            )),
+            (_produce, (x_d, w_d, x_s, w_s, full, empty, C, V, D, GROUP)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def unsupported(x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None = None) -> str | None:
+    """Return why `exp_logits_hopper` can't take these, or None where it can."""
+    for name, tensor in (("x_CD", x_CD), ("w_VD", w_VD), ("e_CV", e_CV)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.bfloat16:
+            return f"{name} is {tensor.dtype}, and the kernel is for torch.bfloat16"
+        if not tensor.numel():
+            return f"{name} is empty"
+        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
+            return f"{name} does not start, or its rows do not, at multiples of 16 bytes: strides {tensor.stride()}"
+    if GLUON_ERROR is not None:
+        return f"Triton {triton.__version__} has no Gluon for Hopper: {GLUON_ERROR}"
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
+        return f"Triton is {triton.__version__}, and the kernel needs 3.6"
+    if x_CD.device.type != "cuda" or torch.version.cuda is None:
+        return f"the tensors are on {x_CD.device}, and the kernel needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(x_CD.device) != (9, 0):
+        return "the GPU's compute capability is not 9.0"
+    return None
+
+
+def exp_logits_hopper(
+    x_CD: Tensor,
+    w_VD: Tensor,
+    reference_C: Tensor,
+    y_C: Tensor,
+    programs: int,
+    *,
+    group: int = 16,
+    e_CV: Tensor | None = None,
+    sum_CP: Tensor | None = None,
+    coefficient_C: Tensor | None = None,
+    first_class: int = 0,
+) -> None:
+    """Write ``E = exp(x @ w.T - reference)`` and its sums, for what `unsupported` finds nothing to say about.
+
+    At the target E is 0, or ``coefficient`` where given. Rows of ignored tokens are 0, unless their logits are not
+    finite and ``coefficient`` is None: then they may be NaN. Nothing is allocated.
+
+    Args:
+        x_CD: bfloat16 hidden states, rows of 16-byte stride, unit stride within.
+        w_VD: Weight, the same.
+        reference_C: float32, in the logits' own unit.
+        y_C: int32 classes, counted as ``first_class`` and on; -1 for ignored tokens.
+        programs: How many programs run: one for each multiprocessor.
+        group: Row tiles whose programs share a part of the weight in cache.
+        e_CV: bfloat16, takes E; rows of 16-byte stride, whatever V is. None: only sums are wanted.
+        sum_CP: float32, unit stride within rows; takes the row sums of each 256 columns of E before it is rounded,
+            target left out.
+        coefficient_C: float32, what E holds at the target.
+        first_class: Class of ``w_VD``'s first row.
+    """
+    C, D = x_CD.shape
+    V = w_VD.shape[0]
+    sums = reference_C if sum_CP is None else sum_CP
+    x_d = _descriptor(x_CD, C, D, ROWS.value, DEPTH.value)
+    _exp_logits_hopper[(programs,)](
+        x_d, _descriptor(w_VD, V, D, COLUMNS.value, DEPTH.value),
+        x_d if e_CV is None else _descriptor(e_CV, C, V, ROWS.value, PIECE.value),
+        reference_C, y_C, reference_C if coefficient_C is None else coefficient_C, sums, sums.stride(0), first_class,
+        C, V, D, GROUP=group, COEFFICIENT=coefficient_C is not None,
+        BOUND=V % COLUMNS.value != 0 or coefficient_C is not None, SUM=sum_CP is not None, STORE=e_CV is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _descriptor(x: Tensor, rows: int, columns: int, block_rows: int, block_columns: int) -> Any:
+    block = (block_rows, block_columns)
+    return TensorDescriptor(x, [rows, columns], [x.stride(0), 1], list(block), _shared_layout(block))
+
+
+@cache
+def _shared_layout(block: tuple[int, int]) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
