@@ -20,7 +20,7 @@ from lowtide.head.kernels.configs import GemmConfig
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def tanh(u):  # type: ignore[no-untyped-def]
     """From exp2 of a number that is not positive, so that it is right at both ends."""
     e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
@@ -131,22 +131,22 @@ def _exp_logits(  # type: ignore[no-untyped-def]
             tl.store(moment_ptr + at, moment, mask=rows < C)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def to_ordered(f):  # type: ignore[no-untyped-def]
     """Map float32 to int32 so that the order stays: an integer maximum is the same whoever comes first."""
     i = f.to(tl.int32, bitcast=True)
     return tl.where(i < 0, i ^ 0x7FFFFFFF, i)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def from_ordered(i):  # type: ignore[no-untyped-def]
     """Undo `to_ordered`."""
     return tl.where(i < 0, i ^ 0x7FFFFFFF, i).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _shifted_exp_logits(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, e_ptr, list_ptr, count_ptr, highest_ptr, y_ptr, sum_ptr, moment_ptr, bias_ptr, scale_ptr, cap, C, V,
+    x_ptr, w_ptr, e_ptr, list_ptr, count_ptr, highest_ptr, y_ptr, sum_ptr, moment_ptr, bias_ptr, scale_ptr, cap, V,
     D, x_stride, w_stride, e_stride, sum_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     PROGRAMS: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, MOMENT: tl.constexpr,
     STORE: tl.constexpr, FIND_HIGHEST: tl.constexpr,
@@ -299,13 +299,13 @@ def shifted_exp_logits(
         e_CV: See there.
         moment_CP: See there.
     """
-    C, D = x_CD.shape
+    D = x_CD.shape[1]
     V = w_VD.shape[0]
     for find_highest in (True, False):
         _shifted_exp_logits[(programs,)](
             x_CD, w_VD, x_CD if e_CV is None else e_CV, list_C, count, highest_C, y_C, sum_CP,
             sum_CP if moment_CP is None else moment_CP, sum_CP if bias_V is None else bias_V,
-            sum_CP if scale is None else scale, 1.0 if softcap is None else softcap, C, V, D, x_CD.stride(0),
+            sum_CP if scale is None else scale, 1.0 if softcap is None else softcap, V, D, x_CD.stride(0),
             w_VD.stride(0), 0 if e_CV is None else e_CV.stride(0), sum_CP.stride(0), ROWS=min(64, config.rows),
             COLUMNS=config.columns, DEPTH=min(64, config.depth), PROGRAMS=programs, BIAS=bias_V is not None,
             SCALE=scale is not None, CAP=softcap is not None, MOMENT=moment_CP is not None, STORE=e_CV is not None,

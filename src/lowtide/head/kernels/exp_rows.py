@@ -23,7 +23,7 @@ LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, likewise
 TO_BLAME = tl.constexpr(2.0**8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def log1p(r):  # type: ignore[no-untyped-def]
     """Of a number >= 0, with its relative precision where it is small (Kahan)."""
     u = 1.0 + r
@@ -31,12 +31,13 @@ def log1p(r):  # type: ignore[no-untyped-def]
     return tl.where(small, r, tl.log(u) * (r / tl.where(small, 1.0, u - 1.0)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def expm1(x):  # type: ignore[no-untyped-def]
     """Of a number <= 0, likewise."""
     u = tl.exp(x)
-    near = (u == 1.0) | (u == 0.0)
-    return tl.where(near, tl.where(u == 0.0, -1.0, x), (u - 1.0) * (x / tl.where(near, 1.0, tl.log(u))))
+    far = x < -20.0  # further on u is subnormal, and its logarithm is not x
+    near = (u == 1.0) | far
+    return tl.where(near, tl.where(far, -1.0, x), (u - 1.0) * (x / tl.where(near, 1.0, tl.log(u))))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -170,7 +171,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             tl.store(rest_ptr + i, tl.where(kept, c - stored.to(tl.float32), 0.0))
             if SCALED:
                 _scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
-        if not SHIFTED:
+        if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
             if kept & wrong:
                 tl.store(highest_ptr + i, to_ordered(t))
                 slot = tl.atomic_add(count_ptr, 1)
@@ -408,4 +409,4 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _block(D: int) -> int:
-    return min(1024, max(64, triton.next_power_of_2(D)))
+    return min(1024, max(64, int(triton.next_power_of_2(D))))

@@ -1,0 +1,505 @@
+"""The GEMM that leaves exponentials, against float64: bf16 on a GPU, else float32 in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.kernels.exp_logits import (
+    exp_logits,
+    from_ordered,
+    multiprocessors,
+    shifted_exp_logits,
+    tanh,
+    tiles_across,
+    to_ordered,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+UNIT = 16 // DTYPE.itemsize  # rows start at multiples of 16 bytes
+SMALL = {"rows": 16, "columns": 32, "depth": 16, "group": 2, "stages": 1, "warps": 4}
+CONFIGS = [GemmConfig()] if DEVICE == "cuda" else [GemmConfig(**SMALL, pieces=1), GemmConfig(**SMALL, pieces=2)]
+CONFIG = CONFIGS[-1]
+PROGRAMS = multiprocessors(torch.device(DEVICE))
+NEAR = 2e-5 if DEVICE == "cuda" else 3e-6  # of float32 sums
+NEAR_E = 2**-8 if DEVICE == "cuda" else NEAR
+POISON = -7.0
+OPTIONS = ["bias_V", "scale", "softcap"]
+INF, NAN = torch.inf, torch.nan
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"pieces{c.pieces}")
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    w: Tensor
+    reference: Tensor
+    y: Tensor
+
+    def rows(self, keep: Tensor | slice) -> Batch:
+        return Batch(self.x[keep], self.w, self.reference[keep], self.y[keep])
+
+
+class Result(NamedTuple):
+    e: Tensor | None
+    sums: Tensor | None  # [C, P]
+    moments: Tensor | None
+
+
+def apart(values: Tensor) -> Tensor:
+    """Return them in rows that have NaN between them."""
+    room = torch.full((len(values), -(-values.shape[1] // UNIT) * UNIT + UNIT), NAN, dtype=DTYPE, device=DEVICE)
+    room[:, : values.shape[1]] = values
+    return room[:, : values.shape[1]]
+
+
+def batch(C: int, V: int, D: int, *, size: float | None = None) -> Batch:
+    """Return random operands; with a size, of multiples of a power of two, so that float32 logits are exact."""
+    g = torch.Generator().manual_seed(C * V + D)
+    if size is None:
+        x, w = torch.randn(C, D, generator=g), 2 * torch.randn(V, D, generator=g) / D**0.5
+    else:
+        x, w = (torch.randint(-8, 9, shape, generator=g) / 4 for shape in ((C, D), (V, D)))
+        x *= size
+    y = torch.randint(0, V, (C,), generator=g, dtype=torch.int32)
+    y[0], y[-1] = 0, V - 1
+    x, w, y = apart(x), apart(w), y.to(DEVICE)
+    t = (x.double() * w.double()[y.long()]).sum(1).float()
+    return Batch(x, w, t + 0.5 * torch.randn(C, generator=g).to(DEVICE), y)
+
+
+def options(V: int, names: tuple[str, ...]) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(1)
+    values = {
+        "bias_V": torch.randn(V, generator=g).to(DEVICE),
+        "scale": torch.tensor(-0.7, device=DEVICE),
+        "softcap": 3.0,
+    }
+    return {name: values[name] for name in names}
+
+
+def logits(b: Batch, bias_V: Tensor | None = None, scale: Tensor | None = None, softcap: float | None = None) -> Tensor:
+    z = b.x.double() @ b.w.double().T
+    if bias_V is not None:
+        z = z + bias_V.double()
+    if scale is not None:
+        z = z * scale.double()
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def at_target(b: Batch, first_class: int = 0) -> Tensor:
+    return torch.arange(len(b.w), device=DEVICE) + first_class == b.y[:, None]
+
+
+def truth(
+    b: Batch, reference: Tensor | None = None, coefficient: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return E [C, V], what its rows sum up to before the cap's slope, and e * (z - reference) [C, V]."""
+    z = logits(b, **kwargs)
+    shifted = z - (b.reference if reference is None else reference).double()[:, None]
+    e = shifted.exp().where(~at_target(b), 0)
+    cap = kwargs.get("softcap")
+    stored = e if cap is None else e * (1 - (z / cap) ** 2)
+    if coefficient is not None:
+        stored = stored.where(~at_target(b), coefficient.double()[:, None])
+    return stored, e.sum(1), (e * shifted).where(e > 0, 0)
+
+
+def e_room(C: int, V: int) -> Tensor:
+    return torch.full((C + 2, -(-V // UNIT) * UNIT + UNIT), POISON, dtype=DTYPE, device=DEVICE)
+
+
+def around_is_poison(room: Tensor, V: int) -> bool:
+    return bool((room[[0, -1]] == POISON).all() and (room[:, V:] == POISON).all())
+
+
+def run(
+    b: Batch, config: GemmConfig = CONFIG, *, e: bool = True, sums: bool = True, moments: bool = False,
+    programs: int = PROGRAMS, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """Return what the kernel wrote, after a look at what stands around it."""
+    C, V = len(b.x), len(b.w)
+    P = tiles_across(V, config)
+    room = e_room(C, V)
+    narrow = [torch.full((C + 2, P + 3), POISON, device=DEVICE) for _ in range(2)]
+    s, m = (n[1 : C + 1, :P] for n in narrow)
+    exp_logits(
+        b.x, b.w, b.reference, b.y, config, programs, e_CV=room[1 : C + 1, :V] if e else None,
+        sum_CP=s if sums else None, moment_CP=m if moments else None, **kwargs,
+    )  # fmt: skip
+    assert around_is_poison(room, V)
+    assert around_is_poison(narrow[0], P)
+    assert around_is_poison(narrow[1], P)
+    return Result(room[1 : C + 1, :V] if e else None, s if sums else None, m if moments else None)
+
+
+def assert_rows_close(got: Tensor | None, want: Tensor, tolerance: float) -> None:
+    """Row by row, so that a large row hides no other; exact where a row is 0."""
+    assert got is not None
+    assert got.shape == want.shape
+    error, norm = (got.double() - want).norm(dim=-1), want.norm(dim=-1)
+    assert (error <= tolerance * norm).all(), (error / norm).max()
+
+
+def assert_sums_close(got: Tensor | None, want_C: Tensor, size_C: Tensor | None = None) -> None:
+    assert got is not None
+    error = (got.double().sum(1) - want_C).abs()
+    assert (error <= NEAR * (want_C if size_C is None else size_C)).all(), error.max()
+
+
+SIZES = [(1, 1, 1), (3, 2, 1), (16, 32, 4), (17, 37, 5), (33, 64, 3), (50, 100, 9)]  # C, V, D / UNIT
+
+
+@each_config
+@pytest.mark.parametrize(("C", "V", "D"), SIZES + ([(300, 1003, 25), (513, 512, 32)] if DEVICE == "cuda" else []))
+def test_sizes(C: int, V: int, D: int, config: GemmConfig) -> None:
+    b = batch(C, V, D * UNIT)
+    got = run(b, config, moments=True)
+    e, total, moments = truth(b)
+    assert_rows_close(got.e, e, NEAR_E)
+    assert_sums_close(got.sums, total)
+    assert_sums_close(got.moments, moments.sum(1), moments.abs().sum(1))
+
+
+@pytest.mark.parametrize("D", [1, 3, 2 * UNIT + 1])
+def test_depths_that_are_no_multiple_of_16_bytes_in_rows_that_are(D: int) -> None:
+    b = batch(5, 37, D)
+    assert_rows_close(run(b).e, truth(b)[0], NEAR_E)
+
+
+@pytest.mark.parametrize("V", [37, 64])
+@pytest.mark.parametrize("coefficient", [False, True])
+@pytest.mark.parametrize("names", [n for k in range(4) for n in itertools.combinations(OPTIONS, k)], ids="+".join)
+def test_every_combination_of_options(names: tuple[str, ...], coefficient: bool, V: int) -> None:
+    b, kwargs = batch(19, V, 5 * UNIT), options(V, names)
+    c = torch.linspace(-2, 2, 19, device=DEVICE).to(DTYPE).float() if coefficient else None
+    got = run(b, moments=True, coefficient_C=c, **kwargs)
+    e, total, moments = truth(b, coefficient=c, **kwargs)
+    assert_rows_close(got.e, e, NEAR_E)
+    assert_sums_close(got.sums, total)
+    assert_sums_close(got.moments, moments.sum(1), moments.abs().sum(1))
+    if c is not None:
+        assert got.e is not None
+        assert torch.equal(got.e[at_target(b)].float(), c)
+
+
+@each_config
+def test_each_tiles_sum_is_its_own(config: GemmConfig) -> None:
+    V = 2 * config.columns + 5
+    b = batch(19, V, 5 * UNIT)
+    sums = run(b, config).sums
+    assert sums is not None
+    e = truth(b)[0]
+    for p, part in enumerate(e.split(config.columns, 1)):
+        torch.testing.assert_close(sums[:, p].double(), part.sum(1), rtol=NEAR, atol=0)
+
+
+@each_config
+@pytest.mark.parametrize("names", [(), tuple(OPTIONS)], ids=["plain", "all"])
+def test_sums_alone_are_the_same_sums(names: tuple[str, ...], config: GemmConfig) -> None:
+    b, kwargs = batch(19, 37, 5 * UNIT), options(37, names)
+    whole = run(b, config, moments=True, **kwargs)
+    for moments in (False, True):
+        alone = run(b, config, e=False, moments=moments, **kwargs)
+        assert alone.sums is not None
+        assert whole.sums is not None
+        assert torch.equal(alone.sums, whole.sums)
+    assert alone.moments is not None
+    assert whole.moments is not None
+    assert torch.equal(alone.moments, whole.moments)
+    e = run(b, config, sums=False, **kwargs).e
+    assert e is not None
+    assert whole.e is not None
+    assert torch.equal(e, whole.e)
+
+
+def test_how_many_programs_there_are_changes_nothing() -> None:
+    """Nor the groups: the order of the tiles is not the order of any sum."""
+    b = batch(70, 100, 5 * UNIT)
+    want = run(b, CONFIG)
+    for programs, group in [(1, 1), (3, 2), (7, 3), (64, 8)]:
+        config = GemmConfig(**({} if DEVICE == "cuda" else SMALL | {"pieces": 2}) | {"group": group})
+        got = run(b, config, programs=programs)
+        for g, w in zip(got[:2], want[:2], strict=True):
+            assert g is not None
+            assert w is not None
+            assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("edges", [(0, 37, 74, 100), (0, 32, 64, 100), (0, 1, 99, 100)])
+def test_slices_of_the_vocabulary(edges: tuple[int, ...]) -> None:
+    """The target has its coefficient in the slice that holds it, in the others it is nowhere."""
+    V = 100
+    b, kwargs = batch(40, V, 5 * UNIT), options(V, tuple(OPTIONS))
+    b.y[:6] = torch.tensor([0, 36, 37, 63, 64, 99])
+    c = torch.linspace(-2, 2, 40, device=DEVICE).to(DTYPE).float()
+    bias = kwargs.pop("bias_V")
+    want, total, _ = truth(b, coefficient=c, bias_V=bias, **kwargs)
+    sums = torch.zeros(40, 1, device=DEVICE)
+    for first, end in itertools.pairwise(edges):
+        part = b._replace(w=b.w[first:end])
+        got = run(part, coefficient_C=c, first_class=first, bias_V=bias[first:end], **kwargs)
+        assert_rows_close(got.e, want[:, first:end], NEAR_E)
+        assert got.e is not None
+        assert got.sums is not None
+        here = at_target(part, first)
+        assert torch.equal(got.e[here].float(), c[here.any(1)])
+        sums += got.sums.sum(1, keepdim=True)
+    assert_sums_close(sums, total)
+
+
+def test_slices_without_a_coefficient_hold_0_at_the_target() -> None:
+    b = batch(40, 100, 5 * UNIT)
+    want, total, _ = truth(b)
+    sums = torch.zeros(40, 1, device=DEVICE)
+    for first, end in [(0, 37), (37, 100)]:
+        got = run(b._replace(w=b.w[first:end]), first_class=first)
+        assert_rows_close(got.e, want[:, first:end], NEAR_E)
+        assert got.sums is not None
+        sums += got.sums.sum(1, keepdim=True)
+    assert_sums_close(sums, total)
+
+
+@each_config
+@pytest.mark.parametrize("coefficient", [False, True])
+@pytest.mark.parametrize("names", [(), tuple(OPTIONS)], ids=["plain", "all"])
+@pytest.mark.parametrize("fraction", [0, 1])  # of a tile, beyond whole ones
+def test_ignored_rows(fraction: int, names: tuple[str, ...], coefficient: bool, config: GemmConfig) -> None:
+    """They are 0 beside any finite hidden state; NaN stays in them, where it is not 0 too. No other row sees it."""
+    V = 2 * config.columns + 5 * fraction
+    b, kwargs = batch(8, V, 5 * UNIT), options(V, names)
+    kwargs["coefficient_C"] = torch.full((8,), 0.5, device=DEVICE) if coefficient else None
+    clean = run(b, config, moments=True, **kwargs)
+    for i, value in ((1, NAN), (2, INF), (3, 1e5), (4, 0.0)):
+        b.x[i] = value
+        b.y[i] = -1
+        b.reference[i] = NAN if i % 2 else 0.0
+    got = run(b, config, moments=True, **kwargs)
+    zero_for_sure = [1, 2, 3, 4] if fraction or coefficient else [3, 4]
+    for g, c in zip(got, clean, strict=True):
+        assert g is not None
+        assert c is not None
+        assert torch.equal(g[[0, 5, 6, 7]], c[[0, 5, 6, 7]])
+        if g.shape[1] == V or fraction == 0:
+            assert (g[zero_for_sure] == 0).all()
+    assert got.sums is not None
+    assert (got.sums[zero_for_sure] == 0).all()
+
+
+def test_rows_beside_an_overflowing_one_do_not_notice() -> None:
+    b = batch(6, 37, 5 * UNIT)
+    clean = run(b)
+    b.x[2] *= 2000
+    b.x[3] = NAN
+    b.reference[2] = -200.0
+    got = run(b)
+    assert got.sums is not None
+    assert torch.isinf(got.sums[2].sum())
+    assert got.sums[3].isnan().any()
+    for g, c in zip(got[:2], clean[:2], strict=True):
+        assert g is not None
+        assert c is not None
+        assert torch.equal(g[[0, 1, 4, 5]], c[[0, 1, 4, 5]])
+
+
+@pytest.mark.parametrize("lead", [-30.0, 20.0, 60.0])
+def test_sums_keep_their_relative_precision_far_from_1(lead: float) -> None:
+    b = batch(6, 37, 5 * UNIT)
+    far = b._replace(reference=b.reference + lead)
+    got = run(far, moments=True)
+    e, total, moments = truth(far)
+    assert_rows_close(got.e, e, 2 * NEAR_E)
+    loose = torch.full_like(total, 5) * total  # the exponent itself is rounded: 60 / 2**24
+    assert_sums_close(got.sums, total, loose)
+    assert_sums_close(got.moments, moments.sum(1), 5 * moments.abs().sum(1))
+
+
+def test_classes_ruled_out_by_the_bias() -> None:
+    b, bias = batch(19, 37, 5 * UNIT), torch.zeros(37, device=DEVICE)
+    bias[[3, 36]] = -INF
+    b.y[(b.y == 3) | (b.y == 36)] = 5
+    got = run(b, moments=True, bias_V=bias)
+    e, total, moments = truth(b, bias_V=bias)
+    assert_rows_close(got.e, e, NEAR_E)
+    assert_sums_close(got.sums, total)
+    assert_sums_close(got.moments, moments.sum(1), moments.abs().sum(1))
+    again = run_shifted(b, list(range(19)), bias_V=bias)
+    i = again.highest
+    reference = torch.where(i < 0, i ^ 0x7FFFFFFF, i).view(torch.float32)
+    e, total, moments = truth(b, reference=reference, bias_V=bias)
+    assert_rows_close(again.e, e, NEAR_E)
+    assert_sums_close(again.sums, total)
+    assert_sums_close(again.moments, moments.sum(1), moments.abs().sum(1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _ordered_kernel(f_ptr, i_ptr, back_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    i = to_ordered(tl.load(f_ptr + at))
+    tl.store(i_ptr + at, i)
+    tl.store(back_ptr + at, from_ordered(i))
+
+
+def ordered(f: Tensor) -> Tensor:
+    """Do `to_ordered` in PyTorch."""
+    i = f.float().view(torch.int32)
+    return torch.where(i < 0, i ^ 0x7FFFFFFF, i)
+
+
+def test_the_order_of_integers_is_the_order_of_floats() -> None:
+    half = [1e-45, 1e-38, 3e-7, 0.5, 1.0, 1.0000001, 88.0, 3e38]
+    values = [-INF, *(-v for v in reversed(half)), -0.0, 0.0, *half, INF]
+    f = torch.tensor([*values, *[INF] * (32 - len(values))], device=DEVICE)
+    i, back = torch.zeros(32, dtype=torch.int32, device=DEVICE), torch.zeros(32, device=DEVICE)
+    _ordered_kernel[(1,)](f, i, back, N=32)
+    assert (i[: len(values)].diff() > 0).all()
+    assert torch.equal(back.view(torch.int32), f.view(torch.int32))
+    assert torch.equal(i, ordered(f))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tanh_kernel(u_ptr, out_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, tanh(tl.load(u_ptr + at)))
+
+
+def test_tanh() -> None:
+    half = [0.0, 1e-38, 1e-8, 1e-4, 0.1, 0.5, 1.0, 3.0, 8.0, 9.5, 44.0, 90.0, 1e4, 3e38, INF, 0.3]
+    u = torch.tensor([*half, *(-h for h in half)], device=DEVICE)
+    out = torch.zeros(32, device=DEVICE)
+    _tanh_kernel[(1,)](u, out, N=32)
+    torch.testing.assert_close(out.double(), u.double().tanh(), rtol=0, atol=2e-7)
+    assert (out.abs() <= 1).all()
+    assert out[14] == 1
+    assert out[30] == -1
+    u[0] = NAN
+    _tanh_kernel[(1,)](u, out, N=32)
+    assert out[0].isnan()
+
+
+class Shifted(NamedTuple):
+    e: Tensor
+    sums: Tensor
+    moments: Tensor
+    highest: Tensor
+
+
+def run_shifted(
+    b: Batch, rows: list[int], *, e: bool = True, moments: bool = True, programs: int = PROGRAMS,
+    config: GemmConfig = CONFIG, **kwargs: Any,
+) -> Shifted:  # fmt: skip
+    """Return what the kernel wrote into buffers of poison, after a look at what stands around them."""
+    C, V = len(b.x), len(b.w)
+    P = tiles_across(V, config)
+    room = e_room(C, V)
+    narrow = [torch.full((C + 2, P + 3), POISON, device=DEVICE) for _ in range(2)]
+    t = logits(b, **kwargs).gather(1, b.y.clamp(min=0).long()[:, None])[:, 0]
+    highest = ordered(t)
+    listed = torch.full((C,), 2**30, dtype=torch.int32, device=DEVICE)  # read beyond the count, it would crash
+    listed[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    count = torch.tensor([len(rows)], dtype=torch.int32, device=DEVICE)
+    shifted_exp_logits(
+        b.x, b.w, listed, count, highest, b.y, config, programs, sum_CP=narrow[0][1 : C + 1, :P],
+        e_CV=room[1 : C + 1, :V] if e else None, moment_CP=narrow[1][1 : C + 1, :P] if moments else None, **kwargs,
+    )  # fmt: skip
+    others = torch.ones(C, dtype=torch.bool, device=DEVICE)
+    others[rows] = False
+    for part, width in ((room, V), *((n, P) for n in narrow)):
+        assert around_is_poison(part, width)
+        assert (part[1:-1][others] == POISON).all()
+    assert torch.equal(highest[others], ordered(t)[others])
+    if not e:
+        assert (room == POISON).all()
+    if not moments:
+        assert (narrow[1] == POISON).all()
+    return Shifted(room[1:-1, :V], narrow[0][1:-1, :P], narrow[1][1:-1, :P], highest)
+
+
+@each_config
+@pytest.mark.parametrize("size", [1.0, 256.0])  # logits of tens and of thousands
+@pytest.mark.parametrize("names", [n for k in range(4) for n in itertools.combinations(OPTIONS, k)], ids="+".join)
+def test_listed_rows_are_relative_to_their_highest_logit(
+    names: tuple[str, ...], size: float, config: GemmConfig
+) -> None:
+    C, V = 21, 37
+    b, kwargs = batch(C, V, 5 * UNIT, size=size), options(V, names)
+    kwargs |= {"scale": torch.tensor(-0.5, device=DEVICE)} if "scale" in names else {}
+    kwargs |= {"bias_V": (kwargs["bias_V"] * 16).round() / 16} if "bias_V" in names else {}
+    rows = [20, 3, 0, *range(5, 19)]
+    got = run_shifted(b, rows, config=config, **kwargs)
+    highest = logits(b, **kwargs).amax(1).float()
+    if "softcap" not in names:  # exact, otherwise
+        assert torch.equal(got.highest[rows], ordered(highest)[rows])
+    i = got.highest
+    reference = torch.where(i < 0, i ^ 0x7FFFFFFF, i).view(torch.float32)
+    torch.testing.assert_close(reference[rows], highest[rows], rtol=1e-6, atol=1e-6)
+    e, total, moments = truth(b, reference=reference, **kwargs)
+    flat = 1e-6 if "softcap" in names else 0  # what 1 - (z / cap)**2 leaves at the cap
+    error = (got.e[rows].double() - e[rows]).norm(dim=1)
+    assert (error <= NEAR_E * e[rows].norm(dim=1) + flat * total[rows] + 1e-37).all()
+    torch.testing.assert_close(got.sums[rows].double().sum(1), total[rows], rtol=NEAR, atol=1e-37)
+    error = (got.moments.double().sum(1) - moments.sum(1)).abs()[rows]
+    near = NEAR * moments.abs().sum(1)[rows] + (2e-6 * total[rows] if "softcap" in names else 1e-37)
+    assert (error <= near).all()
+
+
+def test_the_order_of_the_list_changes_no_bit() -> None:
+    b = batch(70, 100, 5 * UNIT, size=256.0)
+    rows = list(range(0, 70, 2))
+    want = run_shifted(b, rows)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        order = torch.randperm(len(rows), generator=g).tolist()
+        for got, w in zip(run_shifted(b, [rows[i] for i in order], programs=3), want, strict=True):
+            assert torch.equal(got, w)
+
+
+def test_a_row_comes_out_the_same_alone() -> None:
+    b = batch(40, 100, 5 * UNIT, size=256.0)
+    want = run_shifted(b, list(range(40)))
+    for i in (0, 17, 39):
+        for got, w in zip(run_shifted(b, [i]), want, strict=True):
+            assert torch.equal(got[i], w[i])
+
+
+def test_a_count_of_0_leaves_everything() -> None:
+    run_shifted(batch(21, 37, 5 * UNIT), [])  # which looks
+
+
+@pytest.mark.parametrize("V", [1, 2])
+def test_listed_rows_of_few_classes(V: int) -> None:
+    b = batch(3, V, UNIT, size=256.0)
+    got = run_shifted(b, [0, 2])
+    z = logits(b)
+    e, total, _ = truth(b, reference=z.amax(1))
+    assert_rows_close(got.e[[0, 2]], e[[0, 2]], NEAR_E)
+    assert_sums_close(got.sums[[0, 2]], total[[0, 2]])
+
+
+def test_listed_rows_without_e_or_moments() -> None:
+    b = batch(21, 37, 5 * UNIT, size=256.0)
+    rows = [1, 20]
+    want = run_shifted(b, rows)
+    assert torch.equal(run_shifted(b, rows, e=False).sums, want.sums)
+    assert torch.equal(run_shifted(b, rows, moments=False).e, want.e)
+
+
+def test_a_target_above_all_others_is_the_highest() -> None:
+    b = batch(4, 37, 5 * UNIT, size=1.0)
+    b.y[:] = logits(b).argmax(1).int()
+    got = run_shifted(b, [0, 1, 2, 3])
+    assert (got.e.gather(1, b.y.long()[:, None]) == 0).all()
+    assert (got.sums.sum(1) < 37).all()
+    assert_sums_close(got.sums, truth(b, reference=logits(b).amax(1))[1])

@@ -1,0 +1,771 @@
+"""What stands between the GEMMs of the exponential path, and all of it together, against float64 autograd."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.kernels.exp_logits import exp_logits, multiprocessors, shifted_exp_logits, tiles_across
+from lowtide.head.kernels.exp_rows import (
+    Reports,
+    RowTerms,
+    add_column_sums,
+    expm1,
+    finish_input_grad,
+    finish_rows,
+    log1p,
+    prepare_rows,
+    target_logits,
+)
+from support import oracle, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+UNIT = 16 // DTYPE.itemsize  # rows start at multiples of 16 bytes
+SMALL = GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
+CONFIG = GemmConfig() if DEVICE == "cuda" else SMALL
+PROGRAMS = multiprocessors(torch.device(DEVICE))
+NEAR = 2e-5 if DEVICE == "cuda" else 3e-6  # of float32 numbers, made with a GPU's quick exp
+NEAR_GRAD = 6e-3 if DEVICE == "cuda" else 1e-5  # E, s x and, of two numbers that nearly cancel, both
+POISON = -7.0
+INF, NAN = torch.inf, torch.nan
+
+OPTIONS = ["linear_bias", "logit_scale", "softcap", "weight", "label_smoothing", "z_loss"]
+COMBINATIONS = [
+    names
+    for k in range(7)
+    for names in itertools.combinations(OPTIONS, k)
+    if not {"softcap", "label_smoothing"} <= set(names)  # its uniform part is not thin: the row path's
+]
+WITH_CAP = ("linear_bias", "logit_scale", "softcap", "weight", "z_loss")
+WITH_SMOOTHING = ("linear_bias", "logit_scale", "weight", "label_smoothing", "z_loss")
+SETS = {"plain": (), "cap": WITH_CAP, "smoothing": WITH_SMOOTHING}
+each_set = pytest.mark.parametrize("names", SETS.values(), ids=SETS)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+
+
+def options(V: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return arguments of `oracle`, exact in few bits; a class weight in four is 0."""
+    g = torch.Generator().manual_seed(1)
+    bias = (torch.randint(-8, 9, (V,), generator=g) / 8).to(DEVICE)
+    q = (torch.randint(0, 4, (V,), generator=g) / 2).to(DEVICE)
+    values = {
+        "linear_bias": bias, "logit_scale": torch.tensor(-0.5, device=DEVICE), "softcap": 4.0, "weight": q,
+        "label_smoothing": 0.3, "z_loss": 0.02,
+    }  # fmt: skip
+    return {name: values[name] for name in names}
+
+
+def row_terms(w: Tensor, kwargs: dict[str, Any]) -> RowTerms:
+    V = len(w)
+    q, bias, smoothing = kwargs.get("weight"), kwargs.get("linear_bias"), kwargs.get("label_smoothing", 0.0)
+    weights = torch.ones(V, device=DEVICE) if q is None else q
+    uniform_bias = torch.zeros((), device=DEVICE) if bias is None else weights @ bias
+    return RowTerms(
+        bias_V=bias,
+        scale=kwargs.get("logit_scale"),
+        softcap=kwargs.get("softcap"),
+        class_weight_V=q,
+        total_class_weight=None if q is None else q.sum(),
+        smoothing=smoothing,
+        z_loss=kwargs.get("z_loss", 0.0),
+        uniform_D=weights @ w.float() if smoothing else None,
+        uniform_bias=uniform_bias if smoothing else None,
+    )
+
+
+def blank(C: int) -> Reports:
+    """Return reports of poison, and an empty list."""
+    integers = {"highest": 12345, "listed": 0}
+    numbers = {
+        field.name: torch.full((C,), integers[field.name], dtype=torch.int32, device=DEVICE)
+        if field.name in integers
+        else torch.full((C,), POISON, device=DEVICE)
+        for field in fields(Reports)
+        if field.name != "count"
+    }
+    return Reports(**numbers, count=torch.zeros(1, dtype=torch.int32, device=DEVICE))
+
+
+def listed(rows: Reports) -> list[int]:
+    return sorted(rows.listed[: int(rows.count)].tolist())
+
+
+def ordered(f: Tensor) -> Tensor:
+    """Map float32 to int32 in the same order."""
+    i = f.float().view(torch.int32)
+    return torch.where(i < 0, i ^ 0x7FFFFFFF, i)
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    w: Tensor
+    y: Tensor
+    g: Tensor
+
+
+def apart(values: Tensor) -> Tensor:
+    """Return them in rows that have NaN between them."""
+    room = torch.full((len(values), values.shape[1] + UNIT), NAN, dtype=DTYPE, device=DEVICE)
+    room[:, : values.shape[1]] = values
+    return room[:, : values.shape[1]]
+
+
+def batch(C: int, V: int, D: int) -> Batch:
+    """Return random operands on a grid, so that float32 logits are exact, large ones too, until a cap bends them."""
+    g = torch.Generator().manual_seed(C * V + D)
+    x = torch.randint(-8, 9, (C, D), generator=g) / 8
+    w = torch.randint(-8, 9, (V, D), generator=g) / 8
+    y = torch.randint(0, V, (C,), generator=g, dtype=torch.int32)
+    y[0], y[-1] = 0, V - 1
+    factor = torch.randn(C, generator=g) / 16
+    return Batch(apart(x), apart(w), y.to(DEVICE), factor.to(DEVICE))
+
+
+class Truth(NamedTuple):
+    loss: Tensor  # not multiplied with g
+    z: Tensor
+    dx: Tensor
+    dw: Tensor
+    db: Tensor
+
+
+def truth(b: Batch, **kwargs: Any) -> Truth:
+    """Return float64 losses, logits, and autograd's gradients of the sum of g * loss, from plain PyTorch."""
+    kept = b.y >= 0
+    V = len(b.w)
+    x = b.x.double().where(kept[:, None], 0).requires_grad_()
+    w = b.w.double().requires_grad_()
+    wide = {name: v.double() if isinstance(v, Tensor) else v for name, v in kwargs.items()}
+    bias = wide.pop("linear_bias", torch.zeros(V, dtype=torch.float64, device=DEVICE)).requires_grad_()
+    loss = oracle(x, w, b.y.long(), linear_bias=bias, reduction="none", ignore_index=-1, **wide)
+    dx, dw, db = torch.autograd.grad((loss * b.g.double()).sum(), (x, w, bias))
+    z = (x @ w.T + bias).detach() * wide.get("logit_scale", 1.0)
+    cap = wide.get("softcap")
+    return Truth(loss.detach(), z if cap is None else cap * torch.tanh(z / cap), dx, dw, db)
+
+
+def of_targets(z_CV: Tensor, y_C: Tensor) -> Tensor:
+    return z_CV.gather(1, y_C.clamp(min=0).long()[:, None])[:, 0]
+
+
+def without_target(z_CV: Tensor, y_C: Tensor) -> Tensor:
+    return z_CV.where(torch.arange(z_CV.shape[1], device=DEVICE) != y_C[:, None], -INF)
+
+
+def logit_gradient(b: Batch, z: Tensor, **kwargs: Any) -> Tensor:
+    """Return d(g * loss)/d(x @ w.T) [C, V], and smoothing's uniform part taken away from it."""
+    C, V = z.shape
+    wide = {n: v.double() if isinstance(v, Tensor) else v for n, v in kwargs.items()}
+    raw = (b.x.double() @ b.w.double().T).where(b.y[:, None] >= 0, 0).requires_grad_()
+    same = torch.eye(V, dtype=torch.float64, device=DEVICE)
+    loss = oracle(raw, same, b.y.long(), reduction="none", ignore_index=-1, **wide)
+    (grad,) = torch.autograd.grad((loss * b.g.double()).sum(), raw)
+    a, q, m = (wide.get(n, d) for n, d in (("label_smoothing", 0.0), ("weight", 1.0), ("logit_scale", 1.0)))
+    uniform = (a / V) * q * m * torch.ones(V, dtype=torch.float64, device=DEVICE)
+    return (grad + b.g.double()[:, None] * uniform).where(b.y[:, None] >= 0, 0).view(C, V)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _log1p_kernel(in_ptr, out_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, log1p(tl.load(in_ptr + at)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _expm1_kernel(in_ptr, out_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, expm1(tl.load(in_ptr + at)))
+
+
+@pytest.mark.parametrize("which", ["log1p", "expm1"])
+def test_helpers_keep_their_relative_precision(which: str) -> None:
+    tiny = [0.0, 1.2e-38, 1e-30, 1e-20, 3e-8, 5.9e-8, 6e-8, 1.2e-7, 1e-7, 1e-6, 1e-5, 1e-3, 0.1, 0.3, 0.7, 1.0, 1.7]
+    huge = [3.0, 16.0, 80.0, 87.0, 89.0, 103.0, 105.0, 1e3, 1e10, 2.0**64, 2.0**92, 1e38, 3.4e38, INF, NAN]
+    u = torch.tensor(tiny + huge, device=DEVICE)
+    out = torch.zeros(32, device=DEVICE)
+    if which == "log1p":
+        _log1p_kernel[(1,)](u, out, N=32)
+        want = u.double().log1p()
+    else:
+        _expm1_kernel[(1,)](-u, out, N=32)
+        want = (-u.double()).expm1()
+    torch.testing.assert_close(out.double(), want, rtol=1e-6 if DEVICE == "cuda" else 3e-7, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("D", [1, 5 * UNIT, 1100])
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_target_logits(names: tuple[str, ...], D: int) -> None:
+    C, V = 3 if D > 1000 else 7, 37
+    b, kwargs = batch(C, V, D), options(V, names)
+    b.y[1] = -1
+    b.x[1] = NAN
+    terms, rows = row_terms(b.w, kwargs), blank(C)
+    target_logits(b.x, b.w, b.y, rows, terms)
+    z = truth(b, **kwargs).z
+    kept = b.y >= 0
+    torch.testing.assert_close(
+        rows.target_logit.double(), of_targets(z, b.y).where(kept, 0), rtol=1e-6, atol=NEAR if "softcap" in names else 0
+    )
+    if "label_smoothing" in names:
+        q = kwargs.get("weight", torch.ones(V, device=DEVICE)).double()
+        torch.testing.assert_close(rows.uniform_logit.double(), (z @ q).where(kept, 0), rtol=1e-6, atol=1e-5)
+    else:
+        assert (rows.uniform_logit == POISON).all()
+    for name in ("loss", "lse", "miss", "s", "rest"):
+        assert (getattr(rows, name) == POISON).all()
+
+
+class Finished(NamedTuple):
+    rows: Reports
+    e: Tensor
+    scaled: Tensor
+
+
+def finish(
+    b: Batch, t: Tensor, r: Tensor, kwargs: dict[str, Any], *, uniform: Tensor | None = None, P: int = 5,
+    gradient: bool = True, shifted: tuple[list[int], Tensor] | None = None, dtype: torch.dtype = DTYPE,
+) -> Finished:  # fmt: skip
+    """Finish rows of target logits t and sums r, split in P parts; E is poison before, and is looked at around."""
+    (C, D), V = b.x.shape, len(b.w)
+    share = torch.arange(1, P + 1, device=DEVICE, dtype=torch.float64)
+    room_of_sums = torch.full((C, P + 2), NAN, device=DEVICE)
+    room_of_sums[:, :P] = r.double()[:, None] * (share / share.sum()) if P > 1 else r[:, None]
+    rows = blank(C)
+    rows.target_logit.copy_(t)
+    if uniform is not None:
+        rows.uniform_logit.copy_(uniform)
+    if shifted is not None:
+        rows.listed.fill_(2**30)
+        rows.listed[: len(shifted[0])] = torch.tensor(shifted[0], dtype=torch.int32)
+        rows.count.fill_(len(shifted[0]))
+        rows.highest.copy_(ordered(shifted[1]))
+    room = torch.full((C + 2, V + 11), POISON, dtype=dtype, device=DEVICE)
+    scaled = torch.full((C + 2, D), POISON, dtype=b.x.dtype, device=DEVICE)
+    finish_rows(
+        room_of_sums[:, :P], P, b.x, b.y, b.g if gradient else None, rows, row_terms(b.w, kwargs), V,
+        e_CV=room[1:-1, :V] if gradient else None, scaled_CD=scaled[1:-1] if gradient else None,
+        shifted=shifted is not None,
+    )  # fmt: skip
+    for buffer in (room, scaled):
+        assert (buffer[[0, -1]] == POISON).all()
+    assert (room[:, V:] == POISON).all()
+    return Finished(rows, room[1:-1, :V], scaled[1:-1])
+
+
+def assert_finished(got: Finished, b: Batch, kwargs: dict[str, Any], reference: Tensor, which: list[int]) -> None:
+    """Compare rows ``which``, whose sums are relative to ``reference``, with autograd; the others must be untouched."""
+    true = truth(b, **kwargs)
+    lse, t = true.z.logsumexp(1), of_targets(true.z, b.y)
+    kept = b.y >= 0
+    # lse - t without its cancellation: log(1 + sum of the others' odds)
+    others = without_target(true.z, b.y).logsumexp(1) - t
+    miss = torch.where(others > 30, others + (-others).exp(), others.exp().log1p())
+    rows, loose = got.rows, 1e-5 if "label_smoothing" in kwargs else NEAR  # of the sum of all logits
+    wants = {"loss": true.loss, "lse": lse.where(kept, 0), "miss": miss.where(kept, 0)}
+    for name, want in wants.items():
+        value = getattr(rows, name)[which].double()
+        torch.testing.assert_close(value, want[which], rtol=loose, atol=0 if name == "miss" else loose, msg=name)
+    # s E is the logits' gradient: at the target from the coefficient, elsewhere from exp(z - reference) and the slope
+    grad = logit_gradient(b, true.z, **kwargs)
+    cap = kwargs.get("softcap")
+    slope = 1 if cap is None else 1 - (true.z / cap) ** 2
+    e = (true.z - reference.double()[:, None]).exp() * slope
+    s = rows.s.double()
+    at_target = torch.arange(len(b.w), device=DEVICE) == b.y[:, None]
+    c = got.e.double() + rows.rest.double()[:, None]
+    built = (s[:, None] * torch.where(at_target, c, e)).where(s[:, None] != 0, 0)
+    for i in which:
+        for part in (at_target[i], ~at_target[i]):  # each by itself: a wrong target is small beside the others
+            error = (built[i] - grad[i])[part].norm()
+            assert error <= 2 * NEAR * grad[i][part].norm() + (1e-6 * grad[i].norm() if cap else 1e-40), (i, error)
+    want = (s[:, None] * b.x.double()).where(s[:, None] != 0, 0)
+    torch.testing.assert_close(got.scaled[which].double(), want[which], rtol=NEAR_GRAD, atol=1e-30)
+    untouched = (got.e == POISON) | (at_target & kept[:, None])
+    assert untouched.all()
+    left = torch.ones_like(kept)
+    left[which] = False
+    for value in (rows.loss, rows.lse, rows.miss, rows.s, rows.rest, got.scaled, got.e):
+        assert (value[left] == POISON).all()
+
+
+def uniform_logits(b: Batch, z: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    q = kwargs.get("weight", torch.ones(len(b.w), device=DEVICE)).double()
+    return (z @ q).where(b.y >= 0, 0).float() if "label_smoothing" in kwargs else None
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_finished_rows(names: tuple[str, ...]) -> None:
+    C, V = 9, 37
+    b, kwargs = batch(C, V, 5 * UNIT), options(V, names)
+    b.y[4], b.g[4], b.g[5] = -1, 7.0, 0.0
+    b.x[4] = NAN
+    z = truth(b, **kwargs).z
+    t = of_targets(z, b.y).where(b.y >= 0, 0)
+    r = (without_target(z, b.y) - t[:, None]).exp().sum(1).where(b.y >= 0, 0)
+    got = finish(b, t.float(), r.float(), kwargs, uniform=uniform_logits(b, z, kwargs), P=70)
+    assert_finished(got, b, kwargs, t.float(), list(range(C)))
+    assert listed(got.rows) == []
+    assert (got.rows.highest == 12345).all()
+    alone = finish(b, t.float(), r.float(), kwargs, uniform=uniform_logits(b, z, kwargs), P=70, gradient=False)
+    for name in ("loss", "lse", "miss"):
+        assert torch.equal(getattr(alone.rows, name), getattr(got.rows, name))
+    for value in (alone.rows.s, alone.rows.rest, alone.e, alone.scaled):
+        assert (value == POISON).all()
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_rows_done_again(names: tuple[str, ...]) -> None:
+    """Losses of hundreds and thousands of nats: exp(z - t) is beyond float32."""
+    C, V = 9, 37
+    b, kwargs = batch(C, V, 5 * UNIT), options(V, names)
+    b.x[:] *= 64 if "softcap" in names else 512
+    if "softcap" in names:
+        kwargs["softcap"] = 256.0
+    z = truth(b, **kwargs).z
+    b.y[:] = z.argsort(1)[:, V // 2].int()
+    which = [8, 2, 0, 5]
+    t, highest = of_targets(z, b.y).float(), z.amax(1).float()
+    r = (without_target(z, b.y) - highest.double()[:, None]).exp().sum(1).float()
+    got = finish(b, t, r, kwargs, uniform=uniform_logits(b, z, kwargs), shifted=(which, highest), P=1)
+    assert_finished(got, b, kwargs, highest, which)
+    assert listed(got.rows) == sorted(which)  # as it was
+    assert torch.equal(got.rows.highest, ordered(highest))
+
+
+def test_a_list_of_0_rows_leaves_everything() -> None:
+    b = batch(3, 37, UNIT)
+    got = finish(b, b.g, b.g.abs(), {}, shifted=([], b.g))
+    for value in (got.rows.loss, got.rows.lse, got.rows.miss, got.rows.s, got.rows.rest, got.e, got.scaled):
+        assert (value == POISON).all()
+
+
+@pytest.mark.parametrize("r", [0.0, 1e-38, 1e-20, 1e-9, 6e-8, 1e-3, 2.0**60, 2.0**92])
+def test_confident_and_lost_tokens_keep_their_relative_precision(r: float) -> None:
+    b = batch(2, 37, UNIT)._replace(g=torch.tensor([1.0, -0.25], device=DEVICE))
+    sums = torch.full((2,), r, device=DEVICE)
+    got = finish(b, torch.tensor([3.0, -20.0], device=DEVICE), sums, {}, dtype=torch.float32, P=1)
+    torch.testing.assert_close(got.rows.loss.double(), sums.double().log1p(), rtol=3e-6, atol=0)
+    assert torch.equal(of_targets(got.e, b.y), -sums)
+    torch.testing.assert_close(got.rows.s.double(), b.g.double() / (1 + sums.double()), rtol=1e-6, atol=0)
+    assert listed(got.rows) == []
+
+
+BAD = 2.0**92 * (1 + 2**-23)
+TINY = 2.0**-93  # a factor that with r = 300 leaves an s below 2**-100
+LISTED = [  # r, t, g, whether the row has to be done again with a gradient, and without
+    (1.0, 0.0, 1.0, False, False),
+    (2.0**92, 0.0, 1.0, False, False),
+    (BAD, 0.0, 1.0, True, True),
+    (BAD, 0.0, 0.0, True, True),
+    (INF, -3.0, 1.0, True, True),
+    (NAN, -3.0, 1.0, True, True),
+    (1.0, INF, 1.0, True, True),
+    (1.0, -INF, 1.0, True, True),
+    (1.0, NAN, 1.0, True, True),
+    (300.0, 5.0, TINY, True, False),
+    (300.0, 5.0, -TINY, True, False),
+    (300.0, 5.0, 300 * TINY, False, False),
+    (300.0, 5.0, 0.0, False, False),
+    (200.0, 5.0, TINY / 4, False, False),
+    (2.0**91, 5.0, 2.0**-10, True, False),
+]
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_rows_to_be_done_again(first: int, gradient: bool) -> None:
+    """Among ignored rows, which never are, whatever their sums."""
+    ignored = [(INF, 0.0, 1.0, False, False), (NAN, 0.0, NAN, False, False), (0.0, 0.0, TINY, False, False)]
+    cases = (ignored + LISTED) if first else (LISTED + ignored)
+    C = len(cases)
+    b = batch(C, 37, UNIT)
+    b.y[: 3 if first else C] = -1 if first else b.y[:C]
+    if not first:
+        b.y[-3:] = -1
+    numbers = [torch.tensor(column, device=DEVICE) for column in list(zip(*cases, strict=True))[:3]]
+    r, t, g = numbers
+    got = finish(b._replace(g=g), t, r, {}, P=1, gradient=gradient)
+    want = [i for i, case in enumerate(cases) if case[3 if gradient else 4]]
+    assert listed(got.rows) == want
+    assert torch.equal(got.rows.highest[want], ordered(t)[want])
+    others = [i for i in range(C) if i not in want]
+    assert (got.rows.highest[others] == 12345).all()
+    assert (got.rows.loss[b.y < 0] == 0).all()
+
+
+def test_a_loss_without_a_share_in_it_is_not_done_again_for_its_small_s() -> None:
+    b = batch(4, 37, UNIT)._replace(g=torch.full((4,), 1.0, device=DEVICE))
+    q = torch.zeros(37, device=DEVICE)
+    r = torch.tensor([1.0, 300.0, 1e20, INF], device=DEVICE)
+    got = finish(b, torch.zeros(4, device=DEVICE), r, {"weight": q}, P=1)
+    assert listed(got.rows) == [3]
+    assert (got.rows.loss[:3] == 0).all()
+    assert (got.rows.s[:3] == 0).all()
+    assert (of_targets(got.e, b.y)[:3] == 0).all()
+    assert (got.scaled[:3] == 0).all()
+
+
+@each_set
+def test_ignored_rows_are_zero_whatever_they_hold(names: tuple[str, ...]) -> None:
+    C, V = 6, 150
+    b, kwargs = batch(C, V, 5 * UNIT), options(V, names)
+    b.y[[1, 2, 3]] = -1
+    b.x[1] = NAN
+    b.x[2] = INF
+    b.g[[1, 2, 3]] = torch.tensor([NAN, 7.0, 7.0], device=DEVICE)
+    r = torch.tensor([1.0, NAN, INF, 0.0, 2.0, 3.0], device=DEVICE)
+    zero = torch.zeros(C, device=DEVICE)
+    got = finish(b, zero, r, kwargs, uniform=zero, P=1)
+    assert (got.e[[1, 2]] == 0).all()  # of not a number
+    assert (got.e[3] == POISON).all()  # the GEMM left 0
+    for value in (got.rows.loss, got.rows.lse, got.rows.miss, got.rows.s, got.rows.rest, got.scaled):
+        assert (value[[1, 2, 3]] == 0).all()
+        if value is not got.rows.rest:
+            assert (value[[0, 4, 5]] != POISON).all()
+
+
+@each_set
+def test_what_the_target_loses_in_rounding_is_known(names: tuple[str, ...]) -> None:
+    """E in bfloat16: its entry and the rest add up to what a wide E holds."""
+    b, kwargs = batch(9, 37, 5 * UNIT), options(37, names)
+    b.y[4] = -1
+    t = torch.linspace(-2, 2, 9, device=DEVICE)
+    r = torch.linspace(0.1, 40, 9, device=DEVICE)
+    narrow = finish(b, t, r, kwargs, uniform=t, dtype=torch.bfloat16)
+    wide = finish(b, t, r, kwargs, uniform=t, dtype=torch.float32)
+    kept = b.y >= 0
+    whole = of_targets(narrow.e.float(), b.y) + narrow.rows.rest
+    assert torch.equal(whole[kept], of_targets(wide.e, b.y)[kept])
+    assert (wide.rows.rest == 0).all()
+    assert narrow.rows.rest.abs().max() > 1e-4
+
+
+class Prepared(NamedTuple):
+    rows: Reports
+    reference: Tensor
+    coefficient: Tensor
+    scaled: Tensor
+
+
+def prepare(b: Batch, lse: Tensor, miss: Tensor, kwargs: dict[str, Any], *, scaled: bool = True) -> Prepared:
+    C, D = b.x.shape
+    rows = blank(C)
+    reference, coefficient = (torch.full((C,), POISON, device=DEVICE) for _ in range(2))
+    room = torch.full((C + 2, D), POISON, dtype=b.x.dtype, device=DEVICE)
+    prepare_rows(
+        lse.float(), miss.float(), b.x, b.y, b.g, reference, coefficient, rows, row_terms(b.w, kwargs), len(b.w),
+        scaled_CD=room[1:-1] if scaled else None,
+    )  # fmt: skip
+    assert (room[[0, -1]] == POISON).all()
+    for value in (rows.target_logit, rows.loss, rows.lse, rows.miss):
+        assert (value == POISON).all()
+    return Prepared(rows, reference, coefficient, room[1:-1])
+
+
+def is_power_of_two(s: Tensor) -> Tensor:
+    return s.double().abs().log2() % 1 == 0
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_prepared_rows(names: tuple[str, ...]) -> None:
+    C, V = 9, 37
+    b, kwargs = batch(C, V, 5 * UNIT), options(V, names)
+    b.y[4], b.g[4], b.g[5] = -1, NAN, 0.0
+    b.x[4] = NAN
+    true = truth(b._replace(g=b.g.where(b.y >= 0, 0)), **kwargs)
+    t = of_targets(true.z, b.y)
+    miss = (without_target(true.z, b.y) - t[:, None]).exp().sum(1).log1p()
+    kept = b.y >= 0
+    got = prepare(b, (t + miss).where(kept, 0), miss.where(kept, 0), kwargs)
+    s = got.rows.s.double()
+    grad = logit_gradient(b._replace(g=b.g.where(kept, 0)), true.z, **kwargs)
+    used = grad.abs().sum(1) > 0
+    assert (is_power_of_two(s) == used).all()
+    assert (s[~used] == 0).all()
+    assert not used[[4, 5]].any()
+    x = b.x.double().where(used[:, None], 0)
+    assert torch.equal(got.scaled.double(), s[:, None] * x)
+    cap = kwargs.get("softcap")
+    e = (true.z - got.reference.double()[:, None]).exp() * (1 if cap is None else 1 - (true.z / cap) ** 2)
+    at_target = torch.arange(V, device=DEVICE) == b.y[:, None]
+    built = s[:, None] * torch.where(at_target, got.coefficient.double()[:, None], e)
+    for i in range(C):
+        if used[i]:
+            for part in (at_target[i], ~at_target[i]):
+                error = (built[i] - grad[i])[part].norm()
+                assert error <= 2 * NEAR * grad[i][part].norm() + 2e-7 * grad[i].norm()
+    rest = got.coefficient - narrowed(got.coefficient, b.x.dtype)
+    assert torch.equal(got.rows.rest, rest)
+    assert (got.coefficient[~kept] == 0).all()
+    without = prepare(b, (t + miss).where(kept, 0), miss.where(kept, 0), kwargs, scaled=False)
+    assert (without.scaled == POISON).all()
+    assert torch.equal(without.coefficient, got.coefficient)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x as a kernel narrows it: to the nearest, but Triton's interpreter cuts bfloat16 off."""
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        return (x.view(torch.int32) & -0x10000).view(torch.float32)
+    return x.to(dtype).float()
+
+
+def test_prepared_rows_in_bfloat16_know_what_the_target_loses() -> None:
+    b = batch(9, 37, 5 * UNIT)
+    b = b._replace(x=b.x.bfloat16())
+    miss = torch.linspace(0.01, 5, 9, device=DEVICE)
+    got = prepare(b, miss - 1, miss, {"z_loss": 0.1})
+    c = got.coefficient
+    assert torch.equal(got.rows.rest, c - narrowed(c, torch.bfloat16))
+    assert got.rows.rest.abs().max() > 1e-4
+    assert torch.equal(got.scaled.double(), got.rows.s.double()[:, None] * b.x.double())
+
+
+@pytest.mark.parametrize("miss", [0.0, 1e-30, 1e-10, 6e-8, 1e-3, 100.0, 5000.0, INF])
+def test_prepared_targets_keep_their_relative_precision(miss: float) -> None:
+    b = batch(4, 37, UNIT)._replace(g=torch.tensor([1.0, -0.75, 3e-20, -1e30], device=DEVICE))
+    got = prepare(b, torch.zeros(4, device=DEVICE), torch.full((4,), miss, device=DEVICE), {})
+    want = b.g.double() * torch.tensor(-miss, dtype=torch.float64, device=DEVICE).expm1()
+    torch.testing.assert_close(got.rows.s.double() * got.coefficient.double(), want, rtol=1e-6, atol=0)
+    assert ((got.reference <= 0) & (got.reference > -0.6932)).all()
+
+
+def test_prepared_factors_at_the_ends() -> None:
+    """Infinite, no number, too small to be normal, and 0: only s shows it."""
+    b = batch(5, 37, UNIT)._replace(g=torch.tensor([INF, NAN, 1e-40, 0.0, -INF], device=DEVICE))
+    ones = torch.ones(5, device=DEVICE)
+    got = prepare(b, 2 * ones, ones, {})
+    torch.testing.assert_close(got.rows.s, torch.tensor([INF, NAN, 0, 0, -INF], device=DEVICE), equal_nan=True)
+    known = [0, 2, 3, 4]
+    assert (got.reference[known] == 2).all()
+    assert relative_error(got.coefficient[known], (-ones[known]).double().expm1()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("logit_scale",), ("label_smoothing",), ("label_smoothing", "logit_scale", "weight")]
+)
+@pytest.mark.parametrize("D", [UNIT, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_input_gradients(dtype: torch.dtype, D: int, names: tuple[str, ...]) -> None:
+    C, V = 6, 37
+    b, kwargs = batch(C, V, D), options(V, names)
+    terms, rows = row_terms(b.w, kwargs), blank(C)
+    g = torch.Generator().manual_seed(0)
+    rows.s.copy_(torch.randn(C, generator=g))
+    rows.rest.copy_(torch.randn(C, generator=g))
+    product = torch.randn(C, D, generator=g).to(DEVICE)
+    s, rest = rows.s.double()[:, None], rows.rest.double()[:, None]
+    rows.s[3] = 0  # of a class of no weight, and a product that is not used
+    s[3] = 0
+    product[2:4] = torch.tensor([[NAN], [INF]])
+    b.y[2], b.g[2] = -1, NAN
+    out = torch.full((C + 2, D), POISON, dtype=dtype, device=DEVICE)
+    finish_input_grad(product, out[1:-1], b.w, b.y, b.g, rows, terms)
+    want = (s * (product.double() + rest * b.w.double()[b.y.clamp(min=0).long()])).where(s != 0, 0)
+    if terms.uniform_D is not None:
+        m = kwargs.get("logit_scale", torch.ones((), device=DEVICE)).double()
+        want -= m * b.g.double()[:, None] * terms.smoothing / V * terms.uniform_D.double()
+    want[2] = 0
+    near = 1e-6 if dtype == torch.float32 else 2**-7
+    for o, w in zip(out[1:-1], want, strict=True):
+        assert relative_error(o, w) < near
+    assert (out[3] == 0).all()
+    assert (out[[0, -1]] == POISON).all()
+
+
+@pytest.mark.parametrize(("C", "V"), [(1, 1), (32, 128), (70, 150), (33, 257)])
+def test_column_sums(C: int, V: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    room = torch.full((C, V + 5), NAN, dtype=DTYPE, device=DEVICE)
+    room[:, :V] = torch.randn(C, V, generator=g)
+    s = torch.randn(C, generator=g).to(DEVICE)
+    before = torch.randn(V + 2, generator=g).to(DEVICE)
+    if C > 1:
+        s[C // 2] = 0
+        room[C // 2] = INF
+        s[C - 1] = -3.0
+    kept = s != 0
+    want = before[1:-1].double() + s[kept].double() @ room[kept, :V].double()
+    outs = []
+    for _ in range(2):
+        out = before.clone()
+        add_column_sums(room[:, :V], s, out[1:-1])
+        outs.append(out)
+    assert relative_error(outs[0][1:-1], want) < 1e-6
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0][[0, -1]], before[[0, -1]])
+
+
+class Head(NamedTuple):
+    loss: Tensor
+    lse: Tensor
+    miss: Tensor
+    dx: Tensor
+    dw: Tensor
+    db: Tensor
+    listed: list[int]
+
+
+def uniform_part(b: Batch, terms: RowTerms) -> tuple[Tensor, Tensor]:
+    """Return what smoothing, the same for every row, takes from the weight's and the bias's gradient."""
+    V = len(b.w)
+    q = torch.ones(V, device=DEVICE) if terms.class_weight_V is None else terms.class_weight_V
+    m = 1.0 if terms.scale is None else terms.scale
+    kept = b.y >= 0
+    g = m * terms.smoothing / V * b.g.where(kept, 0)
+    return torch.outer(q, g @ b.x.float().where(kept[:, None], 0)), q * g.sum()
+
+
+def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
+    """The whole head from these kernels and two plain GEMMs."""
+    (C, D), V = b.x.shape, len(b.w)
+    terms, rows = row_terms(b.w, kwargs), blank(C)
+    P = tiles_across(V, CONFIG)
+    sums = torch.full((C, P), NAN, device=DEVICE)
+    e = torch.full((C, -(-V // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, :V]
+    scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    parts: dict[str, Any] = {"bias_V": terms.bias_V, "scale": terms.scale, "softcap": terms.softcap}
+    target_logits(b.x, b.w, b.y, rows, terms)
+    exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts)
+    finish_rows(sums, P, b.x, b.y, b.g, rows, terms, V, e_CV=e, scaled_CD=scaled)
+    shifted_exp_logits(
+        b.x, b.w, rows.listed, rows.count, rows.highest, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts
+    )
+    finish_rows(sums, P, b.x, b.y, b.g, rows, terms, V, e_CV=e, scaled_CD=scaled, shifted=True)
+    finish_input_grad(e.float() @ b.w.float(), dx, b.w, b.y, b.g, rows, terms)
+    db = torch.zeros(V, device=DEVICE)
+    add_column_sums(e, rows.s, db)
+    uniform_w, uniform_b = uniform_part(b, terms)
+    dw = e.float().T @ scaled.float() - uniform_w
+    return Head(rows.loss, rows.lse, rows.miss, dx, dw, db - uniform_b, listed(rows))
+
+
+def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients once more, from lse and lse - t, a block of the vocabulary at a time."""
+    (C, D), V = b.x.shape, len(b.w)
+    terms, rows = row_terms(b.w, kwargs), blank(C)
+    reference, coefficient = (torch.full((C,), NAN, device=DEVICE) for _ in range(2))
+    scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    prepare_rows(lse, miss, b.x, b.y, b.g, reference, coefficient, rows, terms, V, scaled_CD=scaled)
+    product, (dw, db) = torch.zeros(C, D, device=DEVICE), uniform_part(b, terms)
+    dw, db = -dw, -db
+    for first in range(0, V, block):
+        w = b.w[first : first + block]
+        e = torch.full((C, -(-block // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, : len(w)]
+        exp_logits(
+            b.x, w, reference, b.y, CONFIG, PROGRAMS, e_CV=e, coefficient_C=coefficient, first_class=first,
+            bias_V=None if terms.bias_V is None else terms.bias_V[first : first + block], scale=terms.scale,
+            softcap=terms.softcap,
+        )  # fmt: skip
+        product += e.float() @ w.float()
+        dw[first : first + block] += e.float().T @ scaled.float()
+        add_column_sums(e, rows.s, db[first : first + block])
+    finish_input_grad(product, dx, b.w, b.y, b.g, rows, terms)
+    return dx, dw, db
+
+
+def whole_batch(V: int, kwargs: dict[str, Any], *, huge: bool) -> Batch:
+    """Return ordinary tokens, confident ones, ignored ones of NaN and, when asked, losses of thousands of nats."""
+    b = batch(45, V, 8 * UNIT)
+    m = kwargs.get("logit_scale", torch.ones((), device=DEVICE)).sign()
+    for i in range(8, 16):  # sure, and more so from row to row
+        b.x[i] = m * b.w[int(b.y[i])] * (i - 7) / 2
+    if huge:
+        b.x[16:24] *= 256
+        b.x[24] = -m * 64 * b.w[int(b.y[24])]
+        b.x[25] = m * 64 * b.w[int(b.y[25])]  # huge and sure
+    for i, value in ((30, NAN), (31, INF), (32, 1.0), (44, NAN)):
+        b.y[i], b.g[i] = -1, 0.0
+        b.x[i] = value
+    b.g[33] = 0.0
+    b.g[34] = 2.0**-110
+    return b
+
+
+@pytest.mark.parametrize("V", [37, 64, 100])
+@pytest.mark.parametrize("huge", [False, True], ids=["ordinary", "huge"])
+@each_set
+def test_the_whole_head(names: tuple[str, ...], huge: bool, V: int) -> None:
+    kwargs = options(V, names)
+    b = whole_batch(V, kwargs, huge=huge)
+    if huge and "softcap" in names:
+        kwargs["softcap"] = 400.0
+    true, got = truth(b, **kwargs), three_products(b, kwargs)
+    capped = huge and "softcap" in names
+    near = NEAR_GRAD if not capped else max(NEAR_GRAD, 2e-4)  # a cap's own rounding: 400 / 2**24, exponentiated
+    if huge:
+        assert {*range(16, 24), 24} & set(got.listed)
+        assert 25 not in got.listed
+        assert true.loss.max() > (700 if capped else 1000)
+    else:
+        assert set(got.listed) <= {34}
+    torch.testing.assert_close(got.loss.double(), true.loss, rtol=2e-5, atol=1e-4 if capped else 1e-5)
+    for i, (g, w) in enumerate(zip(got.dx, true.dx, strict=True)):
+        least = 1e-15 * abs(float(b.g[i]))  # float64's own, of what is left of softmax - 1
+        assert (g.double() - w).norm() <= near * w.norm() + least, i
+    assert (got.dx[b.y < 0] == 0).all()
+    for grad in ("dx", "dw", "db"):
+        assert relative_error(getattr(got, grad), getattr(true, grad)) < near, grad
+    again = rebuilt(b, kwargs, got.lse, got.miss, block=41)
+    # float32 holds an lse of thousands to 2**-13 of a nat, and what is normalised by it no better
+    loose = max(near, float(got.lse.abs().max()) * 2.0**-22)
+    for grad, value in zip(("dx", "dw", "db"), again, strict=True):
+        assert relative_error(value, getattr(true, grad)) < loose, grad
+    assert (again[0][b.y < 0] == 0).all()
+
+
+@pytest.mark.parametrize("huge", [False, True], ids=["ordinary", "huge"])
+def test_the_whole_head_with_classes_ruled_out(huge: bool) -> None:
+    """By a bias of -inf; the loss of a token that has such a target is infinite, and its gradient is not."""
+    V = 37
+    b, bias = whole_batch(V, {}, huge=huge), torch.zeros(V, device=DEVICE)
+    bias[[5, 36]] = -INF
+    b.y[7] = 5
+    b.y[(b.y == 36) | ((b.y == 5) & (torch.arange(45, device=DEVICE) != 7))] = 9
+    kwargs = {"linear_bias": bias}
+    true, got = truth(b, **kwargs), three_products(b, kwargs)
+    assert got.loss[7] == INF
+    torch.testing.assert_close(got.loss.double(), true.loss, rtol=1e-5, atol=1e-5)
+    loose = max(NEAR_GRAD, float(got.lse.abs().max()) * 2.0**-22)
+    grads = ((got.dx, got.dw, got.db), NEAR_GRAD), (rebuilt(b, kwargs, got.lse, got.miss, block=41), loose)
+    for parts, near in grads:
+        for g, w in zip(parts, (true.dx, true.dw, true.db), strict=True):
+            assert relative_error(g, w) < near
+    kwargs["weight"] = torch.ones(V, device=DEVICE)
+    kwargs["weight"][5] = 0
+    got = three_products(b, kwargs)
+    assert got.loss[7] == 0
+    assert (got.dx[7] == 0).all()
+
+
+def test_the_whole_head_gives_the_same_bits_again() -> None:
+    kwargs = options(100, WITH_SMOOTHING)
+    b = whole_batch(100, kwargs, huge=True)
+    one, two = three_products(b, kwargs), three_products(b, kwargs)
+    for a, c in zip(one[:-1], two[:-1], strict=True):
+        assert torch.equal(a, c)
+
+
+def test_a_token_that_cannot_be_is_nan_and_poisons_no_other_row() -> None:
+    """A kept token of NaN: its loss and gradient say so."""
+    b = whole_batch(37, {}, huge=False)
+    clean = three_products(b, {})
+    b.x[5] = NAN
+    got = three_products(b, {})
+    others = torch.arange(45, device=DEVICE) != 5
+    assert got.loss[5].isnan()
+    assert got.dx[5].isnan().all()
+    assert torch.equal(got.loss[others], clean.loss[others])
+    assert relative_error(got.dx[others], clean.dx[others]) < 1e-6
+    assert set(got.listed) - {34} == {5}
