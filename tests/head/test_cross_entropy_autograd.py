@@ -33,7 +33,7 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Name each pass over the vocabulary as it runs."""
     seen: list[str] = []
-    for name in ("cross_entropy", "cross_entropy_backward"):
+    for name in ("run", "run_backward"):
         operator = getattr(operators, name)
 
         def counted(*args: Any, name: str = name, operator: Any = operator) -> Any:
@@ -76,7 +76,7 @@ def test_a_frozen_head_needs_no_second_look_at_the_logits(passes: list[str]) -> 
     x, w, _, y = head(40, 6, 17)
     w.requires_grad_(False)
     linear_cross_entropy(x, w, y, reduction="none").sum().backward()
-    assert passes == ["cross_entropy"]
+    assert passes == ["run"]
 
 
 def test_an_ignored_token_stays_zero_whatever_comes_from_above(mode: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ def test_inside_a_checkpoint(mode: dict[str, Any], reentrant: bool, passes: list
     for g, e in zip(got, want, strict=True):
         torch.testing.assert_close(g, e)
     if mode == {} and not reentrant:
-        assert used == ["cross_entropy"], "the stored gradients outlive the checkpoint: nothing to compute again"
+        assert used == ["run"], "the stored gradients outlive the checkpoint: nothing to compute again"
 
 
 @pytest.mark.parametrize("keep", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from lowtide import HeadOptions, linear_cross_entropy
-from lowtide.head import operators, reference, schedules
+from lowtide.head import reference, schedules
 from lowtide.head.schedules import CrossEntropyJob, Rows
 from support import head, in_float64, oracle, relative_error
 
@@ -114,7 +114,7 @@ def ignored_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
             kept = job.target_N != job.ignore_index
             return schedules._weigh(job, None, kept, job.target_N.where(is_class, 0), is_class)
 
-        monkeypatch.setattr(operators, "select_rows", as_on_a_device)
+        monkeypatch.setattr(schedules, "select_rows", as_on_a_device)
     return request.param
 
 

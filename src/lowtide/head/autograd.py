@@ -34,7 +34,7 @@ def cross_entropy(call: Call, *, recompute: bool) -> Tensor:
     wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in call.trained))
     loss: Tensor
     if not (torch.is_grad_enabled() and any(wanted)):
-        loss = operators.cross_entropy(*call, *Wanted(False, False, False), False)[0]
+        loss = operators.run(*call, *Wanted(False, False, False), False)[0]
     elif recompute:
         loss = _Recomputed.apply(*call)  # type: ignore[no-untyped-call]
     else:
@@ -52,7 +52,7 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wanted: Wanted, *args: Any) -> Tensor:
         call = Call(*args)
-        stored = Stored(*operators.cross_entropy(*call, *wanted, False))
+        stored = Stored(*operators.run(*call, *wanted, False))
         ctx.wanted, ctx.per_token = wanted, call.reduction == "none"
         ctx.bias_dtype = None if call.linear_bias is None else call.linear_bias.dtype
         ctx.stored = stored[1:6]
@@ -92,7 +92,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         call = Call(*args)
-        stored = Stored(*operators.cross_entropy(*call, *Wanted(False, False, False), True))
+        stored = Stored(*operators.run(*call, *Wanted(False, False, False), True))
         ctx.save_for_backward(*(call[i] for i in _TENSORS), stored.lse, stored.miss)
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         return stored.loss
@@ -107,7 +107,7 @@ class _Recomputed(torch.autograd.Function):
         wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TRAINED))
         grads: list[Tensor | None]
         with torch.no_grad():
-            dx, dw, db = operators.cross_entropy_backward(*call, *wanted, upstream, lse, miss)
+            dx, dw, db = operators.run_backward(*call, *wanted, upstream, lse, miss)
             grads = [
                 dx if wanted.input else None,
                 dw if wanted.weight else None,

@@ -9,7 +9,7 @@ more in blocks of the vocabulary, four (8NDV), where memory is too short for chu
 upstream gradient is known in backward only. Names: N tokens, C rows of a chunk, D hidden size, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, take_input
+
+Settle = Callable[[], tuple[Tensor, Gradients]]
 
 
 class ExpHead:
@@ -30,18 +32,19 @@ class ExpHead:
     """
 
     def __init__(self, job: CrossEntropyJob, rows: Rows, plan: HeadPlan) -> None:
-        from lowtide.head.kernels import configs, exp_logits, exp_rows
+        from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
 
         self.job, self.rows, self.plan = job, rows, plan
         self.gemm, self.thin = exp_logits, exp_rows
         device = job.input.device
-        self.config = configs.lookup(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         self.programs = exp_logits.multiprocessors(device)
+        plain = job.bias_V is None and job.logit_scale is None and job.softcap is None
+        self.hopper = exp_logits_hopper if plain and exp_logits_hopper.runs_on(device) else None
+        self.config = configs.GemmConfig() if self.hopper else configs.of_device(device)
         self.weight_VD = job.weight_VD.to(job.dtype)
         V = self.weight_VD.shape[0]
         self.tiles = exp_logits.tiles_across(V, self.config)
-        kept = rows.kept if rows.kept is not None else torch.ones_like(rows.target, dtype=torch.bool)
-        self.y_N = rows.target.where(kept, -1).int()
+        self.y_N = rows.target
         q = job.terms.class_weight
         self.total = None if q is None else q.sum()
         smoothing = job.terms.label_smoothing
@@ -58,17 +61,25 @@ class ExpHead:
         )
         C = max(1, plan.chunk_rows, plan.sum_rows)
         self._numbers = torch.empty(8, C, dtype=torch.float32, device=device)
-        self._integers = torch.zeros(2, C, dtype=torch.int32, device=device)
+        self._integers = torch.empty(2, C, dtype=torch.int32, device=device)
 
-    def run(self, loss_N: Tensor, factor_N: Tensor | None, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
-        """Compute losses [N], logsumexps and ``lse - t``, and with a factor [N] what ``into`` asks for."""
+    def run(self, loss_N: Tensor, settle: Settle | None, lse_N: Tensor, miss_N: Tensor) -> None:
+        """Compute losses [N], logsumexps and ``lse - t``; with ``settle`` also the gradients.
+
+        Args:
+            loss_N: Takes the losses, token weights not applied.
+            settle: Makes each row's factor [N] and the buffers for the gradients. It is called when the first GEMM is
+                under way: the host should not keep the device waiting.
+            lse_N: Takes the logsumexps.
+            miss_N: Takes what the target's logits are below them.
+        """
         with self._on_device():
-            if factor_N is None or self.plan.schedule == "blocks":
-                self._sums(loss_N, lse_N, miss_N)
-                if factor_N is not None:
-                    self._rebuild(factor_N, into, lse_N, miss_N)
-            else:
-                self._three_products(loss_N, factor_N, into, lse_N, miss_N)
+            if settle is not None and self.plan.schedule == "chunks":
+                self._three_products(loss_N, settle, lse_N, miss_N)
+                return
+            self._sums(loss_N, lse_N, miss_N)
+            if settle is not None:
+                self._rebuild(*settle(), lse_N, miss_N)
 
     def rebuild(self, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
         """Compute the gradients from what `run` left, each row's loss multiplied with ``factor_N``."""
@@ -86,34 +97,43 @@ class ExpHead:
             self._exponentials(x_CD, self.weight_VD, reports.target_logit, y_C, sum_CP=sums)
             self._finish(sums, x_CD, y_C, None, reports)
 
-    def _three_products(self, loss_N: Tensor, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
+    def _three_products(self, loss_N: Tensor, settle: Settle, lse_N: Tensor, miss_N: Tensor) -> None:
         job, plan = self.job, self.plan
         V, D = self.weight_VD.shape
         new = job.input.new_empty
         sums = self._sum_buffer(plan.chunk_rows)
         e_buffer = new(plan.chunk_rows, padded(V), dtype=job.dtype)
-        scaled = None if into.weight_VD is None else new(plan.chunk_rows, D, dtype=job.dtype)
-        product = None if into.input_ND is None else new(plan.chunk_rows, D, dtype=torch.float32)
-        begun = self._begin_weight_grad(factor_N, into)
+        factor_N: Tensor | None = None
+        scaled: Tensor | None = None
+        product: Tensor | None = None
+        into, begun = Gradients(), False
         for part in plan.slices():
             C = part.stop - part.start
-            x_CD, y_C, g_C = self._input(part), self.y_N[part], factor_N[part]
+            x_CD, y_C = self._input(part), self.y_N[part]
             reports = self._reports(part, loss_N, lse_N, miss_N)
             e_CV = e_buffer[:C, :V]
-            scaled_CD = None if scaled is None else scaled[:C]
             self.thin.target_logits(x_CD, self.weight_VD, y_C, reports, self.terms)
             self._exponentials(x_CD, self.weight_VD, reports.target_logit, y_C, sum_CP=sums, e_CV=e_CV)
+            if factor_N is None:
+                factor_N, into = settle()
+                begun = self._begin_weight_grad(factor_N, into)
+                scaled = None if into.weight_VD is None else new(plan.chunk_rows, D, dtype=job.dtype)
+                product = None if into.input_ND is None else new(plan.product_rows, D, dtype=torch.float32)
+            g_C = factor_N[part]
+            scaled_CD = None if scaled is None else scaled[:C]
             self._finish(sums, x_CD, y_C, g_C, reports, e_CV=e_CV, scaled_CD=scaled_CD)
             if product is not None and into.input_ND is not None:
-                _multiply(e_CV, self.weight_VD, product[:C], add=False)
-                self.thin.finish_input_grad(
-                    product[:C], into.input_ND[part], self.weight_VD, y_C, g_C, reports, self.terms
-                )
+                for piece in _slices(C, len(product)):
+                    product_CD = product[: piece.stop - piece.start]
+                    _multiply(e_CV[piece], self.weight_VD, product_CD, add=False)
+                    self._finish_input_grad(product_CD, into.input_ND[part][piece], y_C, g_C, reports, piece)
             if scaled_CD is not None and into.weight_VD is not None:
                 _multiply(e_CV.t(), scaled_CD, into.weight_VD, add=begun)
             if into.bias_V is not None:
                 self.thin.add_column_sums(e_CV, reports.s, into.bias_V)
             begun = True
+        if factor_N is None:  # there are no tokens
+            self._begin_weight_grad(*settle())
 
     def _rebuild(self, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
         """E once more, a block of the vocabulary at a time, normalised: its rows' sums are known."""
@@ -146,9 +166,7 @@ class ExpHead:
                 if into.bias_V is not None:
                     self.thin.add_column_sums(e_CB, reports.s, into.bias_V[block])
             if product is not None and into.input_ND is not None:
-                self.thin.finish_input_grad(
-                    product[:C], into.input_ND[part], self.weight_VD, y_C, g_C, reports, self.terms
-                )
+                self._finish_input_grad(product[:C], into.input_ND[part], y_C, g_C, reports, slice(0, C))
             begun = True
 
     def _exponentials(
@@ -163,6 +181,12 @@ class ExpHead:
         coefficient_C: Tensor | None = None,
         first_class: int = 0,
     ) -> None:
+        if self.hopper is not None:
+            self.hopper.exp_logits_hopper(
+                x_CD, w_VD, reference_C, y_C, self.programs, sum_CP=sum_CP, e_CV=e_CV, coefficient_C=coefficient_C,
+                first_class=first_class,
+            )  # fmt: skip
+            return
         terms = self.terms
         bias = terms.bias_V
         self.gemm.exp_logits(
@@ -194,6 +218,14 @@ class ExpHead:
             sums, self.tiles, x_CD, y_C, factor_C, reports, terms, V, e_CV=e_CV, scaled_CD=scaled_CD, shifted=True
         )
 
+    def _finish_input_grad(
+        self, product_CD: Tensor, out_CD: Tensor, y_C: Tensor, factor_C: Tensor, reports: Any, piece: slice
+    ) -> None:
+        self.thin.finish_input_grad(
+            product_CD, out_CD, self.weight_VD, y_C[piece], factor_C[piece], reports.s[piece], reports.rest[piece],
+            self.terms,
+        )  # fmt: skip
+
     def _begin_weight_grad(self, factor_N: Tensor, into: Gradients) -> bool:
         """Put smoothing's part, the same for every row of logits, into the weight's and the bias's gradient.
 
@@ -209,13 +241,14 @@ class ExpHead:
         q = self.terms.class_weight_V
         m = 1.0 if self.terms.scale is None else self.terms.scale
         if into.bias_V is not None:
-            shift = factor_N.sum() * (-smoothing / V) * m
+            shift = factor_N.where(self.y_N >= 0, 0).sum() * (-smoothing / V) * m
             into.bias_V += shift if q is None else shift * q
         if into.weight_VD is None:
             return False
         mean_D = torch.zeros(self.weight_VD.shape[1], dtype=torch.float32, device=factor_N.device)
         for part in self.plan.slices():
-            self.thin.add_column_sums(self._input(part), factor_N[part], mean_D)
+            factor_C = factor_N[part].where(self.y_N[part] >= 0, 0)  # where nothing is kept the others are 0 / 0
+            self.thin.add_column_sums(self._input(part), factor_C, mean_D)
         _outer(q, mean_D * (-smoothing / V) * m, into.weight_VD, self.job.dtype)
         return True
 

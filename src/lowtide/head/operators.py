@@ -6,6 +6,7 @@ Both begin with the fields of `Call`, declared once: the operators' schemas are 
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lowtide.head.exp_path import ExpHead
 from lowtide.head.options import HeadOptions
-from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, plan_rows, run_chunks, select_rows
+from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
 
 FP16_TOP = 2.0**14  # where an fp16 weight gradient's largest entry is put, a factor of four below the largest number
@@ -54,7 +55,7 @@ class Call(NamedTuple):
         """Return the options that bear on a single pass."""
         accumulate: Any = self.accumulate
         backend: Any = self.backend
-        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend)
+        return _options(self.workspace_mib, accumulate, backend)
 
     def job(self) -> CrossEntropyJob:
         """Return the same, flattened, for the loop over chunks."""
@@ -78,6 +79,11 @@ class Call(NamedTuple):
             dtype=self.dtype,
             wide=wide,
         )
+
+
+@cache
+def _options(workspace_mib: float | None, accumulate: Any, backend: Any) -> HeadOptions:
+    return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend)
 
 
 class Wanted(NamedTuple):
@@ -153,25 +159,7 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *fields, upstream, lse, miss = args
     call, wanted = _split(fields)
     with _no_autocast(call.input.device):
-        job = call.job()
-        rows = select_rows(job)
-        plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
-        into = _buffers(job, rows, plan.accumulate, wanted)
-        if rows.index is not None:
-            upstream = upstream[rows.index] if upstream.dim() else upstream
-        factor = _divided(rows) * upstream.to(job.wide)
-        if rows.kept is not None:
-            factor = factor.where(rows.kept, 0)
-        if plan.backend == "exp":
-            ExpHead(job, rows, plan).rebuild(factor, into, lse, miss)
-        else:
-            run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
-        empty = upstream.new_empty(0)
-        return (
-            call.input.new_empty(0) if into.input_ND is None else into.input_ND.view(call.input.shape),
-            call.linear_weight.new_empty(0) if into.weight_VD is None else into.weight_VD.to(job.weight_VD.dtype),
-            empty if into.bias_V is None else into.bias_V,
-        )
+        return _gradients(call, wanted, upstream, lse, miss)
 
 
 @cross_entropy_backward.register_fake
@@ -182,6 +170,36 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         call.input.new_empty(call.input.shape if wanted.input else 0),
         call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
         upstream.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
+    )
+
+
+def run(*args: Any) -> Stored:
+    """Run `cross_entropy`: as an operator where something watches operators, else without that detour (0.15 ms)."""
+    if _watched(args):
+        return Stored(*cross_entropy(*args))
+    *fields, keep_rows = args
+    call, wanted = _split(fields)
+    with torch.no_grad(), _no_autocast(call.input.device):
+        return _loss_and_gradients(call, wanted, keep_rows)
+
+
+def run_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `cross_entropy_backward` in the same way."""
+    if _watched(args):
+        found: tuple[Tensor, Tensor, Tensor] = cross_entropy_backward(*args)
+        return found
+    *fields, upstream, lse, miss = args
+    call, wanted = _split(fields)
+    with torch.no_grad(), _no_autocast(call.input.device):
+        return _gradients(call, wanted, upstream, lse, miss)
+
+
+def _watched(args: Sequence[Any]) -> bool:
+    """Return whether a compiler, a dispatch mode or a tensor subclass has to see an operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(isinstance(arg, Tensor) and type(arg) not in (Tensor, torch.nn.Parameter) for arg in args)
     )
 
 
@@ -219,27 +237,29 @@ def _factor_shape(call: Call, wanted: bool, N: int) -> tuple[int, ...]:
 
 def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
     job = call.job()
-    rows = select_rows(job)
-    plan = plan_rows(job, rows, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
-    into = _buffers(job, rows, plan.accumulate, wanted)
-    if call.reduction == "none":  # the head is frozen: its input's gradient is stored without any row's factor
-        factor = torch.ones_like(rows.unit) if rows.kept is None else rows.kept.to(job.wide)
-    else:
-        factor = rows.unit if _lacks_denominator(call) else _divided(rows)
+    rows, plan = plan_rows(job, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
     loss_n = torch.empty_like(rows.unit)
-    used = factor if any(wanted) else None
     kept = loss_n.new_zeros(2, call.target.numel() if keep_rows else 0)
+    into = Gradients()
+
+    def settle() -> tuple[Tensor, Gradients]:
+        nonlocal into
+        into = _buffers(job, rows, plan.accumulate, wanted)
+        return _stored_factor(call, job, rows), into
+
     if plan.backend == "exp":
         lse, miss = kept if keep_rows else torch.empty(2, *loss_n.shape, device=loss_n.device)
-        ExpHead(job, rows, plan).run(loss_n, used, into, lse, miss)
+        ExpHead(job, rows, plan).run(loss_n, settle if any(wanted) else None, lse, miss)
     else:
-        run_chunks(job, rows, plan, loss_n=loss_n, factor_n=used, into=into)
+        factor = settle()[0] if any(wanted) else None
+        run_chunks(job, rows, plan, loss_n=loss_n, factor_n=factor, into=into)
     loss_n *= rows.unit
     if rows.kept is not None:
         loss_n = loss_n.where(rows.kept, 0)
     loss = _among_all(loss_n, job, rows) if call.reduction == "none" else loss_n.sum()
-    if rows.denominator is not None:
-        loss = loss / rows.denominator
+    denominator = rows.denominator
+    if denominator is not None:
+        loss = loss / denominator
     return _stored(call, job, rows, loss, into, kept)
 
 
@@ -250,7 +270,8 @@ def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, into: Gr
     if call.reduction == "none":
         input_factor = _among_all(rows.unit, job, rows).clone()
     elif _lacks_denominator(call):
-        inverse = loss.new_ones(()) if rows.denominator is None else 1 / rows.denominator
+        denominator = rows.denominator
+        inverse = loss.new_ones(()) if denominator is None else 1 / denominator
         inverse = inverse.where(inverse.isfinite(), 0)  # nothing is kept, the gradients are 0
         db = None if db is None else db * inverse
         input_factor = inverse
@@ -266,6 +287,36 @@ def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, into: Gr
         weight_factor=loss.new_empty(0) if weight_factor is None else weight_factor,
         lse=kept_2N[0].clone(),
         miss=kept_2N[1].clone(),
+    )
+
+
+def _stored_factor(call: Call, job: CrossEntropyJob, rows: Rows) -> Tensor:
+    """Return what each row's loss is multiplied with on its way to the stored gradients."""
+    if call.reduction == "none":  # the head is frozen: its input's gradient is stored without any row's factor
+        return torch.ones_like(rows.unit) if rows.kept is None else rows.kept.to(job.wide)
+    return rows.unit if _lacks_denominator(call) else _divided(rows)
+
+
+def _gradients(
+    call: Call, wanted: Wanted, upstream: Tensor, lse: Tensor, miss: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    job = call.job()
+    rows, plan = plan_rows(job, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
+    into = _buffers(job, rows, plan.accumulate, wanted)
+    if rows.index is not None:
+        upstream = upstream[rows.index] if upstream.dim() else upstream
+    factor = _divided(rows) * upstream.to(job.wide)
+    if rows.kept is not None:
+        factor = factor.where(rows.kept, 0)
+    if plan.backend == "exp":
+        ExpHead(job, rows, plan).rebuild(factor, into, lse, miss)
+    else:
+        run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
+    empty = upstream.new_empty(0)
+    return (
+        call.input.new_empty(0) if into.input_ND is None else into.input_ND.view(call.input.shape),
+        call.linear_weight.new_empty(0) if into.weight_VD is None else into.weight_VD.to(job.weight_VD.dtype),
+        empty if into.bias_V is None else into.bias_V,
     )
 
 
@@ -297,7 +348,8 @@ def _among_all(x_n: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:
 
 def _divided(rows: Rows) -> Tensor:
     """Return each row's factor: its weight over the denominator, and 0 for ignored rows even where that is 0."""
-    if rows.denominator is None:
+    denominator = rows.denominator
+    if denominator is None:
         return rows.unit
-    factor = rows.unit / rows.denominator
+    factor = rows.unit / denominator
     return factor if rows.kept is None else factor.where(rows.kept, 0)

@@ -3,6 +3,7 @@
 N tokens, D hidden size, V vocabulary, C rows of a chunk.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from lowtide.head.options import HeadOptions
 
 MIB = 2**20
 CPU_WORKSPACE = 128 * MIB  # GEMMs of 128 rows already run at 93% of their best rate on two AVX-512 cores
-GPU_WORKSPACE = 1024 * MIB  # 2048 rows of a 128K vocabulary: below that, reading W and dW costs time
+GPU_WORKSPACE = 1088 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
 MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
 FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
 FEWEST_ROWS = {"cpu": 8, "cuda": 512}  # chunks smaller than this are not made for FEWEST_CHUNKS' sake
@@ -34,6 +35,7 @@ EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often: to 4.5e-3
 EXP_FEW_BLOCKED_CHUNKS = 16  # likewise where the operands are rounded once less
 EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
 EXP_LEAST_BLOCK = 2048  # columns
+EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
 
@@ -60,6 +62,7 @@ class HeadPlan:
             the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
         block_columns: See there.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
+        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
     """
 
     backend: str
@@ -80,6 +83,7 @@ class HeadPlan:
     schedule: Literal["chunks", "blocks"] = "chunks"
     block_columns: int = 0
     sum_rows: int = 0
+    product_rows: int = 0
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -249,6 +253,7 @@ def _plan_exp(
         schedule="blocks" if blocked_schedule else "chunks",
         block_columns=columns,
         sum_rows=sum_rows,
+        product_rows=rows if blocked_schedule else min(rows, _wave_rows(D)),
     )
 
 
@@ -267,6 +272,11 @@ def _exp_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
         if columns >= min(V, EXP_LEAST_BLOCK):
             return _level(N, rows), min(V, columns)
     return None
+
+
+def _wave_rows(D: int) -> int:
+    """Return the power of two nearest to the rows of one wave of tiles: beyond it a second one would begin."""
+    return 1 << round(math.log2(EXP_WAVE / max(1, D)))
 
 
 def _whole_tiles(rows: int) -> int:

@@ -5,6 +5,7 @@ V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -55,9 +56,14 @@ class Rows:
 
     index: Tensor | None  # [n] positions among all N; None: all of them, in order
     kept: Tensor | None  # [n] bool; None: all of them
-    target: Tensor  # [n] valid class indices
+    target: Tensor  # [n] valid class indices; on the exponential path int32, -1 where ignored
     unit: Tensor  # [n] the token's weight; 0 if ignored, NaN if its target is no class
-    denominator: Tensor | None  # what "mean" divides by; None for the other reductions
+    counted: Tensor | None = None  # parts of what "mean" divides by; None for the other reductions
+
+    @cached_property
+    def denominator(self) -> Tensor | None:
+        """Return what "mean" divides by; None for the other reductions."""
+        return None if self.counted is None else self.counted.sum()
 
 
 @dataclass(kw_only=True)
@@ -87,6 +93,21 @@ def select_rows(job: CrossEntropyJob) -> Rows:
     return _weigh(job, None, kept, job.target_N.where(is_class, 0), is_class)
 
 
+def select_rows_at_once(job: CrossEntropyJob) -> Rows:
+    """The same by one kernel, for the exponential path: what stands before the first GEMM stands in its way."""
+    from lowtide.head.kernels.select import select
+
+    q = job.terms.class_weight
+    y_N, unit, counted = select(job.target_N, job.shape[2], job.ignore_index, job.token_weight_N, q)
+    return Rows(index=None, kept=None, target=y_N, unit=unit, counted=_denominator_parts(job, counted))
+
+
+def _denominator_parts(job: CrossEntropyJob, counted: Tensor) -> Tensor | None:
+    if job.reduction != "mean":
+        return None
+    return counted if job.num_items is None else job.num_items
+
+
 def _check_targets(job: CrossEntropyJob, kept: Tensor, is_class: Tensor) -> None:
     wrong = kept & ~is_class
     if wrong.any():
@@ -110,18 +131,23 @@ def _weigh(
     if kept is not None and is_class is not None:
         unit = unit.where(is_class, torch.nan).where(kept, 0)
         counted = counted.where(kept, 0)
-    denominator = None
-    if job.reduction == "mean":
-        denominator = counted.sum() if job.num_items is None else job.num_items
-    return Rows(index=index, kept=kept, target=target, unit=unit, denominator=denominator)
+    return Rows(index=index, kept=kept, target=target, unit=unit, counted=_denominator_parts(job, counted))
 
 
-def plan_rows(job: CrossEntropyJob, rows: Rows, options: HeadOptions, weight_frozen: bool) -> HeadPlan:
-    """Return the plan for the rows that are left."""
-    _, D, V = job.shape
-    weight, viewable = job.weight_VD, rows.index is None and (job.input.dim() == 2 or rows_are_viewable(job.input))
-    return plan_head(
-        rows.target.numel(),
+def plan_rows(job: CrossEntropyJob, options: HeadOptions, weight_frozen: bool) -> tuple[Rows, HeadPlan]:
+    """Return the rows that are computed, and the plan for them."""
+    rows = select_rows(job) if job.input.device.type == "cpu" else None
+    plan = _plan(job, job.target_N.numel() if rows is None else rows.target.numel(), options, weight_frozen)
+    if rows is None:
+        rows = select_rows_at_once(job) if plan.backend == "exp" else select_rows(job)
+    return rows, plan
+
+
+def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: bool) -> HeadPlan:
+    N, D, V = job.shape
+    weight, viewable = job.weight_VD, n == N and (job.input.dim() == 2 or rows_are_viewable(job.input))
+    return _remembered_plan(
+        n,
         D,
         V,
         job.dtype,
@@ -134,6 +160,9 @@ def plan_rows(job: CrossEntropyJob, rows: Rows, options: HeadOptions, weight_fro
         weight_fits=weight.dtype != job.dtype or _rows_are_aligned(weight),
         input_is_copied=job.input.dtype != job.dtype or not viewable or not _rows_are_aligned(job.input),
     )
+
+
+_remembered_plan = lru_cache(maxsize=256)(plan_head)
 
 
 def _rows_are_aligned(x: Tensor) -> bool:

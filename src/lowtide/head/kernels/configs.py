@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 
 @dataclass(frozen=True, kw_only=True)
 class GemmConfig:
@@ -33,6 +35,12 @@ class GemmConfig:
 
 
 TABLE = {"NVIDIA H100 80GB HBM3": GemmConfig(), "NVIDIA H200": GemmConfig()}
+
+
+@cache
+def of_device(device: torch.device) -> GemmConfig:
+    """Return the tile sizes for ``device``, as they were when it was first asked for."""
+    return lookup(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
 
 
 def lookup(name: str) -> GemmConfig:
@@ -69,4 +77,5 @@ def remember(name: str, config: GemmConfig) -> Path:
     part.write_text(json.dumps(found, indent=1))
     part.replace(file)
     tuned.cache_clear()
+    of_device.cache_clear()
     return file

@@ -7,6 +7,7 @@ Two kernels: `exp_logits` for a whole chunk, through TMA descriptors and persist
 rows whose exponentials overflow beside their target's logit, whose number only the device knows.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -317,6 +318,7 @@ def _descriptor(x: Tensor, rows: int, columns: int, block_rows: int, block_colum
     return TensorDescriptor(x, [rows, columns], [x.stride(0), 1], [block_rows, block_columns])
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors ``device`` has; 2 in Triton's interpreter, which has none."""
     if device.type != "cuda":

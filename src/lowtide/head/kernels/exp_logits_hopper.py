@@ -225,6 +225,15 @@ def unsupported(x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None = None) -> str |
     return None
 
 
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Return whether the GPU and Triton are such that the kernel runs, for operands that lie as it takes them."""
+    if device.type != "cuda":
+        return False
+    x = torch.empty(8, 8, dtype=torch.bfloat16, device=device)
+    return unsupported(x, x) is None
+
+
 def exp_logits_hopper(
     x_CD: Tensor,
     w_VD: Tensor,

@@ -383,13 +383,14 @@ def finish_input_grad(
     w_VD: Tensor,
     y_C: Tensor,
     factor_C: Tensor,
-    rows: Reports,
+    s_C: Tensor,
+    rest_C: Tensor,
     terms: RowTerms,
 ) -> None:
     """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous)."""
     C, D = product_CD.shape
     _finish_input_grad[(C,)](
-        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, rows.s, rows.rest, factor_C, _or(terms.scale, y_C),
+        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, factor_C, _or(terms.scale, y_C),
         _or(terms.uniform_D, y_C), terms.smoothing, D, w_VD.shape[0], SMOOTH=terms.uniform_D is not None,
         SCALE=terms.scale is not None, BLOCK=_block(D), num_warps=4,
     )  # fmt: skip

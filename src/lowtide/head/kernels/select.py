@@ -1,0 +1,60 @@
+"""Which tokens count, and for how much, in one pass: what stands before the first GEMM stands in its way."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["N", "ignore_index"])  # type: ignore[untyped-decorator]
+def _select(  # type: ignore[no-untyped-def]
+    target_ptr, token_weight_ptr, class_weight_ptr, y_ptr, unit_ptr, counted_ptr, N, V, ignore_index,
+    TOKEN_WEIGHT: tl.constexpr, CLASS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    target = tl.load(target_ptr + i, mask=inside, other=0)
+    kept = inside & (target != ignore_index)
+    is_class = (target >= 0) & (target < V)
+    y = tl.where(is_class, target, 0)
+    unit = tl.full((BLOCK,), 1.0, tl.float32)
+    if TOKEN_WEIGHT:
+        unit = tl.load(token_weight_ptr + i, mask=inside, other=0.0)
+    unit = tl.where(is_class, unit, float("nan"))
+    counted = tl.full((BLOCK,), 1.0, tl.float32)
+    if CLASS_WEIGHT:
+        counted = tl.load(class_weight_ptr + y)
+    tl.store(y_ptr + i, tl.where(kept, y, -1).to(tl.int32), mask=inside)
+    tl.store(unit_ptr + i, tl.where(kept, unit, 0.0), mask=inside)
+    tl.store(counted_ptr + tl.program_id(0), tl.sum(tl.where(kept, counted, 0.0), 0))
+
+
+def select(
+    target_N: Tensor, V: int, ignore_index: int, token_weight_N: Tensor | None, class_weight_V: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return classes, what each token counts, and the parts of the mean's denominator.
+
+    Args:
+        target_N: int64, contiguous.
+        V: Vocabulary.
+        ignore_index: Tokens with this target count for nothing.
+        token_weight_N: float32, or None for 1.
+        class_weight_V: float32, or None for 1.
+
+    Returns:
+        tuple[Tensor, Tensor, Tensor]: int32 [N], -1 for ignored tokens, 0 for those whose target is no class; float32
+        [N], the token's weight, 0 if ignored, NaN if its target is no class; float32, sums of kept class weights.
+    """
+    N = target_N.numel()
+    blocks = triton.cdiv(N, BLOCK)
+    y_N = torch.empty(N, dtype=torch.int32, device=target_N.device)
+    floats = torch.empty(N + blocks, dtype=torch.float32, device=target_N.device)
+    if N:
+        _select[(blocks,)](
+            target_N, target_N if token_weight_N is None else token_weight_N,
+            target_N if class_weight_V is None else class_weight_V, y_N, floats, floats[N:], N, V, ignore_index,
+            TOKEN_WEIGHT=token_weight_N is not None, CLASS_WEIGHT=class_weight_V is not None, BLOCK=BLOCK,
+        )  # fmt: skip
+    return y_N, floats[:N], floats[N:]
