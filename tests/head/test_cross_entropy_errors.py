@@ -58,8 +58,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "input: expected at least two axes",
     ),
     ({"options": {"workspace_mib": 3}}, TypeError, "options: expected lowtide.HeadOptions or None, got dict"),
-    ({"options": HeadOptions(backend="exp")}, RuntimeError, "backend: expected 'auto' or 'torch', got 'exp'"),
-    ({"options": HeadOptions(backend="row")}, RuntimeError, "backend: expected 'auto' or 'torch', got 'row'"),
+    ({"options": HeadOptions(backend="exp")}, RuntimeError, "backend: expected 'auto', 'row' or 'torch', got 'exp'"),
+    ({"options": HeadOptions(backend="row")}, RuntimeError, "backend: expected 'auto', 'exp' or 'torch', got 'row'"),
     ({"options": HeadOptions(gradient="forward"), "reduction": "none"}, RuntimeError, "gradient: expected 'auto' or"),
 ]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide import HeadOptions, plan_head
+from lowtide import HeadOptions, HeadPlan, plan_head
 from lowtide.errors import LowtideError
+from lowtide.head.backends import choose_backend
 from lowtide.head.plan import MIB
 
 SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]
@@ -30,7 +31,7 @@ def test_chunks_cover_the_rows_within_the_workspace(
     if workspace_mib is not None:
         assert plan.scratch_bytes <= workspace_mib * MIB or (plan.chunk_rows == 1 and "one row" in plan.note)
         more = plan_head(*shape, dtype, device, HeadOptions(workspace_mib=2 * workspace_mib))
-        assert more.chunks <= plan.chunks
+        assert more.chunks <= plan.chunks or (plan.schedule, more.schedule) == ("blocks", "chunks")
 
 
 def test_the_automatic_choice_is_sane_on_a_laptop_and_on_a_gpu() -> None:
@@ -84,3 +85,52 @@ def test_the_plan_prints_what_a_reader_wants_to_know() -> None:
 def test_sizes_below_zero_are_refused() -> None:
     with pytest.raises(LowtideError, match="V: expected a size of 0 or more, got -1"):
         plan_head(1, 1, -1, torch.float32, "cpu")
+
+
+def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_do_not() -> None:
+    def plan(N: int, D: int, V: int, mib: float | None = None, **kwargs: object) -> HeadPlan:
+        options = HeadOptions(workspace_mib=mib)
+        return plan_head(N, D, V, torch.bfloat16, "cuda", options, **kwargs)  # type: ignore[arg-type]
+
+    free = plan(16384, 2048, 131072)
+    assert (free.backend, free.schedule, free.chunk_rows, free.accumulate) == ("exp", "chunks", 2048, "input")
+    assert plan(32768, 768, 32000).chunk_rows == 4096, "short rows: more of them, or the thin kernels show"
+    assert plan(8192, 4096, 151936).chunk_rows == 1024, "never more than an eighth without need"
+    short = plan(16384, 2048, 131072, 64)
+    assert (short.schedule, short.chunk_rows) == ("blocks", 2048)
+    assert 2048 <= short.block_columns < 131072
+    assert plan(262144, 2048, 131072).accumulate == "float32"
+    again = plan(16384, 2048, 131072, reduction="none")
+    assert (again.gradient, again.schedule) == ("recompute", "blocks")
+    assert "built twice" in str(again)
+
+
+def test_who_runs_and_why() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    for arguments, backend, reason in (
+        ((cuda, torch.bfloat16, 64, 100), "exp", "Hopper"),
+        ((cuda, torch.bfloat16, 63, 100), "row", "multiple of 16 bytes"),
+        ((cuda, torch.float16, 64, 100), "row", "range"),
+        ((cuda, torch.float32, 64, 100), "row", "float32"),
+        ((cuda, torch.float64, 64, 100), "torch", "float64"),
+        ((cuda, torch.bfloat16, 64, 0), "torch", "empty"),
+        ((cpu, torch.bfloat16, 64, 100), "torch", "cpu"),
+    ):
+        got, why = choose_backend(HeadOptions(), *arguments)
+        assert (got, reason in why) == (backend, True), why
+    bf16 = (cuda, torch.bfloat16, 64, 100)
+    assert choose_backend(HeadOptions(), *bf16, capped_and_smoothed=True)[0] == "row"
+    assert choose_backend(HeadOptions(), *bf16, weight_fits=False)[0] == "row"
+    for options in (HeadOptions(backend="exp"), HeadOptions(backend="row")):
+        with pytest.raises(LowtideError, match=f"backend: expected .*, got '{options.backend}'"):
+            choose_backend(options, cpu, torch.bfloat16, 64, 100)
+    with pytest.raises(LowtideError, match="soft cap"):
+        choose_backend(HeadOptions(backend="exp"), *bf16, capped_and_smoothed=True)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+def test_other_gpus_get_the_row_kernel(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    backend, why = choose_backend(HeadOptions(), torch.device("cuda"), torch.bfloat16, 64, 100)
+    assert (backend, "compute capability 9.0" in why) == ("row", True)

@@ -9,6 +9,7 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.head.options import HeadOptions
 
 HOPPER = (9, 0)
+TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
 
 
 def choose_backend(

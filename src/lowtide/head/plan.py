@@ -31,8 +31,8 @@ EXP_ROWS = 2048  # fewer rows a chunk cost time: W is read twice and dW read and
 EXP_WORK = 3 * 2**20  # rows times hidden size below which the thin kernels between the GEMMs begin to show
 EXP_PIECES = 8  # chunks of at least this share of N, where a chunk need not be longer for EXP_ROWS' sake
 EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
-EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often: to 4.5e-3 of its norm
-EXP_FEW_BLOCKED_CHUNKS = 16  # likewise where the operands are rounded once less
+EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often
+EXP_FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
 EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
 EXP_LEAST_BLOCK = 2048  # columns
 EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
@@ -93,8 +93,8 @@ class HeadPlan:
     def __str__(self) -> str:
         lines = [
             f"backend {self.backend}: {self.reason}",
-            f"{self.rows} rows in {self.chunks} chunks of {self.chunk_rows}; gradients in {self.gradient}"
-            f"{' pass' if self.gradient == 'forward' else ' in backward'}, weight gradient summed in"
+            f"{self.rows} rows in {self.chunks} chunks of {self.chunk_rows}; gradients"
+            f" {'in forward' if self.gradient == 'forward' else 'recomputed in backward'}, weight gradient summed in"
             f" {'float32' if self.accumulate == 'float32' else 'its own dtype'}",
             f"scratch {self.scratch_bytes / MIB:.1f} MiB, accumulator {self.accumulator_bytes / MIB:.1f} MiB,"
             f" weight copy {self.cast_bytes / MIB:.1f} MiB",
@@ -222,7 +222,8 @@ def _plan_exp(
     rows = min(room // whole, _exp_rows(N, D)) if automatic else room // whole
     rows = max(1, min(_whole_tiles(rows), max(1, N)))
     rows = _level(N, rows)
-    many = -(-N // rows) > EXP_FEW_CHUNKS
+    few = EXP_FEW_CHUNKS if automatic else EXP_FEW_ASKED_CHUNKS
+    many = -(-N // rows) > few
     accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
     columns = V
     if gradient == "recompute" or rows < min(N, EXP_BLOCKS_BELOW[accumulate]):
@@ -231,7 +232,7 @@ def _plan_exp(
         blocked = _exp_blocks(N, V, room, thin)
         if blocked is not None:
             rows, columns = blocked
-            many = -(-N // rows) > EXP_FEW_BLOCKED_CHUNKS
+            many = -(-N // rows) > few
             accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
     blocked_schedule = gradient == "recompute" or columns < V
     sum_rows = max(1, min(max(1, N), EXP_SUM_ROWS, _whole_tiles(room // (sums + 64 + 2 * D * input_is_copied))))
@@ -280,7 +281,9 @@ def _wave_rows(D: int) -> int:
 
 
 def _whole_tiles(rows: int) -> int:
-    return rows - rows % GPU_TILE if rows > GPU_TILE else rows
+    """Return fewer rows, in whole tiles; half ones count where a tile is much of a chunk."""
+    tile = GPU_TILE if rows >= 4 * GPU_TILE else GPU_TILE // 2
+    return rows - rows % tile if rows > GPU_TILE else rows
 
 
 def _level(N: int, rows: int) -> int:
@@ -288,7 +291,8 @@ def _level(N: int, rows: int) -> int:
     if rows < GPU_TILE or rows >= N:
         return rows
     share = -(-N // -(-N // rows))
-    return min(rows, -(-share // GPU_TILE) * GPU_TILE)
+    tile = GPU_TILE if rows >= 4 * GPU_TILE else GPU_TILE // 2
+    return min(rows, -(-share // tile) * tile)
 
 
 def _accumulate(

@@ -1,0 +1,150 @@
+"""What the exponential path and the row kernel must hold beyond the values of test_cross_entropy: the edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide import HeadOptions, linear_cross_entropy, plan_head
+from support import head, in_float64, oracle, relative_error
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+BACKENDS = pytest.mark.parametrize("backend", ["exp", "row"])
+
+
+def bf16(N: int, D: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, _, y = head(N, D, V, dtype=torch.bfloat16, bias=False)
+    return x.detach().cuda().requires_grad_(), w.detach().cuda().requires_grad_(), y.cuda()
+
+
+def compare(x: Tensor, w: Tensor, y: Tensor, most: tuple[float, float, float], **kwargs: Any) -> None:
+    """Loss, dX and dW against float64 autograd, as norms."""
+    loss = linear_cross_entropy(x, w, y, **kwargs)
+    truth = in_float64({**kwargs, "input": x, "linear_weight": w, "target": y})
+    expected = oracle(**truth)
+    got = torch.autograd.grad(loss.sum(), (x, w))
+    want = torch.autograd.grad(expected.sum(), (truth["input"], truth["linear_weight"]))
+    for g, e, bound in zip((loss, *got), (expected, *want), most, strict=True):
+        assert relative_error(g, e) <= bound
+
+
+@BACKENDS
+@pytest.mark.parametrize("shape", [(1, 64, 2), (37, 896, 50257), (4097, 2880, 1003), (300, 64, 262145), (130, 8, 300)])
+def test_odd_shapes(backend: Any, shape: tuple[int, int, int]) -> None:
+    few = shape[0] < 128  # few roundings: their norm varies, up to twice the floor
+    bounds = (1e-5, 3.4e-3, 5.8e-3) if few else (1e-5, 1.8e-3, 3.1e-3)
+    compare(*bf16(*shape), bounds, options=HeadOptions(backend=backend))
+
+
+@pytest.mark.parametrize("factor", [10.0, 1e3, 1e4])
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+@pytest.mark.parametrize("extra", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}])
+def test_losses_of_thousands_of_nats(factor: float, gradient: Any, extra: dict[str, Any]) -> None:
+    x, w, y = bf16(500, 128, 5003)
+    with torch.no_grad():
+        x[::3] *= factor
+    y[::7] = -100
+    compare(x, w, y, (1e-5, 3.4e-3, 3.4e-3), options=HeadOptions(backend="exp", gradient=gradient), **extra)
+
+
+@BACKENDS
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_in_its_row(backend: Any, poison: float) -> None:
+    x, w, y = bf16(300, 64, 1003)
+    options = HeadOptions(backend=backend)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(x, w, y, reduction="sum", options=options), x)
+    with torch.no_grad():
+        x[17, 5] = poison
+    loss = linear_cross_entropy(x, w, y, reduction="none", options=options)
+    naive = oracle(x.double(), w.double(), y, reduction="none")
+    assert torch.equal(loss.isfinite(), naive.isfinite())
+    (dx,) = torch.autograd.grad(linear_cross_entropy(x, w, y, reduction="sum", options=options), x)
+    rest = [i for i in range(300) if i != 17]
+    assert torch.equal(dx[rest], expected[rest])
+    assert not dx[17].isfinite().any()
+
+
+def test_confident_tokens_keep_their_precision() -> None:
+    x, w, y = bf16(256, 64, 1000)
+    with torch.no_grad():
+        x.copy_(w[y] * 8)
+    compare(x, w, y, (1e-4, 3.4e-3, 3.4e-3), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1},
+        {"softcap": 9.0},
+        {"options": HeadOptions(gradient="recompute", workspace_mib=1)},
+        {"options": HeadOptions(backend="row")},
+    ],
+)
+def test_a_cuda_graph_captures_it(kwargs: dict[str, Any]) -> None:
+    x, w, y = bf16(600, 64, 3000)
+
+    def step() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(x, w, y, **kwargs)
+        return loss, *torch.autograd.grad(loss.sum(), (x, w))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        y.copy_(torch.randint(0, 3000, y.shape, device="cuda"))
+    graph.replay()
+    for got, expected in zip(captured, step(), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    N, D, V = 12288, 64, 2**19
+    x, w, y = bf16(N, D, V)
+    wide = HeadOptions(workspace_mib=14000)
+    assert plan_head(N, D, V, torch.bfloat16, "cuda", wide).chunk_rows * V > 2**32
+    whole = linear_cross_entropy(x, w, y, reduction="sum", options=wide)
+    small = linear_cross_entropy(x, w, y, reduction="sum", options=HeadOptions(workspace_mib=64))
+    torch.testing.assert_close(whole, small, rtol=1e-6, atol=0)
+    for g, e in zip(torch.autograd.grad(whole, (x, w)), torch.autograd.grad(small, (x, w)), strict=True):
+        assert relative_error(g, e) < 5e-3
+
+
+def test_a_million_tokens() -> None:
+    N, D, V = 2**20, 16, 1003
+    x, w, y = bf16(N, D, V)
+    compare(x, w, y, (1e-5, 1.8e-3, 3.1e-3))
+
+
+@pytest.mark.parametrize("columns", [slice(64, 128), slice(3, 67), slice(0, 128, 2)])
+def test_rows_of_the_input_may_be_strided(columns: slice) -> None:
+    wide = torch.randn(400, 256, device="cuda").bfloat16()
+    _, w, y = bf16(400, 64, 1003)
+    compare(wide[:, columns].detach().requires_grad_(), w, y, (1e-5, 1.8e-3, 3.1e-3))
+
+
+@pytest.mark.parametrize("workspace_mib", [0.5, 2, 16, 64])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_any_workspace(workspace_mib: float, reduction: str) -> None:
+    x, w, y = bf16(3000, 128, 20003)
+    options = HeadOptions(workspace_mib=workspace_mib)
+    plan = plan_head(3000, 128, 20003, torch.bfloat16, "cuda", options, reduction=reduction)
+    compare(x, w, y, (1e-5, 2.6e-3, 8e-3), options=options, reduction=reduction)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(x, w, y, options=options, reduction=reduction).sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    peak = torch.cuda.max_memory_allocated() - before - x.grad.nbytes - w.grad.nbytes
+    assert peak <= plan.scratch_bytes + plan.accumulator_bytes + 2**20
