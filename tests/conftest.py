@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,21 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
 
 torch.set_num_threads(1)  # one test process a core: more threads would wait for each other
+
+
+@pytest.fixture
+def gemm_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where tuned tile sizes are kept, for this test alone: a file that is not there yet."""
+    from lowtide.head.kernels import configs
+
+    def forget() -> None:
+        configs.tuned.cache_clear()
+        configs.of_device.cache_clear()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    forget()
+    yield tmp_path / "cache" / "lowtide" / "gemm.json"
+    forget()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""``lowtide bench head`` from arguments to files."""
+"""``lowtide bench`` from arguments to files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowtide.bench import head as benchmark
-from lowtide.bench.config import HeadBenchConfig
+from lowtide.bench import tune as tuning
+from lowtide.bench.config import HeadBenchConfig, TuneConfig
 from lowtide.bench.peers import PEERS, Peer
 from lowtide.bench.problem import SETTINGS
 from lowtide.bench.shapes import SHAPES
 from lowtide.cli import main
+from lowtide.head.kernels.configs import GemmConfig
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
@@ -135,6 +138,45 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.C
     err = capsys.readouterr().err
     assert err.startswith(f"lowtide bench: {says}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "llama-1b"], "shape: expected three numbers C,D,V above 0, got 'llama-1b'"),
+        (["--shape", "1,0,8"], "shape: expected three numbers"),
+        (["--seconds", "0"], "seconds: expected a number above 0, got 0.0"),
+        (["--seconds", "nan"], "seconds: expected a number above 0"),
+        (["--reps", "0"], "reps: expected a whole number of at least 1"),
+        (["--warm", "-1"], "warm: expected a whole number of at least 0"),
+        (["--seed", str(2**32)], "seed: expected a whole number below 2**32"),
+        ([], "device: expected a GPU that PyTorch can use, got none"),
+    ],
+)
+def test_tune_without_a_gpu_or_with_bad_input_is_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "tune", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"lowtide bench: {says}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("found", "status"), [(GemmConfig(), 0), (None, 1)])
+def test_tune_takes_its_options_and_says_whether_it_found_anything(
+    found: GemmConfig | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[TuneConfig] = []
+
+    def run(config: TuneConfig, say: Any) -> GemmConfig | None:
+        asked.append(config)
+        return found
+
+    monkeypatch.setattr(tuning, "run", run)
+    assert main(["bench", "tune", "--dry-run", "--seconds", "2.5", "--shape", "8,16,32"]) == status
+    assert asked == [TuneConfig(dry_run=True, seconds=2.5, shape="8,16,32")]
 
 
 @pytest.mark.parametrize("arguments", [["bench"], ["bench", "tail"], ["bench", "head", "--dtype", "int8"]])

@@ -1,4 +1,4 @@
-"""Every setting of a benchmark of the head, its default and its meaning, once; the command line is made from it."""
+"""Every setting of the benchmarks, its default and its meaning, once; the command line is made from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lowtide.bench.peers import PEERS
-from lowtide.bench.shapes import SHAPES, Shape, parse_shape
+from lowtide.bench.shapes import SHAPES, Shape, parse_numbers, parse_shape
 from lowtide.errors import ArgumentValueError, message
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -22,8 +22,15 @@ def _setting(default: Any, help: str, *, metavar: str | None = None) -> Any:
     return field(default=default, metadata={"help": help, "metavar": metavar})
 
 
+class _Settings:
+    def _require(self, name: str, met: bool, expected: str) -> None:
+        if not met:
+            got = getattr(self, name)
+            raise ArgumentValueError(message(name, expected, " ".join(got) if isinstance(got, tuple) else repr(got)))
+
+
 @dataclass(frozen=True, kw_only=True)
-class HeadBenchConfig:
+class HeadBenchConfig(_Settings):
     """What `lowtide.bench.head.run` measures; each field is the option of ``lowtide bench head`` with the same name.
 
     Raises:
@@ -71,11 +78,6 @@ class HeadBenchConfig:
         self._require("skip", bool(self.peers), "at least one peer that is left")
         assert self.shapes
 
-    def _require(self, name: str, met: bool, expected: str) -> None:
-        if not met:
-            got = getattr(self, name)
-            raise ArgumentValueError(message(name, expected, " ".join(got) if isinstance(got, tuple) else repr(got)))
-
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes, each once."""
@@ -112,6 +114,34 @@ class HeadBenchConfig:
             else:
                 words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
         return shlex.join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig(_Settings):
+    """How `lowtide.bench.tune.run` searches; each field is the option of ``lowtide bench tune`` with the same name.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    shape: str = _setting("2048,2048,32768", "of one chunk: C,D,V rows, hidden size and vocabulary", metavar="C,D,V")
+    seconds: float = _setting(60.0, "for all of it: a candidate that would end later is not begun", metavar="S")
+    warm: int = _setting(2, "timed runs that do not count")
+    reps: int = _setting(7, "timed runs that count, in turns with torch.mm; the median is taken")
+    seed: int = _setting(0, "of the random inputs")
+    dry_run: bool = _setting(False, "measure, and leave the file of tuned GPUs as it is")
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
+            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
+        self._require("seconds", 0 < self.seconds < math.inf, "a number above 0")
+        self._require("shape", parse_numbers(self.shape) is not None, "three numbers C,D,V above 0")
+
+    @property
+    def chunk(self) -> Shape:
+        """The shape, its N being the chunk's rows."""
+        return parse_shape(self.shape)
 
 
 def _number(name: str, text: str, kind: type) -> Any:

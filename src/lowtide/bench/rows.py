@@ -125,7 +125,7 @@ class Bench:
         except CannotError as cannot:
             row.failed = str(cannot)
         except Exception as error:  # whatever a peer raises is its row
-            row.failed = _reason(error)
+            row.failed = reason_of(error)
         problem.clear()
         release(problem.device)
         return row
@@ -194,7 +194,8 @@ def plan_of(peer: Peer, problem: Problem) -> HeadPlan:
     )
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return what an error says, in one line that is not too long."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     lines = str(error).strip().splitlines()

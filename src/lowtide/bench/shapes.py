@@ -45,8 +45,16 @@ def parse_shape(text: str) -> Shape:
     """
     if text in SHAPES:
         return SHAPES[text]
+    numbers = parse_numbers(text)
+    if numbers is not None:
+        return numbers
+    raise ArgumentValueError(message("shape", f"{', '.join(SHAPES)}, all or three numbers N,D,V above 0", repr(text)))
+
+
+def parse_numbers(text: str) -> Shape | None:
+    """Return the shape of three numbers ``N,D,V`` above 0, or None if that is not what the text is."""
     numbers = text.split(",")
     if len(numbers) == 3 and all(n.strip().isascii() and n.strip().isdigit() and int(n) > 0 for n in numbers):
         N, D, V = map(int, numbers)
         return Shape(f"{N},{D},{V}", N, D, V)
-    raise ArgumentValueError(message("shape", f"{', '.join(SHAPES)}, all or three numbers N,D,V above 0", repr(text)))
+    return None

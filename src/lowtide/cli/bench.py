@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from lowtide.bench.config import HeadBenchConfig
+from lowtide.bench.config import HeadBenchConfig, TuneConfig
 from lowtide.bench.peers import PEERS
 from lowtide.bench.problem import SETTINGS
 from lowtide.bench.shapes import SHAPES
@@ -33,6 +33,23 @@ examples:
   lowtide bench head --no-table --tokens all
       from 1024 to 262144 tokens"""
 
+_TUNE = """\
+Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
+table does not know. It serves every head that takes that path, but for one without bias, scale and soft cap on Hopper,
+which has a kernel of its own. Each candidate is compiled, its result checked against float32 products, and timed in
+turns with torch.mm of the same shape; the first is what is in use now. The fastest is kept in
+$XDG_CACHE_HOME/lowtide/gemm.json (~/.cache without it), where every later run looks before the table. Exit status 1
+where no candidate ran and was right."""
+
+_TUNE_EXAMPLES = """\
+examples:
+  lowtide bench tune
+      a minute at most, and this GPU is known from then on
+  lowtide bench tune --dry-run --seconds 20
+      a look at the first candidates, and nothing is kept
+  lowtide bench tune --shape 4096,4096,128256
+      for the chunks of a large model"""
+
 
 def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     """Add the subcommand."""
@@ -54,25 +71,49 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     }
     add_options(head, HeadBenchConfig, names)
     head.set_defaults(main=main, parser=head)
+    tune = kinds.add_parser(
+        "tune",
+        help="tile sizes of the head's GEMM for this GPU",
+        description=_TUNE,
+        epilog=_TUNE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(tune, TuneConfig, {})
+    tune.set_defaults(main=main_tune, parser=tune)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure, and return the exit status.
+    """Measure the head, and return the exit status.
 
     Raises:
         LowtideError: something the user can mend.
     """
     from lowtide.bench.head import run
 
-    names = {field.name for field in dataclasses.fields(HeadBenchConfig)}
-    given: dict[str, Any] = {
+    config = HeadBenchConfig(**_given(arguments, HeadBenchConfig))
+    results = run(config, _say)
+    return int(any(row.failed and row.plan is not None for result in results for row in result.rows))
+
+
+def main_tune(arguments: argparse.Namespace) -> int:
+    """Tune, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.tune import run
+
+    return int(run(TuneConfig(**_given(arguments, TuneConfig)), _say) is None)
+
+
+def _given(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
+    """Return the options of a dataclass that stand in the arguments."""
+    names = {field.name for field in dataclasses.fields(config)}
+    return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(arguments).items()
         if name in names
     }
-    config = HeadBenchConfig(**given)
-    results = run(config, _say)
-    return int(any(row.failed and row.plan is not None for result in results for row in result.rows))
 
 
 def _say(text: str) -> None:

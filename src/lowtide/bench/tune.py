@@ -1,0 +1,278 @@
+"""Tile sizes of the exponential GEMM for a GPU that the table does not know: try some, keep the fastest right one.
+
+C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lowtide.bench.config import TuneConfig
+from lowtide.bench.problem import ROWS, blocks, make_problem
+from lowtide.bench.reference import exact_products
+from lowtide.bench.rows import reason_of
+from lowtide.bench.shapes import Shape
+from lowtide.errors import UnsupportedError, message
+from lowtide.head.backends import why_not_exp
+from lowtide.head.kernels import configs
+from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.plan import padded
+from lowtide.measure import Timing, time_side_by_side
+
+CALLS = 4  # of a timed run, so that the host's work for one launch hides behind the last one's
+NO_TIME = "not tried: no time left"
+SUM_ERROR = 1e-3  # relative, of a row's sum: float32 sums in another order are within 2e-5
+E_ERROR = 2**-7  # relative, of each element: rounding to bfloat16 is within 2**-9
+
+CANDIDATES = (
+    GemmConfig(rows=128, columns=256, stages=4, warps=8, pieces=2, group=8),
+    GemmConfig(rows=128, columns=256, stages=3, warps=8, pieces=1, group=8),
+    GemmConfig(rows=256, columns=128, stages=4, warps=8, pieces=2, group=8),
+    GemmConfig(rows=128, columns=128, stages=3, warps=4, pieces=2, group=8, per_multiprocessor=2),
+    GemmConfig(rows=128, columns=128, stages=4, warps=8, pieces=1, group=8),
+    GemmConfig(rows=128, columns=128, stages=2, warps=8, pieces=2, group=8),  # fits in 99 KiB of shared memory
+    GemmConfig(rows=128, columns=256, stages=4, warps=8, pieces=2, group=16),
+    GemmConfig(rows=128, columns=256, stages=4, warps=8, pieces=2, group=4),
+    GemmConfig(rows=256, columns=128, stages=3, warps=8, pieces=1, group=8),
+    GemmConfig(rows=256, columns=128, stages=4, warps=8, pieces=2, group=4),
+    GemmConfig(rows=128, columns=128, stages=3, warps=8, pieces=2, group=8, per_multiprocessor=2),
+    GemmConfig(rows=128, columns=256, stages=3, warps=8, pieces=2, group=8),
+    GemmConfig(rows=128, columns=128, stages=3, warps=4, pieces=2, group=16, per_multiprocessor=2),
+)
+"""Those that differ most come first, for runs that are cut short; all of depth 64, whose rows fill TMA's swizzle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What each candidate computes: E = exp(x W^T - reference), 0 at the targets, and its row sums.
+
+    Attributes:
+        x_CD: Hidden states.
+        w_VD: Weight.
+        y_C: int32 targets.
+        reference_C: float32 logits of the targets.
+        true_e_CV: E in float32, from float32 products.
+        e_CV: Where a candidate writes its E, in the operands' dtype.
+        z_CV: Where `torch.mm` writes.
+    """
+
+    x_CD: Tensor
+    w_VD: Tensor
+    y_C: Tensor
+    reference_C: Tensor
+    true_e_CV: Tensor
+    e_CV: Tensor
+    z_CV: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def random(cls, shape: Shape, dtype: torch.dtype, device: str | torch.device, *, seed: int = 0) -> Chunk:
+        """Return a chunk of that shape, its logits as peaked as a trained model's."""
+        problem = make_problem(shape, dtype, device, seed=seed)
+        x_CD, w_VD, y = problem.x.detach(), problem.w.detach(), problem.y[:, None]
+        true_e_CV = torch.empty(shape.N, shape.V, device=device)
+        reference_C = torch.empty(shape.N, device=device)
+        w = w_VD.float()
+        with exact_products():
+            for rows in blocks(shape.N, ROWS):
+                z = torch.mm(x_CD[rows].float(), w.T, out=true_e_CV[rows])
+                t = z.gather(1, y[rows])
+                reference_C[rows] = t[:, 0]
+                z.sub_(t).exp_().scatter_(1, y[rows], 0.0)
+        e_CV, z_CV = (x_CD.new_empty(shape.N, padded(shape.V))[:, : shape.V] for _ in range(2))
+        return cls(
+            x_CD=x_CD, w_VD=w_VD, y_C=problem.y.int(), reference_C=reference_C, true_e_CV=true_e_CV, e_CV=e_CV,
+            z_CV=z_CV,
+        )  # fmt: skip
+
+    def multiply(self) -> Tensor:
+        """Run `torch.mm` at this shape: what a candidate is measured by."""
+        return torch.mm(self.x_CD, self.w_VD.T, out=self.z_CV)
+
+    def why_wrong(self, sum_CP: Tensor) -> str | None:
+        """Return what is wrong in ``e_CV`` and in the row sums by tile, or None."""
+        for rows in blocks(len(self.e_CV), ROWS):
+            true_e = self.true_e_CV[rows]
+            true_sum = true_e.sum(1)
+            error = (sum_CP[rows].sum(1) - true_sum).abs()
+            if not (error <= true_sum * SUM_ERROR).all():  # NaN is wrong too
+                return f"wrong: a row's sum is off by {float((error / true_sum).max()):.1e} of it"
+            near = (self.e_CV[rows].float() - true_e).abs_() <= true_e * E_ERROR
+            if not near.all():
+                return f"wrong: {int((~near).sum())} exponentials are not what float32 products make them"
+        return None
+
+
+Build = Callable[[Chunk, GemmConfig], tuple[Callable[[], object], Tensor]]
+"""Makes of a candidate what runs it, and the tensor [C, P] in which that leaves the row sums."""
+
+Timer = Callable[[Mapping[str, Callable[[], object]]], Mapping[str, Timing]]
+"""`time_side_by_side`, its device and its rounds decided."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A candidate's times in milliseconds, `torch.mm`'s in the same rounds; or why there are none."""
+
+    config: GemmConfig
+    ms: float | None = None
+    mm_ms: float | None = None
+    skipped: str | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of `torch.mm`'s speed; 0 where there are no times."""
+        return self.mm_ms / self.ms if self.ms and self.mm_ms else 0.0
+
+    def line(self) -> str:
+        """Return the table's row."""
+        c = self.config
+        text = f"{c.rows:>4} x {c.columns:<3} x {c.depth:<3}"
+        text += f"{c.stages:>7}{c.warps:>6}{c.pieces:>7}{c.per_multiprocessor:>7}{c.group:>6}"
+        return f"{text}  {self.skipped}\n" if self.skipped else f"{text}{self.ms:>9.3f}{self.share:>7.3f}\n"
+
+
+COLUMNS = "rows x cols x depth stages  warps pieces per_SM group       ms  of mm\n"
+
+
+def run(
+    config: TuneConfig, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+) -> GemmConfig | None:
+    """Try the candidates on the current GPU and remember the fastest one, unless ``config.dry_run``.
+
+    Args:
+        config: how.
+        say: gets the text, a line or more at a time.
+        clock: seconds.
+
+    Returns:
+        GemmConfig | None: The fastest; None where no candidate could be used.
+
+    Raises:
+        UnsupportedError: the GPU cannot run the kernel at this shape, or its memory cannot hold it.
+    """
+    end = clock() + config.seconds
+    shape = config.chunk
+    device = suitable_device(shape)
+    name = torch.cuda.get_device_name(device)
+    now = configs.lookup(name)
+    try:
+        chunk = Chunk.random(shape, torch.bfloat16, device, seed=config.seed)
+    except torch.cuda.OutOfMemoryError:
+        raise UnsupportedError(message("shape", "one that this GPU's memory can hold", repr(shape.name))) from None
+    timer = partial(time_side_by_side, device=device, warm=config.warm, reps=config.reps)
+    say(f"{name}, {shape} bfloat16; first what is in use now\n{COLUMNS}")
+    trials = []
+    for trial in tune(in_order(now), chunk, build_kernel, timer, end=end, clock=clock):
+        trials.append(trial)
+        say(trial.line())
+    best = fastest(trials)
+    if best is None:
+        say("no candidate could be used: nothing is kept\n")
+        return None
+    found = f"fastest: {best.share:.3f} of torch.mm"
+    if trials[0].share:
+        found += f", {best.share / trials[0].share:.3f} times the speed of what was in use"
+    say(f"{found}\n")
+    say("not kept: --dry-run\n" if config.dry_run else f"kept in {configs.remember(name, best.config)}\n")
+    return best.config
+
+
+def suitable_device(shape: Shape) -> torch.device:
+    """Return the current GPU.
+
+    Raises:
+        UnsupportedError: There is none, or it cannot run the exponential path at this shape.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "There is nothing to tune."))
+    device = torch.device("cuda", torch.cuda.current_device())
+    against = why_not_exp(device, torch.bfloat16, shape.D, shape.V)
+    if against:
+        got = f"{torch.cuda.get_device_name(device)} and {shape}"
+        expected = "a GPU and a shape that the exponential path can take"
+        raise UnsupportedError(message("device, shape", expected, got, f"{against[0].upper()}{against[1:]}."))
+    return device
+
+
+def in_order(now: GemmConfig) -> tuple[GemmConfig, ...]:
+    """Return the candidates, each once: first the one in use, so that however short the run it is compared with it."""
+    return tuple(dict.fromkeys((now, *CANDIDATES)))
+
+
+def tune(
+    candidates: Sequence[GemmConfig],
+    chunk: Chunk,
+    build: Build,
+    timer: Timer,
+    *,
+    end: float,
+    clock: Callable[[], float],
+) -> Iterator[Trial]:
+    """Yield each candidate's trial: one that fails, or is wrong, or for which there is no time, says so.
+
+    A candidate is begun if one that takes as long as the longest yet would end in time. The first always is.
+
+    Args:
+        candidates: Tile sizes, in the order they are tried.
+        chunk: What they compute.
+        build: Makes a candidate's function.
+        timer: Times functions in turns.
+        end: When to stop, by ``clock``.
+        clock: Seconds.
+    """
+    longest = 0.0
+    for i, candidate in enumerate(candidates):
+        start = clock()
+        if i and start + longest > end:
+            yield Trial(config=candidate, skipped=NO_TIME)
+            continue
+        yield _try(candidate, chunk, build, timer)
+        longest = max(longest, clock() - start)
+
+
+def fastest(trials: Sequence[Trial]) -> Trial | None:
+    """Return the trial with the largest share of `torch.mm`'s speed, which heat changes less than the time."""
+    return max((trial for trial in trials if trial.share), key=lambda trial: trial.share, default=None)
+
+
+def build_kernel(chunk: Chunk, config: GemmConfig) -> tuple[Callable[[], object], Tensor]:
+    """Return what runs `exp_logits` with these tile sizes, and where it leaves the row sums."""
+    from lowtide.head.kernels.exp_logits import exp_logits, multiprocessors, tiles_across
+
+    sum_CP = torch.empty(len(chunk.x_CD), tiles_across(len(chunk.w_VD), config), device=chunk.x_CD.device)
+    programs = multiprocessors(chunk.x_CD.device)
+    arguments = (chunk.x_CD, chunk.w_VD, chunk.reference_C, chunk.y_C, config, programs)
+    return partial(exp_logits, *arguments, e_CV=chunk.e_CV, sum_CP=sum_CP), sum_CP
+
+
+def _try(config: GemmConfig, chunk: Chunk, build: Build, timer: Timer) -> Trial:
+    try:
+        kernel, sum_CP = build(chunk, config)
+        for buffer in (chunk.e_CV, sum_CP):  # what another candidate left there would be right
+            buffer.fill_(torch.nan)
+        kernel()
+        wrong = chunk.why_wrong(sum_CP)
+        if wrong:
+            return Trial(config=config, skipped=wrong)
+        timings = timer({"mm": _repeat(chunk.multiply), "kernel": _repeat(kernel)})
+        wrong = chunk.why_wrong(sum_CP)  # a race shows in some runs only
+    except Exception as error:  # out of shared memory or registers, or whatever the compiler raises
+        return Trial(config=config, skipped=reason_of(error))
+    if wrong:
+        return Trial(config=config, skipped=wrong)
+    return Trial(config=config, ms=timings["kernel"].median_ms / CALLS, mm_ms=timings["mm"].median_ms / CALLS)
+
+
+def _repeat(function: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(CALLS):
+            function()
+
+    return run
