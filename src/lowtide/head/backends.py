@@ -69,10 +69,8 @@ def why_not_exp(
         return no_triton
     if dtype != torch.bfloat16:
         return f"exponentials without a maximum need bfloat16's range, and the operands are {dtype}"
-    if _capability(device) < HOPPER:
-        return (
-            f"it loads its operands by TMA, which needs compute capability 9.0, and this GPU has {_capability(device)}"
-        )
+    if not HOPPER <= _capability(device) < TOO_SMALL:
+        return f"its loads and tiles need compute capability 9.0 or 10, and this GPU has {_capability(device)}"
     if D < 8 or D % 8:
         return f"TMA takes rows whose length is a multiple of 16 bytes, and the hidden size is {D}"
     if V < 1:

@@ -31,6 +31,7 @@ EXP_ROWS = 2048  # fewer rows a chunk cost time: W is read twice and dW read and
 EXP_WORK = 3 * 2**20  # rows times hidden size below which the thin kernels between the GEMMs begin to show
 EXP_PIECES = 8  # chunks of at least this share of N, where a chunk need not be longer for EXP_ROWS' sake
 EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
+EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
 EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often
 EXP_FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
 EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
@@ -226,7 +227,8 @@ def _plan_exp(
     many = -(-N // rows) > few
     accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
     columns = V
-    if gradient == "recompute" or rows < min(N, EXP_BLOCKS_BELOW[accumulate]):
+    light = -(-N // rows) > EXP_FEW_CHUNKS and rows * D * V < EXP_LIGHT_CHUNK
+    if gradient == "recompute" or light or rows < min(N, EXP_BLOCKS_BELOW[accumulate]):
         if automatic:
             room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
         blocked = _exp_blocks(N, V, room, thin)
