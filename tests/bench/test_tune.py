@@ -285,7 +285,7 @@ def test_a_gpu_or_a_shape_that_does_not_suit_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "old")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(UnsupportedError, match=r"got old and 24,16,72\. It loads its operands by TMA"):
+    with pytest.raises(UnsupportedError, match=r"got old and 24,16,72\. Its loads and tiles need"):
         tuning.suitable_device(SHAPE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert tuning.suitable_device(SHAPE) == torch.device("cuda", 0)

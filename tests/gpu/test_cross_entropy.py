@@ -62,8 +62,9 @@ def test_values(case: str, dtype: torch.dtype, shape: tuple[tuple[int, int], int
     naive = oracle(**{name: value for name, value in kwargs.items() if name != "options"})
     base = torch.autograd.grad(naive, (x, w, b), upstream.to(naive.dtype))
     for g, e, n in zip(got, want, base, strict=True):
-        rounded_each_chunk = 1.5 if case == "bf16 sums" else 1
-        assert relative_error(g, e) <= max(TOLERANCE[dtype] * rounded_each_chunk, 1.05 * relative_error(n, e))
+        often = 1.5 if case in ("bf16 sums", "recompute") else 1  # dW is rounded once a chunk
+        few = 2 if x.numel() <= 128 else 1  # roundings, so that their norm varies
+        assert relative_error(g, e) <= max(TOLERANCE[dtype] * often * few, 1.05 * relative_error(n, e))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
