@@ -17,7 +17,7 @@ from lowtide.head.options import HeadOptions
 
 MIB = 2**20
 CPU_WORKSPACE = 128 * MIB  # GEMMs of 128 rows already run at 93% of their best rate on two AVX-512 cores
-GPU_WORKSPACE = 1088 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
+GPU_WORKSPACE = 1152 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
 MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
 FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
 FEWEST_ROWS = {"cpu": 8, "cuda": 512}  # chunks smaller than this are not made for FEWEST_CHUNKS' sake
@@ -27,9 +27,9 @@ ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd o
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
 
 # The exponential path. Figures: benchmarks/results, one H100; docs/algorithm.md says what they mean.
-EXP_ROWS = 2048  # fewer rows a chunk cost time: W is read twice and dW read and written once for each
+EXP_ROWS = 2048  # a chunk may have so many however few the tokens: W is read twice for each, dW read and written
 EXP_WORK = 3 * 2**20  # rows times hidden size below which the thin kernels between the GEMMs begin to show
-EXP_PIECES = 8  # chunks of at least this share of N, where a chunk need not be longer for EXP_ROWS' sake
+EXP_PIECES = 8  # chunks, where memory allows: dW may be rounded that often
 EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
 EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
 EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often
@@ -262,7 +262,7 @@ def _plan_exp(
 
 def _exp_rows(N: int, D: int) -> int:
     """Return the rows of a chunk where memory is no matter: few enough to be small beside N, enough to be fast."""
-    fast = max(min(N // EXP_PIECES, EXP_ROWS), -(-EXP_WORK // max(1, D)))
+    fast = max(N // EXP_PIECES, -(-EXP_WORK // max(1, D)))
     power = 1 << max(0, fast - 1).bit_length()
     return max(1, min(power, max(N // 4, EXP_ROWS)))
 
