@@ -208,7 +208,6 @@ class ExpHead:
     ) -> None:
         """Finish the rows; then do those again whose sums left the safe range, whose number the host never learns."""
         V, terms = self.weight_VD.shape[0], self.terms
-        reports.count.zero_()
         self.thin.finish_rows(sums, self.tiles, x_CD, y_C, factor_C, reports, terms, V, e_CV=e_CV, scaled_CD=scaled_CD)
         self.gemm.shifted_exp_logits(
             x_CD, self.weight_VD, reports.listed, reports.count, reports.highest, y_C, self.config, self.programs,

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.kernels.launch import Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -76,6 +77,7 @@ def _epilogue(  # type: ignore[no-untyped-def]
     return total, moment
 
 
+@Launcher
 @triton.jit(do_not_specialize=["C", "first_class"])  # type: ignore[untyped-decorator]
 def _exp_logits(  # type: ignore[no-untyped-def]
     x_d, w_d, e_d, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, moment_ptr, bias_ptr, scale_ptr, cap, C, V, D,
@@ -145,6 +147,7 @@ def from_ordered(i):  # type: ignore[no-untyped-def]
     return tl.where(i < 0, i ^ 0x7FFFFFFF, i).to(tl.float32, bitcast=True)
 
 
+@Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _shifted_exp_logits(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, e_ptr, list_ptr, count_ptr, highest_ptr, y_ptr, sum_ptr, moment_ptr, bias_ptr, scale_ptr, cap, V,

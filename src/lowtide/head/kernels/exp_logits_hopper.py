@@ -32,6 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.launch import Launcher
+
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -171,6 +173,7 @@ def _consume(  # type: ignore[no-untyped-def]
     tma.store_wait(0)  # shared memory goes when the program ends
 
 
+@Launcher
 @gluon.jit(do_not_specialize=["sum_stride", "first_class", "C", "V", "D"])  # type: ignore[untyped-decorator]
 def _exp_logits_hopper(  # type: ignore[no-untyped-def]
     x_d, w_d, e_d, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride, first_class, C, V, D,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import from_ordered, tanh, to_ordered
+from lowtide.head.kernels.launch import Launcher
 
 MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
 LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, likewise
@@ -51,14 +52,20 @@ def dot(x_ptr, w_ptr, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.sum(total, 0)
 
 
+@Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _target_logits(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, y_ptr, t_ptr, bias_ptr, scale_ptr, cap, uniform_ptr, uniform_bias_ptr, uniform_logit_ptr, D,
-    x_stride, w_stride, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, t_ptr, bias_ptr, scale_ptr, cap, uniform_ptr, uniform_bias_ptr, uniform_logit_ptr,
+    count_ptr, D, x_stride, w_stride, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """t = z_y; with smoothing also sum_v q_v z_v = m (x . sum_v q_v w_v + sum_v q_v b_v). Ignored rows: 0."""
+    """t = z_y; with smoothing also sum_v q_v z_v = m (x . sum_v q_v w_v + sum_v q_v b_v). Ignored rows: 0.
+
+    Empties the list of rows to be done again, which no one reads any more.
+    """
     i = tl.program_id(0).to(tl.int64)
+    if i == 0:
+        tl.store(count_ptr, 0)
     y = tl.load(y_ptr + i).to(tl.int64)
     if y < 0:
         tl.store(t_ptr + i, 0.0)
@@ -102,6 +109,7 @@ def _scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-u
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _finish_rows(  # type: ignore[no-untyped-def]
     sum_ptr, P, sum_stride, y_ptr, t_ptr, uniform_logit_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, e_ptr, e_stride,
@@ -178,6 +186,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
                 tl.store(list_ptr + slot, i.to(tl.int32))
 
 
+@Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_rows(  # type: ignore[no-untyped-def]
     lse_ptr, miss_ptr, y_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, reference_ptr, coefficient_ptr, s_ptr, rest_ptr,
@@ -213,6 +222,7 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
         _scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
 
 
+@Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _finish_input_grad(  # type: ignore[no-untyped-def]
     product_ptr, out_ptr, w_ptr, w_stride, y_ptr, s_ptr, rest_ptr, g_ptr, scale_ptr, uniform_ptr, smoothing, D, V,
@@ -240,6 +250,7 @@ def _finish_input_grad(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + i * D + at, tl.where(kept, grad, 0.0).to(out_ptr.dtype.element_ty), mask=at < D)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _add_column_sums(e_ptr, e_stride, s_ptr, out_ptr, C, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """out_v += sum_i s_i E_iv, in the order of the rows."""
@@ -287,11 +298,11 @@ class Reports:
 
 
 def target_logits(x_CD: Tensor, w_VD: Tensor, y_C: Tensor, rows: Reports, terms: RowTerms) -> None:
-    """Write each row's target logit, cap and all, and with smoothing the weighted sum of all its logits."""
+    """Write each row's target logit, cap and all, and with smoothing the weighted sum of all; empty the list."""
     C, D = x_CD.shape
     _target_logits[(C,)](
         x_CD, w_VD, y_C, rows.target_logit, _or(terms.bias_V, y_C), _or(terms.scale, y_C), terms.softcap or 1.0,
-        _or(terms.uniform_D, y_C), _or(terms.uniform_bias, y_C), rows.uniform_logit, D, x_CD.stride(0),
+        _or(terms.uniform_D, y_C), _or(terms.uniform_bias, y_C), rows.uniform_logit, rows.count, D, x_CD.stride(0),
         w_VD.stride(0), BIAS=terms.bias_V is not None, SCALE=terms.scale is not None, CAP=terms.softcap is not None,
         SMOOTH=terms.uniform_D is not None, BLOCK=_block(D), num_warps=4,
     )  # fmt: skip

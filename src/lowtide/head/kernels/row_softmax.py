@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.launch import Launcher
+
 Gradient = Literal["wide", "bfloat16", "float16"]
 
 PAD = tl.constexpr(8)  # float32 values: rows are whole numbers of 32 bytes long
@@ -69,6 +71,7 @@ def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     return x
 
 
+@Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax_rows(  # type: ignore[no-untyped-def]
     z_ptr, pads_per_row, V, target_ptr, unit_ptr, kept_ptr, bias_ptr, scale_ptr, softcap, class_weight_ptr,

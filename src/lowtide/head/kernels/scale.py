@@ -4,9 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.launch import Launcher
+
 BLOCK = 4096
 
 
+@Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _scale(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """x *= factor: the product in the factor's dtype, the result rounded to x's."""

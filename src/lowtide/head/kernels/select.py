@@ -5,9 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.launch import Launcher
+
 BLOCK = 1024
 
 
+@Launcher
 @triton.jit(do_not_specialize=["N", "ignore_index"])  # type: ignore[untyped-decorator]
 def _select(  # type: ignore[no-untyped-def]
     target_ptr, token_weight_ptr, class_weight_ptr, y_ptr, unit_ptr, counted_ptr, N, V, ignore_index,
