@@ -85,7 +85,7 @@ def test_loss_and_gradients(
         if key in kwargs:
             kwargs[key] = torch.rand(size) + 0.1
     if huge:
-        x[::5] *= 100
+        x[: N // 5] *= 100  # of one token alone the gradient may be too small for float32
     exact = [t.double().requires_grad_() for t in (x, w, b)]
     usual = [t.clone().requires_grad_() for t in (x, w, b)]
     wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
