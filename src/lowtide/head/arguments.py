@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.head.options import HeadOptions
 
 
 def check_tensor(name: str, value: object) -> Tensor:
@@ -159,6 +160,24 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
     return (
         torch.ones((), dtype=dtype) * value
     )  # torch.compile follows a product where the number changes, not torch.full
+
+
+def logit_scale_tensor(logit_scale: object) -> Tensor | None:
+    """Return a logit scale as a 0-d tensor, or None for the number 1, which needs no multiplication."""
+    if isinstance(logit_scale, int | float) and not isinstance(logit_scale, bool) and logit_scale == 1:
+        return None
+    return scalar_tensor("logit_scale", logit_scale, torch.float64)
+
+
+def check_options(options: HeadOptions | None) -> HeadOptions:
+    """Return the options, the defaults for None.
+
+    Raises:
+        ArgumentTypeError: Neither.
+    """
+    if options is not None and not isinstance(options, HeadOptions):
+        raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
+    return options or HeadOptions()
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -4,6 +4,7 @@ N tokens, n of them computed (ignored ones are dropped where a count is free), C
 V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -85,7 +86,7 @@ def select_rows(job: CrossEntropyJob) -> Rows:
     kept = job.target_N != job.ignore_index
     is_class = (job.target_N >= 0) & (job.target_N < V)
     if job.target_N.device.type == "cpu":
-        _check_targets(job, kept, is_class)
+        check_classes(job.target_N, kept & ~is_class, V, job.ignore_index)
         index = kept.nonzero()[:, 0]
         if index.numel() == N:
             return _weigh(job, None, None, job.target_N, None)
@@ -108,13 +109,17 @@ def _denominator_parts(job: CrossEntropyJob, counted: Tensor) -> Tensor | None:
     return counted if job.num_items is None else job.num_items
 
 
-def _check_targets(job: CrossEntropyJob, kept: Tensor, is_class: Tensor) -> None:
-    wrong = kept & ~is_class
+def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) -> None:
+    """Raise where a target is wrong; this looks at numbers, which on a device would stop the host.
+
+    Raises:
+        TargetIndexError: With the first one's value and place.
+    """
     if wrong.any():
         position = int(wrong.nonzero()[0, 0])
         raise TargetIndexError(
-            f"target: expected class indices from 0 to {job.shape[2] - 1} or ignore_index={job.ignore_index},"
-            f" got {int(job.target_N[position])} at position {position} of the flattened (and shifted) targets."
+            f"target: expected class indices from 0 to {V - 1} or ignore_index={ignore_index},"
+            f" got {int(target_N[position])} at position {position} of the flattened (and shifted) targets."
             " Mask such tokens with ignore_index, or check that tokenizer and head have the same vocabulary."
         )
 
@@ -146,7 +151,7 @@ def plan_rows(job: CrossEntropyJob, options: HeadOptions, weight_frozen: bool) -
 def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: bool) -> HeadPlan:
     N, D, V = job.shape
     weight, viewable = job.weight_VD, n == N and (job.input.dim() == 2 or rows_are_viewable(job.input))
-    return _remembered_plan(
+    return remembered_plan(
         n,
         D,
         V,
@@ -162,7 +167,7 @@ def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: boo
     )
 
 
-_remembered_plan = lru_cache(maxsize=256)(plan_head)
+remembered_plan = lru_cache(maxsize=256)(plan_head)
 
 
 def _rows_are_aligned(x: Tensor) -> bool:
@@ -203,7 +208,7 @@ def run_chunks(
         into.weight_VD.zero_()
     for part in plan.slices():
         first = part.start == 0
-        x_CD = take_input(job, rows.index, part)
+        x_CD = take_rows(job.input, rows.index, part, job.dtype)
         if rows.kept is not None:
             x_CD = x_CD.where(rows.kept[part, None], 0)  # a NaN in an ignored row would reach the weight's gradient
         z_CV = z_buffer[: part.stop - part.start, :V]
@@ -218,7 +223,7 @@ def run_chunks(
             continue
         g_CV = matmul.operand(z_CV)
         if into.input_ND is not None:
-            _put_input_grad(matmul, g_CV, outside, into.input_ND, rows.index, part)
+            put_input_grad(matmul, g_CV, outside, into.input_ND, rows.index, part)
         if into.weight_VD is not None:
             # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
             raised = outside if lift == 1 or outside is None else outside * lift
@@ -300,24 +305,24 @@ def _turn_by_kernel(
     return (outside if narrow else None), FP16_LIFT if half else 1
 
 
-def take_input(job: CrossEntropyJob, index: Tensor | None, part: slice) -> Tensor:
+def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:
     """Return the hidden states of a chunk [C, D] in the operands' dtype: a view where they lie in memory that way.
 
     Args:
-        job: The call.
+        x: All hidden states [..., D].
         index: Positions of the rows among all N tokens; None: all, in order.
         part: Which of them.
+        dtype: Of the result.
     """
-    leading = job.input.shape[:-1]
-    if index is None and job.input.dim() == 2:
-        x = job.input[part]
-    elif index is None and rows_are_viewable(job.input):
-        x = job.input.view(job.target_N.numel(), job.input.shape[-1])[part]
+    leading = x.shape[:-1]
+    if index is None and x.dim() == 2:
+        rows = x[part]
+    elif index is None and rows_are_viewable(x):
+        rows = x.view(math.prod(leading), x.shape[-1])[part]
     else:
-        device = job.input.device
-        chosen = torch.arange(part.start, part.stop, device=device) if index is None else index[part]
-        x = job.input[torch.unravel_index(chosen, leading)] if leading else job.input[None]
-    return x.to(job.dtype)
+        chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
+        rows = x[torch.unravel_index(chosen, leading)] if leading else x[None]
+    return rows.to(dtype)
 
 
 def rows_are_viewable(x: Tensor) -> bool:
@@ -332,9 +337,10 @@ def rows_are_viewable(x: Tensor) -> bool:
     return True
 
 
-def _put_input_grad(
+def put_input_grad(
     matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, out_ND: Tensor, index: Tensor | None, part: slice
 ) -> None:
+    """Write the input's gradient of a chunk, as `HeadMatmul.input_grad` gives it, to its rows among all N tokens."""
     if index is None:
         matmul.input_grad(g_CV, factor_C, out_ND[part])
         return
