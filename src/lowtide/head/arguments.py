@@ -66,8 +66,8 @@ def operand_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def check_target(input: Tensor, target: Tensor) -> None:
-    """Check class indices [...] against hidden states [..., D].
+def check_target(input: Tensor, target: Tensor, *, several: bool = False) -> None:
+    """Check class indices [...] against hidden states [..., D]; with ``several`` also [..., K], K of them a token.
 
     Raises:
         ArgumentTypeError: Not integers.
@@ -86,7 +86,14 @@ def check_target(input: Tensor, target: Tensor) -> None:
         )
     if target.dtype == torch.bool:
         raise ArgumentTypeError(message("target", "class indices, an integer tensor", "torch.bool"))
-    check_per_token("target", target, input)
+    if several and target.dim() == input.dim():
+        if target.shape[:-1] != input.shape[:-1] or target.shape[-1] == 0:
+            leading = ", ".join(map(str, input.shape[:-1]))
+            expected = f"shape [{leading}] or [{leading}{', ' if leading else ''}K] with K above 0"
+            raise ArgumentValueError(message("target", f"{expected}, as input is {_shape(input)}", _shape(target)))
+        check_device("target", target, input)
+    else:
+        check_per_token("target", target, input)
 
 
 def check_per_token(name: str, value: Tensor, input: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.head.exp_path import ExpHead
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import no_autocast, scalar_on, schema_of, watched
-from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, plan_rows, run_chunks
+from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
 
 FP16_TOP = 2.0**14  # where an fp16 weight gradient's largest entry is put, a factor of four below the largest number
@@ -220,7 +220,7 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
 
     def settle() -> tuple[Tensor, Gradients]:
         nonlocal into
-        into = _buffers(job, rows, plan.accumulate, wanted)
+        into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None)
         return _stored_factor(call, job, rows), into
 
     if plan.backend == "exp":
@@ -278,7 +278,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     job = call.job()
     rows, plan = plan_rows(job, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
-    into = _buffers(job, rows, plan.accumulate, wanted)
+    into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None)
     if rows.index is not None:
         upstream = upstream[rows.index] if upstream.dim() else upstream
     factor = _divided(rows) * upstream.to(job.wide)
@@ -301,20 +301,6 @@ def _fp16_shift(dw: Tensor) -> Tensor:
     highest = torch.maximum(dw.amax(), -dw.amin()) if dw.numel() else dw.new_zeros(())
     shift = torch.exp2(torch.floor(torch.log2(FP16_TOP / highest)))
     return shift.where((highest > 0) & highest.isfinite(), 1)
-
-
-def _buffers(job: CrossEntropyJob, rows: Rows, accumulate: str, wanted: Wanted) -> Gradients:
-    N, D, V = job.shape
-    device, into = job.input.device, Gradients()
-    if wanted.input:
-        make = torch.empty if rows.index is None else torch.zeros
-        into.input_ND = make(N, D, dtype=job.input.dtype, device=device)
-    if wanted.weight:
-        dtype = job.wide if accumulate == "float32" else job.weight_VD.dtype
-        into.weight_VD = torch.empty(V, D, dtype=dtype, device=device)
-    if wanted.bias:
-        into.bias_V = torch.zeros(V, dtype=job.wide, device=device)
-    return into
 
 
 def _among_all(x_n: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:

@@ -76,6 +76,39 @@ class Gradients:
     bias_V: Tensor | None = None
 
 
+def gradient_buffers(
+    input: Tensor,
+    weight_VD: Tensor,
+    wide: torch.dtype,
+    plan: HeadPlan,
+    wanted: tuple[bool, bool, bool],
+    *,
+    some_rows: bool,
+) -> Gradients:
+    """Return memory for the gradients of input, weight and bias that are ``wanted``, not filled where chunks will.
+
+    Args:
+        input: Hidden states [..., D].
+        weight_VD: The head's weight.
+        wide: dtype of the logits and of every sum.
+        plan: Says in which dtype the weight's gradient adds up, and whether there is any chunk.
+        wanted: For each of the three, in this order.
+        some_rows: Whether some of the hidden states are in no chunk; theirs is 0.
+    """
+    (V, D), device, into = weight_VD.shape, input.device, Gradients()
+    if wanted[0]:
+        make = torch.zeros if some_rows else torch.empty
+        into.input_ND = make(math.prod(input.shape[:-1]), D, dtype=input.dtype, device=device)
+    if wanted[1]:
+        dtype = wide if plan.accumulate == "float32" else weight_VD.dtype
+        into.weight_VD = torch.empty(V, D, dtype=dtype, device=device)
+        if not plan.chunks:
+            into.weight_VD.zero_()
+    if wanted[2]:
+        into.bias_V = torch.zeros(V, dtype=wide, device=device)
+    return into
+
+
 def select_rows(job: CrossEntropyJob) -> Rows:
     """Find the tokens to compute. On the CPU ignored ones are dropped here, and a target out of range is an error.
 
@@ -204,8 +237,6 @@ def run_chunks(
     V = job.weight_VD.shape[0]
     matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
     z_buffer = job.input.new_empty(plan.chunk_rows if plan.chunks else 0, padded(V), dtype=job.wide)
-    if into.weight_VD is not None and not plan.chunks:
-        into.weight_VD.zero_()
     for part in plan.slices():
         first = part.start == 0
         x_CD = take_rows(job.input, rows.index, part, job.dtype)
