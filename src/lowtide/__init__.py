@@ -8,6 +8,7 @@ from lowtide import errors, nn
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.models import PatchReport, patch, unpatch
 
 __version__ = "0.1.0"
@@ -16,9 +17,12 @@ __all__ = [
     "HeadOptions",
     "HeadPlan",
     "PatchReport",
+    "TokenStats",
     "__version__",
     "errors",
     "linear_cross_entropy",
+    "linear_logprobs",
+    "linear_token_stats",
     "nn",
     "patch",
     "plan_head",

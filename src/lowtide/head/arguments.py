@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.head.options import HeadOptions
 
 
 def check_tensor(name: str, value: object) -> Tensor:
@@ -65,8 +66,8 @@ def operand_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def check_target(input: Tensor, target: Tensor) -> None:
-    """Check class indices [...] against hidden states [..., D].
+def check_target(input: Tensor, target: Tensor, *, several: bool = False) -> None:
+    """Check class indices [...] against hidden states [..., D]; with ``several`` also [..., K], K of them a token.
 
     Raises:
         ArgumentTypeError: Not integers.
@@ -85,7 +86,14 @@ def check_target(input: Tensor, target: Tensor) -> None:
         )
     if target.dtype == torch.bool:
         raise ArgumentTypeError(message("target", "class indices, an integer tensor", "torch.bool"))
-    check_per_token("target", target, input)
+    if several and target.dim() == input.dim():
+        if target.shape[:-1] != input.shape[:-1] or target.shape[-1] == 0:
+            leading = ", ".join(map(str, input.shape[:-1]))
+            expected = f"shape [{leading}] or [{leading}{', ' if leading else ''}K] with K above 0"
+            raise ArgumentValueError(message("target", f"{expected}, as input is {_shape(input)}", _shape(target)))
+        check_device("target", target, input)
+    else:
+        check_per_token("target", target, input)
 
 
 def check_per_token(name: str, value: Tensor, input: Tensor) -> None:
@@ -159,6 +167,24 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
     return (
         torch.ones((), dtype=dtype) * value
     )  # torch.compile follows a product where the number changes, not torch.full
+
+
+def logit_scale_tensor(logit_scale: object) -> Tensor | None:
+    """Return a logit scale as a 0-d tensor, or None for the number 1, which needs no multiplication."""
+    if isinstance(logit_scale, int | float) and not isinstance(logit_scale, bool) and logit_scale == 1:
+        return None
+    return scalar_tensor("logit_scale", logit_scale, torch.float64)
+
+
+def check_options(options: HeadOptions | None) -> HeadOptions:
+    """Return the options, the defaults for None.
+
+    Raises:
+        ArgumentTypeError: Neither.
+    """
+    if options is not None and not isinstance(options, HeadOptions):
+        raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
+    return options or HeadOptions()
 
 
 def _is_number(value: object) -> TypeGuard[float]:

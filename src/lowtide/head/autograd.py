@@ -1,23 +1,20 @@
 """The head in autograd's graph: gradients stored by forward and scaled in backward, or rebuilt there."""
 
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.head import operators
+from lowtide.head.graph import in_places
 from lowtide.head.operators import Call, Stored, Wanted
+from lowtide.head.registration import tensor_fields
 from lowtide.head.scaling import scaled
 
 _TRAINED = tuple(map(Call._fields.index, ("input", "linear_weight", "linear_bias")))
-_TENSORS = tuple(i for i, hint in enumerate(get_type_hints(Call).values()) if hint in (Tensor, Tensor | None))
+_TENSORS = tensor_fields(Call)
 
-TWICE = (
-    "lowtide.linear_cross_entropy: expected to be differentiated once, got a second derivative."
-    " Its gradients are computed without a graph of their own; for second derivatives build the logits:"
-    " torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
-)
 FREED = (
     "lowtide.linear_cross_entropy: expected one backward through this graph, got a second after its gradients were"
     " freed. Pass retain_graph=True to the first one."
@@ -83,7 +80,7 @@ class _Stored(torch.autograd.Function):
                 grads[1] = scaled(dw, upstream * weight_factor if weight_factor.dim() == 0 else upstream, in_place)
             if ctx.wanted.bias and needs.bias:
                 grads[2] = (db * upstream).to(ctx.bias_dtype)
-        return None, *_in_place_of_the_arguments(grads)
+        return None, *in_places(grads, _TRAINED, len(Call._fields))
 
 
 class _Recomputed(torch.autograd.Function):
@@ -113,32 +110,9 @@ class _Recomputed(torch.autograd.Function):
                 dw if wanted.weight else None,
                 db.to(call.linear_bias.dtype) if wanted.bias and call.linear_bias is not None else None,
             ]
-        return tuple(_in_place_of_the_arguments(grads))
+        return tuple(in_places(grads, _TRAINED, len(Call._fields)))
 
 
 def _is_last_backward() -> bool:
     """Return whether this backward is the last use of what forward stored."""
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def _in_place_of_the_arguments(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of input, weight and bias at the places of `Call`'s fields, with None elsewhere."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-        leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
-        grads = list(_DifferentiatedOnce.apply(*leaves))  # type: ignore[no-untyped-call]
-    placed: list[Tensor | None] = [None] * len(Call._fields)
-    for i, grad in zip(_TRAINED, grads, strict=True):
-        placed[i] = grad
-    return placed
-
-
-class _DifferentiatedOnce(torch.autograd.Function):
-    """Stands behind gradients, so that a second derivative is an error and not a constant in silence."""
-
-    @staticmethod
-    def forward(ctx: Any, *grads: Tensor | None) -> Any:  # noqa: ARG004
-        return tuple(g if g is None else g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:  # noqa: ARG004
-        raise UnsupportedError(TWICE)

@@ -13,9 +13,11 @@ from lowtide.head.arguments import (
     check_head,
     check_index,
     check_number,
+    check_options,
     check_per_token,
     check_target,
     check_tensor,
+    logit_scale_tensor,
     refuse_transforms,
     scalar_tensor,
 )
@@ -119,16 +121,14 @@ def linear_cross_entropy(
         check_device("weight", weight, input)
     if token_weight is not None:
         check_per_token("token_weight", token_weight, input)
-    if options is not None and not isinstance(options, HeadOptions):
-        raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
+    options = check_options(options)
     if shift and target.dim() == 0:
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
-    options = options or HeadOptions()
     if options.backend != "auto":
         both = softcap is not None and label_smoothing != 0
         choose_backend(options, input.device, dtype, input.shape[-1], V, capped_and_smoothed=both)
     ignore_index = check_index("ignore_index", ignore_index)
-    scale = None if _is_one(logit_scale) else scalar_tensor("logit_scale", logit_scale, torch.float64)
+    scale = logit_scale_tensor(logit_scale)
     length = target.shape[-1] if shift else 0
     target = target.long()
     if shift:
@@ -169,10 +169,6 @@ def linear_cross_entropy(
 def _shifted(x: Tensor, last: int) -> Tensor:
     """Return ``x`` moved one step to the left along its last axis, with ``last`` at the end."""
     return pad(x[..., 1:], (0, 1), value=last) if x.shape[-1] else x
-
-
-def _is_one(logit_scale: float | Tensor) -> bool:
-    return isinstance(logit_scale, int | float) and not isinstance(logit_scale, bool) and logit_scale == 1
 
 
 def _denominator(num_items: float | Tensor | None, reduction: str) -> Tensor | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.plan import HeadPlan, padded
-from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, take_input
+from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, take_rows
 
 Settle = Callable[[], tuple[Tensor, Gradients]]
 
@@ -259,7 +259,7 @@ class ExpHead:
 
     def _input(self, part: slice) -> Tensor:
         """Return the chunk's hidden states in the operands' dtype, as TMA takes them."""
-        x = take_input(self.job, self.rows.index, part)
+        x = take_rows(self.job.input, self.rows.index, part, self.job.dtype)
         fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
         return x if fits else x.clone(memory_format=torch.contiguous_format)
 

@@ -7,14 +7,15 @@ Both begin with the fields of `Call`, declared once: the operators' schemas are 
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.head.exp_path import ExpHead
 from lowtide.head.options import HeadOptions
-from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, plan_rows, run_chunks
+from lowtide.head.registration import no_autocast, scalar_on, schema_of, watched
+from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
 
 FP16_TOP = 2.0**14  # where an fp16 weight gradient's largest entry is put, a factor of four below the largest number
@@ -66,8 +67,8 @@ class Call(NamedTuple):
             target_N=self.target.reshape(-1).long(),
             bias_V=None if self.linear_bias is None else self.linear_bias.to(wide),
             token_weight_N=None if self.token_weight is None else self.token_weight.reshape(-1).to(wide),
-            num_items=None if self.num_items is None else _scalar_on(device, self.num_items, wide),
-            logit_scale=None if self.logit_scale is None else _scalar_on(device, self.logit_scale, wide),
+            num_items=None if self.num_items is None else scalar_on(device, self.num_items, wide),
+            logit_scale=None if self.logit_scale is None else scalar_on(device, self.logit_scale, wide),
             softcap=self.softcap,
             terms=LossTerms(
                 class_weight=None if self.weight is None else self.weight.to(wide),
@@ -107,11 +108,7 @@ class Stored(NamedTuple):
     miss: Tensor  # [N] and that minus its target's logit
 
 
-_SCHEMA_TYPES = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
-    float: "float", float | None: "float?", bool: "bool",
-}  # fmt: skip
-_CALL = ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(Call).items())
+_CALL = schema_of(Call)
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 
 
@@ -127,7 +124,7 @@ def cross_entropy(*args: Any) -> Stored:
     """
     *fields, keep_rows = args
     call, wanted = _split(fields)
-    with _no_autocast(call.input.device):
+    with no_autocast(call.input.device):
         return _loss_and_gradients(call, wanted, keep_rows)
 
 
@@ -158,7 +155,7 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N], and what forward kept."""
     *fields, upstream, lse, miss = args
     call, wanted = _split(fields)
-    with _no_autocast(call.input.device):
+    with no_autocast(call.input.device):
         return _gradients(call, wanted, upstream, lse, miss)
 
 
@@ -175,48 +172,27 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def run(*args: Any) -> Stored:
     """Run `cross_entropy`: as an operator where something watches operators, else without that detour (0.15 ms)."""
-    if _watched(args):
+    if watched(args):
         return Stored(*cross_entropy(*args))
     *fields, keep_rows = args
     call, wanted = _split(fields)
-    with torch.no_grad(), _no_autocast(call.input.device):
+    with torch.no_grad(), no_autocast(call.input.device):
         return _loss_and_gradients(call, wanted, keep_rows)
 
 
 def run_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Run `cross_entropy_backward` in the same way."""
-    if _watched(args):
+    if watched(args):
         found: tuple[Tensor, Tensor, Tensor] = cross_entropy_backward(*args)
         return found
     *fields, upstream, lse, miss = args
     call, wanted = _split(fields)
-    with torch.no_grad(), _no_autocast(call.input.device):
+    with torch.no_grad(), no_autocast(call.input.device):
         return _gradients(call, wanted, upstream, lse, miss)
-
-
-def _watched(args: Sequence[Any]) -> bool:
-    """Return whether a compiler, a dispatch mode or a tensor subclass has to see an operator."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or any(isinstance(arg, Tensor) and type(arg) not in (Tensor, torch.nn.Parameter) for arg in args)
-    )
 
 
 def _split(fields: Sequence[Any]) -> tuple[Call, Wanted]:
     return Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
-
-
-def _scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a 0-d tensor on ``device``: a number that lies on the host is filled in, for a copy would wait."""
-    if scalar.device.type == "cpu":
-        return torch.full((), scalar.item(), dtype=dtype, device=device)
-    return scalar.to(device, dtype)
-
-
-def _no_autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which the GEMMs keep the dtypes they are given."""
-    return torch.autocast(device_type=device.type, enabled=False)
 
 
 def _lacks_denominator(call: Call) -> bool:
@@ -244,7 +220,7 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
 
     def settle() -> tuple[Tensor, Gradients]:
         nonlocal into
-        into = _buffers(job, rows, plan.accumulate, wanted)
+        into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None)
         return _stored_factor(call, job, rows), into
 
     if plan.backend == "exp":
@@ -302,7 +278,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     job = call.job()
     rows, plan = plan_rows(job, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
-    into = _buffers(job, rows, plan.accumulate, wanted)
+    into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None)
     if rows.index is not None:
         upstream = upstream[rows.index] if upstream.dim() else upstream
     factor = _divided(rows) * upstream.to(job.wide)
@@ -325,20 +301,6 @@ def _fp16_shift(dw: Tensor) -> Tensor:
     highest = torch.maximum(dw.amax(), -dw.amin()) if dw.numel() else dw.new_zeros(())
     shift = torch.exp2(torch.floor(torch.log2(FP16_TOP / highest)))
     return shift.where((highest > 0) & highest.isfinite(), 1)
-
-
-def _buffers(job: CrossEntropyJob, rows: Rows, accumulate: str, wanted: Wanted) -> Gradients:
-    N, D, V = job.shape
-    device, into = job.input.device, Gradients()
-    if wanted.input:
-        make = torch.empty if rows.index is None else torch.zeros
-        into.input_ND = make(N, D, dtype=job.input.dtype, device=device)
-    if wanted.weight:
-        dtype = job.wide if accumulate == "float32" else job.weight_VD.dtype
-        into.weight_VD = torch.empty(V, D, dtype=dtype, device=device)
-    if wanted.bias:
-        into.bias_V = torch.zeros(V, dtype=job.wide, device=device)
-    return into
 
 
 def _among_all(x_n: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:

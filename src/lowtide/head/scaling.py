@@ -1,5 +1,7 @@
 """Stored gradients times the upstream gradient, which is read where it lies and costs nothing where it is 1."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,3 +50,25 @@ def _scale_rows(grad_ND: Tensor, factor_N: Tensor, out_ND: Tensor) -> None:
     for start in range(0, N, step):
         part = slice(start, start + step)
         torch.mul(grad_ND[part], factor_N[part, None], out=out_ND[part])
+
+
+def scaled_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """Return ``x * scale`` for a 0-d ``scale`` that is trained: what has no gradient does not reach the scale's.
+
+    A hidden state that counts for nothing may be NaN, and NaN times 0 is not 0.
+    """
+    product: Tensor = _ScaledRows.apply(x, scale)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _ScaledRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        product = upstream.to(scale.dtype) * x
+        return upstream * scale, product.where(upstream != 0, 0).sum()

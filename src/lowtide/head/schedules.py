@@ -4,6 +4,7 @@ N tokens, n of them computed (ignored ones are dropped where a count is free), C
 V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -75,6 +76,39 @@ class Gradients:
     bias_V: Tensor | None = None
 
 
+def gradient_buffers(
+    input: Tensor,
+    weight_VD: Tensor,
+    wide: torch.dtype,
+    plan: HeadPlan,
+    wanted: tuple[bool, bool, bool],
+    *,
+    some_rows: bool,
+) -> Gradients:
+    """Return memory for the gradients of input, weight and bias that are ``wanted``, not filled where chunks will.
+
+    Args:
+        input: Hidden states [..., D].
+        weight_VD: The head's weight.
+        wide: dtype of the logits and of every sum.
+        plan: Says in which dtype the weight's gradient adds up, and whether there is any chunk.
+        wanted: For each of the three, in this order.
+        some_rows: Whether some of the hidden states are in no chunk; theirs is 0.
+    """
+    (V, D), device, into = weight_VD.shape, input.device, Gradients()
+    if wanted[0]:
+        make = torch.zeros if some_rows else torch.empty
+        into.input_ND = make(math.prod(input.shape[:-1]), D, dtype=input.dtype, device=device)
+    if wanted[1]:
+        dtype = wide if plan.accumulate == "float32" else weight_VD.dtype
+        into.weight_VD = torch.empty(V, D, dtype=dtype, device=device)
+        if not plan.chunks:
+            into.weight_VD.zero_()
+    if wanted[2]:
+        into.bias_V = torch.zeros(V, dtype=wide, device=device)
+    return into
+
+
 def select_rows(job: CrossEntropyJob) -> Rows:
     """Find the tokens to compute. On the CPU ignored ones are dropped here, and a target out of range is an error.
 
@@ -85,7 +119,7 @@ def select_rows(job: CrossEntropyJob) -> Rows:
     kept = job.target_N != job.ignore_index
     is_class = (job.target_N >= 0) & (job.target_N < V)
     if job.target_N.device.type == "cpu":
-        _check_targets(job, kept, is_class)
+        check_classes(job.target_N, kept & ~is_class, V, job.ignore_index)
         index = kept.nonzero()[:, 0]
         if index.numel() == N:
             return _weigh(job, None, None, job.target_N, None)
@@ -108,13 +142,17 @@ def _denominator_parts(job: CrossEntropyJob, counted: Tensor) -> Tensor | None:
     return counted if job.num_items is None else job.num_items
 
 
-def _check_targets(job: CrossEntropyJob, kept: Tensor, is_class: Tensor) -> None:
-    wrong = kept & ~is_class
+def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) -> None:
+    """Raise where a target is wrong; this looks at numbers, which on a device would stop the host.
+
+    Raises:
+        TargetIndexError: With the first one's value and place.
+    """
     if wrong.any():
         position = int(wrong.nonzero()[0, 0])
         raise TargetIndexError(
-            f"target: expected class indices from 0 to {job.shape[2] - 1} or ignore_index={job.ignore_index},"
-            f" got {int(job.target_N[position])} at position {position} of the flattened (and shifted) targets."
+            f"target: expected class indices from 0 to {V - 1} or ignore_index={ignore_index},"
+            f" got {int(target_N[position])} at position {position} of the flattened (and shifted) targets."
             " Mask such tokens with ignore_index, or check that tokenizer and head have the same vocabulary."
         )
 
@@ -146,7 +184,7 @@ def plan_rows(job: CrossEntropyJob, options: HeadOptions, weight_frozen: bool) -
 def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: bool) -> HeadPlan:
     N, D, V = job.shape
     weight, viewable = job.weight_VD, n == N and (job.input.dim() == 2 or rows_are_viewable(job.input))
-    return _remembered_plan(
+    return remembered_plan(
         n,
         D,
         V,
@@ -162,7 +200,7 @@ def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: boo
     )
 
 
-_remembered_plan = lru_cache(maxsize=256)(plan_head)
+remembered_plan = lru_cache(maxsize=256)(plan_head)
 
 
 def _rows_are_aligned(x: Tensor) -> bool:
@@ -199,11 +237,9 @@ def run_chunks(
     V = job.weight_VD.shape[0]
     matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
     z_buffer = job.input.new_empty(plan.chunk_rows if plan.chunks else 0, padded(V), dtype=job.wide)
-    if into.weight_VD is not None and not plan.chunks:
-        into.weight_VD.zero_()
     for part in plan.slices():
         first = part.start == 0
-        x_CD = take_input(job, rows.index, part)
+        x_CD = take_rows(job.input, rows.index, part, job.dtype)
         if rows.kept is not None:
             x_CD = x_CD.where(rows.kept[part, None], 0)  # a NaN in an ignored row would reach the weight's gradient
         z_CV = z_buffer[: part.stop - part.start, :V]
@@ -218,7 +254,7 @@ def run_chunks(
             continue
         g_CV = matmul.operand(z_CV)
         if into.input_ND is not None:
-            _put_input_grad(matmul, g_CV, outside, into.input_ND, rows.index, part)
+            put_input_grad(matmul, g_CV, outside, into.input_ND, rows.index, part)
         if into.weight_VD is not None:
             # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
             raised = outside if lift == 1 or outside is None else outside * lift
@@ -300,24 +336,24 @@ def _turn_by_kernel(
     return (outside if narrow else None), FP16_LIFT if half else 1
 
 
-def take_input(job: CrossEntropyJob, index: Tensor | None, part: slice) -> Tensor:
+def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:
     """Return the hidden states of a chunk [C, D] in the operands' dtype: a view where they lie in memory that way.
 
     Args:
-        job: The call.
+        x: All hidden states [..., D].
         index: Positions of the rows among all N tokens; None: all, in order.
         part: Which of them.
+        dtype: Of the result.
     """
-    leading = job.input.shape[:-1]
-    if index is None and job.input.dim() == 2:
-        x = job.input[part]
-    elif index is None and rows_are_viewable(job.input):
-        x = job.input.view(job.target_N.numel(), job.input.shape[-1])[part]
+    leading = x.shape[:-1]
+    if index is None and x.dim() == 2:
+        rows = x[part]
+    elif index is None and rows_are_viewable(x):
+        rows = x.view(math.prod(leading), x.shape[-1])[part]
     else:
-        device = job.input.device
-        chosen = torch.arange(part.start, part.stop, device=device) if index is None else index[part]
-        x = job.input[torch.unravel_index(chosen, leading)] if leading else job.input[None]
-    return x.to(job.dtype)
+        chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
+        rows = x[torch.unravel_index(chosen, leading)] if leading else x[None]
+    return rows.to(dtype)
 
 
 def rows_are_viewable(x: Tensor) -> bool:
@@ -332,9 +368,10 @@ def rows_are_viewable(x: Tensor) -> bool:
     return True
 
 
-def _put_input_grad(
+def put_input_grad(
     matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, out_ND: Tensor, index: Tensor | None, part: slice
 ) -> None:
+    """Write the input's gradient of a chunk, as `HeadMatmul.input_grad` gives it, to its rows among all N tokens."""
     if index is None:
         matmul.input_grad(g_CV, factor_C, out_ND[part])
         return

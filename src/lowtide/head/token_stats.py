@@ -1,0 +1,290 @@
+"""Log-probabilities, entropies and other statistics of each token, from logits that are never built."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.head import token_stats_autograd
+from lowtide.head.arguments import (
+    check_head,
+    check_index,
+    check_number,
+    check_options,
+    check_target,
+    logit_scale_tensor,
+    refuse_transforms,
+)
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.options import HeadOptions
+from lowtide.head.scaling import scaled_rows
+from lowtide.head.token_stats_rows import OF_TARGETS
+
+
+class TopK(NamedTuple):
+    """The highest logits of each token, in descending order, and their classes."""
+
+    values: Tensor  # [..., k] logits, scale and cap applied; minus `TokenStats.lse`: log-probabilities
+    ids: Tensor  # [..., k] int64
+
+
+class TokenStats(NamedTuple):
+    """What `linear_token_stats` found for each token. A field that was not wanted is None.
+
+    With z a token's logits, p their softmax, V their number. float32, for float64 inputs float64.
+
+    Attributes:
+        logprob: ``log p_y`` of the target [...], or of each of its K targets [..., K]; 0 where ignored.
+        entropy: ``-sum_v p_v log p_v`` [...], in nats.
+        lse: ``log(sum_v exp(z_v))`` [...].
+        mean_logit: ``sum_v z_v / V`` [...].
+        argmax: The class of the highest logit [...], int64. Not differentiable, and so are the fields below.
+        sum_sq_prob: ``sum_v p_v**2`` [...]: how likely two samples are the same class.
+        topk: (values, ids) of the k highest logits [..., k]: see `TopK`.
+        is_top1: Whether the target is ``argmax``, bool, of the target's shape; False where ignored.
+    """
+
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+    mean_logit: Tensor | None = None
+    argmax: Tensor | None = None
+    sum_sq_prob: Tensor | None = None
+    topk: TopK | None = None
+    is_top1: Tensor | None = None
+
+
+def linear_logprobs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    options: HeadOptions | None = None,
+) -> Tensor:
+    """Return the log-probability of each token's target, differentiable, without the logits in memory.
+
+    With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``: the value is
+    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. A chunk of the logits exists at a
+    time. Backward builds them once more (four products, 8NDV operations); nothing of size [N, V] is kept.
+
+    Args:
+        input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
+        linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``.
+        target: Class indices [...] from 0 to V - 1, or ``ignore_index``; or [..., K], K candidates for each token. An
+            integer dtype.
+        linear_bias: [V], or None.
+        softcap: Cap of the logits, above 0, or None.
+        logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap: 1 / temperature. A tensor
+            that requires a gradient gets it, at the price of a copy of ``input`` that is multiplied with it.
+        ignore_index: Targets of this value have log-probability 0 and contribute nothing, whatever the hidden state.
+        options: Memory and implementation: see `HeadOptions`. With one target a token all backends of
+            `linear_cross_entropy` run here; with [..., K] ``"torch"``.
+
+    Returns:
+        Tensor: Of the target's shape, float32, for float64 inputs float64; exactly 0 at ignored targets.
+
+    Raises:
+        ArgumentValueError: A shape, device or number that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        TargetIndexError: On the CPU, a target that is neither a class nor ``ignore_index``; also an `IndexError`. On
+            other devices such a target's log-probability and gradients are NaN.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an implementation asked
+            for by name that cannot run; also a `RuntimeError`.
+
+    Example:
+        >>> hidden, head = torch.randn(2, 5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
+        >>> labels = torch.randint(0, 1000, (2, 5))
+        >>> linear_logprobs(hidden, head.weight, labels, logit_scale=1 / 0.7).shape
+        torch.Size([2, 5])
+    """
+    refuse_transforms("linear_logprobs", input, linear_weight, linear_bias, _tensor_or_none(logit_scale))
+    check_head(input, linear_weight, linear_bias)
+    check_target(input, target, several=True)
+    names = frozenset({"logprob"})
+    stats = _token_stats(
+        input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, 0, options
+    )
+    assert stats.logprob is not None
+    return stats.logprob
+
+
+def linear_token_stats(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    want: Iterable[str] = ("logprob", "entropy", "lse", "argmax"),
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    topk: int | None = None,
+    options: HeadOptions | None = None,
+) -> TokenStats:
+    """Return statistics of each token's logits, all from one pass over them, without the logits in memory.
+
+    The logits are those of `linear_logprobs`; `TokenStats` says what each statistic is. ``logprob``, ``entropy``,
+    ``lse`` and ``mean_logit`` are differentiable, with any upstream gradients at once. With g, h, l, m those of the
+    four, H the entropy and p the softmax, the gradient with respect to logit z_v is
+
+        g ([v = y] - p_v) - h p_v (log p_v + H) + l p_v + m / V
+
+    built from the logits once more in backward, a chunk at a time. Forward is one product, backward one for each of
+    hidden states and weight that needs its gradient, and one for the logits.
+
+    Args:
+        input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
+        linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``.
+        target: Class indices [...] or [..., K] as in `linear_logprobs`, or None where neither ``logprob`` nor
+            ``is_top1`` is wanted.
+        want: Names of the fields of `TokenStats` to compute.
+        linear_bias: [V], or None.
+        softcap: Cap of the logits, above 0, or None.
+        logit_scale: As in `linear_logprobs`.
+        ignore_index: Targets of this value have ``logprob`` 0 and ``is_top1`` False, and no gradient comes from their
+            ``logprob``. The other fields do not depend on targets and are computed for every token.
+        topk: How many of the highest logits ``topk`` holds, from 1 to V. Given, that field is wanted; it is needed
+            where ``want`` names it.
+        options: Memory and implementation: see `HeadOptions`. Where nothing but ``logprob`` is wanted, with one target
+            a token, all backends of `linear_cross_entropy` run here; else ``"torch"``.
+
+    Returns:
+        TokenStats: The wanted fields, None for the others.
+
+    Raises:
+        ArgumentValueError: A name, shape, device or number that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        TargetIndexError: As in `linear_logprobs`.
+        UnsupportedError: As in `linear_logprobs`.
+
+    Note:
+        A token to which no gradient flows back contributes nothing to any gradient, even if its hidden state is NaN
+        or inf. On the CPU such tokens are dropped before any product of backward.
+
+    Example:
+        >>> hidden, head = torch.randn(2, 5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
+        >>> labels = torch.randint(0, 1000, (2, 5))
+        >>> stats = linear_token_stats(hidden, head.weight, labels, want=("logprob", "entropy", "is_top1"))
+        >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
+        >>> accuracy = stats.is_top1.float().mean()
+    """
+    refuse_transforms("linear_token_stats", input, linear_weight, linear_bias, _tensor_or_none(logit_scale))
+    check_head(input, linear_weight, linear_bias)
+    names = _check_want(want)
+    if topk is not None:
+        names |= {"topk"}
+        V = linear_weight.shape[0]
+        topk = check_index("topk", topk)
+        if not 1 <= topk <= V:
+            raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))
+    elif "topk" in names:
+        raise ArgumentValueError(message("topk", "an int, as want names 'topk'", "None", "Say how many: topk=5."))
+    if target is not None:
+        check_target(input, target, several=True)
+    elif not names.isdisjoint(OF_TARGETS):
+        needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
+        hint = "Pass the targets, or a want without these."
+        raise ArgumentValueError(message("target", f"class indices, as want names {needed}", "None", hint))
+    return _token_stats(
+        input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, topk or 0, options
+    )
+
+
+def _token_stats(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None,
+    names: frozenset[str],
+    linear_bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float | Tensor,
+    ignore_index: int,
+    topk: int,
+    options: HeadOptions | None,
+) -> TokenStats:
+    """Compute fields ``names``, the other arguments checked but for numbers and options."""
+    leading = input.shape[:-1]
+    frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
+    alone = names == {"logprob"} and target is not None and target.dim() == len(leading)
+    options = _check_options(options, forward=alone and frozen, kernels=alone)
+    if alone and target is not None:
+        # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
+        loss = linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            reduction="none",
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            options=options,
+        )
+        return TokenStats(logprob=0 - loss)
+    if linear_weight.shape[0] == 0:
+        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
+    dtype = check_head(input, linear_weight, linear_bias)
+    scale = logit_scale_tensor(logit_scale)
+    if scale is not None and scale.requires_grad:  # as a factor of input and bias, where autograd finds its gradient
+        input = scaled_rows(input, scale)
+        linear_bias = None if linear_bias is None else linear_bias * scale
+        scale = None
+    N = math.prod(leading)
+    found = token_stats_autograd.run(
+        token_stats_autograd.StatsCall(
+            input=input,
+            linear_weight=linear_weight,
+            linear_bias=linear_bias,
+            target=torch.zeros(N, 0, dtype=torch.long, device=input.device)
+            if target is None
+            else target.long().reshape(N, target.shape[-1] if target.dim() > len(leading) else 1),
+            logit_scale=scale,
+            dtype=dtype,
+            softcap=None if softcap is None else check_number("softcap", softcap, 0, math.inf, above=True),
+            want=",".join(sorted(names)),
+            topk=topk,
+            ignore_index=check_index("ignore_index", ignore_index),
+            workspace_mib=options.workspace_mib,
+            accumulate=options.accumulate,
+        )
+    )
+    fields: dict[str, Any] = {name: getattr(found, name).view(leading) for name in names - {*OF_TARGETS, "topk"}}
+    if target is not None:
+        fields |= {name: getattr(found, name).view(target.shape) for name in names & {*OF_TARGETS}}
+    if "topk" in names:
+        fields["topk"] = TopK(found.topk_values.view(*leading, topk), found.topk_ids.view(*leading, topk))
+    return TokenStats(**fields)
+
+
+def _check_want(want: Iterable[str]) -> frozenset[str]:
+    known = ", ".join(map(repr, TokenStats._fields))
+    if isinstance(want, str) or not isinstance(want, Iterable):
+        raise ArgumentTypeError(message("want", f"a sequence of names among {known}", f"{want!r}"))
+    names = frozenset(want)
+    if not names or not names.issubset(TokenStats._fields):
+        wrong = sorted(map(repr, names - set(TokenStats._fields)))
+        raise ArgumentValueError(message("want", f"names among {known}", ", ".join(wrong) or "none"))
+    return names
+
+
+def _check_options(options: HeadOptions | None, *, forward: bool, kernels: bool) -> HeadOptions:
+    """Return the options, refusing what cannot be done: gradients in forward, or kernels that there are not."""
+    options = check_options(options)
+    if options.gradient == "forward" and not forward:
+        hint = "Each token's upstream gradient is known in backward only."
+        raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
+    if options.backend in ("exp", "row") and not kernels:
+        hint = "Its kernels compute one log-probability a token, and nothing else."
+        raise UnsupportedError(message("backend", "'auto' or 'torch'", f"{options.backend!r}", hint))
+    return options
+
+
+def _tensor_or_none(value: object) -> Tensor | None:
+    return value if isinstance(value, Tensor) else None

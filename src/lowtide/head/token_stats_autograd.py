@@ -1,0 +1,224 @@
+"""`linear_token_stats` as registered operators and in autograd's graph: what forward finds, and backward from it.
+
+`torch.ops.lowtide.token_stats` computes what is wanted of each token; `torch.ops.lowtide.token_stats_backward` builds
+the logits once more for the gradients. Both begin with the fields of `StatsCall`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.head.graph import in_places
+from lowtide.head.logit_stats import Known, Upstream
+from lowtide.head.options import HeadOptions
+from lowtide.head.registration import no_autocast, scalar_on, schema_of, tensor_fields, watched
+from lowtide.head.token_stats_rows import StatsJob, backward_chunks, forward_chunks
+
+
+class StatsCall(NamedTuple):
+    """What `lowtide.linear_token_stats` was asked, as plain tensors and scalars."""
+
+    input: Tensor  # [..., D]
+    linear_weight: Tensor  # [V, D]
+    linear_bias: Tensor | None  # [V]
+    target: Tensor  # [N, K] int64; K is 0 where there are none
+    logit_scale: Tensor | None  # scalar
+    dtype: torch.dtype  # of the GEMMs' operands
+    softcap: float | None
+    want: str  # the fields' names, separated by commas
+    topk: int
+    ignore_index: int
+    workspace_mib: float | None
+    accumulate: str
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of logits and of what comes of them."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Return the wanted fields' names."""
+        return frozenset(self.want.split(","))
+
+    def options(self) -> HeadOptions:
+        """Return the options that bear on a single pass."""
+        accumulate: Any = self.accumulate
+        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend="torch")
+
+    def job(self) -> StatsJob:
+        """Return the same, flattened, for the loop over chunks."""
+        return StatsJob(
+            input=self.input,
+            weight_VD=self.linear_weight,
+            target_NK=self.target,
+            bias_V=None if self.linear_bias is None else self.linear_bias.to(self.wide),
+            logit_scale=None if self.logit_scale is None else scalar_on(self.input.device, self.logit_scale, self.wide),
+            softcap=self.softcap,
+            want=self.wanted,
+            topk=self.topk,
+            ignore_index=self.ignore_index,
+            dtype=self.dtype,
+            wide=self.wide,
+        )
+
+
+class Found(NamedTuple):
+    """What `token_stats` returns for N tokens; empty where not wanted."""
+
+    logprob: Tensor  # [N, K]
+    entropy: Tensor  # [N]
+    lse: Tensor  # [N]
+    mean_logit: Tensor  # [N]
+    argmax: Tensor  # [N]
+    sum_sq_prob: Tensor  # [N]
+    topk_values: Tensor  # [N, k]
+    topk_ids: Tensor  # [N, k]
+    is_top1: Tensor  # [N, K]
+    top_logprob: Tensor  # [N] the highest class's, for backward
+
+
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
+_INTEGER = {"argmax": torch.int64, "topk_ids": torch.int64, "is_top1": torch.bool}
+_TRAINED = tuple(map(StatsCall._fields.index, ("input", "linear_weight", "linear_bias")))
+_TENSORS = tensor_fields(StatsCall)
+_CALL = schema_of(StatsCall)
+_UPSTREAM = ", ".join(f"Tensor? {name}_grad" for name in DIFFERENTIABLE)
+
+
+@torch.library.custom_op(
+    "lowtide::token_stats", mutates_args=(), schema=f"({_CALL}) -> ({', '.join(['Tensor'] * len(Found._fields))})"
+)
+def token_stats(*args: Any) -> Found:
+    """Compute what is wanted of each token."""
+    return _found(StatsCall(*args))
+
+
+@token_stats.register_fake
+def _(*args: Any) -> Found:
+    call = StatsCall(*args)
+    N, K = call.target.shape
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(Found._fields, (0,))
+    shapes |= {"logprob": (N, K), "is_top1": (N, K), "lse": (N,), "argmax": (N,), "top_logprob": (N,)}
+    shapes |= dict.fromkeys(call.wanted & {"entropy", "mean_logit", "sum_sq_prob"}, (N,))
+    if "topk" in call.wanted:
+        shapes |= {"topk_values": (N, call.topk), "topk_ids": (N, call.topk)}
+    return Found(
+        **{name: call.input.new_empty(shape, dtype=_INTEGER.get(name, call.wide)) for name, shape in shapes.items()}
+    )
+
+
+@torch.library.custom_op(
+    "lowtide::token_stats_backward",
+    mutates_args=(),
+    schema=f"({_CALL}, bool input_grad, bool weight_grad, bool bias_grad, {_UPSTREAM}, "
+    "Tensor logprob, Tensor entropy, Tensor lse, Tensor argmax, Tensor top_logprob) -> (Tensor, Tensor, Tensor)",
+)
+def token_stats_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of input, weight and bias from the upstream ones [N] (of logprob [N, K])."""
+    return _gradients(*_split(args))
+
+
+@token_stats_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call, wanted, *_ = _split(args)
+    return (
+        call.input.new_empty(call.input.shape if wanted[0] else 0),
+        call.linear_weight.new_empty(call.linear_weight.shape if wanted[1] else 0),
+        call.input.new_empty(call.linear_weight.shape[0] if wanted[2] else 0, dtype=call.wide),
+    )
+
+
+def _split(args: Sequence[Any]) -> tuple[StatsCall, tuple[bool, bool, bool], list[Any], list[Any]]:
+    start = len(StatsCall._fields)
+    flags, rest = args[start : start + 3], list(args[start + 3 :])
+    return StatsCall(*args[:start]), (flags[0], flags[1], flags[2]), rest[:4], rest[4:]
+
+
+def _found(call: StatsCall) -> Found:
+    with torch.no_grad(), no_autocast(call.input.device):
+        found = forward_chunks(call.job(), call.options())
+    unwanted = [name for name in Found._fields if name not in found]
+    empty = {name: call.input.new_empty(0, dtype=_INTEGER.get(name, call.wide)) for name in unwanted}
+    return Found(**found, **empty)
+
+
+def _gradients(
+    call: StatsCall, wanted: tuple[bool, bool, bool], upstream: Sequence[Tensor | None], known: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    logprob, entropy, lse, argmax, top_logprob = known
+    with torch.no_grad(), no_autocast(call.input.device):
+        job = call.job()
+        usable = job.kept_NK & job.is_class_NK
+        into = backward_chunks(
+            job,
+            call.options(),
+            Known(
+                lse=lse,
+                entropy=entropy if upstream[1] is not None else None,
+                ids=torch.cat((argmax[:, None], job.target_NK.where(usable, argmax[:, None])), 1),
+                logprobs=torch.cat((top_logprob[:, None], logprob.where(usable, top_logprob[:, None])), 1),
+            ),
+            Upstream(**dict(zip(DIFFERENTIABLE, upstream, strict=True))),
+            wanted,
+        )
+    dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
+    return (
+        call.input.new_empty(0) if dx is None else dx.view(call.input.shape),
+        call.linear_weight.new_empty(0) if dw is None else dw.to(call.linear_weight.dtype),
+        lse.new_empty(0) if db is None else db,
+    )
+
+
+def run(call: StatsCall) -> Found:
+    """Return what is wanted of each token, connected to whichever tensors of ``call`` need a gradient."""
+    trained = any(t is not None and t.requires_grad for t in (call.input, call.linear_weight, call.linear_bias))
+    if torch.is_grad_enabled() and trained and not call.wanted.isdisjoint(DIFFERENTIABLE):
+        return Found(*_TokenStats.apply(*call))  # type: ignore[no-untyped-call]
+    return _run(call)
+
+
+def _run(call: StatsCall) -> Found:
+    return Found(*token_stats(*call)) if watched(call) else _found(call)
+
+
+class _TokenStats(torch.autograd.Function):
+    """Forward stores the inputs and a few numbers a token; backward builds the logits once more."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Found:
+        call = StatsCall(*args)
+        found = _run(call)
+        kept = (found.logprob, found.entropy, found.lse, found.argmax, found.top_logprob)
+        # copies: the caller may write to what it was given
+        ctx.save_for_backward(*(call[i] for i in _TENSORS), *(x.clone() for x in kept))
+        ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
+        ctx.mark_non_differentiable(*(x for name, x in found._asdict().items() if name not in DIFFERENTIABLE))
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)  # what nobody differentiates costs nothing
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        fields = list(ctx.scalars)
+        tensors = ctx.saved_tensors
+        for i, tensor in zip(_TENSORS, tensors, strict=False):
+            fields[i] = tensor
+        call = StatsCall(*fields)
+        wanted = tuple(ctx.needs_input_grad[i] for i in _TRAINED)
+        given = [x if name in call.wanted else None for name, x in zip(Found._fields, upstream, strict=True)][
+            : len(DIFFERENTIABLE)
+        ]
+        if all(x is None for x in given):
+            return (None,) * len(StatsCall._fields)
+        args = (*call, *wanted, *given, *tensors[len(_TENSORS) :])
+        with torch.no_grad():
+            dx, dw, db = token_stats_backward(*args) if watched(args) else _gradients(*_split(args))
+            grads = [
+                dx if wanted[0] else None,
+                dw if wanted[1] else None,
+                db.to(call.linear_bias.dtype) if wanted[2] and call.linear_bias is not None else None,
+            ]
+        return tuple(in_places(grads, _TRAINED, len(StatsCall._fields)))

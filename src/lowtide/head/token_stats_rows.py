@@ -1,0 +1,232 @@
+"""The loop over chunks of tokens for `linear_token_stats`: what each row's logits amount to, and the gradients of that.
+
+N tokens, n of them computed, C rows of a chunk, D hidden size, V vocabulary, K targets a token.
+A backend is two functions of a chunk: `TorchChunks` has them, and another one may stand in its place.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lowtide.head.logit_stats import Known, Upstream, row_sums, stats_gradient_
+from lowtide.head.matmul import HeadMatmul
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.schedules import (
+    Gradients,
+    check_classes,
+    gradient_buffers,
+    put_input_grad,
+    remembered_plan,
+    take_rows,
+)
+from lowtide.head.softmax import finish_logits_
+
+OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
+NO_ROW = 1e30  # logsumexp of a row that nothing flows back to: makes its probabilities 0 whatever its logits are
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsJob:
+    """One call, flattened: tokens in one axis N, nothing left to validate."""
+
+    input: Tensor  # [..., D]
+    weight_VD: Tensor
+    target_NK: Tensor  # int64; K is 0 where there are none
+    bias_V: Tensor | None  # wide
+    logit_scale: Tensor | None  # scalar, wide
+    softcap: float | None
+    want: frozenset[str]
+    topk: int
+    ignore_index: int
+    dtype: torch.dtype  # the GEMMs' operands
+    wide: torch.dtype  # logits, and what comes of them
+
+    @cached_property
+    def kept_NK(self) -> Tensor:
+        """Return which targets are not ignored."""
+        return self.target_NK != self.ignore_index
+
+    @cached_property
+    def is_class_NK(self) -> Tensor:
+        """Return which targets are classes."""
+        return (self.target_NK >= 0) & (self.target_NK < self.weight_VD.shape[0])
+
+    def check_targets(self) -> None:
+        """Raise on the CPU where a target is no class; elsewhere it becomes NaN, for a check would wait."""
+        if drops_rows(self.input.device):
+            wrong = (self.kept_NK & ~self.is_class_NK).view(-1)
+            check_classes(self.target_NK.view(-1), wrong, self.weight_VD.shape[0], self.ignore_index)
+
+
+@dataclass(kw_only=True)
+class ChunkStats:
+    """What forward finds in a chunk; None where not wanted."""
+
+    lse: Tensor  # [C]
+    argmax: Tensor  # [C]
+    top_logprob: Tensor  # [C]
+    logprob: Tensor  # [C, K], of whatever class stands in an ignored target's place
+    entropy: Tensor | None = None  # [C]
+    mean_logit: Tensor | None = None  # [C]
+    sum_sq_prob: Tensor | None = None  # [C]
+    topk_values: Tensor | None = None  # [C, k]
+    topk_ids: Tensor | None = None  # [C, k]
+
+
+class TorchChunks:
+    """Both directions of a chunk in plain PyTorch, on any device and in any dtype: logits, and what is done to them."""
+
+    def __init__(self, job: StatsJob, plan: HeadPlan) -> None:
+        self.job, self.plan = job, plan
+        self.matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
+        rows = plan.chunk_rows if plan.chunks else 0
+        self._buffer = job.input.new_empty(rows, padded(job.weight_VD.shape[0]), dtype=job.wide)
+
+    def forward(self, x_CD: Tensor, y_CK: Tensor) -> ChunkStats:
+        """Return what is wanted of hidden states ``x_CD`` and classes ``y_CK``."""
+        want, z_CV = self.job.want, self._logits(x_CD)
+        sums = row_sums(z_CV, self.plan.columns, heat="entropy" in want, squares="sum_sq_prob" in want)
+        highest = torch.topk(z_CV, self.job.topk, dim=1) if "topk" in want else None
+        return ChunkStats(
+            lse=sums.lse,
+            argmax=sums.top_id,
+            top_logprob=sums.top_logprob,
+            logprob=sums.logprobs(z_CV, y_CK),
+            entropy=sums.entropy if "entropy" in want else None,
+            mean_logit=z_CV.mean(1) if "mean_logit" in want else None,
+            sum_sq_prob=sums.sum_sq_prob if "sum_sq_prob" in want else None,
+            topk_values=None if highest is None else highest.values,
+            topk_ids=None if highest is None else highest.indices,
+        )
+
+    def backward(
+        self,
+        x_CD: Tensor,
+        known: Known,
+        upstream: Upstream,
+        into: Gradients,
+        index: Tensor | None,
+        part: slice,
+    ) -> None:
+        """Add a chunk's part to ``into``, its rows of the input's gradient at ``part`` of ``index``.
+
+        Where the logits' gradient is narrowed for the GEMMs, the size of each row's upstream stays outside of it: the
+        target's entry is close to it, and bf16 would miss it by as much in each row.
+        """
+        job, plan = self.job, self.plan
+        z_CV = self._logits(x_CD)
+        outside = None
+        if plan.backward_gemm == "narrow":
+            largest = upstream.largest()
+            outside = largest.where(largest != 0, 1)
+            upstream = upstream.times(1 / outside)
+        stats_gradient_(z_CV, known, upstream, job.logit_scale, job.softcap, plan.columns)
+        if into.bias_V is not None:
+            into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
+        if into.input_ND is None and into.weight_VD is None:
+            return
+        g_CV = self.matmul.operand(z_CV)
+        if into.input_ND is not None:
+            put_input_grad(self.matmul, g_CV, outside, into.input_ND, index, part)
+        if into.weight_VD is not None:
+            self.matmul.weight_grad(g_CV, outside, x_CD, into.weight_VD, part.start == 0)
+
+    def _logits(self, x_CD: Tensor) -> Tensor:
+        job = self.job
+        z_CV = self._buffer[: x_CD.shape[0], : job.weight_VD.shape[0]]
+        self.matmul.logits(x_CD, z_CV)
+        finish_logits_(z_CV, job.bias_V, job.logit_scale, job.softcap, self.plan.columns)
+        return z_CV
+
+
+def plan_stats(job: StatsJob, rows: int, options: HeadOptions, *, weight_frozen: bool) -> HeadPlan:
+    """Return the plan for ``rows`` tokens; ``options`` name the backend."""
+    V, D = job.weight_VD.shape
+    return remembered_plan(
+        rows,
+        D,
+        V,
+        job.dtype,
+        job.weight_VD.device,
+        options,
+        weight_dtype=job.weight_VD.dtype,
+        reduction="none",
+        weight_frozen=weight_frozen,
+    )
+
+
+def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
+    """Return each of `ChunkStats`'s fields that are wanted for all N tokens, and "is_top1"; 0 in rows left out.
+
+    Left out, on the CPU, are tokens whose targets are all ignored, if nothing but what is of the targets is wanted.
+    """
+    job.check_targets()
+    N = job.target_NK.shape[0]
+    index = None
+    if drops_rows(job.input.device) and job.want.issubset(OF_TARGETS):
+        index = _positions(job.kept_NK.any(1))
+    plan = plan_stats(job, N if index is None else index.numel(), options, weight_frozen=True)
+    chunks = TorchChunks(job, plan)
+    y_NK = job.target_NK.where(job.is_class_NK, 0)
+    found: dict[str, Tensor] = {}
+    for part in plan.slices() if plan.chunks else (slice(0, 0),):
+        rows = part if index is None else index[part]
+        stats = chunks.forward(take_rows(job.input, index, part, job.dtype), y_NK[rows])
+        for name, value in vars(stats).items():
+            if value is not None:
+                if name not in found:
+                    found[name] = value.new_zeros(N, *value.shape[1:])
+                found[name][rows] = value
+    if "logprob" in found:
+        found["is_top1"] = (found["argmax"][:, None] == y_NK) & job.kept_NK & job.is_class_NK
+        found["logprob"] = found["logprob"].where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
+    return found
+
+
+def backward_chunks(
+    job: StatsJob, options: HeadOptions, known: Known, upstream: Upstream, wanted: tuple[bool, bool, bool]
+) -> Gradients:
+    """Return the wanted gradients of input, weight and bias, from all rows to which something flows back."""
+    if upstream.logprob is not None:
+        g = upstream.logprob.where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
+        upstream = Upstream(**{**vars(upstream), "logprob": g})
+    active_N = upstream.largest() != 0
+    index = kept = None
+    if drops_rows(job.input.device):
+        index = _positions(active_N)
+        known, upstream = (known, upstream) if index is None else (known.part(index), upstream.part(index))
+    else:
+        kept, known = active_N, _silenced(known, active_N)
+    plan = plan_stats(job, known.lse.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
+    into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=index is not None)
+    chunks = TorchChunks(job, plan)
+    for part in plan.slices():
+        x_CD = take_rows(job.input, index, part, job.dtype)
+        if kept is not None:
+            x_CD = x_CD.where(kept[part, None], 0)  # a NaN would reach the weight's gradient
+        chunks.backward(x_CD, known.part(part), upstream.part(part), into, index, part)
+    return into
+
+
+def drops_rows(device: torch.device) -> bool:
+    """Return whether rows that count for nothing are dropped: where counting them does not stop the host."""
+    return device.type == "cpu"
+
+
+def _silenced(known: Known, active_N: Tensor) -> Known:
+    """Return what is known of the rows, and of inactive ones numbers with which nothing but 0 can come out."""
+    return Known(
+        lse=known.lse.where(active_N, NO_ROW),
+        entropy=None if known.entropy is None else known.entropy.where(active_N, 0),
+        ids=known.ids,
+        logprobs=known.logprobs.where(active_N[:, None], 0),
+    )
+
+
+def _positions(chosen_N: Tensor) -> Tensor | None:
+    """Return where ``chosen_N`` is True, or None where it is everywhere; the host waits for it."""
+    index = chosen_N.nonzero()[:, 0]
+    return None if index.numel() == chosen_N.numel() else index
