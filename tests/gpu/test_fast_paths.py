@@ -52,6 +52,70 @@ def test_losses_of_thousands_of_nats(factor: float, gradient: Any, extra: dict[s
 
 
 @BACKENDS
+def test_arguments_of_any_strides(backend: Any) -> None:
+    x, w, _ = bf16(300, 64, 1003)
+    y = torch.randint(0, 1003, (300, 3), device="cuda")[:, 1]
+    y[::7] = -100
+    strided = {
+        "linear_bias": torch.randn(1003, 2, device="cuda", dtype=torch.bfloat16)[:, 0],
+        "weight": torch.rand(1003, 3, device="cuda")[:, 1],
+        "token_weight": torch.rand(300, 2, device="cuda")[:, 1],
+    }
+    bounds = (1e-5, 1.8e-3, 4.5e-3)
+    compare(x, w, y, bounds, options=HeadOptions(backend=backend), **strided)
+    strided["weight"] = torch.rand(1, device="cuda").expand(1003)
+    compare(x, w, y, bounds, options=HeadOptions(backend=backend), **strided)
+
+
+def test_a_transposed_float32_weight_under_autocast() -> None:
+    x, w, y = bf16(300, 64, 1003)
+    wide = w.detach().float().t().contiguous().t().requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(x.float(), wide, y, options=HeadOptions(backend="exp"))
+        same = linear_cross_entropy(x.float(), wide.contiguous(), y, options=HeadOptions(backend="exp"))
+    assert torch.equal(loss, same)
+
+
+@pytest.mark.parametrize("workspace_mib", [None, 24.0])
+def test_a_recomputed_mean_keeps_to_its_plan(workspace_mib: float | None) -> None:
+    x, w, y = bf16(4096, 64, 50000)
+    options = HeadOptions(gradient="recompute", workspace_mib=workspace_mib)
+    plan = plan_head(4096, 64, 50000, torch.bfloat16, "cuda", options)
+    for _ in range(2):
+        x.grad = w.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        linear_cross_entropy(x, w, y, options=options).backward()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert x.grad is not None
+    assert w.grad is not None
+    assert peak - x.grad.nbytes - w.grad.nbytes <= plan.scratch_bytes + plan.accumulator_bytes
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@BACKENDS
+def test_a_device_that_is_not_the_current_one(backend: Any) -> None:
+    x, w, y = (t.detach().to("cuda:1") for t in bf16(300, 64, 1003))
+    x.requires_grad_()
+    w.requires_grad_()
+    compare(x, w, y, (1e-5, 1.8e-3, 4.5e-3), options=HeadOptions(backend=backend))
+    assert torch.cuda.current_device() == 0
+
+
+def test_a_z_loss_that_cancels_the_cross_entropy() -> None:
+    for u in torch.linspace(-0.3106676, -0.3106673, 40).tolist():  # -1 / (2 log 5), and float32's steps around it
+        x = torch.zeros(64, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        w, b = torch.randn(5, 8, device="cuda").bfloat16(), torch.zeros(5, device="cuda", dtype=torch.bfloat16)
+        y = torch.randint(0, 5, (64,), device="cuda")
+        loss = linear_cross_entropy(x, w, y, linear_bias=b, z_loss=u, options=HeadOptions(backend="exp"))
+        (dx,) = torch.autograd.grad(loss, x)
+        truth = in_float64({"input": x, "linear_weight": w, "target": y, "linear_bias": b, "z_loss": u})
+        (want,) = torch.autograd.grad(oracle(**truth), truth["input"])
+        assert relative_error(dx, want) <= 1e-2
+
+
+@BACKENDS
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_no_number_stays_in_its_row(backend: Any, poison: float) -> None:
     x, w, y = bf16(300, 64, 1003)

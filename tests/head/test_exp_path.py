@@ -16,7 +16,7 @@ from lowtide.head import operators, plan
 from lowtide.head.exp_path import ExpHead
 from lowtide.head.kernels import configs
 from lowtide.head.operators import Call, Wanted
-from lowtide.head.schedules import select_rows_at_once
+from lowtide.head.schedules import gradient_buffers, select_rows_at_once
 from support import oracle, relative_error
 
 if torch.cuda.is_available():
@@ -59,7 +59,7 @@ def run(
     found = select_rows_at_once(job)
     head_plan = small_plan(len(y), len(w), schedule, rows)
     loss, lse, miss = (torch.full((len(y),), torch.nan) for _ in range(3))
-    into = operators._buffers(job, found, "input", wanted)
+    into = gradient_buffers(job.input, job.weight_VD, job.wide, head_plan, wanted, some_rows=False)
     for buffer in (into.input_ND, into.weight_VD):
         if buffer is not None:
             buffer.fill_(torch.nan)

@@ -48,7 +48,7 @@ def choose_backend(
     if options.backend != "auto":
         return options.backend, "asked for by name"
     if not against_exp:
-        return "exp", "bfloat16 on Hopper: the logits' GEMM writes exponentials"
+        return "exp", "bfloat16 on Hopper or newer: the logits' GEMM writes exponentials"
     if not against_row:
         return "row", f"not exp: {against_exp}"
     return "torch", f"not row: {against_row}"
@@ -69,8 +69,9 @@ def why_not_exp(
         return no_triton
     if dtype != torch.bfloat16:
         return f"exponentials without a maximum need bfloat16's range, and the operands are {dtype}"
-    if not HOPPER <= _capability(device) < TOO_SMALL:
-        return f"its loads and tiles need compute capability 9.0 or 10, and this GPU has {_capability(device)}"
+    capability = _capability(device)
+    if not HOPPER <= capability < TOO_SMALL:
+        return f"its loads and tiles need compute capability 9.0 to below 12, and this GPU has {capability}"
     if D < 8 or D % 8:
         return f"TMA takes rows whose length is a multiple of 16 bytes, and the hidden size is {D}"
     if V < 1:
@@ -95,7 +96,9 @@ def why_not_row(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
 def _why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return f"its kernels are for NVIDIA GPUs, and the tensors are on {device.type}"
-    return None if _has_triton() else "Triton is not installed"
+    if torch.cuda.is_available() and not _has_triton():  # without a GPU this is a plan for a machine that has both
+        return "Triton is not installed"
+    return None
 
 
 @cache

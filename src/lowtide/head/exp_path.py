@@ -10,7 +10,6 @@ upstream gradient is known in backward only. Names: N tokens, C rows of a chunk,
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,8 +39,12 @@ class ExpHead:
         self.programs = exp_logits.multiprocessors(device)
         plain = job.bias_V is None and job.logit_scale is None and job.softcap is None
         self.hopper = exp_logits_hopper if plain and exp_logits_hopper.runs_on(device) else None
-        self.config = configs.GemmConfig() if self.hopper else configs.of_device(device)
-        self.weight_VD = job.weight_VD.to(job.dtype)
+        self.config = (
+            configs.GemmConfig(columns=exp_logits_hopper.COLUMNS.value) if self.hopper else configs.of_device(device)
+        )
+        w = job.weight_VD  # a copy in another dtype has its rows in order, whatever the weight's strides
+        copied = w.dtype != job.dtype
+        self.weight_VD = w.to(job.dtype, memory_format=torch.contiguous_format) if copied else w
         V = self.weight_VD.shape[0]
         self.tiles = exp_logits.tiles_across(V, self.config)
         self.y_N = rows.target
@@ -60,7 +63,7 @@ class ExpHead:
             uniform_bias=self._uniform_bias() if smoothing else None,
         )
         C = max(1, plan.chunk_rows, plan.sum_rows)
-        self._numbers = torch.empty(8, C, dtype=torch.float32, device=device)
+        self._numbers = torch.empty(7, C, dtype=torch.float32, device=device)
         self._integers = torch.empty(2, C, dtype=torch.int32, device=device)
 
     def run(self, loss_N: Tensor, settle: Settle | None, lse_N: Tensor, miss_N: Tensor) -> None:
@@ -73,18 +76,12 @@ class ExpHead:
             lse_N: Takes the logsumexps.
             miss_N: Takes what the target's logits are below them.
         """
-        with self._on_device():
-            if settle is not None and self.plan.schedule == "chunks":
-                self._three_products(loss_N, settle, lse_N, miss_N)
-                return
-            self._sums(loss_N, lse_N, miss_N)
-            if settle is not None:
-                self._rebuild(*settle(), lse_N, miss_N)
-
-    def rebuild(self, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
-        """Compute the gradients from what `run` left, each row's loss multiplied with ``factor_N``."""
-        with self._on_device():
-            self._rebuild(factor_N, into, lse_N, miss_N)
+        if settle is not None and self.plan.schedule == "chunks":
+            self._three_products(loss_N, settle, lse_N, miss_N)
+            return
+        self._sums(loss_N, lse_N, miss_N)
+        if settle is not None:
+            self.rebuild(*settle(), lse_N, miss_N)
 
     def _sums(self, loss_N: Tensor, lse_N: Tensor, miss_N: Tensor) -> None:
         """Row sums alone: one GEMM whose result is never stored."""
@@ -135,8 +132,11 @@ class ExpHead:
         if factor_N is None:  # there are no tokens
             self._begin_weight_grad(*settle())
 
-    def _rebuild(self, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
-        """E once more, a block of the vocabulary at a time, normalised: its rows' sums are known."""
+    def rebuild(self, factor_N: Tensor, into: Gradients, lse_N: Tensor, miss_N: Tensor) -> None:
+        """Compute the gradients from what `run` left, each row's loss multiplied with ``factor_N``.
+
+        E once more, a block of the vocabulary at a time, normalised: its rows' sums are known.
+        """
         job, plan = self.job, self.plan
         V, D = self.weight_VD.shape
         new = job.input.new_empty
@@ -148,7 +148,7 @@ class ExpHead:
             C = part.stop - part.start
             x_CD, y_C, g_C = self._input(part), self.y_N[part], factor_N[part]
             reports = self._reports(part, lse_N, lse_N, miss_N)
-            reference_C, coefficient_C = self._numbers[6, :C], self._numbers[7, :C]
+            reference_C, coefficient_C = self._numbers[5, :C], self._numbers[6, :C]
             scaled_CD = None if scaled is None else scaled[:C]
             self.thin.prepare_rows(
                 lse_N[part], miss_N[part], x_CD, y_C, g_C, reference_C, coefficient_C, reports, self.terms, V,
@@ -277,9 +277,6 @@ class ExpHead:
 
     def _sum_buffer(self, rows: int) -> Tensor:
         return self.job.input.new_empty(max(1, rows), self.tiles, dtype=torch.float32)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self.job.input.device) if self.job.input.is_cuda else nullcontext()
 
 
 def _slices(N: int, size: int) -> Iterator[slice]:

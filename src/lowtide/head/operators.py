@@ -7,14 +7,14 @@ Both begin with the fields of `Call`, declared once: the operators' schemas are 
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.head.exp_path import ExpHead
 from lowtide.head.options import HeadOptions
-from lowtide.head.registration import no_autocast, scalar_on, schema_of, watched
+from lowtide.head.registration import scalar_on, schema_of, undisturbed, watched
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
 
@@ -52,26 +52,26 @@ class Call(NamedTuple):
         """Return the tensors that may get a gradient."""
         return self.input, self.linear_weight, self.linear_bias
 
-    def options(self) -> HeadOptions:
-        """Return the options that bear on a single pass."""
+    def options(self, gradient: Literal["auto", "recompute"] = "auto") -> HeadOptions:
+        """Return the options for a pass, whose gradients are those of its own loss or (recompute) wait for upstream."""
         accumulate: Any = self.accumulate
         backend: Any = self.backend
-        return _options(self.workspace_mib, accumulate, backend)
+        return _options(self.workspace_mib, accumulate, backend, gradient)
 
     def job(self) -> CrossEntropyJob:
-        """Return the same, flattened, for the loop over chunks."""
+        """Return the same, flattened, for the loop over chunks: what kernels read without strides has none."""
         wide, device = self.wide, self.input.device
         return CrossEntropyJob(
             input=self.input,
             weight_VD=self.linear_weight,
-            target_N=self.target.reshape(-1).long(),
-            bias_V=None if self.linear_bias is None else self.linear_bias.to(wide),
-            token_weight_N=None if self.token_weight is None else self.token_weight.reshape(-1).to(wide),
+            target_N=self.target.reshape(-1).long().contiguous(),
+            bias_V=None if self.linear_bias is None else self.linear_bias.to(wide).contiguous(),
+            token_weight_N=None if self.token_weight is None else self.token_weight.reshape(-1).to(wide).contiguous(),
             num_items=None if self.num_items is None else scalar_on(device, self.num_items, wide),
             logit_scale=None if self.logit_scale is None else scalar_on(device, self.logit_scale, wide),
             softcap=self.softcap,
             terms=LossTerms(
-                class_weight=None if self.weight is None else self.weight.to(wide),
+                class_weight=None if self.weight is None else self.weight.to(wide).contiguous(),
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
             ),
@@ -83,8 +83,8 @@ class Call(NamedTuple):
 
 
 @cache
-def _options(workspace_mib: float | None, accumulate: Any, backend: Any) -> HeadOptions:
-    return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend)
+def _options(workspace_mib: float | None, accumulate: Any, backend: Any, gradient: Any) -> HeadOptions:
+    return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, gradient=gradient)
 
 
 class Wanted(NamedTuple):
@@ -124,7 +124,7 @@ def cross_entropy(*args: Any) -> Stored:
     """
     *fields, keep_rows = args
     call, wanted = _split(fields)
-    with no_autocast(call.input.device):
+    with undisturbed(call.input.device):
         return _loss_and_gradients(call, wanted, keep_rows)
 
 
@@ -155,7 +155,7 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N], and what forward kept."""
     *fields, upstream, lse, miss = args
     call, wanted = _split(fields)
-    with no_autocast(call.input.device):
+    with undisturbed(call.input.device):
         return _gradients(call, wanted, upstream, lse, miss)
 
 
@@ -176,7 +176,7 @@ def run(*args: Any) -> Stored:
         return Stored(*cross_entropy(*args))
     *fields, keep_rows = args
     call, wanted = _split(fields)
-    with torch.no_grad(), no_autocast(call.input.device):
+    with torch.no_grad(), undisturbed(call.input.device):
         return _loss_and_gradients(call, wanted, keep_rows)
 
 
@@ -187,7 +187,7 @@ def run_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         return found
     *fields, upstream, lse, miss = args
     call, wanted = _split(fields)
-    with torch.no_grad(), no_autocast(call.input.device):
+    with torch.no_grad(), undisturbed(call.input.device):
         return _gradients(call, wanted, upstream, lse, miss)
 
 
@@ -277,7 +277,7 @@ def _gradients(
     call: Call, wanted: Wanted, upstream: Tensor, lse: Tensor, miss: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     job = call.job()
-    rows, plan = plan_rows(job, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
+    rows, plan = plan_rows(job, call.options("recompute"), weight_frozen=not (wanted.weight or wanted.bias))
     into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None)
     if rows.index is not None:
         upstream = upstream[rows.index] if upstream.dim() else upstream

@@ -213,7 +213,7 @@ def _plan_exp(
     input_is_copied: bool,
 ) -> HeadPlan:
     """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short."""
-    fixed = N * BYTES_PER_TOKEN + 16 * V + 32 * D
+    fixed = N * BYTES_PER_TOKEN + 24 * V + 32 * D
     thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
     sums = 4 * -(-V // GPU_TILE)
     whole = thin + sums + 2 * padded(V)

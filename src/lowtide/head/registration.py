@@ -1,6 +1,7 @@
 """What the head's registered operators share: schemas from annotations, when to be an operator, scalars on devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -23,12 +24,16 @@ def tensor_fields(call: type) -> tuple[int, ...]:
 
 
 def watched(args: Sequence[Any]) -> bool:
-    """Return whether a compiler, a dispatch mode or a tensor subclass has to see an operator."""
+    """Return whether a compiler, a dispatch mode or a tensor without data has to see an operator."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(isinstance(arg, Tensor) and type(arg) not in (Tensor, torch.nn.Parameter) for arg in args)
+        or any(_is_unusual(arg) for arg in args if isinstance(arg, Tensor))
     )
+
+
+def _is_unusual(tensor: Tensor) -> bool:
+    return tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
 def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,6 +43,11 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
     return scalar.to(device, dtype)
 
 
-def no_autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which the GEMMs keep the dtypes they are given."""
-    return torch.autocast(device_type=device.type, enabled=False)
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Enter a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
+    with (
+        torch.autocast(device_type=device.type, enabled=False),
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+    ):
+        yield

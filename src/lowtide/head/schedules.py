@@ -207,7 +207,7 @@ def _rows_are_aligned(x: Tensor) -> bool:
     """Return whether rows [..., D] lie at addresses that are multiples of 16 bytes, for TMA."""
     return (
         x.stride(-1) == 1
-        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        and all(stride and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
         and x.data_ptr() % 16 == 0
     )
 

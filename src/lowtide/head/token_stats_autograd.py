@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.head.graph import in_places
 from lowtide.head.logit_stats import Known, Upstream
 from lowtide.head.options import HeadOptions
-from lowtide.head.registration import no_autocast, scalar_on, schema_of, tensor_fields, watched
+from lowtide.head.registration import scalar_on, schema_of, tensor_fields, undisturbed, watched
 from lowtide.head.token_stats_rows import StatsJob, backward_chunks, forward_chunks
 
 
@@ -138,7 +138,7 @@ def _split(args: Sequence[Any]) -> tuple[StatsCall, tuple[bool, bool, bool], lis
 
 
 def _found(call: StatsCall) -> Found:
-    with torch.no_grad(), no_autocast(call.input.device):
+    with torch.no_grad(), undisturbed(call.input.device):
         found = forward_chunks(call.job(), call.options())
     unwanted = [name for name in Found._fields if name not in found]
     empty = {name: call.input.new_empty(0, dtype=_INTEGER.get(name, call.wide)) for name in unwanted}
@@ -149,7 +149,7 @@ def _gradients(
     call: StatsCall, wanted: tuple[bool, bool, bool], upstream: Sequence[Tensor | None], known: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     logprob, entropy, lse, argmax, top_logprob = known
-    with torch.no_grad(), no_autocast(call.input.device):
+    with torch.no_grad(), undisturbed(call.input.device):
         job = call.job()
         usable = job.kept_NK & job.is_class_NK
         into = backward_chunks(

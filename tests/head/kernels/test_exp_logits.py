@@ -19,7 +19,6 @@ from lowtide.head.kernels.exp_logits import (
     from_ordered,
     multiprocessors,
     shifted_exp_logits,
-    tanh,
     tiles_across,
     to_ordered,
 )
@@ -367,26 +366,6 @@ def test_the_order_of_integers_is_the_order_of_floats() -> None:
     assert (i[: len(values)].diff() > 0).all()
     assert torch.equal(back.view(torch.int32), f.view(torch.int32))
     assert torch.equal(i, ordered(f))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _tanh_kernel(u_ptr, out_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.arange(0, N)
-    tl.store(out_ptr + at, tanh(tl.load(u_ptr + at)))
-
-
-def test_tanh() -> None:
-    half = [0.0, 1e-38, 1e-8, 1e-4, 0.1, 0.5, 1.0, 3.0, 8.0, 9.5, 44.0, 90.0, 1e4, 3e38, INF, 0.3]
-    u = torch.tensor([*half, *(-h for h in half)], device=DEVICE)
-    out = torch.zeros(32, device=DEVICE)
-    _tanh_kernel[(1,)](u, out, N=32)
-    torch.testing.assert_close(out.double(), u.double().tanh(), rtol=0, atol=2e-7)
-    assert (out.abs() <= 1).all()
-    assert out[14] == 1
-    assert out[30] == -1
-    u[0] = NAN
-    _tanh_kernel[(1,)](u, out, N=32)
-    assert out[0].isnan()
 
 
 class Shifted(NamedTuple):

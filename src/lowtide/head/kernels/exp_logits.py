@@ -17,17 +17,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.kernels.elementary import tanh
 from lowtide.head.kernels.launch import Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def tanh(u):  # type: ignore[no-untyped-def]
-    """From exp2 of a number that is not positive, so that it is right at both ends."""
-    e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
-    size = (1.0 - e) / (1.0 + e)
-    return tl.where(u < 0, -size, size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

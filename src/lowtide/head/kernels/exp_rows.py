@@ -16,29 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.exp_logits import from_ordered, tanh, to_ordered
+from lowtide.head.kernels.elementary import expm1, log1p, tanh
+from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
 from lowtide.head.kernels.launch import Launcher
 
 MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
 LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, likewise
 TO_BLAME = tl.constexpr(2.0**8)
-
-
-@triton.jit
-def log1p(r):  # type: ignore[no-untyped-def]
-    """Of a number >= 0, with its relative precision where it is small (Kahan)."""
-    u = 1.0 + r
-    small = (u == 1.0) | (u == float("inf"))
-    return tl.where(small, r, tl.log(u) * (r / tl.where(small, 1.0, u - 1.0)))
-
-
-@triton.jit
-def expm1(x):  # type: ignore[no-untyped-def]
-    """Of a number <= 0, likewise."""
-    u = tl.exp(x)
-    far = x < -20.0  # further on u is subnormal, and its logarithm is not x
-    near = (u == 1.0) | far
-    return tl.where(near, tl.where(far, -1.0, x), (u - 1.0) * (x / tl.where(near, 1.0, tl.log(u))))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,13 +74,18 @@ def _target_logits(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """((1 - a) q_y, a Q / V + 2 u lse): what multiplies the target's share and the whole softmax."""
+    """((1 - a) q_y, a Q / V + 2 u lse, their sum k): what multiplies the target's share and the whole softmax.
+
+    Where the two cancel, k is a small number in place of 0: the row's gradient is divided by it, and multiplied again.
+    """
     own = 1.0 - smoothing
     spread = smoothing
     if CLASS_WEIGHT:
         own *= tl.load(q_ptr + y)
         spread *= tl.load(total_ptr) / V
-    return own, spread + 2.0 * z_loss * lse
+    spread += 2.0 * z_loss * lse
+    k = own + spread
+    return own, spread, tl.where((k == 0.0) & (own != 0.0), own * 2.0**-24, k)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -146,7 +135,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         lse = t + miss
         if SHIFTED:
             lse = reference + tl.log(r + e)
-        own, spread = _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
+        own, spread, k = _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
         loss = tl.where(own == 0.0, 0.0, own * miss) + z_loss * lse * lse
         if SMOOTH:
             total = 1.0 * V
@@ -158,7 +147,6 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         tl.store(miss_ptr + i, tl.where(kept, miss, 0.0))
         wrong = ~(r <= MOST) | ~(tl.abs(t) < float("inf"))
         if GRADIENT:
-            k = own + spread
             weight = tl.load(g_ptr + i) * k
             if SCALE:
                 weight *= tl.load(scale_ptr)
@@ -200,8 +188,7 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
     y = tl.where(kept, y, 0)
     lse = tl.load(lse_ptr + i)
     miss = tl.load(miss_ptr + i)
-    own, spread = _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
-    k = own + spread
+    own, spread, k = _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
     weight = tl.load(g_ptr + i) * k
     if SCALE:
         weight *= tl.load(scale_ptr)

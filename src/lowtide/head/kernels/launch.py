@@ -47,7 +47,8 @@ class Launcher:
                 continue
             values.append(arg)
             if isinstance(arg, int):
-                key.append(-(2**31) <= arg < 2**31 if i in self._free else arg)
+                short = -(2**31) <= arg < 2**31
+                key += (short,) if i in self._free else (short, arg == 1, arg % 16 == 0)
             elif arg is None or isinstance(arg, float):
                 key.append(type(arg))
             else:  # a descriptor

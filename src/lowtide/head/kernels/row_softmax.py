@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.elementary import log1p, tanh
 from lowtide.head.kernels.launch import Launcher
 
 Gradient = Literal["wide", "bfloat16", "float16"]
@@ -21,29 +22,10 @@ _OUT = {"wide": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 @triton.jit
-def _tanh(x):  # type: ignore[no-untyped-def]
-    """tanh(x): its series near 0, where 1 - exp(-2|x|) would cancel."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
-    xx = x * x
-    near = x * (1.0 + xx * (-1.0 / 3.0 + xx * (2.0 / 15.0 - xx * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
 def _tanh_slope(x):  # type: ignore[no-untyped-def]
     """1 - tanh(x)**2, which would cancel where the cap is reached."""
     e = tl.exp(-2.0 * tl.abs(x))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-@triton.jit
-def _log1p(r):  # type: ignore[no-untyped-def]
-    """log(1 + r) of 0 <= r <= 1 as 2 atanh(r / (2 + r)): to the last bits also where r is 1e-7."""
-    s = r / (2.0 + r)
-    ss = s * s
-    high = 1.0 / 9.0 + ss * (1.0 / 11.0 + ss * (1.0 / 13.0 + ss * (1.0 / 15.0 + ss * (1.0 / 17.0))))
-    return 2.0 * s * (1.0 + ss * (1.0 / 3.0 + ss * (1.0 / 5.0 + ss * (1.0 / 7.0 + ss * high))))
 
 
 @triton.jit
@@ -67,7 +49,7 @@ def _scaled(row_ptr, at, n, bias_ptr, scale):  # type: ignore[no-untyped-def]
 def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """softcap * tanh(x / softcap)"""
     if CAPPED:
-        x = softcap * _tanh(x / softcap)
+        x = softcap * tanh(x / softcap)
     return x
 
 
@@ -122,7 +104,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     share = (1.0 - label_smoothing) * q_y
     if loss_ptr is not None:
         odds = e_others / e_t
-        nll = tl.where(odds <= 1.0, _log1p(odds), (highest - t) + tl.log(total))
+        nll = tl.where(odds <= 1.0, log1p(odds), (highest - t) + tl.log(total))
         loss = share * nll + z_loss * lse * lse
         if SMOOTHED:
             loss += label_smoothing / V * (Q * nll - tl.sum(weighted, 0))
@@ -231,28 +213,27 @@ def softmax_rows(
     if lift_C is not None and label_smoothing and class_weight_V is not None:
         largest_class_weight = torch.linalg.vector_norm(class_weight_V, torch.inf)
     block = min(max(triton.next_power_of_2(V), PAD.value), longest_block)
-    with torch.cuda.device_of(z_CV):  # type: ignore[no-untyped-call]
-        _softmax_rows[(C,)](
-            z_CV,
-            z_CV.stride(0) // PAD.value,
-            V,
-            target_C,
-            unit_C,
-            kept_C,
-            bias_V,
-            logit_scale,
-            0.0 if softcap is None else float(softcap),
-            class_weight_V,
-            total_class_weight,
-            largest_class_weight,
-            float(label_smoothing),
-            float(z_loss),
-            loss_C,
-            factor_C,
-            lift_C,
-            CAPPED=softcap is not None,
-            SMOOTHED=label_smoothing != 0,
-            OUT=None if gradient is None else _OUT[gradient],
-            BLOCK=block,
-            num_warps=max(1, min(8, block // 512)),
-        )
+    _softmax_rows[(C,)](
+        z_CV,
+        z_CV.stride(0) // PAD.value,
+        V,
+        target_C,
+        unit_C,
+        kept_C,
+        bias_V,
+        logit_scale,
+        0.0 if softcap is None else float(softcap),
+        class_weight_V,
+        total_class_weight,
+        largest_class_weight,
+        float(label_smoothing),
+        float(z_loss),
+        loss_C,
+        factor_C,
+        lift_C,
+        CAPPED=softcap is not None,
+        SMOOTHED=label_smoothing != 0,
+        OUT=None if gradient is None else _OUT[gradient],
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+    )
