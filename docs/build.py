@@ -6,7 +6,8 @@ from pathlib import Path
 import pdoc
 import pdoc.render
 
-MODULES = ("lowtide", "lowtide.measure", "lowtide.train", r"!lowtide\.(measure|train)\.")  # what users call
+ROOMS = ("losses", "measure", "train")  # what users call, beside lowtide itself
+MODULES = ("lowtide", *(f"lowtide.{room}" for room in ROOMS), rf"!lowtide\.({'|'.join(ROOMS)})\.")
 
 
 def build(folder: Path) -> None:
