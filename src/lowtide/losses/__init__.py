@@ -14,11 +14,11 @@ from lowtide.losses.policy_gradient import (
     dr_grpo_loss,
     grpo_loss,
     gspo_loss,
-    policy_loss,
     ppo_loss,
     reinforce_loss,
     sapo_loss,
 )
+from lowtide.losses.policy_terms import policy_loss
 from lowtide.losses.preference import cpo_loss, kto_loss, kto_reference, orpo_loss, simpo_loss
 from lowtide.losses.ratios import (
     clipped_surrogate,

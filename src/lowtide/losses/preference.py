@@ -180,7 +180,7 @@ def kto_loss(
         kind: ``"kto"`` or ``"apo_zero"``.
         beta: How hard the policy is held to the reference, above 0.
         desirable_weight: w of good answers, 0 or above. The paper keeps the ratio of both sides, number times weight,
-            between 1 and 4/3.
+            between 1 and 4/3 (its eq. 8).
         undesirable_weight: w of bad answers, 0 or above.
         reduction: ``"mean"`` over answers, ``"sum"``, or ``"none"``: one value an answer [...].
         num_items: Number of answers above 0, or 0-d tensor (not inspected), that replaces the mean's denominator.
