@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from lowtide.losses.checks import check_choice, check_positive, check_tokens
+from lowtide.losses.checks import check_choice, check_like, check_positive, check_tokens
 from lowtide.losses.ratios import kl_estimate
 from lowtide.losses.reduction import TokenReduction, reduce_tokens
 
@@ -83,6 +83,6 @@ def sampled_distillation_loss(
     for the estimates.
     """
     check_choice("kind", kind, ("k2", "k3"))
-    return reduce_tokens(
-        kl_estimate(logprob, teacher_logprob, mask, kind=kind), mask, reduction=reduction, num_items=num_items
-    )
+    teacher = check_like("teacher_logprob", teacher_logprob, "logprob", check_tokens("logprob", logprob))
+    values = kl_estimate(logprob, teacher, mask, kind=kind)
+    return reduce_tokens(values, mask, reduction=reduction, num_items=num_items)

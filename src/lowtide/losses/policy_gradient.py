@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.arguments import check_index
-from lowtide.losses.checks import check_mask, check_not_negative, check_positive, check_tokens
+from lowtide.losses.checks import check_floats, check_mask, check_not_negative, check_positive, check_tokens
 from lowtide.losses.policy_terms import PolicyTerms, policy_loss
 from lowtide.losses.ratios import RatioLevel, clipped_surrogate, importance_ratio, per_token_advantage
 
@@ -20,7 +20,7 @@ def ppo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     ratio_max: float | None = None,
-    ratio: RatioLevel = "token",
+    level: RatioLevel = "token",
     **terms: Unpack[PolicyTerms],
 ) -> Tensor:
     """Return PPO's clipped objective as a loss, averaged over tokens.
@@ -38,15 +38,15 @@ def ppo_loss(
         clip_low: How far r may fall below 1 before it has no gradient, from 0 to 1.
         clip_high: How far r may rise above 1, 0 or above.
         ratio_max: Bound of r where A is negative, above 1 + ``clip_high``, or None: see `clipped_surrogate`.
-        ratio: Level of r: see `importance_ratio`.
+        level: Whether r is a token's or a sequence's: see `importance_ratio`.
         terms: ``correction``, ``ref_logprob``, ``beta``, ``kl``, ``entropy``, ``entropy_coef``, ``reduction`` and
             ``num_items`` of `policy_loss`, which also says what is returned and raised. ``reduction`` is "token".
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347, eq. 7.
     """
-    ratios = importance_ratio(logprob, old_logprob, mask, level=ratio)
+    ratios = importance_ratio(logprob, old_logprob, mask, level=level)
     advantages = _kept_advantage(advantage, logprob, mask)
-    surrogate = clipped_surrogate(ratios, advantages, low=clip_low, high=clip_high, ratio_max=ratio_max)
+    surrogate = clipped_surrogate(ratios, advantages, clip_low=clip_low, clip_high=clip_high, ratio_max=ratio_max)
     return policy_loss(surrogate, logprob, mask, **terms)
 
 
@@ -228,7 +228,7 @@ def gspo_loss(
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, eqs. 5 and 13.
     """
-    if not token_level and advantage.shape == logprob.shape:
+    if not token_level and check_floats("advantage", advantage).shape == check_tokens("logprob", logprob).shape:
         raise ArgumentValueError(
             message(
                 "advantage",
@@ -239,7 +239,7 @@ def gspo_loss(
         )
     terms.setdefault("reduction", "sequence")
     level: RatioLevel = "geometric_token" if token_level else "geometric"
-    return ppo_loss(logprob, old_logprob, advantage, mask, ratio=level, clip_low=clip_low, clip_high=clip_high, **terms)
+    return ppo_loss(logprob, old_logprob, advantage, mask, level=level, clip_low=clip_low, clip_high=clip_high, **terms)
 
 
 def cispo_loss(

@@ -5,8 +5,8 @@ from typing import TypedDict
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import check_like, check_mask, check_not_negative, check_tokens
-from lowtide.losses.ratios import KLKind, kl_estimate
+from lowtide.losses.checks import check_choice, check_like, check_mask, check_not_negative, check_tokens
+from lowtide.losses.ratios import KL_KINDS, KLKind, kl_estimate
 from lowtide.losses.reduction import TokenReduction, reduce_tokens
 
 
@@ -66,6 +66,7 @@ def policy_loss(
         ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
         ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
     """
+    check_choice("kl", kl, KL_KINDS)
     logprob = check_tokens("logprob", logprob)
     keep = check_mask(mask, "logprob", logprob)
     loss = check_like("surrogate", surrogate, "logprob", logprob).where(keep, 0)

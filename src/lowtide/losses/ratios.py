@@ -126,19 +126,21 @@ def sampler_correction(
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantage: Tensor, *, low: float = 0.2, high: float = 0.2, ratio_max: float | None = None
+    ratio: Tensor, advantage: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, ratio_max: float | None = None
 ) -> Tensor:
     """Return PPO's clipped surrogate of each token, as a loss.
 
-        -min(r A, clip(r, 1 - low, 1 + high) A)          with ``ratio_max``: r is min(r, ratio_max) in the first term
+        -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    and with ``ratio_max``, min(r, ratio_max) in place of the first r.
 
     Args:
         ratio: r [..., T], as `importance_ratio` returns it.
         advantage: A, one a sequence [...] or one a token [..., T]; not differentiated.
-        low: How far r may fall below 1 before it has no gradient, from 0 to 1.
-        high: How far r may rise above 1, 0 or above.
-        ratio_max: Number above 1 + ``high`` at which a negative advantage's ratio stops to grow, or None: the constant
-            of dual-clip PPO (Ye et al. 2019, arXiv 1912.09729), the delta of INTELLECT-2 (arXiv 2505.07291).
+        clip_low: How far r may fall below 1 before it has no gradient, from 0 to 1.
+        clip_high: How far r may rise above 1, 0 or above.
+        ratio_max: Number above 1 + ``clip_high`` at which a negative advantage's ratio stops to grow, or None: the
+            constant of dual-clip PPO (Ye et al. 2019, arXiv 1912.09729), the delta of INTELLECT-2 (arXiv 2505.07291).
 
     Returns:
         Tensor: [..., T], float32 or float64.
@@ -151,11 +153,13 @@ def clipped_surrogate(
     """
     ratio = check_tokens("ratio", ratio)
     advantage = per_token_advantage(advantage, "ratio", ratio)
-    low, high = check_number("low", low, 0, 1), check_not_negative("high", high)
+    low, high = check_number("clip_low", clip_low, 0, 1), check_not_negative("clip_high", clip_high)
     clipped = ratio.clamp(1 - low, 1 + high)
     if ratio_max is not None:
         if check_positive("ratio_max", ratio_max) <= 1 + high:
-            raise ArgumentValueError(message("ratio_max", f"a number above 1 + high, {1 + high}", f"{ratio_max!r}"))
+            raise ArgumentValueError(
+                message("ratio_max", f"a number above 1 + clip_high, {1 + high}", f"{ratio_max!r}")
+            )
         ratio = ratio.clamp(max=ratio_max)
     return -torch.minimum(ratio * advantage, clipped * advantage)
 
