@@ -86,7 +86,7 @@ def test_sequence_logprobs(average: bool) -> None:
 
 def test_wpo_weights() -> None:
     b = batch(5)
-    got = wpo_weights(b.logprob.clone().requires_grad_(), b.sum_sq_prob, b.mask)
+    got = wpo_weights(b.logprob.clone().requires_grad_(), b.sum_sq_prob.clone().requires_grad_(), b.mask)
     for i, ts in enumerate(b.kept()):
         logs = [b.logprob[i, t].item() - math.log(b.sum_sq_prob[i, t].item()) for t in ts]
         assert got[i].item() == pytest.approx(math.exp(sum(logs) / max(len(logs), 1)), rel=1e-12)
