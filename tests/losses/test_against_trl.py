@@ -349,3 +349,58 @@ def test_gkd(beta: float, count: int | None, seed: int) -> None:
         divergence = beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
     agree(losses.gkd_loss(divergence, mask, num_items=count), theirs, student)
     torch.testing.assert_close(losses.gkd_loss(divergence, mask, temperature=2, num_items=count), 4 * theirs)
+
+
+def trl_rollout(reward: Tensor, old: Tensor, sampler: Tensor, lengths: list[int], **options: Any) -> dict[str, Tensor]:
+    """Return what TRL makes of answers before the first step: advantages and importance-sampling weights."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    B, rows = len(lengths), [list(range(n)) for n in lengths]
+    scored = [sampler[i, :n].tolist() for i, n in enumerate(lengths)]
+    defaults = {
+        "environment_factories": None,
+        "environments": None, "tools": None, "pad_to_multiple_of": None, "mask_truncated_completions": False,
+        "num_iterations": 1, "use_vllm": True, "vllm_importance_sampling_correction": True, "beta": 0.0,
+        "num_generations": 4, "multi_objective_aggregation": "sum_then_normalize", "scale_rewards": "group",
+        "reward_weights": torch.ones(1), "reward_func_names": ["r"], "_pending_extra_logs": {}, "_pending_metrics": {},
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)), "_tokenizer": SimpleNamespace(
+            pad_token_id=0), "args": SimpleNamespace(per_device_train_batch_size=B, gradient_checkpointing_kwargs=None,
+            steps_per_generation=1, gradient_accumulation_steps=1), "log_multimodal": False,
+        "_generate": lambda _: ([[0]] * B, rows, None, [""] * B, scored, {}, None, []),
+        "_calculate_rewards": lambda *_: reward[:, None],
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (old, None, None),
+        "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": None,
+        "vllm_importance_sampling_clip_max": 2.0,
+    }  # fmt: skip
+    trainer = bare(GRPOTrainer, **{**defaults, **options})
+    trainer.model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
+    trainer.accelerator.process_index = 0
+    return trainer._generate_and_score_completions([{"prompt": ""}] * B)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize(("low", "high"), [(None, 2.0), (0.8, 1.2)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sampler_correction(mode: str, low: float | None, high: float, seed: int) -> None:
+    b = batch(seed, 8, 6, dtype=torch.float32)
+    lengths = [6, 3, 1, 5, 2, 6, 4, 4]
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    old, sampler = (torch.nan_to_num(x, -1.0, -1.0, -1.0) for x in (b.old, b.sampler))
+    sampler[0, 1] = torch.nan
+    theirs = trl_rollout(
+        b.advantage, old, sampler, lengths, vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=low, vllm_importance_sampling_clip_max=high,
+    )["importance_sampling_ratio"]  # fmt: skip
+    level, kind = mode.split("_")
+    got = losses.sampler_correction(old, sampler, mask, level=level, kind=kind, low=low or 0.0, high=high)
+    torch.testing.assert_close(got, theirs.expand(8, 6).where(mask, 0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_group_advantages(scale: str, seed: int) -> None:
+    b = batch(seed, 8, 6, empty=False)
+    old = b.old.where(b.mask, 0)
+    theirs = trl_rollout(b.advantage.clone(), old, old, [6] * 8, scale_rewards=scale)["advantages"]
+    got = losses.group_advantages(b.advantage, 4, scale=scale)
+    torch.testing.assert_close(got, theirs, rtol=1e-7, atol=1e-12)  # TRL's n / (n - 1) is float32

@@ -166,6 +166,13 @@ def test_float32_pairs_agree_with_float64() -> None:
         torch.testing.assert_close(low.double(), dpo_loss(*sums(7), kind=kind, **o), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", sorted(PER_TOKEN))
+def test_an_answer_without_tokens_counts_as_one(kind: str) -> None:
+    four, none = sums(8), torch.zeros(6, dtype=torch.long)
+    got = dpo_loss(*four, kind=kind, chosen_length=none, rejected_length=none)
+    torch.testing.assert_close(got, dpo_loss(*four, kind=kind, chosen_length=none + 1, rejected_length=none + 1))
+
+
 def test_simpo() -> None:
     c, r, _, _ = sums(0)
     for e in (0.0, 0.2):
