@@ -43,6 +43,7 @@ REDUCTIONS = ["token", "sequence", "sequence_sum", "sum", "none"]
 
 def terms(b: Batch) -> dict[str, Any]:
     correction = losses.sampler_correction(b.old, b.sampler, b.mask, level="sequence", kind="mask")
+    correction = correction.where(b.mask != 0, b.old)  # poisoned where the rest is
     return {"correction": correction, "ref_logprob": b.ref, "beta": 0.1, "entropy": b.entropy, "entropy_coef": 0.2}
 
 
@@ -64,7 +65,8 @@ def test_nothing_leaves_a_masked_position(name: str, reduction: str) -> None:
         b.advantage[1] = torch.nan if change(torch.tensor(torch.nan)).isnan() else 7.0  # of the wholly masked sequence
         leaves = with_leaves(b, change)
         loss = TOKEN_LOSSES[name](b, {"reduction": reduction})
-        loss.sum().backward()
+        with torch.autograd.set_detect_anomaly(True):  # not even on its way is a gradient NaN
+            loss.sum().backward()
         results.append([loss, *(x.grad for x in leaves)])
         assert any(x.grad is not None for x in leaves)
         for x in leaves:

@@ -75,7 +75,7 @@ def dpo_loss(
         divergence: One of the four scores; another than "reverse_kl" only where the loss is one of d.
         alpha: Order of the alpha divergence; read with ``divergence="alpha"`` alone.
         tau: DiscoPOP's temperature, above 0, at most 1; read with ``kind="discopop"`` alone.
-        chosen_length: Number of tokens n_a of each preferred answer [...], at least taken as 1; for "ipo" and
+        chosen_length: Number of tokens n_a of each preferred answer [...], 0 counting as 1; for "ipo" and
             "sigmoid_norm" alone, which need both. (IPO's authors mean averages over tokens.)
         rejected_length: Number of tokens n_b of the other answer [...].
         reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"``: one value a pair [...], for AOT in sorted order.

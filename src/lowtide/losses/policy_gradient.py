@@ -342,4 +342,4 @@ def _kept_advantage(advantage: Tensor, logprob: Tensor, mask: Tensor | None) -> 
 
 def _weighted_logprob(logprob: Tensor, advantage: Tensor, mask: Tensor | None) -> Tensor:
     logprob = check_tokens("logprob", logprob)
-    return _kept_advantage(advantage, logprob, mask) * logprob.where(check_mask(mask, "logprob", logprob), 0)
+    return _kept_advantage(advantage, logprob, mask) * logprob

@@ -69,7 +69,7 @@ def policy_loss(
     check_choice("kl", kl, KL_KINDS)
     logprob = check_tokens("logprob", logprob)
     keep = check_mask(mask, "logprob", logprob)
-    loss = check_like("surrogate", surrogate, "logprob", logprob).where(keep, 0)
+    loss = check_like("surrogate", surrogate, "logprob", logprob)
     if correction is not None:
         loss = loss * check_like("correction", correction, "logprob", logprob).detach().where(keep, 0)
     factor = _factor("beta", beta, "ref_logprob", ref_logprob)
@@ -77,7 +77,7 @@ def policy_loss(
         loss = loss + factor * kl_estimate(logprob, ref_logprob, keep, kind=kl)
     factor = _factor("entropy_coef", entropy_coef, "entropy", entropy)
     if factor and entropy is not None:
-        loss = loss - factor * check_like("entropy", entropy, "logprob", logprob).where(keep, 0)
+        loss = loss - factor * check_like("entropy", entropy, "logprob", logprob)
     return reduce_tokens(loss, keep, reduction=reduction, num_items=num_items)
 
 

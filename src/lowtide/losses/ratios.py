@@ -211,7 +211,7 @@ def group_advantages(
     ("none", Dr.GRPO).
 
     Args:
-        reward: Rewards [B]; the answers to one prompt stand together.
+        reward: Rewards [B]; the answers to one prompt stand together. A NaN makes its group NaN.
         group_size: Answers a prompt, 2 or more, a divisor of B.
         scale: ``"group"``, ``"batch"`` or ``"none"``.
         eps: Added to the standard deviation, above 0: a group of equal rewards has advantage 0.
