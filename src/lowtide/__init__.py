@@ -4,7 +4,7 @@ The final linear layer and its loss in one call, value and gradients, without th
 (`linear_cross_entropy`), and one call that puts it into a Hugging Face model (`patch`).
 """
 
-from lowtide import errors, nn
+from lowtide import errors, losses, nn
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
@@ -23,6 +23,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprobs",
     "linear_token_stats",
+    "losses",
     "nn",
     "patch",
     "plan_head",

@@ -22,6 +22,9 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
     for name in lowtide.__all__:
         assert name in page or name.startswith("__"), name
     assert (tmp_path / "lowtide" / "nn.html").exists()
+    losses = (tmp_path / "lowtide" / "losses.html").read_text()
+    for name in lowtide.losses.__all__:
+        assert f'id="{name}"' in losses, name
 
 
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "plan_head", "patch", "unpatch"])

@@ -1,0 +1,68 @@
+"""Objectives as functions of log-probabilities: supervised, preference, policy gradient and distillation.
+
+Each takes per-token values [..., T] and a mask, or one value a sequence, as `lowtide.linear_logprobs`,
+`lowtide.linear_token_stats` and `lowtide.linear_divergence` give them; none of them sees a logit, and none makes
+the host wait for a GPU. Every denominator is named: see `reduce_tokens`.
+"""
+
+from lowtide.losses.distillation import gkd_loss, sampled_distillation_loss
+from lowtide.losses.dpo import DPO_KINDS, dpo_loss
+from lowtide.losses.policy_gradient import (
+    bnpo_loss,
+    cispo_loss,
+    dapo_loss,
+    dr_grpo_loss,
+    grpo_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_loss,
+    sapo_loss,
+)
+from lowtide.losses.policy_terms import policy_loss
+from lowtide.losses.preference import cpo_loss, kto_loss, kto_reference, orpo_loss, simpo_loss
+from lowtide.losses.ratios import (
+    clipped_surrogate,
+    group_advantages,
+    importance_ratio,
+    kl_estimate,
+    leave_one_out_advantages,
+    sampler_correction,
+)
+from lowtide.losses.reduction import reduce_tokens, sequence_logprobs, wpo_weights
+from lowtide.losses.supervised import dft_loss, focal_loss, label_smoothed_loss, sft_loss, z_loss
+
+__all__ = [
+    "DPO_KINDS",
+    "bnpo_loss",
+    "cispo_loss",
+    "clipped_surrogate",
+    "cpo_loss",
+    "dapo_loss",
+    "dft_loss",
+    "dpo_loss",
+    "dr_grpo_loss",
+    "focal_loss",
+    "gkd_loss",
+    "group_advantages",
+    "grpo_loss",
+    "gspo_loss",
+    "importance_ratio",
+    "kl_estimate",
+    "kto_loss",
+    "kto_reference",
+    "label_smoothed_loss",
+    "leave_one_out_advantages",
+    "orpo_loss",
+    "policy_loss",
+    "ppo_loss",
+    "reduce_tokens",
+    "reinforce_loss",
+    "sampled_distillation_loss",
+    "sampler_correction",
+    "sapo_loss",
+    "sequence_logprobs",
+    "sft_loss",
+    "simpo_loss",
+    "wpo_weights",
+    "z_loss",
+]

@@ -1,0 +1,106 @@
+"""The losses' specification for the tests: float64 and plain loops over sequences and tokens, nothing of lowtide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BAD = (math.nan, math.inf, -math.inf)
+
+
+@dataclass
+class Batch:
+    """Random log-probabilities and what goes with them; masked positions hold NaN and infinities."""
+
+    logprob: Tensor
+    old: Tensor
+    ref: Tensor
+    sampler: Tensor
+    entropy: Tensor
+    mean_logit: Tensor
+    lse: Tensor
+    sum_sq_prob: Tensor
+    divergence: Tensor
+    token_advantage: Tensor
+    advantage: Tensor
+    mask: Tensor
+
+    TOKENS = (
+        "logprob", "old", "ref", "sampler", "entropy", "mean_logit", "lse", "sum_sq_prob", "divergence",
+        "token_advantage",
+    )  # fmt: skip
+
+    def kept(self) -> list[list[int]]:
+        """Return the kept positions of each sequence."""
+        return [[t for t, m in enumerate(row) if m] for row in self.mask.tolist()]
+
+
+def batch(
+    seed: int, B: int = 5, T: int = 7, *, dtype: torch.dtype = torch.float64, empty: bool = True, spread: float = 0.3
+) -> Batch:
+    """Return a batch [B, T] whose second sequence is wholly masked where ``empty`` says so."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    mask = torch.rand(B, T, generator=g) < 0.7
+    if T:
+        mask[:, 0] = True
+    if empty and B > 1:
+        mask[1] = False
+    old = -normal(B, T).abs() - 0.01
+    values = {
+        "logprob": (old + spread * normal(B, T)).clamp(max=-1e-3),
+        "old": old,
+        "ref": old + spread * normal(B, T),
+        "sampler": old + spread * normal(B, T),
+        "entropy": normal(B, T).abs(),
+        "mean_logit": normal(B, T),
+        "lse": 5 + normal(B, T),
+        "sum_sq_prob": torch.rand(B, T, generator=g, dtype=torch.float64) * 0.9 + 0.05,
+        "divergence": normal(B, T).abs(),
+        "token_advantage": normal(B, T),
+    }
+    poison = torch.tensor(BAD, dtype=torch.float64)[torch.randint(0, 3, (B, T), generator=g)]
+    tokens = {name: value.where(mask, poison).to(dtype) for name, value in values.items()}
+    return Batch(advantage=normal(B).to(dtype), mask=mask, **tokens)
+
+
+def each(of: Batch, f: Callable[[int, int], float]) -> Tensor:
+    """Return f(i, t) at kept tokens and 0 elsewhere, as float64 [B, T]."""
+    out = torch.zeros(of.mask.shape, dtype=torch.float64)
+    for i, ts in enumerate(of.kept()):
+        for t in ts:
+            out[i, t] = f(i, t)
+    return out
+
+
+def reduced(values: Tensor, mask: Tensor, reduction: str, num_items: float | None = None) -> float:
+    """Return what `reduce_tokens` documents, by loops; ``values`` [B, T]."""
+    total, sequences, tokens = 0.0, [], 0
+    for row, keep in zip(values.tolist(), mask.tolist(), strict=True):
+        kept = [v for v, k in zip(row, keep, strict=True) if k]
+        total += sum(kept)
+        tokens += len(kept)
+        sequences.append((sum(kept), len(kept)))
+    if reduction == "sum":
+        return total
+    if reduction == "token":
+        return total / (num_items or max(tokens, 1))
+    if reduction == "sequence":
+        return sum(s / max(n, 1) for s, n in sequences) / (num_items or max(len(sequences), 1))
+    assert reduction == "sequence_sum"
+    return total / (num_items or max(len(sequences), 1))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def logsigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x)) if x >= 0 else x - math.log1p(math.exp(x))

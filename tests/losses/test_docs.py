@@ -1,0 +1,55 @@
+"""docs/losses.md: its examples run, and every public function has one and documents its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from lowtide import losses
+
+TEXT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+FUNCTIONS = [name for name in losses.__all__ if name.islower()]
+
+
+def test_the_examples_run() -> None:
+    namespace: dict = {}
+    for block in BLOCKS[1:]:
+        exec(compile(block, "docs/losses.md", "exec"), namespace)
+
+
+@pytest.mark.skipif(not hasattr(lowtide, "linear_logprobs"), reason="the head's log-probabilities are not there yet")
+def test_the_example_with_the_head_runs() -> None:
+    assert "linear_logprobs" in BLOCKS[0]
+    namespace: dict = {}
+    exec(compile(BLOCKS[0], "docs/losses.md", "exec"), namespace)
+    assert namespace["hidden"].grad is not None
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_has_an_example(name: str) -> None:
+    assert any(f"losses.{name}(" in block for block in BLOCKS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_argument_is_documented(name: str) -> None:
+    function = getattr(losses, name)
+    text = inspect.getdoc(function) or ""
+    for argument in inspect.signature(function).parameters:
+        assert f"\n    {argument}: " in text, argument
+
+
+def test_every_published_loss_names_its_source() -> None:
+    own = {"policy_loss", "sft_loss", "bnpo_loss", "reduce_tokens", "sequence_logprobs"}  # definitions, not papers
+    for name in set(FUNCTIONS) - own:
+        assert "Source" in (getattr(losses, name).__doc__ or ""), name
+
+
+def test_the_kinds_of_dpo_are_listed_where_they_are_explained() -> None:
+    for kind in losses.DPO_KINDS:
+        assert f'"{kind}"' in TEXT
+        assert f'\n    "{kind}"' in (inspect.getdoc(losses.dpo_loss) or "")

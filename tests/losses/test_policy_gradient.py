@@ -1,0 +1,394 @@
+"""Policy-gradient losses and their parts against loops over tokens in float64, and their gradients against formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from losses.loops import Batch, batch, each, reduced, sigmoid
+from lowtide import losses
+from lowtide.errors import LowtideError
+
+SEEDS = range(4)
+
+
+def log_ratio(b: Batch, i: int, t: int) -> float:
+    return b.logprob[i, t].item() - b.old[i, t].item()
+
+
+def ratio(b: Batch, i: int, t: int, level: str) -> float:
+    if level == "token":
+        return math.exp(log_ratio(b, i, t))
+    ts = b.kept()[i]
+    total = sum(log_ratio(b, i, u) for u in ts)
+    return math.exp(total / len(ts) if level.startswith("geometric") else total)
+
+
+def clipped(r: float, a: float, low: float, high: float, most: float = math.inf) -> float:
+    return -min(min(r, most) * a, min(max(r, 1 - low), 1 + high) * a)
+
+
+def k3(b: Batch, i: int, t: int) -> float:
+    d = b.ref[i, t].item() - b.logprob[i, t].item()
+    return math.exp(d) - 1 - d
+
+
+def same(got: Tensor, true: Tensor | float) -> None:
+    torch.testing.assert_close(got, torch.as_tensor(true, dtype=torch.float64), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric", "geometric_token"])
+def test_importance_ratio(level: str) -> None:
+    for seed in SEEDS:
+        b = batch(seed)
+        got = losses.importance_ratio(b.logprob, b.old, b.mask, level=level)
+        same(got, each(b, lambda i, t, b=b: ratio(b, i, t, level)))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_gradient_of_the_importance_ratio(level: str) -> None:
+    b = batch(1, 3, 4)
+
+    def f(x: Tensor) -> Tensor:
+        return losses.importance_ratio(x, b.old, b.mask, level=level)
+
+    x = b.logprob.where(b.mask, 0).requires_grad_()
+    assert torch.autograd.gradcheck(f, x)
+
+
+def test_gradient_of_gspo_tokens_ratio_is_each_tokens_own() -> None:
+    b = batch(2)
+    x = b.logprob.clone().requires_grad_()
+    losses.importance_ratio(x, b.old, b.mask, level="geometric_token").sum().backward()
+    same(x.grad, each(b, lambda i, t: ratio(b, i, t, "geometric")))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 2.0), (0.8, 1.1), (0.9, math.inf)])
+def test_sampler_correction(level: str, kind: str, low: float, high: float) -> None:
+    for seed in SEEDS:
+        b = batch(seed)
+        b.sampler[0, 0] = math.nan  # a kept token that the sampler could not score
+
+        def difference(i: int, t: int, b: Batch = b) -> float:
+            s = b.sampler[i, t].item()
+            return 0.0 if math.isnan(s) else b.old[i, t].item() - s
+
+        def weight(i: int, t: int, b: Batch = b) -> float:
+            ts = b.kept()[i]
+            d = sum(difference(i, u) for u in ts) / (len(ts) if level == "geometric" else 1)
+            w = math.exp(difference(i, t) if level == "token" else d)
+            return min(max(w, low), high) if kind == "truncate" else (w if low <= w <= high else 0.0)
+
+        got = losses.sampler_correction(b.old, b.sampler, b.mask, level=level, kind=kind, low=low, high=high)
+        same(got, each(b, weight))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("most", [None, 1.5])
+def test_clipped_surrogate(per_token: bool, most: float | None) -> None:
+    for seed in SEEDS:
+        b = batch(seed, spread=1.0)
+        r = losses.importance_ratio(b.logprob, b.old, b.mask)
+        advantage = b.token_advantage.where(b.mask, 0) if per_token else b.advantage
+        got = losses.clipped_surrogate(r, advantage, clip_low=0.1, clip_high=0.3, ratio_max=most).where(b.mask, 0)
+
+        def value(i: int, t: int, b: Batch = b, advantage: Tensor = advantage) -> float:
+            a = advantage[i, t].item() if per_token else advantage[i].item()
+            return clipped(ratio(b, i, t, "token"), a, 0.1, 0.3, most or math.inf)
+
+        same(got, each(b, value))
+
+
+def test_the_clip_takes_the_gradient_on_its_own_side_alone() -> None:
+    r = torch.tensor([[0.5, 0.9, 1.1, 1.5, 5.0]] * 2, requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0])
+    losses.clipped_surrogate(r, advantage, ratio_max=3.0).sum().backward()
+    assert r.grad.tolist() == [[-1, -1, -1, 0, 0], [0, 1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_estimate(kind: str) -> None:
+    def value(i: int, t: int) -> float:
+        d = b.ref[i, t].item() - b.logprob[i, t].item()
+        return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[kind]
+
+    for seed in SEEDS:
+        b = batch(seed)
+        same(losses.kl_estimate(b.logprob, b.ref, b.mask, kind=kind), each(b, value))
+    x = b.logprob.where(b.mask, 0).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: losses.kl_estimate(x, b.ref, b.mask, kind=kind), x)
+
+
+def test_what_the_kl_estimates_and_their_gradients_expect() -> None:
+    """Over a whole vocabulary, with its probabilities as weights: the estimates' documented expectations."""
+    g = torch.Generator().manual_seed(0)
+    z, ref_z = torch.randn(2, 9, generator=g, dtype=torch.float64)
+    z.requires_grad_()
+    logp, logq = z.log_softmax(0), ref_z.log_softmax(0)
+    p = logp.exp()
+    reverse, forward = (p * (logp - logq)).sum(), (logq.exp() * (logq - logp)).sum()
+    truth = {"k1": torch.zeros_like(z), "k2": torch.autograd.grad(reverse, z, retain_graph=True)[0]}
+    truth["k3"] = torch.autograd.grad(forward, z, retain_graph=True)[0]
+    for kind, gradient in truth.items():
+        estimates = losses.kl_estimate(logp, logq, kind=kind)
+        expected = (p.detach() * estimates).sum()
+        if kind != "k2":
+            torch.testing.assert_close(expected, reverse)
+        (got,) = torch.autograd.grad(expected, z, retain_graph=True)
+        torch.testing.assert_close(got, gradient)
+
+
+def test_k3_of_close_models_is_not_noise() -> None:
+    x = torch.full((1, 64), -3.0)
+    ref = x + 1e-3
+    d = (ref.double() - x.double()).tolist()[0]
+    got = losses.kl_estimate(x, ref)[0].double().tolist()
+    naive = (torch.exp(ref - x) - (ref - x) - 1)[0].double().tolist()
+    error = max(abs(g - (math.expm1(v) - v)) / (v * v / 2) for g, v in zip(got, d, strict=True))
+    assert error < 1e-3 < max(abs(g - (math.expm1(v) - v)) / (v * v / 2) for g, v in zip(naive, d, strict=True))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_group_advantages(scale: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    reward = torch.randn(12, generator=g, dtype=torch.float64).requires_grad_()
+    got = losses.group_advantages(reward, 4, scale=scale, eps=1e-3)
+    r = reward.tolist()
+
+    def std(values: list[float]) -> float:
+        mean = sum(values) / len(values)
+        return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+    for i in range(12):
+        group = r[i // 4 * 4 : i // 4 * 4 + 4]
+        a = r[i] - sum(group) / 4
+        a /= {"group": std(group) + 1e-3, "batch": std(r) + 1e-3, "none": 1.0}[scale]
+        assert got[i].item() == pytest.approx(a, rel=1e-11)
+    assert not got.requires_grad
+    assert losses.group_advantages(torch.ones(6), 3, scale=scale).tolist() == [0] * 6
+    assert losses.group_advantages(torch.ones(0), 3, scale=scale).shape == (0,)
+
+
+def test_leave_one_out_advantages() -> None:
+    reward = torch.randn(12, dtype=torch.float64)
+    got = losses.leave_one_out_advantages(reward, 3)
+    r = reward.tolist()
+    for i in range(12):
+        others = [r[j] for j in range(i // 3 * 3, i // 3 * 3 + 3) if j != i]
+        assert got[i].item() == pytest.approx(r[i] - sum(others) / 2, rel=1e-11)
+
+
+def advantage_of(b: Batch, per_token: bool) -> tuple[Tensor, Callable[[int, int], float]]:
+    if per_token:
+        return b.token_advantage, lambda i, t: b.token_advantage[i, t].item()
+    return b.advantage, lambda i, t: b.advantage[i].item()
+
+
+def soft(r: float, a: float, positive: float, negative: float) -> float:
+    tau = positive if a > 0 else negative
+    return -4 / tau * sigmoid(tau * (r - 1)) * a
+
+
+# name, arguments, surrogate of (ratio by level, advantage, logprob), the paper's reduction and last factor
+OBJECTIVES = [
+    ("ppo_loss", {}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2), "token", 1),
+    ("ppo_loss", {"level": "sequence"}, "sequence", lambda r, a, x: clipped(r, a, 0.2, 0.2), "token", 1),
+    ("grpo_loss", {}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2), "sequence", 1),
+    ("grpo_loss", {"ratio_max": 1.4}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2, 1.4), "sequence", 1),
+    ("dr_grpo_loss", {"max_length": 9}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2), "sequence_sum", 9),
+    ("bnpo_loss", {}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.2), "token", 1),
+    ("dapo_loss", {}, "token", lambda r, a, x: clipped(r, a, 0.2, 0.28), "token", 1),
+    ("gspo_loss", {}, "geometric", lambda r, a, x: clipped(r, a, 3e-4, 4e-4), "sequence", 1),
+    ("gspo_loss", {"token_level": True}, "geometric", lambda r, a, x: clipped(r, a, 3e-4, 4e-4), "sequence", 1),
+    ("cispo_loss", {}, "token", lambda r, a, x: -min(r, 5) * a * x, "token", 1),
+    ("cispo_loss", {"ratio_min": 0.9, "ratio_max": 1.2}, "token", lambda r, a, x: -min(max(r, 0.9), 1.2) * a * x,
+     "token", 1),
+    ("sapo_loss", {}, "token", lambda r, a, x: soft(r, a, 1.0, 1.05), "sequence", 1),
+    ("reinforce_loss", {}, "token", lambda r, a, x: -a * x, "sequence_sum", 1),
+]  # fmt: skip
+NAMES = [f"{name}-{'-'.join(arguments)}" for name, arguments, *_ in OBJECTIVES]
+
+
+def call(name: str, b: Batch, advantage: Tensor, logprob: Tensor | None = None, **kwargs: object) -> Tensor:
+    logprob = b.logprob if logprob is None else logprob
+    if name == "reinforce_loss":
+        return losses.reinforce_loss(logprob, advantage, b.mask, **kwargs)  # type: ignore[arg-type]
+    return getattr(losses, name)(logprob, b.old, advantage, b.mask, **kwargs)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("name", "arguments", "level", "surrogate", "reduction", "divisor"), OBJECTIVES, ids=NAMES)
+def test_objectives(
+    name: str, arguments: dict, level: str, surrogate: Callable, reduction: str, divisor: int, per_token: bool
+) -> None:
+    if name == "gspo_loss" and not arguments:
+        per_token = False  # one advantage a sequence is the definition; test_errors holds the other refused
+    for seed in SEEDS:
+        b = batch(seed, spread=0.5)
+        advantage, a = advantage_of(b, per_token)
+        values = each(b, lambda i, t, b=b, a=a: surrogate(ratio(b, i, t, level), a(i, t), b.logprob[i, t].item()))
+        same(call(name, b, advantage, **arguments), reduced(values, b.mask, reduction) / divisor)
+        same(call(name, b, advantage, reduction="sum", **arguments), reduced(values, b.mask, "sum") / divisor)
+        same(call(name, b, advantage, reduction="none", **arguments), values / divisor)
+        for count in (23, torch.tensor(23)):
+            got = call(name, b, advantage, num_items=count, **arguments)
+            same(got, reduced(values, b.mask, reduction, 23) / divisor)
+
+
+@pytest.mark.parametrize(("name", "arguments", "level", "surrogate", "reduction", "divisor"), OBJECTIVES, ids=NAMES)
+def test_terms(name: str, arguments: dict, level: str, surrogate: Callable, reduction: str, divisor: int) -> None:
+    b = batch(7, spread=0.5)
+    weight = losses.sampler_correction(b.old, b.sampler, b.mask)
+
+    def value(i: int, t: int) -> float:
+        s = surrogate(ratio(b, i, t, level), b.advantage[i].item(), b.logprob[i, t].item())
+        return weight[i, t].item() * s + 0.07 * k3(b, i, t) - 0.03 * b.entropy[i, t].item()
+
+    got = call(
+        name, b, b.advantage, correction=weight, ref_logprob=b.ref, beta=0.07, entropy=b.entropy, entropy_coef=0.03,
+        **arguments,
+    )  # fmt: skip
+    same(got, reduced(each(b, value), b.mask, reduction) / divisor)
+
+
+def test_the_entropy_bonus_reaches_the_entropy() -> None:
+    b = batch(8)
+    entropy = b.entropy.clone().requires_grad_()
+    losses.dapo_loss(b.logprob, b.old, b.advantage, b.mask, entropy=entropy, entropy_coef=0.5).backward()
+    same(entropy.grad, -0.5 / int(b.mask.sum()) * b.mask.double())
+
+
+def test_grpo_takes_the_papers_beta_where_there_is_a_reference() -> None:
+    b = batch(0)
+    plain = losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask)
+    kl = reduced(each(b, lambda i, t: k3(b, i, t)), b.mask, "sequence")
+    same(losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask, ref_logprob=b.ref), plain.item() + 0.04 * kl)
+    same(losses.grpo_loss(b.logprob, b.old, b.advantage, b.mask, ref_logprob=b.ref, beta=0), plain)
+
+
+DIFFERENTIABLE = [case for case in OBJECTIVES if case[0] != "cispo_loss" and case[1] != {"token_level": True}]
+
+
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: f"{case[0]}-{'-'.join(case[1])}")
+def test_gradients(case: tuple) -> None:
+    name, arguments = case[0], case[1]
+    b = batch(3, 3, 4)
+    x = b.logprob.where(b.mask, 0).requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        return call(name, b, b.advantage, logprob=x, ref_logprob=b.ref, beta=0.1, **arguments)
+
+    assert torch.autograd.gradcheck(f, x)
+
+
+def test_gradient_of_cispo_is_reinforces_with_a_weight() -> None:
+    b = batch(4, spread=1.0)
+    x = b.logprob.clone().requires_grad_()
+    losses.cispo_loss(x, b.old, b.advantage, b.mask, ratio_max=1.5).backward()
+    n = int(b.mask.sum())
+    same(x.grad, each(b, lambda i, t: -min(ratio(b, i, t, "token"), 1.5) * b.advantage[i].item() / n))
+
+
+def test_gradients_of_gspo_and_gspo_token_agree_on_one_advantage_a_sequence() -> None:
+    b = batch(5)
+    grads = []
+    for token_level in (False, True):
+        x = b.logprob.clone().requires_grad_()
+        kwargs = {"clip_low": 0.2, "clip_high": 0.2, "token_level": token_level}
+        losses.gspo_loss(x, b.old, b.advantage, b.mask, **kwargs).backward()
+        grads.append(x.grad)
+    assert grads[0].abs().sum() > 0
+    same(grads[0], grads[1])
+
+
+def test_a_first_step_may_be_given_its_own_logprobs() -> None:
+    b = batch(6)
+    grads = []
+    for old in (lambda x: x, lambda x: x.detach()):
+        x = b.logprob.clone().requires_grad_()
+        losses.grpo_loss(x, old(x), b.advantage, b.mask, reduction="sum").backward()
+        grads.append(x.grad)
+    same(grads[0], grads[1])
+    same(grads[0], each(b, lambda i, t: -b.advantage[i].item()))
+
+
+def test_nothing_but_the_policy_is_differentiated() -> None:
+    b = batch(9)
+    rest = [x.clone().requires_grad_() for x in (b.old, b.advantage, b.ref, b.sampler)]
+    old, advantage, ref, correction = rest
+    x = b.logprob.clone().requires_grad_()
+    losses.grpo_loss(x, old, advantage, b.mask, ref_logprob=ref, correction=correction).backward()
+    assert x.grad is not None
+    assert all(leaf.grad is None for leaf in rest)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [case[:2] for case in OBJECTIVES], ids=NAMES)
+@pytest.mark.parametrize("gap", [-5000.0, -100.0, 81.0, 100.0, 5000.0])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+def test_finite_at_extremes(name: str, arguments: dict, gap: float, advantage: float) -> None:
+    x = torch.full((2, 3), -6000.0, requires_grad=True)
+    b = batch(0, 2, 3, dtype=torch.float32)
+    b.mask = torch.ones(2, 3, dtype=torch.bool)
+    b.old = x.detach() - gap
+    loss = call(name, b, torch.full((2,), advantage), logprob=x, ref_logprob=x.detach() + gap, beta=0.01, **arguments)
+    loss.backward()
+    assert loss.isfinite()
+    assert x.grad.isfinite().all()
+
+
+ONE = torch.zeros(2, 3)
+A = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("f", "text"),
+    [
+        (lambda: losses.ppo_loss(ONE, ONE[:1], A), r"old_logprob: expected shape \[2, 3\], as logprob has, got"),
+        (lambda: losses.ppo_loss(ONE, ONE, torch.ones(3)), r"advantage: expected shape \[2\], one a sequence, or"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, level="tokens"), "level: expected one of 'token', 'sequence'"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, clip_low=1.5), "clip_low: expected a number from 0 to 1"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, clip_high=-1), "clip_high"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, ratio_max=1.1), "ratio_max: expected a number above 1 \\+ clip_high"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, beta=0.1), "ref_logprob: expected a tensor, as beta is 0.1, got None"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, beta=-0.1), "beta"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, ref_logprob=ONE), "beta: expected a number, as ref_logprob is given"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, entropy=ONE), "entropy_coef: expected a number, as entropy is given"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, entropy_coef=1), "entropy: expected a tensor"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, entropy=A, entropy_coef=1), "entropy: expected shape"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, correction=A[:, None]), "correction: expected shape"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, ref_logprob=ONE, beta=1, kl="k4"), "kl: expected one of 'k1', 'k2'"),
+        (lambda: losses.ppo_loss(ONE, ONE, A, reduction="mean"), "reduction: expected one of 'token'"),
+        (lambda: losses.ppo_loss(ONE.long(), ONE, A), "logprob: expected a floating-point tensor"),
+        (lambda: losses.dr_grpo_loss(ONE, ONE, A, max_length=0), "max_length"),
+        (lambda: losses.dr_grpo_loss(ONE, ONE, A, max_length=2.0), "max_length: expected an int"),
+        (lambda: losses.gspo_loss(ONE, ONE, ONE), "advantage: expected one a sequence"),
+        (lambda: losses.gspo_loss(ONE, ONE, 1.0), "advantage: expected a torch.Tensor"),
+        (lambda: losses.cispo_loss(ONE, ONE, A, ratio_min=6), "ratio_max: expected a number above ratio_min"),
+        (lambda: losses.sapo_loss(ONE, ONE, A, tau_positive=0), "tau_positive"),
+        (lambda: losses.sapo_loss(ONE, ONE, A, tau_negative=-1), "tau_negative"),
+        (lambda: losses.sampler_correction(ONE, ONE, level="geometric_token"), "level: expected one of"),
+        (lambda: losses.sampler_correction(ONE, ONE, kind="clip"), "kind: expected one of 'truncate', 'mask'"),
+        (lambda: losses.sampler_correction(ONE, ONE, low=2, high=2), "high: expected a number above low"),
+        (lambda: losses.kl_estimate(ONE, A), "ref_logprob"),
+        (lambda: losses.group_advantages(A, 1), "group_size: expected 2 or more"),
+        (lambda: losses.group_advantages(torch.ones(5), 2), "group_size: expected 2 or more, and a divisor of the 5"),
+        (lambda: losses.group_advantages(ONE, 2), r"reward: expected shape \[B\]"),
+        (lambda: losses.group_advantages(A, 2, scale="std"), "scale: expected one of 'group', 'batch', 'none'"),
+        (lambda: losses.group_advantages(A, 2, eps=0), "eps"),
+        (lambda: losses.leave_one_out_advantages(A, 2.0), "group_size: expected an int"),
+    ],
+)
+def test_errors(f: Callable[[], Tensor], text: str) -> None:
+    with pytest.raises(LowtideError, match=text):
+        f()
+
+
+def test_an_unknown_term_is_named() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
+        losses.grpo_loss(ONE, ONE, A, epsilon=0.2)  # type: ignore[call-arg]

@@ -1,0 +1,147 @@
+"""Supervised and distillation losses against loops, against F.cross_entropy, and at the extremes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from losses.loops import Batch, batch, each, reduced
+from lowtide import losses
+from lowtide.errors import LowtideError
+
+# a name, the call, and the value of one token
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[[Batch, int, int], float]]] = {
+    "sft": (lambda b, **o: losses.sft_loss(b.logprob, b.mask, **o), lambda b, i, t: -b.logprob[i, t].item()),
+    "dft": (
+        lambda b, **o: losses.dft_loss(b.logprob, b.mask, **o),
+        lambda b, i, t: -math.exp(b.logprob[i, t].item()) * b.logprob[i, t].item(),
+    ),
+    "focal": (
+        lambda b, **o: losses.focal_loss(b.logprob, b.mask, **o),
+        lambda b, i, t: -((1 - math.exp(b.logprob[i, t].item())) ** 2) * b.logprob[i, t].item(),
+    ),
+    "focal_half": (
+        lambda b, **o: losses.focal_loss(b.logprob, b.mask, gamma=0.5, **o),
+        lambda b, i, t: -math.sqrt(1 - math.exp(b.logprob[i, t].item())) * b.logprob[i, t].item(),
+    ),
+    "label_smoothed": (
+        lambda b, **o: losses.label_smoothed_loss(b.logprob, b.mean_logit, b.lse, b.mask, label_smoothing=0.2, **o),
+        lambda b, i, t: -0.8 * b.logprob[i, t].item() + 0.2 * (b.lse[i, t].item() - b.mean_logit[i, t].item()),
+    ),
+    "z": (lambda b, **o: losses.z_loss(b.lse, b.mask, **o), lambda b, i, t: 1e-4 * b.lse[i, t].item() ** 2),
+    "gkd": (
+        lambda b, **o: losses.gkd_loss(b.divergence, b.mask, temperature=3, **o),
+        lambda b, i, t: 9 * b.divergence[i, t].item(),
+    ),
+    "sampled": (
+        lambda b, **o: losses.sampled_distillation_loss(b.logprob, b.ref, b.mask, **o),
+        lambda b, i, t: (b.logprob[i, t].item() - b.ref[i, t].item()) ** 2 / 2,
+    ),
+    "sampled_k3": (
+        lambda b, **o: losses.sampled_distillation_loss(b.logprob, b.ref, b.mask, kind="k3", **o),
+        lambda b, i, t: math.exp(d := b.ref[i, t].item() - b.logprob[i, t].item()) - 1 - d,
+    ),
+}
+
+
+def same(got: Tensor, true: Tensor | float) -> None:
+    torch.testing.assert_close(got, torch.as_tensor(true, dtype=torch.float64), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str) -> None:
+    f, token = CASES[name]
+    for seed in range(4):
+        b = batch(seed)
+        values = each(b, lambda i, t, b=b: token(b, i, t))
+        same(f(b), reduced(values, b.mask, "token"))
+        same(f(b, reduction="none"), values)
+        for reduction in ("sequence", "sequence_sum", "sum"):
+            same(f(b, reduction=reduction), reduced(values, b.mask, reduction))
+        for count in (29, torch.tensor(29)):
+            same(f(b, num_items=count), reduced(values, b.mask, "token", 29))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dft"])
+def test_gradients(name: str) -> None:
+    b = batch(1, 3, 4)
+    leaves = {
+        n: getattr(b, n).where(b.mask, -1).requires_grad_() for n in ("logprob", "mean_logit", "lse", "divergence")
+    }
+
+    def f(*tensors: Tensor) -> Tensor:
+        for n, x in zip(leaves, tensors, strict=True):
+            setattr(b, n, x)
+        return CASES[name][0](b)
+
+    assert torch.autograd.gradcheck(f, tuple(leaves.values()))
+
+
+def test_gradient_of_dft_is_the_probability() -> None:
+    b = batch(2)
+    x = b.logprob.clone().requires_grad_()
+    losses.dft_loss(x, b.mask, reduction="sum").backward()
+    same(x.grad, each(b, lambda i, t: -math.exp(b.logprob[i, t].item())))
+
+
+def test_label_smoothing_and_z_loss_are_those_of_the_head() -> None:
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(6, 11, generator=g, dtype=torch.float64)
+    y = torch.randint(0, 11, (6,), generator=g)
+    lse = z.logsumexp(1)
+    logprob = z.log_softmax(1)[torch.arange(6), y]
+    got = losses.label_smoothed_loss(logprob, z.mean(1), lse, label_smoothing=0.3)
+    torch.testing.assert_close(got, F.cross_entropy(z, y, label_smoothing=0.3))
+    torch.testing.assert_close(losses.sft_loss(logprob), F.cross_entropy(z, y))
+    torch.testing.assert_close(losses.z_loss(lse, coef=0.1), 0.1 * (lse**2).mean())
+
+
+@pytest.mark.parametrize("gamma", [0, 0.5, 1, 2])
+@pytest.mark.parametrize("logprob", [0.0, -1e-40, -1e-10, -1.0, -1e4])
+def test_focal_is_finite_from_certain_to_impossible(gamma: float, logprob: float) -> None:
+    x = torch.tensor([logprob], requires_grad=True)
+    loss = losses.focal_loss(x, gamma=gamma)
+    loss.backward()
+    assert loss.item() == pytest.approx(-((-math.expm1(logprob)) ** gamma) * logprob, rel=1e-5, abs=1e-37)
+    assert x.grad.isfinite().all()
+
+
+def test_sampled_distillation_expects_the_gradients_of_the_kls() -> None:
+    g = torch.Generator().manual_seed(0)
+    z, teacher = torch.randn(2, 9, generator=g, dtype=torch.float64)
+    z.requires_grad_()
+    logp, logq = z.log_softmax(0), teacher.log_softmax(0)
+    kls = {"k2": (logp.exp() * (logp - logq)).sum(), "k3": (logq.exp() * (logq - logp)).sum()}
+    for kind, kl in kls.items():
+        sampled = losses.sampled_distillation_loss(logp, logq, kind=kind, reduction="none")
+        (got,) = torch.autograd.grad((logp.exp().detach() * sampled).sum(), z, retain_graph=True)
+        torch.testing.assert_close(got, torch.autograd.grad(kl, z, retain_graph=True)[0])
+
+
+ONE = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("f", "text"),
+    [
+        (lambda: losses.sft_loss(ONE.long()), "logprob: expected a floating-point tensor"),
+        (lambda: losses.dft_loss(ONE, ONE[:1].bool()), "mask: expected shape"),
+        (lambda: losses.focal_loss(ONE, gamma=-1), "gamma"),
+        (lambda: losses.label_smoothed_loss(ONE, ONE[0], ONE), "mean_logit: expected shape"),
+        (lambda: losses.label_smoothed_loss(ONE, ONE, ONE[0]), "lse: expected shape"),
+        (lambda: losses.label_smoothed_loss(ONE, ONE, ONE, label_smoothing=2), "label_smoothing"),
+        (lambda: losses.z_loss(ONE, coef=-1), "coef"),
+        (lambda: losses.gkd_loss(ONE, temperature=0), "temperature"),
+        (lambda: losses.gkd_loss(ONE, reduction="batchmean"), "reduction: expected one of 'token'"),
+        (lambda: losses.sampled_distillation_loss(ONE, ONE, kind="k1"), "kind: expected one of 'k2', 'k3'"),
+        (lambda: losses.sampled_distillation_loss(ONE, ONE[0]), "teacher_logprob"),
+    ],
+)
+def test_errors(f: Callable[[], Tensor], text: str) -> None:
+    with pytest.raises(LowtideError, match=text):
+        f()
