@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import lowtide
 from lowtide import losses
 
 TEXT = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
@@ -22,7 +21,6 @@ def test_the_examples_run() -> None:
         exec(compile(block, "docs/losses.md", "exec"), namespace)
 
 
-@pytest.mark.skipif(not hasattr(lowtide, "linear_logprobs"), reason="the head's log-probabilities are not there yet")
 def test_the_example_with_the_head_runs() -> None:
     assert "linear_logprobs" in BLOCKS[0]
     namespace: dict = {}
