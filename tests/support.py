@@ -75,6 +75,39 @@ def oracle(
     return each.sum() / counted.sum()
 
 
+def stats_oracle(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    topk: int = 1,
+) -> dict[str, Tensor]:
+    """Every statistic of `linear_token_stats`, from whole logits in the dtype of the inputs."""
+    z = F.linear(input, linear_weight, linear_bias) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    p = z.softmax(-1)
+    stats = {
+        "entropy": torch.special.entr(p).sum(-1),
+        "lse": z.logsumexp(-1),
+        "mean_logit": z.mean(-1),
+        "argmax": z.argmax(-1),
+        "sum_sq_prob": p.square().sum(-1).detach(),
+        "topk_values": z.topk(topk).values.detach(),
+        "topk_ids": z.topk(topk).indices,
+    }
+    if target is not None:
+        several = target if target.dim() == input.dim() else target[..., None]
+        logp = F.log_softmax(z, -1).gather(-1, several.clamp(min=0)).view(target.shape)
+        stats["logprob"] = logp.masked_fill(target == ignore_index, 0)
+        stats["is_top1"] = (several == z.argmax(-1, keepdim=True)).view(target.shape) & (target != ignore_index)
+    return stats
+
+
 def in_float64(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with every floating tensor in float64, as leaves where they were."""
     return {

@@ -120,7 +120,7 @@ class TorchChunks:
         z_CV = self._logits(x_CD)
         outside = None
         if plan.backward_gemm == "narrow":
-            largest = upstream.largest()
+            largest = upstream.largest(job.weight_VD.shape[0])
             outside = largest.where(largest != 0, 1)
             upstream = upstream.times(1 / outside)
         stats_gradient_(z_CV, known, upstream, job.logit_scale, job.softcap, plan.columns)
@@ -193,7 +193,7 @@ def backward_chunks(
     if upstream.logprob is not None:
         g = upstream.logprob.where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
         upstream = Upstream(**{**vars(upstream), "logprob": g})
-    active_N = upstream.largest() != 0
+    active_N = upstream.largest(job.weight_VD.shape[0]) != 0
     index = kept = None
     if drops_rows(job.input.device):
         index = _positions(active_N)
