@@ -117,3 +117,39 @@ def in_float64(kwargs: dict[str, Any]) -> dict[str, Any]:
         for name, value in kwargs.items()
         if name != "options"
     }
+
+
+def divergence_of(log_s: Tensor, log_t: Tensor, kind: str, beta: float = 0.5) -> Tensor:
+    """The divergence of two sets of log-probabilities [..., J], from its definition; 0 log 0 is 0."""
+    s, t = log_s.exp(), log_t.exp()
+
+    def kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
+
+    if kind == "tv":
+        return (s - t).abs().sum(-1) / 2
+    if kind == "jsd" and 0 < beta < 1:
+        log_m = (beta * t + (1 - beta) * s).log()
+        return beta * kl(t, log_t, log_m) + (1 - beta) * kl(s, log_s, log_m)
+    forward = kind == "forward_kl" or (kind == "jsd" and beta == 0)
+    return kl(t, log_t, log_s) if forward else kl(s, log_s, log_t)
+
+
+def divergence_oracle(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """`linear_divergence` from whole logits in the dtype of the inputs, for equal vocabularies."""
+    log_s = F.log_softmax(F.linear(input, linear_weight, linear_bias) / temperature, -1)
+    log_t = F.log_softmax(F.linear(teacher_input, teacher_weight, teacher_bias) / temperature, -1)
+    value = divergence_of(log_s, log_t.detach(), kind, beta)
+    return value if mask is None else value.masked_fill(~mask, 0)

@@ -148,7 +148,7 @@ def linear_divergence(
             topk_ids=ids,
             topk_logprobs=logprobs,
             mask=None if mask is None else mask.reshape(-1),
-            scale=_inverse(temperature),
+            temperature=_check_temperature(temperature),
             dtype=dtype,
             teacher_dtype=teacher_dtype,
             kind=kind,
@@ -224,16 +224,17 @@ def _check_options(options: HeadOptions | None) -> HeadOptions:
     return options
 
 
-def _inverse(temperature: float | Tensor) -> Tensor | None:
-    """Return 1 / temperature as a 0-d tensor, None for 1."""
-    if not isinstance(temperature, Tensor):
+def _check_temperature(temperature: float | Tensor) -> Tensor | None:
+    """Return the temperature as a 0-d tensor, None for 1."""
+    if isinstance(temperature, Tensor):
+        if temperature.requires_grad:
+            expected = "a number, or a 0-d tensor that requires no gradient"
+            raise ArgumentValueError(message("temperature", expected, "one that does", "Pass temperature.detach()."))
+    else:
         check_number("temperature", temperature, 0, math.inf, above=True)
         if isinstance(temperature, int | float) and temperature == 1:
             return None
-    elif temperature.requires_grad:
-        expected = "a number, or a 0-d tensor that requires no gradient"
-        raise ArgumentValueError(message("temperature", expected, "one that does", "Pass temperature.detach()."))
-    return 1 / scalar_tensor("temperature", temperature, torch.float64)
+    return scalar_tensor("temperature", temperature, torch.float64)
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:

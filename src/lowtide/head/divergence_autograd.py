@@ -29,7 +29,7 @@ class DivergenceCall(NamedTuple):
     topk_ids: Tensor | None  # [N, K] int64
     topk_logprobs: Tensor | None  # [N, K]
     mask: Tensor | None  # [N] bool
-    scale: Tensor | None  # scalar: 1 / temperature
+    temperature: Tensor | None  # scalar
     dtype: torch.dtype  # of the student's GEMM operands
     teacher_dtype: torch.dtype
     kind: str
@@ -74,7 +74,7 @@ class DivergenceCall(NamedTuple):
             bias_V=None if self.linear_bias is None else self.linear_bias.to(wide),
             teacher=teacher,
             mask_N=self.mask,
-            scale=None if self.scale is None else scalar_on(self.input.device, self.scale, wide),
+            scale=None if self.temperature is None else 1 / scalar_on(self.input.device, self.temperature, wide),
             kind=Kind(self.kind, self.beta),
             dtype=self.dtype,
             wide=wide,

@@ -1,8 +1,8 @@
 """A chunk's divergence from its two sides' logits, and the gradient of it in the student's place: plain PyTorch.
 
 C rows of the chunk, V vocabulary (the larger of the two, what one side lacks is -inf there), K classes of a teacher's
-top k. s and t are the student's and the teacher's probabilities, a and b their logarithms. What has probability 0 adds 0,
-whatever the other side says. Both functions of a pair overwrite the logits they are given.
+top k. s and t are the student's and the teacher's probabilities, a and b their logarithms. What has probability 0 adds
+0, whatever the other side says. Both functions of a pair overwrite the logits they are given.
 """
 
 from typing import NamedTuple
@@ -37,29 +37,31 @@ def dense_rows(z_CV: Tensor, teacher_CV: Tensor, kind: Kind, columns: int) -> Ro
         jsd         beta sum t (b - log m) + (1 - beta) sum s (a - log m)          tv  sum |s - t| / 2
 
     To the KLs sum s - sum t (or the reverse) is added, 0 but for rounding: an error in a logsumexp, which shifts all of
-    a row's a or b, cancels between the two.
+    a row's a or b, cancels between the two. The pivot is an average over s that such a shift moves along with a.
     """
     lse, teacher_lse = row_sums(z_CV, columns).lse, row_sums(teacher_CV, columns).lse
-    value, pivot = torch.zeros_like(lse), torch.zeros_like(lse)
+    value, pivot, mass = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
     for part in column_blocks(z_CV.shape[1], columns):
         a, b = z_CV[:, part].sub_(lse[:, None]), teacher_CV[:, part].sub_(teacher_lse[:, None])
         s, t = a.exp(), b.exp()
         if kind.name == "forward_kl":
             value += _expectation(t, b.sub_(a)).add_(s).sub_(t).sum(1)
-        elif kind.name == "reverse_kl":
-            value += _expectation(s, a.sub_(b)).add_(t).sub_(s).sum(1)
+            continue
+        mass += s.sum(1)
+        if kind.name == "reverse_kl":
+            terms = _expectation(s, a.sub_(b))
+            pivot += terms.sum(1)
+            value += terms.add_(t).sub_(s).sum(1)
         elif kind.name == "jsd":
-            m, log_m = _mixture(s, t, kind.beta)
-            from_student = _expectation(s, a.sub_(log_m)).add_(m).sub_(s).sum(1)
-            value += (1 - kind.beta) * from_student
+            log_m = _log_mixture(s, t, kind.beta)
+            from_student = _expectation(s, a.sub_(log_m)).sum(1)
             pivot += from_student
-            value += kind.beta * _expectation(t, b.sub_(log_m)).add_(m).sub_(t).sum(1)
+            value += (1 - kind.beta) * from_student + kind.beta * _expectation(t, b.sub_(log_m)).sum(1)
         else:
             difference = s - t
-            pivot += (difference.sign() * s).sum(1)
+            pivot += s.mul_(difference.sign()).sum(1)
             value += difference.abs_().sum(1) / 2
-    value = value.clamp(min=0)
-    return RowNumbers(value, lse, teacher_lse, value if kind.name == "reverse_kl" else pivot)
+    return RowNumbers(value.clamp(min=0), lse, teacher_lse, pivot if kind.name == "forward_kl" else pivot / mass)
 
 
 def dense_gradient_(
@@ -79,7 +81,7 @@ def dense_gradient_(
             a.sub_(b).masked_fill_(s == 0, 0).sub_(rows.pivot[:, None]).mul_(s)
         elif kind.name == "jsd":
             s = a.exp()
-            _, log_m = _mixture(s, b.exp_(), kind.beta)
+            log_m = _log_mixture(s, b.exp_(), kind.beta)
             a.sub_(log_m).masked_fill_(s == 0, 0).sub_(rows.pivot[:, None]).mul_(s).mul_(1 - kind.beta)
         else:
             s = a.exp()
@@ -178,7 +180,7 @@ def _few_outcomes(a: Tensor, b: Tensor, kind: Kind, *, normalised: bool) -> tupl
         c = terms + s
         terms = terms + t - s if normalised else terms
     elif kind.name == "jsd":
-        _, log_m = _mixture(s, t, kind.beta)
+        log_m = _log_mixture(s, t, kind.beta)
         c = (1 - kind.beta) * _expectation(s, a - log_m)
         terms = c + kind.beta * _expectation(t, b - log_m)
     else:
@@ -193,7 +195,6 @@ def _expectation(p: Tensor, x: Tensor) -> Tensor:
     return x.masked_fill_(p == 0, 0).mul_(p)
 
 
-def _mixture(s: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return m = beta t + (1 - beta) s and its logarithm, that of the smallest normal number where m is less."""
-    m = torch.lerp(s, t, beta)
-    return m, m.clamp(min=torch.finfo(m.dtype).tiny).log_()
+def _log_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:
+    """Return the logarithm of beta t + (1 - beta) s, that of the smallest normal number where it is less."""
+    return torch.lerp(s, t, beta).clamp_(min=torch.finfo(s.dtype).tiny).log_()
