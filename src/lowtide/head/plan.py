@@ -25,6 +25,7 @@ GPU_TILE = 128
 ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
+STATS_BYTES_PER_TOKEN = 128  # what is found and kept of each token, and in backward the upstream gradients
 
 # The exponential path. Figures: benchmarks/results, one H100; docs/algorithm.md says what they mean.
 EXP_ROWS = 2048  # a chunk may have so many however few the tokens: W is read twice for each, dW read and written
@@ -247,11 +248,17 @@ def _plan_exp(
     weight_dtype: torch.dtype,
     weight_frozen: bool,
     input_is_copied: bool,
+    *,
+    token_bytes: int = BYTES_PER_TOKEN,
+    tile_numbers: int = 1,
 ) -> HeadPlan:
-    """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short."""
-    fixed = N * BYTES_PER_TOKEN + 24 * V + 32 * D
+    """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short.
+
+    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row.
+    """
+    fixed = N * token_bytes + 24 * V + 32 * D
     thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
-    sums = 4 * -(-V // GPU_TILE)
+    sums = 4 * tile_numbers * -(-V // GPU_TILE)
     whole = thin + sums + 2 * padded(V)
     budget = workspace_bytes(options, device)
     room = max(0, budget - fixed)
@@ -294,6 +301,29 @@ def _plan_exp(
         sum_rows=sum_rows,
         product_rows=rows if blocked_schedule else min(rows, _wave_rows(D)),
     )
+
+
+def plan_exp_stats(
+    N: int,
+    D: int,
+    V: int,
+    device: torch.device,
+    options: HeadOptions,
+    reason: str,
+    *,
+    weight_dtype: torch.dtype,
+    weight_frozen: bool,
+    input_is_copied: bool,
+    tile_numbers: int,
+) -> HeadPlan:
+    """Return the plan of `linear_token_stats` on the exponential path; arguments as in `plan_head`.
+
+    ``tile_numbers`` float32 are what each tile of the vocabulary leaves of a row.
+    """
+    return _plan_exp(
+        N, D, V, device, options, reason, "recompute", weight_dtype, weight_frozen, input_is_copied,
+        token_bytes=STATS_BYTES_PER_TOKEN, tile_numbers=tile_numbers,
+    )  # fmt: skip
 
 
 def _exp_rows(N: int, D: int) -> int:

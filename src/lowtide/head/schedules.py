@@ -183,7 +183,7 @@ def plan_rows(job: CrossEntropyJob, options: HeadOptions, weight_frozen: bool) -
 
 def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: bool) -> HeadPlan:
     N, D, V = job.shape
-    weight, viewable = job.weight_VD, n == N and (job.input.dim() == 2 or rows_are_viewable(job.input))
+    weight = job.weight_VD
     return remembered_plan(
         n,
         D,
@@ -195,15 +195,20 @@ def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: boo
         reduction=job.reduction,
         weight_frozen=weight_frozen,
         capped_and_smoothed=job.softcap is not None and job.terms.label_smoothing != 0,
-        weight_fits=weight.dtype != job.dtype or _rows_are_aligned(weight),
-        input_is_copied=job.input.dtype != job.dtype or not viewable or not _rows_are_aligned(job.input),
+        weight_fits=weight.dtype != job.dtype or rows_are_aligned(weight),
+        input_is_copied=n != N or input_is_copied(job.input, job.dtype),
     )
 
 
 remembered_plan = lru_cache(maxsize=256)(plan_head)
 
 
-def _rows_are_aligned(x: Tensor) -> bool:
+def input_is_copied(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether hidden states [..., D] lie in memory in another way than the GEMMs' operands of ``dtype`` do."""
+    return x.dtype != dtype or not (x.dim() == 2 or rows_are_viewable(x)) or not rows_are_aligned(x)
+
+
+def rows_are_aligned(x: Tensor) -> bool:
     """Return whether rows [..., D] lie at addresses that are multiples of 16 bytes, for TMA."""
     return (
         x.stride(-1) == 1
