@@ -317,8 +317,9 @@ def test_low_precision_errs_less_than_plain_pytorch(dtype: torch.dtype, workspac
             [expected[n] for n in used], [truth[n] for n in leaves], [u.double() for u in upstream], retain_graph=True
         )
         for name, g, n, e in zip(leaves, got, base, want, strict=True):
-            few = 1.25 if used == ("mean_logit",) else 1.05  # the same 40 roundings in each row: their norm varies
-            assert relative_error(g, e) <= few * relative_error(n, e), (used, name)
+            # all rows of the mean's gradient are the same 40 numbers: a few roundings, whose norm varies; 2**-8 is one
+            least = 2**-8 if used == ("mean_logit",) and dtype == torch.bfloat16 else 0
+            assert relative_error(g, e) <= max(least, 1.05 * relative_error(n, e)), (used, name)
 
 
 def test_reference_is_the_specification() -> None:
