@@ -70,9 +70,9 @@ def truth(x: Tensor, w: Tensor, y: Tensor | None, b: Tensor | None, kwargs: dict
     found = {"entropy": -(p * logp.clamp(min=-1e4)).sum(1), "lse": z.logsumexp(1), "mean_logit": z.mean(1)}
     found |= {"argmax": z.argmax(1), "sum_sq_prob": p.square().sum(1)}
     if y is not None:
-        below = z - z.gather(1, y.clamp(min=0)[:, None])  # log_softmax of the target, in which nothing cancels
-        others = below.exp().scatter(1, y.clamp(min=0)[:, None], 0).sum(1)
-        found["logprob"] = (-others.log1p()).where(y >= 0, 0)
+        others = (z - z.amax(1, keepdim=True)).exp().scatter(1, found["argmax"][:, None], 0).sum(1)
+        logprob = logp.gather(1, y.clamp(min=0)[:, None])[:, 0]
+        found["logprob"] = torch.where(y == found["argmax"], -others.log1p(), logprob).where(y >= 0, 0)
     return found
 
 
