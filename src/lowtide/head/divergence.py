@@ -209,7 +209,7 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
         raise ArgumentValueError(message("teacher_topk.logprobs", expected, str(list(logprobs.shape))))
     check_device("teacher_topk.ids", ids, input)
     check_device("teacher_topk.logprobs", logprobs, input)
-    N, K = input.shape[:-1].numel(), ids.shape[-1]
+    N, K = math.prod(input.shape[:-1]), ids.shape[-1]
     return ids.long().reshape(N, K), logprobs.detach().reshape(N, K), tail
 
 

@@ -4,6 +4,7 @@
 logits once more for the student's gradients. Both begin with the fields of `DivergenceCall`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class DivergenceCall(NamedTuple):
     @property
     def tokens(self) -> int:
         """Return N."""
-        return self.input.shape[:-1].numel()
+        return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant
 
     def options(self) -> HeadOptions:
         """Return the options that bear on a single pass."""
