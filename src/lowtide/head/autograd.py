@@ -65,7 +65,7 @@ class _Stored(torch.autograd.Function):
         if ctx.stored is None:
             raise UnsupportedError(FREED)
         dx, dw, db, input_factor, weight_factor = ctx.stored
-        last = _is_last_backward()
+        last = is_last_backward()
         in_place = last and not ctx.shared
         if last:
             ctx.stored = None
@@ -116,29 +116,36 @@ class _Recomputed(torch.autograd.Function):
         return tuple(_in_place_of_the_arguments(grads))
 
 
-def _is_last_backward() -> bool:
+def is_last_backward() -> bool:
     """Return whether this backward is the last use of what forward stored."""
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _in_place_of_the_arguments(grads: list[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients of input, weight and bias at the places of `Call`'s fields, with None elsewhere."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-        leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
-        grads = list(_DifferentiatedOnce.apply(*leaves))  # type: ignore[no-untyped-call]
+    grads = differentiable_once(grads, TWICE)
     placed: list[Tensor | None] = [None] * len(Call._fields)
     for i, grad in zip(_TRAINED, grads, strict=True):
         placed[i] = grad
     return placed
 
 
+def differentiable_once(grads: list[Tensor | None], error: str) -> list[Tensor | None]:
+    """Return gradients whose own derivative, where create_graph=True asks for one, is an `UnsupportedError`."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return grads
+    leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
+    return list(_DifferentiatedOnce.apply(error, *leaves))  # type: ignore[no-untyped-call]
+
+
 class _DifferentiatedOnce(torch.autograd.Function):
     """Stands behind gradients, so that a second derivative is an error and not a constant in silence."""
 
     @staticmethod
-    def forward(ctx: Any, *grads: Tensor | None) -> Any:  # noqa: ARG004
+    def forward(ctx: Any, error: str, *grads: Tensor | None) -> Any:
+        ctx.error = error
         return tuple(g if g is None else g.view_as(g) for g in grads)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # noqa: ARG004
-        raise UnsupportedError(TWICE)
+        raise UnsupportedError(ctx.error)

@@ -66,8 +66,8 @@ class Call(NamedTuple):
             target_N=self.target.reshape(-1).long(),
             bias_V=None if self.linear_bias is None else self.linear_bias.to(wide),
             token_weight_N=None if self.token_weight is None else self.token_weight.reshape(-1).to(wide),
-            num_items=None if self.num_items is None else _scalar_on(device, self.num_items, wide),
-            logit_scale=None if self.logit_scale is None else _scalar_on(device, self.logit_scale, wide),
+            num_items=None if self.num_items is None else scalar_on(device, self.num_items, wide),
+            logit_scale=None if self.logit_scale is None else scalar_on(device, self.logit_scale, wide),
             softcap=self.softcap,
             terms=LossTerms(
                 class_weight=None if self.weight is None else self.weight.to(wide),
@@ -127,7 +127,7 @@ def cross_entropy(*args: Any) -> Stored:
     """
     *fields, keep_rows = args
     call, wanted = _split(fields)
-    with _no_autocast(call.input.device):
+    with no_autocast(call.input.device):
         return _loss_and_gradients(call, wanted, keep_rows)
 
 
@@ -158,7 +158,7 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of input, weight and bias from ``upstream``, a scalar or [N], and what forward kept."""
     *fields, upstream, lse, miss = args
     call, wanted = _split(fields)
-    with _no_autocast(call.input.device):
+    with no_autocast(call.input.device):
         return _gradients(call, wanted, upstream, lse, miss)
 
 
@@ -179,7 +179,7 @@ def run(*args: Any) -> Stored:
         return Stored(*cross_entropy(*args))
     *fields, keep_rows = args
     call, wanted = _split(fields)
-    with torch.no_grad(), _no_autocast(call.input.device):
+    with torch.no_grad(), no_autocast(call.input.device):
         return _loss_and_gradients(call, wanted, keep_rows)
 
 
@@ -190,7 +190,7 @@ def run_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         return found
     *fields, upstream, lse, miss = args
     call, wanted = _split(fields)
-    with torch.no_grad(), _no_autocast(call.input.device):
+    with torch.no_grad(), no_autocast(call.input.device):
         return _gradients(call, wanted, upstream, lse, miss)
 
 
@@ -207,14 +207,14 @@ def _split(fields: Sequence[Any]) -> tuple[Call, Wanted]:
     return Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
 
 
-def _scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
+def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a 0-d tensor on ``device``: a number that lies on the host is filled in, for a copy would wait."""
     if scalar.device.type == "cpu":
         return torch.full((), scalar.item(), dtype=dtype, device=device)
     return scalar.to(device, dtype)
 
 
-def _no_autocast(device: torch.device) -> torch.autocast:
+def no_autocast(device: torch.device) -> torch.autocast:
     """Return a context in which the GEMMs keep the dtypes they are given."""
     return torch.autocast(device_type=device.type, enabled=False)
 

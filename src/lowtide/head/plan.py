@@ -39,6 +39,10 @@ EXP_LEAST_BLOCK = 2048  # columns
 EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
+# Any function of the logits (linear_apply).
+FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
+PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # logits it gets at a time: enough to hide what launching it costs
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadPlan:
@@ -64,6 +68,7 @@ class HeadPlan:
         block_columns: See there.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
         product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
+        piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
     """
 
     backend: str
@@ -85,6 +90,7 @@ class HeadPlan:
     block_columns: int = 0
     sum_rows: int = 0
     product_rows: int = 0
+    piece_rows: int = 0
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -102,6 +108,8 @@ class HeadPlan:
         ]
         if self.schedule == "blocks":
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
+        if self.piece_rows:
+            lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
@@ -119,6 +127,7 @@ def plan_head(
     capped_and_smoothed: bool = False,
     weight_fits: bool = True,
     input_is_copied: bool = False,
+    function: bool = False,
 ) -> HeadPlan:
     """Say what `linear_cross_entropy` will do for N kept tokens, hidden size D and vocabulary V, and its bytes.
 
@@ -139,6 +148,7 @@ def plan_head(
         weight_fits: False if the weight's rows do not lie one after another, at 16-byte addresses.
         input_is_copied: True if the hidden states of a chunk have to be copied: another dtype, or axes that cannot be
             flattened without.
+        function: True for `linear_apply`, whose function gets a chunk's logits in pieces: `HeadPlan.piece_rows`.
 
     Returns:
         HeadPlan: print it, or read its fields.
@@ -170,6 +180,9 @@ def plan_head(
     block_rows = _block_rows(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V
     row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type, backend)
+    piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
+    piece_rows = _piece_rows(N, V, (budget - fixed) // 2 // max(1, piece_row_bytes), device.type) if function else 0
+    fixed += piece_rows * piece_row_bytes
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
@@ -197,6 +210,7 @@ def plan_head(
         block_rows=block_rows,
         columns=_columns(rows, V, device.type),
         note=_note(options, N, scratch),
+        piece_rows=min(piece_rows, rows),
     )
 
 
@@ -374,6 +388,11 @@ def _budget(options: HeadOptions, device: torch.device) -> int:
 def _automatic_rows(N: int, most: int, device_type: str) -> int:
     fewest = FEWEST_ROWS.get(device_type, FEWEST_ROWS["cuda"])
     return max(1, min(most, max(fewest, -(-N // FEWEST_CHUNKS))))
+
+
+def _piece_rows(N: int, V: int, most: int, device_type: str) -> int:
+    enough = PIECE_ELEMENTS.get(device_type, PIECE_ELEMENTS["cuda"]) // max(1, V)
+    return max(1, min(max(2, enough), most, N))
 
 
 def _block_rows(budget: int, D: int, V: int) -> int:

@@ -218,7 +218,7 @@ def run_chunks(
             continue
         g_CV = matmul.operand(z_CV)
         if into.input_ND is not None:
-            _put_input_grad(matmul, g_CV, outside, into.input_ND, rows.index, part)
+            put_input_grad(matmul, g_CV, outside, into.input_ND, rows.index, part)
         if into.weight_VD is not None:
             # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
             raised = outside if lift == 1 or outside is None else outside * lift
@@ -308,22 +308,31 @@ def take_input(job: CrossEntropyJob, index: Tensor | None, part: slice) -> Tenso
         index: Positions of the rows among all N tokens; None: all, in order.
         part: Which of them.
     """
-    leading = job.input.shape[:-1]
-    if index is None and job.input.dim() == 2:
-        x = job.input[part]
-    elif index is None and rows_are_viewable(job.input):
-        x = job.input.view(job.target_N.numel(), job.input.shape[-1])[part]
-    else:
-        device = job.input.device
-        chosen = torch.arange(part.start, part.stop, device=device) if index is None else index[part]
-        x = job.input[torch.unravel_index(chosen, leading)] if leading else job.input[None]
-    return x.to(job.dtype)
+    return take_rows(job.input, job.input.dim() - 1, index, part).to(job.dtype)
 
 
-def rows_are_viewable(x: Tensor) -> bool:
-    """Return whether ``x.view(-1, D)`` exists: each leading axis spans exactly the axes after it."""
+def take_rows(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Tensor:
+    """Return rows of a tensor whose first ``axes`` axes are one axis of N: a view where memory allows.
+
+    Args:
+        x: [..., *rest].
+        axes: How many its leading axes are.
+        index: Positions among all N; None: all, in order.
+        part: Which of them.
+    """
+    leading = x.shape[:axes]
+    if index is None and axes == 1:
+        return x[part]
+    if index is None and rows_are_viewable(x, axes):
+        return x.view(leading.numel(), *x.shape[axes:])[part]
+    chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
+    return x[torch.unravel_index(chosen, leading)] if leading else x[None][part]
+
+
+def rows_are_viewable(x: Tensor, axes: int = -1) -> bool:
+    """Return whether ``x.view(-1, D)`` exists: each of the leading axes spans exactly those after it."""
     span = None
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+    for size, stride in zip(reversed(x.shape[:axes]), reversed(x.stride()[:axes]), strict=True):
         if size == 1:
             continue
         if span is not None and stride != span:
@@ -332,9 +341,10 @@ def rows_are_viewable(x: Tensor) -> bool:
     return True
 
 
-def _put_input_grad(
+def put_input_grad(
     matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, out_ND: Tensor, index: Tensor | None, part: slice
 ) -> None:
+    """Write the hidden states' gradient of a chunk to its rows among all N."""
     if index is None:
         matmul.input_grad(g_CV, factor_C, out_ND[part])
         return
