@@ -156,7 +156,10 @@ def _checked(leaf: object, rows: int, z_cV: Tensor, per_token: bool) -> Tensor |
     if not per_token and leaf.dim() != 0:
         hint = 'Sum over the tokens, or keep them with out="token".'
         raise ArgumentValueError(message("fn", 'results of shape [] with out="sum"', got, hint))
-    return leaf.to(torch.int64) if not per_token and leaf.dtype == torch.bool else leaf
+    if not per_token and leaf.dtype == torch.bool:
+        hint = "Count: x.sum() and not x.any() or x.all(), which do not add up."
+        raise ArgumentTypeError(message("fn", 'numbers with out="sum"', "torch.bool", hint))
+    return leaf
 
 
 def _refuse_strangers(

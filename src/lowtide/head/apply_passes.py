@@ -300,7 +300,7 @@ class Collected:
         if not self.per_token:
             return [None if x is None else x.to(d) for x, d in zip(self.leaves, self.dtypes, strict=True)]
         leading = self.tensors.leading
-        return [None if x is None else x.view(*leading, *x.shape[1:]) for x in self.leaves]
+        return [None if x is None else x.view((*leading, *x.shape[1:])) for x in self.leaves]
 
 
 def run_forward(run: Pass, *, store: bool) -> tuple[Collected, Totals | None, list[RandomState | None]]:
