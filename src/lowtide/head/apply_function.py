@@ -105,7 +105,7 @@ def evaluate(
             and is no argument.
     """
     edge, z, rows = None, z_cV, z_cV.shape[0]
-    with _in(function.autocast), torch.set_grad_enabled(function.graph):
+    with _in(function.autocast), _own_saved_tensors(), torch.set_grad_enabled(function.graph):
         if function.graph and logits_grad:
             z = _Logits.apply(torch.zeros((), device=z_cV.device, requires_grad=True), [z_cV])  # type: ignore[no-untyped-call]
             edge = get_gradient_edge(z)
@@ -242,6 +242,24 @@ def _in(autocast: Autocast) -> Iterator[None]:
         for kind, enabled, dtype in autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def _own_saved_tensors() -> Iterator[None]:
+    """Keep outer hooks on saved tensors away from the function's graph, which lives for one piece.
+
+    torch.utils.checkpoint's would drop what it saves and compute the whole checkpointed block again to get it back.
+    """
+    hooks: Any = torch._C._autograd
+    outer = []
+    while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        outer.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def random_state(device: torch.device) -> RandomState:
