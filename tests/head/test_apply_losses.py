@@ -119,7 +119,9 @@ def test_documented_losses(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("out", ["token", "sum"])
-def test_cross_entropy_is_that_of_linear_cross_entropy(documented: dict[str, Any], dtype: torch.dtype, out: str) -> None:
+def test_cross_entropy_is_that_of_linear_cross_entropy(
+    documented: dict[str, Any], dtype: torch.dtype, out: str
+) -> None:
     x, w, b, y = head((5, 9), 16, 61, dtype=dtype)
     y[1, ::3] = -100
     if out == "token":

@@ -59,21 +59,21 @@ def test_no_quarter_of_the_logits_is_ever_allocated(fn: Any, out: str, dtype: to
     assert seen.largest_bytes >= N * V * 4, "the tracker must see the logits where there are any"
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("fn", [cross_entropy, entropy])
 @pytest.mark.parametrize("out", ["token", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("workspace_mib", [0.5, 1, 10])
+@pytest.mark.parametrize("workspace_mib", [1, 8])
 @pytest.mark.parametrize("case", ["plain", "options", "mask", "autocast"])
 def test_the_workspace_is_kept(fn: Any, out: str, dtype: torch.dtype, workspace_mib: float, case: str) -> None:
-    N, D, V = 210, 48, 4099
-    x, w, b, y = head((7, 30), D, V, dtype=torch.float32 if case == "autocast" else dtype)
+    N, D, V = 90, 48, 4099
+    x, w, b, y = head((3, 30), D, V, dtype=torch.float32 if case == "autocast" else dtype)
     options = HeadOptions(workspace_mib=workspace_mib)
     kwargs: dict[str, Any] = {"options": options}
     n = N
     if case == "options":
         kwargs |= {"softcap": 9.0, "logit_scale": 0.5}
     if case == "mask":
-        kwargs["mask"] = torch.arange(N).view(7, 30) % 3 != 0
+        kwargs["mask"] = torch.arange(N).view(3, 30) % 3 != 0
         n = int(kwargs["mask"].sum())
     plan = plan_head(n, D, V, torch.bfloat16 if case == "autocast" else dtype, "cpu", options,
                      weight_dtype=w.dtype, function=True)  # fmt: skip
@@ -137,7 +137,7 @@ def test_masked_rows_take_no_logits() -> None:
 
 
 def test_the_plan_says_what_the_function_gets() -> None:
-    plan = plan_head(16384, 4096, 128256, torch.bfloat16, "cpu", HeadOptions(workspace_mib=512), function=True,)
+    plan = plan_head(16384, 4096, 128256, torch.bfloat16, "cpu", HeadOptions(workspace_mib=512), function=True)
     assert plan.scratch_bytes <= 512 * MIB
     assert 1 <= plan.piece_rows <= plan.chunk_rows
     assert f"gets {plan.piece_rows} rows" in str(plan)

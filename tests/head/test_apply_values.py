@@ -273,9 +273,7 @@ class HandsOn(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_gradient_that_lies_in_the_logits_own_memory(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_lies_in_the_logits_own_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_head = public.plan_head
     narrow = {"backward_gemm": "narrow"} if dtype == torch.bfloat16 else {}
     monkeypatch.setattr(public, "plan_head", lambda *a, **k: replace(plan_head(*a, **k), **narrow))

@@ -24,7 +24,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "lowtide" / "nn.html").exists()
 
 
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "plan_head", "patch", "unpatch"])
+@pytest.mark.parametrize("name", ["linear_apply", "linear_cross_entropy", "plan_head", "patch", "unpatch"])
 def test_every_argument_is_documented(name: str) -> None:
     function = getattr(lowtide, name)
     text = inspect.getdoc(function) or ""
