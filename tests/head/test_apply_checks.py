@@ -216,6 +216,15 @@ def test_results_that_change_from_piece_to_piece_are_refused() -> None:
             linear_apply(lambda z, y, fn=fn: (torch.rand(1), fn(z, y))[1], x, w, y, options=options)
 
 
+@pytest.mark.parametrize("fn", [lambda z, y: z[:, : 1 + y.max()], lambda z, y: [z.sum(-1)] * len(z)])
+def test_results_whose_number_or_shape_depends_on_the_rows_are_refused(fn: Any) -> None:
+    x, w, _, y = head(40, 5, 13)
+    y[:] = torch.arange(40) % 13
+    y[20:] = 0
+    with pytest.raises(ValueError, match="same number and shapes for any rows"):
+        linear_apply(fn, x, w, y)
+
+
 def test_an_error_inside_fn_is_fns_own_with_a_note() -> None:
     x, w, _, y = head((4, 5), 5, 13)
     with pytest.raises(RuntimeError, match="shape") as caught:

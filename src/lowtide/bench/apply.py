@@ -26,13 +26,8 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.measure import describe_machine, mib, peak_above, source_commit, time_side_by_side
 
-NAIVE, TWO_CHUNKS, DEFAULT, TOKEN, FUSED = (
-    "naive",
-    "two chunks",
-    "default",
-    "default, per token",
-    "linear_cross_entropy",
-)
+NAIVE, TWO_CHUNKS, DEFAULT, TOKEN = "naive", "two chunks", "default", "default, per token"
+FUSED = "linear_cross_entropy"
 _COLUMNS = f"{'':24}{'ms':>9}{'MiB':>9}{'of naive':>9}{'value err':>11}{'dX err':>9}{'dW err':>9}{'db err':>9}"
 
 

@@ -129,9 +129,8 @@ def _data(model: Any, objective: str, config: ApplyBenchConfig, device: torch.de
     for _ in range(config.steps):
         start = torch.randint(0, V, (config.batch, 1), generator=generator)
         stride = torch.randint(1, 4, (config.batch, 1), generator=generator)
-        noise = (torch.rand(config.batch, T, generator=generator) < 0.1) * torch.randint(
-            0, V, (T,), generator=generator
-        )
+        strays = torch.rand(config.batch, T, generator=generator) < 0.1
+        noise = strays * torch.randint(0, V, (T,), generator=generator)
         batch = {"ids": ((start + stride * torch.arange(T) + noise) % V).to(device)}
         if objective == "grpo":
             batch |= _rollout(model, batch["ids"], generator)
@@ -149,9 +148,8 @@ def _rollout(model: Any, ids: Tensor, generator: torch.Generator) -> dict[str, T
     reward = torch.randn(B, 1, generator=generator)
     group = min(GROUP, B)
     groups = reward[: B // group * group].view(-1, group)
-    reward[: groups.numel()] = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(
-        -1, 1
-    )
+    spread = groups.std(1, correction=0, keepdim=True) + 1e-4
+    reward[: groups.numel()] = ((groups - groups.mean(1, keepdim=True)) / spread).view(-1, 1)
     mask = torch.arange(T).expand(B, T) >= T // 4
     return {
         "old": shifted[0], "reference": shifted[1], "advantage": reward.expand(B, T).contiguous().to(logp.device),

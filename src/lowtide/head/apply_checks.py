@@ -44,12 +44,14 @@ def check_rows_are_independent(run: Pass) -> None:
     before = random_state(device)
     count = min(n, ROWS, max(2, run.call.plan.piece_rows))
     probe = _Probe(run, [i * (n - 1) // (count - 1) for i in range(count)])
-    difference = _difference(run, probe)
-    if difference is not None:
-        # once more with logits somewhat off: a rounding that carries one across a threshold does not do so twice
-        probe.shift(AGAIN)
+    try:
         difference = _difference(run, probe)
-    set_random_state(before, device)
+        if difference is not None:
+            # once more with logits somewhat off: a rounding that carries one across a threshold does not do so twice
+            probe.shift(AGAIN)
+            difference = _difference(run, probe)
+    finally:
+        set_random_state(before, device)
     if difference is not None:
         raise ArgumentValueError(difference)
     if known is not None:
@@ -68,14 +70,18 @@ def _difference(run: Pass, probe: "_Probe") -> str | None:
     half = rows // 2
     parts = [probe(0, half), probe(half, rows)]
     per_token = run.call.function.per_token
+    forms = [[leaf.shape[1:] for leaf in leaves] for leaves in (whole, *parts)]
+    if forms[1:] != forms[:1] * 2:
+        expected = "results of the same number and shapes for any rows"
+        return message("fn", expected, " and ".join(str([list(shape) for shape in form]) for form in forms))
     split = [torch.cat(pair) if per_token else pair[0] + pair[1] for pair in zip(*parts, strict=True)]
     if all(_agree(w, s, _allowed(run, w, p)) for w, s, *p in zip(whole, split, *parts, strict=True)):
         return None
     probe.shift(NOISE)
     shifted = probe(0, rows)
     for i, (w, s, near, *p) in enumerate(zip(whole, split, shifted, *parts, strict=True)):
-        noise = (near.double() - w.double()).abs().nan_to_num(0, 0, 0)
-        allowed = _allowed(run, w, p) + NOISE_MARGIN * (noise.amax().item() if noise.numel() else 0.0)
+        noise = (near.double() - w.double()).abs().nan_to_num(0, 0, 0).flatten()
+        allowed = _allowed(run, w, p) + NOISE_MARGIN * torch.cat((noise, noise.new_zeros(1))).amax().item()
         if not _agree(w, s, allowed):
             return _reason(i, w, s, per_token)
     return None
@@ -118,8 +124,8 @@ def _allowed(run: Pass, whole: Tensor, parts: Sequence[Tensor]) -> float:
     """Return by how much results may differ for rounding: a share of the largest of them all."""
     if not whole.is_floating_point():
         return 0.0
-    values = torch.cat([t.double().reshape(-1).abs() for t in (whole, *parts)])
-    largest = values.where(values.isfinite(), 0).amax().item() if values.numel() else 0.0
+    values = torch.cat([t.double().reshape(-1).abs() for t in (whole, *parts, whole.new_zeros(1))])
+    largest = values.where(values.isfinite(), 0).amax().item()
     narrow = whole.dtype.itemsize < 4 or any(enabled for _, enabled, _ in run.call.function.autocast)
     return largest * (AUTOCAST_ROUNDING if narrow else ROUNDING)
 
