@@ -470,3 +470,10 @@ def test_grad_scaler_in_float16() -> None:
         want = torch.autograd.grad(naive(*full, y) / 2.0**6, full)
         for g, e in zip(got, want, strict=True):
             assert relative_error(g, e) < 2e-3
+
+
+def test_the_error_names_the_tensor_that_is_closed_over_and_not_what_it_was_made_of() -> None:
+    x, w, _, _ = head(9, 5, 13)
+    outside = torch.rand(7, 3, requires_grad=True).sum(0)
+    with pytest.raises(ValueError, match=r"shape \[3\]"):
+        linear_apply(lambda z: z.sum(-1) * outside.sum(), x, w)

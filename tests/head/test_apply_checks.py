@@ -102,6 +102,31 @@ def test_nothing_else_is_refused(name: str, N: int, autocast: bool, out: str) ->
         linear_apply(summed if out == "sum" else fn, x, w, y, linear_bias=b, out=out)
 
 
+def test_rounding_that_depends_on_the_number_of_rows_is_not_refused() -> None:
+    """Of a result that cancels, rounding may be all that is left: how far it carries is seen by shifting the logits."""
+    x, w, b, _ = head(64, 5, 37)
+    linear_apply(lambda z: z.sum(-1) - z.flip(-1).sum(-1) + 1e-7 * len(z), x, w, linear_bias=b)
+    with pytest.raises(ValueError, match="depend on the other tokens"):
+        linear_apply(lambda z: z.sum(-1) - z.flip(-1).sum(-1) + 1e-3 * len(z), x, w, linear_bias=b)
+
+
+def test_a_sum_that_needs_a_gradient_for_later_rows_alone_is_refused_where_gradients_are_stored() -> None:
+    x, w, _, y = head(40, 5, 13)
+    y[:] = 0
+    y[-1] = 1
+
+    def fn(z: Tensor, y: Tensor) -> Any:
+        return z.sum(), z.square().sum() if y.any() else z.detach().square().sum()
+
+    options = HeadOptions(workspace_mib=1e-6)
+    with pytest.raises(ValueError, match="for all rows"):
+        linear_apply(fn, x, w, y, out="sum", options=options)
+    one, two = linear_apply(fn, x, w, y, out="sum", options=HeadOptions(workspace_mib=1e-6, gradient="recompute"))
+    (got,) = torch.autograd.grad(one + two, w)
+    (want,) = torch.autograd.grad(F.linear(x, w).sum() + F.linear(x[-1], w).square().sum(), w)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_a_mean_over_rows_most_of_which_are_left_out_is_refused() -> None:
     """The rows that are compared are spread over all: those at the start may say nothing."""
     x, w, _, y = head(400, 5, 13)
