@@ -142,6 +142,10 @@ def test_the_plan_says_what_the_function_gets() -> None:
     assert 1 <= plan.piece_rows <= plan.chunk_rows
     assert f"gets {plan.piece_rows} rows" in str(plan)
     assert plan_head(16384, 4096, 128256, torch.bfloat16, "cpu").piece_rows == 0
+    on_gpu = plan_head(16384, 4096, 128256, torch.bfloat16, "cuda", function=True)
+    assert (on_gpu.backend, on_gpu.logits_gemm, on_gpu.backward_gemm) == ("torch", "out_dtype", "narrow")
+    assert 64 <= on_gpu.piece_rows < on_gpu.chunk_rows
+    assert on_gpu.scratch_bytes <= 1152 * MIB
     rows: list[int] = []
     x, w, _, _ = head(500, 8, 1000)
     linear_apply(lambda z: (rows.append(len(z)), z.sum(-1))[1], x, w, options=HeadOptions(workspace_mib=1))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,7 +108,9 @@ def linear_apply(
     dtype = check_head(input, linear_weight, linear_bias)
     _check_arguments(fn, input, token_args, mask, out, compile, options)
     options = options or HeadOptions()
-    _check_options(options, out)
+    if options.gradient == "forward" and out == "token":
+        hint = "Each token's upstream gradient is known in backward only."
+        raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if softcap is not None:
         check_number("softcap", softcap, 0, math.inf, above=True)
@@ -128,7 +129,7 @@ def linear_apply(
         V,
         dtype,
         input.device,
-        replace(options, backend="torch"),
+        options,
         weight_dtype=linear_weight.dtype,
         reduction="sum",
         weight_frozen=not any(needed),
@@ -190,12 +191,3 @@ def _check_arguments(
         if check_tensor("mask", mask).dtype != torch.bool:
             raise ArgumentTypeError(message("mask", "a bool tensor, True where fn runs", str(mask.dtype)))
         check_per_token("mask", mask, input)
-
-
-def _check_options(options: HeadOptions, out: object) -> None:
-    if options.backend not in ("auto", "torch"):
-        hint = "Its kernels compute cross entropy; fn is plain PyTorch."
-        raise UnsupportedError(message("backend", "'auto' or 'torch' for linear_apply", f"{options.backend!r}", hint))
-    if options.gradient == "forward" and out == "token":
-        hint = "Each token's upstream gradient is known in backward only."
-        raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))

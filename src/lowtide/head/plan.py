@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import choose_backend
+from lowtide.head.backends import choose_backend, choose_backend_of_function
 from lowtide.head.options import HeadOptions
 
 MIB = 2**20
@@ -168,9 +168,12 @@ def plan_head(
     options = options or HeadOptions()
     device = torch.device(device)
     weight_dtype = weight_dtype or dtype
-    backend, reason = choose_backend(
-        options, device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits
-    )
+    if function:
+        backend, reason = choose_backend_of_function(options)
+    else:
+        backend, reason = choose_backend(
+            options, device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits
+        )
     gradient = choose_gradient(options, reduction, weight_frozen)
     if backend == "exp":
         return _plan_exp(N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied)
