@@ -182,7 +182,8 @@ def plan_head(
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = _block_rows(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V
-    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type, backend)
+    beside = 0 if function else 2 * _columns(1, V, device.type)
+    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, backend, beside)
     piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
     piece_rows = _piece_rows(N, V, (budget - fixed) // 2 // max(1, piece_row_bytes), device.type) if function else 0
     fixed += piece_rows * piece_row_bytes
@@ -414,10 +415,9 @@ def _columns(rows: int, V: int, device_type: str) -> int:
     return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
 
 
-def _row_bytes(
-    D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, device_type: str, backend: str
-) -> int:
+def _row_bytes(D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, backend: str, beside: int) -> int:
+    """Return the scratch of one row of a chunk, with so many more columns ``beside`` its logits in plain PyTorch."""
     wide = accumulate_dtype.itemsize
     if backend == "row":
         return wide * padded(V) + D * (2 * wide + 2 * dtype.itemsize) + 64
-    return wide * (padded(V) + 2 * _columns(1, V, device_type)) + D * (2 * wide + dtype.itemsize) + 24 * wide
+    return wide * (padded(V) + beside) + D * (2 * wide + dtype.itemsize) + 24 * wide
