@@ -1,10 +1,12 @@
 """lowtide: train large-vocabulary, long-context language models without the memory peaks.
 
 The final linear layer and its loss in one call, value and gradients, without the logits ever existing
-(`linear_cross_entropy`), and one call that puts it into a Hugging Face model (`patch`).
+(`linear_cross_entropy`), the same for any function of the logits (`linear_apply`), and one call that puts the loss into
+a Hugging Face model (`patch`).
 """
 
 from lowtide import errors, losses, nn
+from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
 from lowtide.head.options import HeadOptions
@@ -22,6 +24,7 @@ __all__ = [
     "TokenStats",
     "__version__",
     "errors",
+    "linear_apply",
     "linear_cross_entropy",
     "linear_divergence",
     "linear_logprobs",

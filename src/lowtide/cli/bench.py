@@ -7,11 +7,19 @@ import dataclasses
 import sys
 from typing import Any
 
-from lowtide.bench.config import DivergenceBenchConfig, HeadBenchConfig, StatsBenchConfig, TokenBenchConfig, TuneConfig
+from lowtide.bench.config import (
+    APPLY_FUNCTIONS,
+    ApplyBenchConfig,
+    DivergenceBenchConfig,
+    HeadBenchConfig,
+    StatsBenchConfig,
+    TokenBenchConfig,
+    TuneConfig,
+)
 from lowtide.bench.divergence import PAIR_SHAPES
 from lowtide.bench.peers import PEERS
 from lowtide.bench.problem import SETTINGS
-from lowtide.bench.shapes import SHAPES
+from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
 from lowtide.cli.parser import OneLineParser, add_options
 
 _HEAD = """\
@@ -68,6 +76,22 @@ examples:
   lowtide bench divergence --shape 64,32,1000,48 --device cpu --skip compile liger-chunked
       a look at it without a GPU"""
 
+_APPLY = """\
+Peak memory, time and errors of functions of the logits, forward and backward: with float32 logits in full, and with
+linear_apply in two chunks, by default, and with one result a token. Peaks are above the inputs and include the
+gradients; errors of value and gradients (hidden states, weight, bias) are against autograd on exact products in a wider
+dtype. The result is DIR/<date>-apply-<gpu>.json with the hardware and the versions; set COMMIT in the environment where
+the source has no git history. Exit status 1 where linear_apply failed."""
+
+_APPLY_EXAMPLES = """\
+examples:
+  lowtide bench apply --shape all
+      batch 4, 4096 tokens, hidden size 4096, vocabulary 128256; and batch 64, 512 tokens, 768, 32000
+  lowtide bench apply --shape 256,64,4096 --device cpu
+      a look at it without a GPU
+  lowtide bench apply --no-table --train --grpo
+      50 steps of a Llama of 1B, with the stock loss and linear_apply; then with GRPO's objective"""
+
 _TUNE = """\
 Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
 table does not know. It serves every head that takes that path, but for one without bias, scale and soft cap on Hopper,
@@ -109,6 +133,15 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     _add_tokens(kinds, StatsBenchConfig, "log-probabilities and entropies", _STATS, _STATS_EXAMPLES, ", ".join(SHAPES))
     pairs = ", ".join(PAIR_SHAPES)
     _add_tokens(kinds, DivergenceBenchConfig, "distance from a teacher", _DIVERGENCE, _DIVERGENCE_EXAMPLES, pairs)
+    apply = kinds.add_parser(
+        "apply",
+        help="any function of the logits",
+        description=_APPLY,
+        epilog=_APPLY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(apply, ApplyBenchConfig, {"shapes": ", ".join(APPLY_SHAPES), "functions": ", ".join(APPLY_FUNCTIONS)})
+    apply.set_defaults(main=main_apply, parser=apply)
     tune = kinds.add_parser(
         "tune",
         help="tile sizes of the head's GEMM for this GPU",
@@ -151,6 +184,18 @@ def main(arguments: argparse.Namespace) -> int:
     config = HeadBenchConfig(**_given(arguments, HeadBenchConfig))
     results = run(config, _say)
     return int(any(row.failed and row.plan is not None for result in results for row in result.rows))
+
+
+def main_apply(arguments: argparse.Namespace) -> int:
+    """Measure linear_apply, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.apply import run
+
+    told = run(ApplyBenchConfig(**_given(arguments, ApplyBenchConfig)), _say)
+    return int(any("failed" in row and "plan" in row for shape in told["shapes"] for row in shape["rows"]))
 
 
 def main_tokens(arguments: argparse.Namespace) -> int:

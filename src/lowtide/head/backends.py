@@ -97,6 +97,18 @@ def choose_stats_backend(
     return "exp", "bfloat16 on Hopper or newer: the logits' GEMM leaves each tile's sums"
 
 
+def choose_backend_of_function(options: HeadOptions) -> tuple[str, str]:
+    """Return the implementation that hands logits to a user's function, and why.
+
+    Raises:
+        UnsupportedError: Another one was asked for by name.
+    """
+    if options.backend not in ("auto", "torch"):
+        hint = "Its kernels compute cross entropy; fn is plain PyTorch."
+        raise UnsupportedError(message("backend", "'auto' or 'torch' for linear_apply", f"{options.backend!r}", hint))
+    return "torch", "a function of the logits gets them from plain PyTorch"
+
+
 def why_not_exp(
     device: torch.device,
     dtype: torch.dtype,

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import choose_backend
+from lowtide.head.backends import choose_backend, choose_backend_of_function
 from lowtide.head.options import HeadOptions
 
 MIB = 2**20
@@ -40,6 +40,10 @@ EXP_LEAST_BLOCK = 2048  # columns
 EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
+# Any function of the logits (linear_apply).
+FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
+PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # logits it gets at a time: enough to hide what launching it costs
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadPlan:
@@ -65,6 +69,7 @@ class HeadPlan:
         block_columns: See there.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
         product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
+        piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
     """
 
     backend: str
@@ -86,6 +91,7 @@ class HeadPlan:
     block_columns: int = 0
     sum_rows: int = 0
     product_rows: int = 0
+    piece_rows: int = 0
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -103,6 +109,8 @@ class HeadPlan:
         ]
         if self.schedule == "blocks":
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
+        if self.piece_rows:
+            lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
@@ -120,6 +128,7 @@ def plan_head(
     capped_and_smoothed: bool = False,
     weight_fits: bool = True,
     input_is_copied: bool = False,
+    function: bool = False,
 ) -> HeadPlan:
     """Say what `linear_cross_entropy` will do for N kept tokens, hidden size D and vocabulary V, and its bytes.
 
@@ -140,6 +149,7 @@ def plan_head(
         weight_fits: False if the weight's rows do not lie one after another, at 16-byte addresses.
         input_is_copied: True if the hidden states of a chunk have to be copied: another dtype, or axes that cannot be
             flattened without.
+        function: True for `linear_apply`, whose function gets a chunk's logits in pieces: `HeadPlan.piece_rows`.
 
     Returns:
         HeadPlan: print it, or read its fields.
@@ -159,9 +169,12 @@ def plan_head(
     options = options or HeadOptions()
     device = torch.device(device)
     weight_dtype = weight_dtype or dtype
-    backend, reason = choose_backend(
-        options, device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits
-    )
+    if function:
+        backend, reason = choose_backend_of_function(options)
+    else:
+        backend, reason = choose_backend(
+            options, device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits
+        )
     gradient = choose_gradient(options, reduction, weight_frozen)
     if backend == "exp":
         return _plan_exp(N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied)
@@ -177,6 +190,7 @@ def plan_head(
         gradient=gradient,
         weight_dtype=weight_dtype,
         weight_frozen=weight_frozen,
+        function=function,
     )
 
 
@@ -195,6 +209,7 @@ def plan_rows_of_logits(
     weight_frozen: bool,
     beside: int = 0,
     beside_row: int = 0,
+    function: bool = False,
 ) -> HeadPlan:
     """Return the plan where a chunk's logits exist: as many rows of them as the workspace holds.
 
@@ -206,7 +221,11 @@ def plan_rows_of_logits(
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
-    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type, backend) + beside_row
+    columns = 0 if function else 2 * columns_of(1, V, device.type)
+    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, backend, columns) + beside_row
+    piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
+    piece_rows = _piece_rows(N, V, (budget - fixed) // 2 // max(1, piece_row_bytes), device.type) if function else 0
+    fixed += piece_rows * piece_row_bytes
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
@@ -234,6 +253,7 @@ def plan_rows_of_logits(
         block_rows=block_rows,
         columns=columns_of(rows, V, device.type),
         note=_note(options, N, scratch),
+        piece_rows=min(piece_rows, rows),
     )
 
 
@@ -443,6 +463,11 @@ def _automatic_rows(N: int, most: int, device_type: str) -> int:
     return max(1, min(most, max(fewest, -(-N // FEWEST_CHUNKS))))
 
 
+def _piece_rows(N: int, V: int, most: int, device_type: str) -> int:
+    enough = PIECE_ELEMENTS.get(device_type, PIECE_ELEMENTS["cuda"]) // max(1, V)
+    return max(1, min(max(2, enough), most, N))
+
+
 def block_rows_of(budget: int, D: int, V: int) -> int:
     """Return how many rows of the weight are cast at a time."""
     return max(1, min(V, 4096, budget // 8 // max(1, 4 * D)))
@@ -460,10 +485,9 @@ def columns_of(rows: int, V: int, device_type: str) -> int:
     return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
 
 
-def _row_bytes(
-    D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, device_type: str, backend: str
-) -> int:
+def _row_bytes(D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, backend: str, columns: int) -> int:
+    """Return the scratch of one row of a chunk, with so many more ``columns`` beside its logits in plain PyTorch."""
     wide = accumulate_dtype.itemsize
     if backend == "row":
         return wide * padded(V) + D * (2 * wide + 2 * dtype.itemsize) + 64
-    return wide * (padded(V) + 2 * columns_of(1, V, device_type)) + D * (2 * wide + dtype.itemsize) + 24 * wide
+    return wide * (padded(V) + columns) + D * (2 * wide + dtype.itemsize) + 24 * wide
