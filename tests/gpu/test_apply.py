@@ -53,7 +53,7 @@ def test_values(out: str, dtype: torch.dtype, workspace_mib: float | None, maske
     if autocast and dtype not in (torch.bfloat16, torch.float16):
         pytest.skip("autocast multiplies in a narrow dtype")
     x, w, b, y = on_gpu((3, 103), 64, 1003, dtype=torch.float32 if autocast else dtype)
-    gamma = torch.tensor(1.7, device="cuda", requires_grad=True)
+    gamma = torch.tensor(1.7, device="cuda", dtype=dtype if dtype == torch.float64 else None, requires_grad=True)
     mask = torch.rand(3, 103, device="cuda") < 0.6 if masked else torch.ones(3, 103, dtype=torch.bool, device="cuda")
     with torch.autocast("cuda", dtype if autocast else torch.bfloat16, enabled=autocast):
         got = linear_apply(
