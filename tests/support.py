@@ -75,6 +75,39 @@ def oracle(
     return each.sum() / counted.sum()
 
 
+def stats_oracle(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    topk: int = 1,
+) -> dict[str, Tensor]:
+    """Every statistic of `linear_token_stats`, from whole logits in the dtype of the inputs."""
+    z = F.linear(input, linear_weight, linear_bias) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    p = z.softmax(-1)
+    stats = {
+        "entropy": torch.special.entr(p).sum(-1),
+        "lse": z.logsumexp(-1),
+        "mean_logit": z.mean(-1),
+        "argmax": z.argmax(-1),
+        "sum_sq_prob": p.square().sum(-1).detach(),
+        "topk_values": z.topk(topk).values.detach(),
+        "topk_ids": z.topk(topk).indices,
+    }
+    if target is not None:
+        several = target if target.dim() == input.dim() else target[..., None]
+        logp = F.log_softmax(z, -1).gather(-1, several.clamp(min=0)).view(target.shape)
+        stats["logprob"] = logp.masked_fill(target == ignore_index, 0)
+        stats["is_top1"] = (several == z.argmax(-1, keepdim=True)).view(target.shape) & (target != ignore_index)
+    return stats
+
+
 def in_float64(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with every floating tensor in float64, as leaves where they were."""
     return {
@@ -84,3 +117,39 @@ def in_float64(kwargs: dict[str, Any]) -> dict[str, Any]:
         for name, value in kwargs.items()
         if name != "options"
     }
+
+
+def divergence_of(log_s: Tensor, log_t: Tensor, kind: str, beta: float = 0.5) -> Tensor:
+    """The divergence of two sets of log-probabilities [..., J], from its definition; 0 log 0 is 0."""
+    s, t = log_s.exp(), log_t.exp()
+
+    def kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
+
+    if kind == "tv":
+        return (s - t).abs().sum(-1) / 2
+    if kind == "jsd" and 0 < beta < 1:
+        log_m = (beta * t + (1 - beta) * s).log()
+        return beta * kl(t, log_t, log_m) + (1 - beta) * kl(s, log_s, log_m)
+    forward = kind == "forward_kl" or (kind == "jsd" and beta == 0)
+    return kl(t, log_t, log_s) if forward else kl(s, log_s, log_t)
+
+
+def divergence_oracle(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """`linear_divergence` from whole logits in the dtype of the inputs, for equal vocabularies."""
+    log_s = F.log_softmax(F.linear(input, linear_weight, linear_bias) / temperature, -1)
+    log_t = F.log_softmax(F.linear(teacher_input, teacher_weight, teacher_bias) / temperature, -1)
+    value = divergence_of(log_s, log_t.detach(), kind, beta)
+    return value if mask is None else value.masked_fill(~mask, 0)

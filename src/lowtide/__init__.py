@@ -6,6 +6,7 @@ The final linear layer and its loss in one call, value and gradients, without th
 
 from lowtide import errors, losses, nn
 from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.divergence import TeacherTopK, linear_divergence
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
@@ -17,10 +18,12 @@ __all__ = [
     "HeadOptions",
     "HeadPlan",
     "PatchReport",
+    "TeacherTopK",
     "TokenStats",
     "__version__",
     "errors",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_logprobs",
     "linear_token_stats",
     "losses",

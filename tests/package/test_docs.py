@@ -27,7 +27,18 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         assert f'id="{name}"' in losses, name
 
 
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "plan_head", "patch", "unpatch"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear_cross_entropy",
+        "linear_logprobs",
+        "linear_token_stats",
+        "linear_divergence",
+        "plan_head",
+        "patch",
+        "unpatch",
+    ],
+)
 def test_every_argument_is_documented(name: str) -> None:
     function = getattr(lowtide, name)
     text = inspect.getdoc(function) or ""
@@ -35,7 +46,9 @@ def test_every_argument_is_documented(name: str) -> None:
         assert f"{argument}:" in text, f"{name}: {argument}"
 
 
-@pytest.mark.parametrize("kind", [lowtide.HeadOptions, lowtide.nn.LinearCrossEntropyLoss])
+@pytest.mark.parametrize(
+    "kind", [lowtide.HeadOptions, lowtide.TokenStats, lowtide.TeacherTopK, lowtide.nn.LinearCrossEntropyLoss]
+)
 def test_every_field_is_documented(kind: type) -> None:
     text = inspect.getdoc(kind) or ""
     for argument in inspect.signature(kind).parameters:
@@ -47,3 +60,11 @@ def test_links_in_the_documents_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
             if "://" not in target:
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+@pytest.mark.parametrize("page", ["token-stats", "divergence"])
+def test_the_examples_of_a_page_run(page: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})

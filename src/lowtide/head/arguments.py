@@ -21,22 +21,29 @@ def check_tensor(name: str, value: object) -> Tensor:
     return value
 
 
-def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> torch.dtype:
+def check_head(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    names: tuple[str, str, str] = ("input", "linear_weight", "linear_bias"),
+) -> torch.dtype:
     """Check hidden states [..., D], weight [V, D] and bias [V], and return the dtype that the GEMMs' operands take.
 
     Raises:
         ArgumentTypeError: Not tensors, not floating point, or different dtypes outside autocast.
         ArgumentValueError: Shapes or devices that do not fit.
     """
-    check_tensor("input", input)
-    check_tensor("linear_weight", linear_weight)
+    input_name, weight_name, bias_name = names
+    check_tensor(input_name, input)
+    check_tensor(weight_name, linear_weight)
     if linear_weight.dim() != 2:
-        raise ArgumentValueError(message("linear_weight", "shape [V, D]", _shape(linear_weight)))
+        raise ArgumentValueError(message(weight_name, "shape [V, D]", _shape(linear_weight)))
     V, D = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != D:
-        raise ArgumentValueError(message("input", f"shape [..., {D}], as linear_weight is [{V}, {D}]", _shape(input)))
+        expected = f"shape [..., {D}], as {weight_name} is [{V}, {D}]"
+        raise ArgumentValueError(message(input_name, expected, _shape(input)))
     dtype = operand_dtype(input)
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+    for name, tensor in zip(names, (input, linear_weight, linear_bias), strict=True):
         if tensor is None:
             continue
         if not check_tensor(name, tensor).is_floating_point():
@@ -46,15 +53,14 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None)
             raise ArgumentTypeError(
                 message(
                     name,
-                    f"dtype {input.dtype}, as input has",
+                    f"dtype {input.dtype}, as {input_name} has",
                     str(tensor.dtype),
                     "Cast one of them, or run under torch.autocast.",
                 )
             )
     if linear_bias is not None and linear_bias.shape != (V,):
-        raise ArgumentValueError(
-            message("linear_bias", f"shape [{V}], as linear_weight is [{V}, {D}]", _shape(linear_bias))
-        )
+        expected = f"shape [{V}], as {weight_name} is [{V}, {D}]"
+        raise ArgumentValueError(message(bias_name, expected, _shape(linear_bias)))
     return dtype
 
 

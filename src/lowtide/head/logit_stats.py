@@ -100,10 +100,16 @@ class Upstream:
             }
         )
 
-    def largest(self) -> Tensor:
-        """Return each row's largest magnitude [C]."""
-        given = [x for x in vars(self).values() if x is not None]
-        return torch.stack([x.abs().amax(1) if x.dim() == 2 else x.abs() for x in given]).amax(0)
+    def largest(self, V: int) -> Tensor:
+        """Return each row's largest magnitude [C], of what reaches a logit: the mean's is one V-th."""
+        given = [
+            x.abs().amax(1) if x.dim() == 2 else x.abs()
+            for x in (self.logprob, self.entropy, self.lse)
+            if x is not None
+        ]
+        if self.mean_logit is not None:
+            given.append(self.mean_logit.abs() / V)
+        return torch.stack(given).amax(0)
 
 
 @dataclass(kw_only=True)

@@ -164,12 +164,48 @@ def plan_head(
     gradient = choose_gradient(options, reduction, weight_frozen)
     if backend == "exp":
         return _plan_exp(N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied)
+    return plan_rows_of_logits(
+        N,
+        D,
+        V,
+        dtype,
+        device,
+        options,
+        backend=backend,
+        reason=reason,
+        gradient=gradient,
+        weight_dtype=weight_dtype,
+        weight_frozen=weight_frozen,
+    )
+
+
+def plan_rows_of_logits(
+    N: int,
+    D: int,
+    V: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: HeadOptions,
+    *,
+    backend: str,
+    reason: str,
+    gradient: Literal["forward", "recompute"],
+    weight_dtype: torch.dtype,
+    weight_frozen: bool,
+    beside: int = 0,
+    beside_row: int = 0,
+) -> HeadPlan:
+    """Return the plan where a chunk's logits exist: as many rows of them as the workspace holds.
+
+    ``beside`` bytes of it, and ``beside_row`` for each row of a chunk, are needed for something else. The other
+    arguments are those of `plan_head`, settled.
+    """
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    budget = _budget(options, device)
+    budget = workspace_bytes(options, device)
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
-    block_rows = _block_rows(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
-    fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V
-    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type, backend)
+    block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
+    fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
+    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type, backend) + beside_row
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
@@ -195,7 +231,7 @@ def plan_head(
         logits_gemm=logits_gemm,
         backward_gemm=backward_gemm,
         block_rows=block_rows,
-        columns=_columns(rows, V, device.type),
+        columns=columns_of(rows, V, device.type),
         note=_note(options, N, scratch),
     )
 
@@ -217,7 +253,7 @@ def _plan_exp(
     thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
     sums = 4 * -(-V // GPU_TILE)
     whole = thin + sums + 2 * padded(V)
-    budget = _budget(options, device)
+    budget = workspace_bytes(options, device)
     room = max(0, budget - fixed)
     automatic = options.workspace_mib is None
     rows = min(room // whole, _exp_rows(N, D)) if automatic else room // whole
@@ -363,7 +399,8 @@ def _cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def _budget(options: HeadOptions, device: torch.device) -> int:
+def workspace_bytes(options: HeadOptions, device: torch.device) -> int:
+    """Return how much scratch memory a call may take."""
     if options.workspace_mib is not None:
         return int(options.workspace_mib * MIB)
     if device.type == "cuda" and torch.cuda.is_available():
@@ -376,7 +413,8 @@ def _automatic_rows(N: int, most: int, device_type: str) -> int:
     return max(1, min(most, max(fewest, -(-N // FEWEST_CHUNKS))))
 
 
-def _block_rows(budget: int, D: int, V: int) -> int:
+def block_rows_of(budget: int, D: int, V: int) -> int:
+    """Return how many rows of the weight are cast at a time."""
     return max(1, min(V, 4096, budget // 8 // max(1, 4 * D)))
 
 
@@ -385,8 +423,8 @@ def padded(V: int) -> int:
     return -(-V // 8) * 8
 
 
-def _columns(rows: int, V: int, device_type: str) -> int:
-    """Columns handled at a time: few launches on a GPU; on a CPU 2 MiB, which stay in cache."""
+def columns_of(rows: int, V: int, device_type: str) -> int:
+    """Return the columns handled at a time: few launches on a GPU; on a CPU 2 MiB, which stay in cache."""
     if device_type != "cpu":
         return max(1, -(-V // 4))
     return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
@@ -398,4 +436,4 @@ def _row_bytes(
     wide = accumulate_dtype.itemsize
     if backend == "row":
         return wide * padded(V) + D * (2 * wide + 2 * dtype.itemsize) + 64
-    return wide * (padded(V) + 2 * _columns(1, V, device_type)) + D * (2 * wide + dtype.itemsize) + 24 * wide
+    return wide * (padded(V) + 2 * columns_of(1, V, device_type)) + D * (2 * wide + dtype.itemsize) + 24 * wide

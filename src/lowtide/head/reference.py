@@ -1,10 +1,14 @@
 """The head's specification in plain PyTorch: the logits exist, and autograd does the rest. Tests compare with it."""
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from lowtide.head.divergence import TeacherTopK
 from lowtide.head.token_stats import TokenStats, TopK
 
 
@@ -123,3 +127,62 @@ def linear_token_stats(
         found["is_top1"] = (y == z.argmax(-1, keepdim=True)).view(target.shape) & kept
     names = {*want, "topk"} if topk is not None else {*want}
     return TokenStats(**{name: found[name] for name in names})  # type: ignore[arg-type]
+
+
+def linear_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor | None,
+    teacher_weight: Tensor | None,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    teacher_topk: TeacherTopK | tuple[Any, ...] | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The twin of `lowtide.linear_divergence`: same arguments, same meaning, with both sides' logits in memory."""
+    a = logits(input, linear_weight, linear_bias, None, 1 / temperature).log_softmax(-1)
+    if teacher_topk is not None:
+        a, b = _cut_to_topk(a, TeacherTopK(*teacher_topk))
+    else:
+        assert teacher_input is not None
+        assert teacher_weight is not None
+        b = logits(teacher_input, teacher_weight, teacher_bias, None, 1 / temperature).log_softmax(-1).detach()
+        V = max(a.shape[-1], b.shape[-1])
+        a, b = (pad(side, (0, V - side.shape[-1]), value=-math.inf) for side in (a, b))
+    s, t = a.exp(), b.exp()
+    if kind == "forward_kl" or (kind == "jsd" and beta == 0):
+        value = _kl(t, b, a)
+    elif kind == "reverse_kl" or (kind == "jsd" and beta == 1):
+        value = _kl(s, a, b)
+    elif kind == "jsd":
+        log_m = torch.logaddexp(b + math.log(beta), a + math.log1p(-beta))
+        value = beta * _kl(t, b, log_m) + (1 - beta) * _kl(s, a, log_m)
+    else:
+        value = (s - t).abs().sum(-1) / 2
+    return value if mask is None else value.where(mask, 0)
+
+
+def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    none = p == 0
+    return (p * (log_p.masked_fill(none, 0) - log_q.masked_fill(none, 0))).sum(-1)
+
+
+def _cut_to_topk(a: Tensor, topk: TeacherTopK) -> tuple[Tensor, Tensor]:
+    """Return both sides' log-probabilities of the outcomes that are left of the vocabulary."""
+    b = topk.logprobs.detach().to(a.dtype)
+    none = (b == -math.inf) | (topk.ids >= a.shape[-1])
+    ids = topk.ids.where(~none, 0)
+    chosen = a.gather(-1, ids).masked_fill(none, -math.inf)
+    if topk.tail == "drop":
+        return chosen, b
+    if topk.tail == "renormalise":
+        return chosen.log_softmax(-1), b.log_softmax(-1)
+    taken = torch.zeros_like(a).scatter_add(-1, ids, (~none).to(a.dtype)) > 0
+    rest = a.masked_fill(taken, -math.inf).logsumexp(-1, keepdim=True)
+    left = torch.log(-torch.expm1(b.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(b.dtype).eps)))
+    left = left.masked_fill(taken.all(-1, keepdim=True), -math.inf)
+    return torch.cat((chosen, rest), -1), torch.cat((b, left), -1)

@@ -356,6 +356,17 @@ def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) 
     return rows.to(dtype)
 
 
+def drops_rows(device: torch.device) -> bool:
+    """Return whether rows that count for nothing are dropped: where counting them does not stop the host."""
+    return device.type == "cpu"
+
+
+def positions(chosen_N: Tensor) -> Tensor | None:
+    """Return where ``chosen_N`` is True, or None where it is everywhere; the host waits for it."""
+    index = chosen_N.nonzero()[:, 0]
+    return None if index.numel() == chosen_N.numel() else index
+
+
 def rows_are_viewable(x: Tensor) -> bool:
     """Return whether ``x.view(-1, D)`` exists: each leading axis spans exactly the axes after it."""
     span = None

@@ -17,7 +17,9 @@ from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.schedules import (
     Gradients,
     check_classes,
+    drops_rows,
     gradient_buffers,
+    positions,
     put_input_grad,
     remembered_plan,
     take_rows,
@@ -120,7 +122,7 @@ class TorchChunks:
         z_CV = self._logits(x_CD)
         outside = None
         if plan.backward_gemm == "narrow":
-            largest = upstream.largest()
+            largest = upstream.largest(job.weight_VD.shape[0])
             outside = largest.where(largest != 0, 1)
             upstream = upstream.times(1 / outside)
         stats_gradient_(z_CV, known, upstream, job.logit_scale, job.softcap, plan.columns)
@@ -167,7 +169,7 @@ def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
     N = job.target_NK.shape[0]
     index = None
     if drops_rows(job.input.device) and job.want.issubset(OF_TARGETS):
-        index = _positions(job.kept_NK.any(1))
+        index = positions(job.kept_NK.any(1))
     plan = plan_stats(job, N if index is None else index.numel(), options, weight_frozen=True)
     chunks = TorchChunks(job, plan)
     y_NK = job.target_NK.where(job.is_class_NK, 0)
@@ -193,10 +195,10 @@ def backward_chunks(
     if upstream.logprob is not None:
         g = upstream.logprob.where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
         upstream = Upstream(**{**vars(upstream), "logprob": g})
-    active_N = upstream.largest() != 0
+    active_N = upstream.largest(job.weight_VD.shape[0]) != 0
     index = kept = None
     if drops_rows(job.input.device):
-        index = _positions(active_N)
+        index = positions(active_N)
         known, upstream = (known, upstream) if index is None else (known.part(index), upstream.part(index))
     else:
         kept, known = active_N, _silenced(known, active_N)
@@ -211,11 +213,6 @@ def backward_chunks(
     return into
 
 
-def drops_rows(device: torch.device) -> bool:
-    """Return whether rows that count for nothing are dropped: where counting them does not stop the host."""
-    return device.type == "cpu"
-
-
 def _silenced(known: Known, active_N: Tensor) -> Known:
     """Return what is known of the rows, and of inactive ones numbers with which nothing but 0 can come out."""
     return Known(
@@ -224,9 +221,3 @@ def _silenced(known: Known, active_N: Tensor) -> Known:
         ids=known.ids,
         logprobs=known.logprobs.where(active_N[:, None], 0),
     )
-
-
-def _positions(chosen_N: Tensor) -> Tensor | None:
-    """Return where ``chosen_N`` is True, or None where it is everywhere; the host waits for it."""
-    index = chosen_N.nonzero()[:, 0]
-    return None if index.numel() == chosen_N.numel() else index

@@ -1,0 +1,241 @@
+"""How far a student's distribution over the vocabulary is from a teacher's, from logits that are never built."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.head import divergence_autograd
+from lowtide.head.arguments import (
+    check_device,
+    check_head,
+    check_number,
+    check_options,
+    check_per_token,
+    check_tensor,
+    refuse_transforms,
+    scalar_tensor,
+)
+from lowtide.head.options import HeadOptions
+
+KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
+TAILS = ("bucket", "renormalise", "drop")
+TEACHER = ("teacher_input", "teacher_weight", "teacher_bias")
+
+
+class TeacherTopK(NamedTuple):
+    """What is known of a teacher for each token: K classes and their log-probabilities. A plain tuple does as well.
+
+    Attributes:
+        ids: Classes [..., K], an integer dtype, each at most once for a token.
+        logprobs: The teacher's log-probabilities of these [..., K], any floating dtype, at the temperature of the call.
+            -inf in places that are not used.
+        tail: What becomes of the other classes, on both sides alike. ``"bucket"``: they are one more class that holds
+            what is left of each side's probability. ``"renormalise"``: they are left out, and what remains is made to
+            sum to 1. ``"drop"``: their terms are left out of the sum, and nothing else changes.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    tail: str = "bucket"
+
+
+def linear_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor | None,
+    teacher_weight: Tensor | None,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    teacher_topk: TeacherTopK | tuple[Any, ...] | None = None,
+    mask: Tensor | None = None,
+    options: HeadOptions | None = None,
+) -> Tensor:
+    """Return how far a student's distribution is from a teacher's at each token, without either's logits in memory.
+
+    With s the softmax of ``(x @ W.T + b) / temperature`` of the student, t that of the teacher:
+
+        "forward_kl"    KL(t || s) = sum_v t_v (log t_v - log s_v)
+        "reverse_kl"    KL(s || t)
+        "jsd"           beta KL(t || m) + (1 - beta) KL(s || m),   m = beta t + (1 - beta) s
+        "tv"            sum_v |s_v - t_v| / 2
+
+    A class of probability 0 adds 0. "jsd" with ``beta`` 0 is the forward KL and with 1 the reverse KL, the limits of
+    ``jsd / (beta (1 - beta))`` there, as in TRL's `GKDTrainer`; the jsd's own would be 0. There is no factor of
+    ``temperature**2``. A chunk of both sides' logits exists at a time, and backward builds them once more: two products
+    in forward, four in backward. The generalised JSD is from https://arxiv.org/abs/2306.13649.
+
+    Args:
+        input: The student's hidden states [..., D], any floating dtype and strides, any number of leading axes.
+        linear_weight: The student's output embedding [V, D]. Outside autocast of the same dtype as ``input``.
+        teacher_input: The teacher's hidden states [..., D'], of its own size D' and dtype; None with ``teacher_topk``.
+            No gradient goes to the teacher, whether or not its tensors require one.
+        teacher_weight: The teacher's output embedding [V', D']; None with ``teacher_topk``. Where V and V' differ, the
+            classes that one side lacks have probability 0 there: the forward KL is inf where the teacher has more
+            classes than the student, the reverse KL where it has fewer.
+        kind: ``"forward_kl"``, ``"reverse_kl"``, ``"jsd"`` or ``"tv"``.
+        beta: From 0 to 1: the teacher's share of the "jsd" mixture. The other kinds do not use it.
+        temperature: Number or 0-d tensor above 0 (a tensor is not inspected) by which both sides' logits are divided.
+            It gets no gradient.
+        linear_bias: [V], or None.
+        teacher_bias: [V'], or None.
+        teacher_topk: What is known of a teacher that is not here, in place of ``teacher_input`` and ``teacher_weight``:
+            `TeacherTopK`, or a tuple (ids, logprobs) or (ids, logprobs, tail).
+        mask: bool [...], True where the divergence is computed. Elsewhere it is 0 and contributes nothing, even if
+            hidden states hold NaN or inf. None: everywhere.
+        options: Memory: see `HeadOptions`. The only backend is ``"torch"``.
+
+    Returns:
+        Tensor: [...] in nats, float32, for float64 inputs float64.
+
+    Raises:
+        ArgumentValueError: A name, shape, device or number that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit, or float64 on one side alone; also a `TypeError`.
+        TargetIndexError: On the CPU, a negative id in ``teacher_topk``; also an `IndexError`. On other devices that
+            token's value and gradients are NaN.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or an implementation asked
+            for by name that cannot run; also a `RuntimeError`.
+
+    Note:
+        Where a KL is inf its value says so. The forward KL's gradient stays finite there, the reverse KL's is NaN. A
+        token to which no gradient flows back contributes nothing to any gradient; on the CPU it is not computed.
+
+    Example:
+        >>> student, head = torch.randn(2, 5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
+        >>> teacher, teacher_head = torch.randn(2, 5, 64), torch.nn.Linear(64, 1000, bias=False)
+        >>> kl = linear_divergence(student, head.weight, teacher, teacher_head.weight, temperature=2.0)
+        >>> (2.0**2 * kl.mean()).backward()
+    """
+    refuse_transforms("linear_divergence", input, linear_weight, linear_bias)
+    dtype = check_head(input, linear_weight, linear_bias)
+    if linear_weight.shape[0] == 0:
+        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
+    if kind not in KINDS:
+        raise ArgumentValueError(message("kind", "'forward_kl', 'reverse_kl', 'jsd' or 'tv'", f"{kind!r}"))
+    beta = check_number("beta", beta, 0, 1)
+    if kind == "jsd" and beta in (0, 1):
+        kind = "forward_kl" if beta == 0 else "reverse_kl"
+    options = _check_options(options)
+    if mask is not None:
+        check_per_token("mask", mask, input)
+        if mask.dtype != torch.bool:
+            raise ArgumentTypeError(message("mask", "dtype torch.bool, True where computed", str(mask.dtype)))
+    ids = logprobs = None
+    tail = ""
+    if teacher_topk is None:
+        teacher_dtype = _check_teacher(input, dtype, teacher_input, teacher_weight, teacher_bias)
+    else:
+        for name, value in zip(TEACHER, (teacher_input, teacher_weight, teacher_bias), strict=True):
+            if value is not None:
+                got = f"a {type(value).__name__}"
+                raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
+        ids, logprobs, tail = _check_topk(input, teacher_topk)
+        teacher_dtype = dtype
+    value = divergence_autograd.run(
+        divergence_autograd.DivergenceCall(
+            input=input,
+            linear_weight=linear_weight,
+            linear_bias=linear_bias,
+            teacher_input=_detached(teacher_input),
+            teacher_weight=_detached(teacher_weight),
+            teacher_bias=_detached(teacher_bias),
+            topk_ids=ids,
+            topk_logprobs=logprobs,
+            mask=None if mask is None else mask.reshape(-1),
+            temperature=_check_temperature(temperature),
+            dtype=dtype,
+            teacher_dtype=teacher_dtype,
+            kind=kind,
+            beta=beta,
+            tail=tail,
+            workspace_mib=options.workspace_mib,
+            accumulate=options.accumulate,
+        )
+    )
+    return value.view(input.shape[:-1])
+
+
+def _check_teacher(
+    input: Tensor, dtype: torch.dtype, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> torch.dtype:
+    """Check the teacher's own head, and return the dtype that its GEMM's operands take."""
+    for name, value in (("teacher_input", hidden), ("teacher_weight", weight)):
+        if value is None:
+            hint = "Give hidden states and weight of the teacher, or its top k."
+            raise ArgumentValueError(message(name, "a tensor, as teacher_topk is None", "None", hint))
+    assert hidden is not None
+    assert weight is not None
+    teacher_dtype = check_head(hidden, weight, bias, TEACHER)
+    if weight.shape[0] == 0:
+        raise ArgumentValueError(message("teacher_weight", "at least one class", str(list(weight.shape))))
+    if hidden.shape[:-1] != input.shape[:-1]:
+        leading = "".join(f"{size}, " for size in input.shape[:-1])
+        expected = f"shape [{leading}{hidden.shape[-1]}], as input is {list(input.shape)}"
+        raise ArgumentValueError(message("teacher_input", expected, str(list(hidden.shape))))
+    check_device("teacher_input", hidden, input)
+    if (teacher_dtype == torch.float64) != (dtype == torch.float64):
+        expected = f"float64 on both sides or on neither, and input is {input.dtype}"
+        raise ArgumentTypeError(message("teacher_input", expected, str(hidden.dtype), "Cast one side."))
+    return teacher_dtype
+
+
+def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, str]:
+    """Check a teacher's top k, and return ids [N, K], log-probabilities [N, K], and what becomes of the tail."""
+    if not isinstance(teacher_topk, tuple) or len(teacher_topk) not in (2, 3):
+        got = f"a tuple of {len(teacher_topk)}" if isinstance(teacher_topk, tuple) else type(teacher_topk).__name__
+        expected = "lowtide.TeacherTopK, or a tuple (ids, logprobs) or (ids, logprobs, tail)"
+        raise ArgumentTypeError(message("teacher_topk", expected, got))
+    ids, logprobs, tail = TeacherTopK(*teacher_topk)
+    check_tensor("teacher_topk.ids", ids)
+    check_tensor("teacher_topk.logprobs", logprobs)
+    if tail not in TAILS:
+        raise ArgumentValueError(message("teacher_topk.tail", "'bucket', 'renormalise' or 'drop'", f"{tail!r}"))
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ArgumentTypeError(message("teacher_topk.ids", "an integer dtype", str(ids.dtype)))
+    if not logprobs.is_floating_point():
+        raise ArgumentTypeError(message("teacher_topk.logprobs", "a floating-point dtype", str(logprobs.dtype)))
+    if ids.dim() != input.dim() or ids.shape[:-1] != input.shape[:-1] or ids.shape[-1] == 0:
+        leading = "".join(f"{size}, " for size in input.shape[:-1])
+        expected = f"shape [{leading}K] with K above 0, as input is {list(input.shape)}"
+        raise ArgumentValueError(message("teacher_topk.ids", expected, str(list(ids.shape))))
+    if logprobs.shape != ids.shape:
+        expected = f"shape {list(ids.shape)}, as the ids have"
+        raise ArgumentValueError(message("teacher_topk.logprobs", expected, str(list(logprobs.shape))))
+    check_device("teacher_topk.ids", ids, input)
+    check_device("teacher_topk.logprobs", logprobs, input)
+    N, K = math.prod(input.shape[:-1]), ids.shape[-1]
+    return ids.long().reshape(N, K), logprobs.detach().reshape(N, K), tail
+
+
+def _check_options(options: HeadOptions | None) -> HeadOptions:
+    options = check_options(options)
+    if options.backend in ("exp", "row"):
+        hint = "There are no kernels for divergences."
+        raise UnsupportedError(message("backend", "'auto' or 'torch'", f"{options.backend!r}", hint))
+    if options.gradient == "forward":
+        hint = "Each token's upstream gradient is known in backward only."
+        raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
+    return options
+
+
+def _check_temperature(temperature: float | Tensor) -> Tensor | None:
+    """Return the temperature as a 0-d tensor, None for 1."""
+    if isinstance(temperature, Tensor):
+        if temperature.requires_grad:
+            expected = "a number, or a 0-d tensor that requires no gradient"
+            raise ArgumentValueError(message("temperature", expected, "one that does", "Pass temperature.detach()."))
+    else:
+        check_number("temperature", temperature, 0, math.inf, above=True)
+        if isinstance(temperature, int | float) and temperature == 1:
+            return None
+    return scalar_tensor("temperature", temperature, torch.float64)
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()

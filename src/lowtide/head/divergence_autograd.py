@@ -1,0 +1,189 @@
+"""`linear_divergence` as registered operators and in autograd's graph: values in forward, gradients in backward.
+
+`torch.ops.lowtide.divergence` computes each token's value; `torch.ops.lowtide.divergence_backward` builds both sides'
+logits once more for the student's gradients. Both begin with the fields of `DivergenceCall`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.head.divergence_rows import DivergenceJob, KnownClasses, Teacher, backward_chunks, forward_chunks
+from lowtide.head.divergence_terms import Kind, RowNumbers
+from lowtide.head.graph import in_places
+from lowtide.head.options import HeadOptions
+from lowtide.head.registration import no_autocast, scalar_on, schema_of, tensor_fields, watched
+
+
+class DivergenceCall(NamedTuple):
+    """What `lowtide.linear_divergence` was asked, as plain tensors and scalars."""
+
+    input: Tensor  # [..., D]
+    linear_weight: Tensor  # [V, D]
+    linear_bias: Tensor | None  # [V]
+    teacher_input: Tensor | None  # [..., D'], and with it teacher_weight; or topk_ids and topk_logprobs
+    teacher_weight: Tensor | None  # [V', D']
+    teacher_bias: Tensor | None  # [V']
+    topk_ids: Tensor | None  # [N, K] int64
+    topk_logprobs: Tensor | None  # [N, K]
+    mask: Tensor | None  # [N] bool
+    temperature: Tensor | None  # scalar
+    dtype: torch.dtype  # of the student's GEMM operands
+    teacher_dtype: torch.dtype
+    kind: str
+    beta: float
+    tail: str
+    workspace_mib: float | None
+    accumulate: str
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of logits and values."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def tokens(self) -> int:
+        """Return N."""
+        return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant
+
+    def options(self) -> HeadOptions:
+        """Return the options that bear on a single pass."""
+        accumulate: Any = self.accumulate
+        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend="torch")
+
+    def job(self) -> DivergenceJob:
+        """Return the same, flattened, for the loop over chunks."""
+        wide = self.wide
+        teacher: Teacher | KnownClasses
+        if self.teacher_input is not None and self.teacher_weight is not None:
+            teacher = Teacher(
+                input=self.teacher_input,
+                weight_VD=self.teacher_weight,
+                bias_V=None if self.teacher_bias is None else self.teacher_bias.to(wide),
+                dtype=self.teacher_dtype,
+            )
+        else:
+            assert self.topk_ids is not None
+            assert self.topk_logprobs is not None
+            teacher = KnownClasses(ids_NK=self.topk_ids, logprobs_NK=self.topk_logprobs.to(wide), tail=self.tail)
+        return DivergenceJob(
+            input=self.input,
+            weight_VD=self.linear_weight,
+            bias_V=None if self.linear_bias is None else self.linear_bias.to(wide),
+            teacher=teacher,
+            mask_N=self.mask,
+            scale=None if self.temperature is None else 1 / scalar_on(self.input.device, self.temperature, wide),
+            kind=Kind(self.kind, self.beta),
+            dtype=self.dtype,
+            wide=wide,
+        )
+
+
+_TRAINED = tuple(map(DivergenceCall._fields.index, ("input", "linear_weight", "linear_bias")))
+_TENSORS = tensor_fields(DivergenceCall)
+_CALL = schema_of(DivergenceCall)
+
+
+@torch.library.custom_op(
+    "lowtide::divergence", mutates_args=(), schema=f"({_CALL}) -> ({', '.join(['Tensor'] * len(RowNumbers._fields))})"
+)
+def divergence(*args: Any) -> RowNumbers:
+    """Compute each token's divergence [N], and what backward needs to know of it."""
+    return _values(DivergenceCall(*args))
+
+
+@divergence.register_fake
+def _(*args: Any) -> RowNumbers:
+    call = DivergenceCall(*args)
+    return RowNumbers(*(call.input.new_empty(call.tokens, dtype=call.wide) for _ in RowNumbers._fields))
+
+
+@torch.library.custom_op(
+    "lowtide::divergence_backward",
+    mutates_args=(),
+    schema=f"({_CALL}, bool input_grad, bool weight_grad, bool bias_grad, Tensor upstream, "
+    "Tensor lse, Tensor other_lse, Tensor pivot) -> (Tensor, Tensor, Tensor)",
+)
+def divergence_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of the student's input, weight and bias from the upstream ones [N]."""
+    return _gradients(*_split(args))
+
+
+@divergence_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call, wanted, *_ = _split(args)
+    return (
+        call.input.new_empty(call.input.shape if wanted[0] else 0),
+        call.linear_weight.new_empty(call.linear_weight.shape if wanted[1] else 0),
+        call.input.new_empty(call.linear_weight.shape[0] if wanted[2] else 0, dtype=call.wide),
+    )
+
+
+def _split(args: Sequence[Any]) -> tuple[DivergenceCall, tuple[bool, bool, bool], Tensor, Sequence[Tensor]]:
+    start = len(DivergenceCall._fields)
+    flags = args[start : start + 3]
+    return DivergenceCall(*args[:start]), (flags[0], flags[1], flags[2]), args[start + 3], args[start + 4 :]
+
+
+def _values(call: DivergenceCall) -> RowNumbers:
+    with torch.no_grad(), no_autocast(call.input.device):
+        return forward_chunks(call.job(), call.tokens, call.options())
+
+
+def _gradients(
+    call: DivergenceCall, wanted: tuple[bool, bool, bool], upstream: Tensor, known: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.no_grad(), no_autocast(call.input.device):
+        into = backward_chunks(call.job(), call.options(), RowNumbers(upstream, *known), upstream, wanted)
+    dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
+    return (
+        call.input.new_empty(0) if dx is None else dx.view(call.input.shape),
+        call.linear_weight.new_empty(0) if dw is None else dw.to(call.linear_weight.dtype),
+        upstream.new_empty(0) if db is None else db,
+    )
+
+
+def run(call: DivergenceCall) -> Tensor:
+    """Return each token's divergence [N], connected to whichever of the student's tensors need a gradient."""
+    trained = any(t is not None and t.requires_grad for t in (call.input, call.linear_weight, call.linear_bias))
+    if torch.is_grad_enabled() and trained:
+        value: Tensor = _Divergence.apply(*call)  # type: ignore[no-untyped-call]
+        return value
+    return _run(call).value
+
+
+def _run(call: DivergenceCall) -> RowNumbers:
+    return RowNumbers(*divergence(*call)) if watched(call) else _values(call)
+
+
+class _Divergence(torch.autograd.Function):
+    """Forward stores the inputs and three numbers a token; backward builds both sides' logits once more."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        call = DivergenceCall(*args)
+        rows = _run(call)
+        ctx.save_for_backward(*(call[i] for i in _TENSORS), *rows[1:])
+        ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
+        return rows.value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        fields = list(ctx.scalars)
+        tensors = ctx.saved_tensors
+        for i, tensor in zip(_TENSORS, tensors, strict=False):
+            fields[i] = tensor
+        call = DivergenceCall(*fields)
+        wanted = tuple(ctx.needs_input_grad[i] for i in _TRAINED)
+        args = (*call, *wanted, upstream, *tensors[len(_TENSORS) :])
+        with torch.no_grad():
+            dx, dw, db = divergence_backward(*args) if watched(args) else _gradients(*_split(args))
+            grads = [
+                dx if wanted[0] else None,
+                dw if wanted[1] else None,
+                db.to(call.linear_bias.dtype) if wanted[2] and call.linear_bias is not None else None,
+            ]
+        return tuple(in_places(grads, _TRAINED, len(DivergenceCall._fields)))

@@ -1,0 +1,233 @@
+"""The loop over chunks of tokens for `linear_divergence`: both sides' logits, their divergence, its gradient.
+
+N tokens, n of them computed, C rows of a chunk, D hidden size, V vocabulary, K classes of a teacher's top k.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import TargetIndexError, message
+from lowtide.head.divergence_terms import Kind, RowNumbers, dense_gradient_, dense_rows, topk_gradient_, topk_rows
+from lowtide.head.matmul import HeadMatmul
+from lowtide.head.options import HeadOptions
+from lowtide.head.pair_plan import plan_pair
+from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.schedules import Gradients, drops_rows, gradient_buffers, positions, put_input_grad, take_rows
+from lowtide.head.softmax import finish_logits_
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """The teacher's own head."""
+
+    input: Tensor  # [..., D]
+    weight_VD: Tensor
+    bias_V: Tensor | None  # wide
+    dtype: torch.dtype  # the GEMM's operands
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownClasses:
+    """What is known of a teacher: its top k."""
+
+    ids_NK: Tensor  # int64
+    logprobs_NK: Tensor  # wide; -inf where there is none
+    tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceJob:
+    """One call, flattened: tokens in one axis N, nothing left to validate."""
+
+    input: Tensor  # [..., D]
+    weight_VD: Tensor
+    bias_V: Tensor | None  # wide
+    teacher: Teacher | KnownClasses
+    mask_N: Tensor | None  # bool
+    scale: Tensor | None  # scalar, wide: 1 / temperature
+    kind: Kind
+    dtype: torch.dtype  # the GEMMs' operands
+    wide: torch.dtype  # logits, and what comes of them
+
+    def check_ids(self) -> None:
+        """Raise on the CPU where an id is negative; elsewhere its row becomes NaN, for a check would wait.
+
+        Raises:
+            TargetIndexError: With the first one's value and place.
+        """
+        if isinstance(self.teacher, KnownClasses) and drops_rows(self.input.device):
+            ids = self.teacher.ids_NK.reshape(-1)
+            wrong = ((ids < 0) & (self.teacher.logprobs_NK.reshape(-1) > -torch.inf)).nonzero()
+            if wrong.numel():
+                position = int(wrong[0, 0])
+                got = f"{int(ids[position])} at position {position} of the flattened ids"
+                hint = "Give unused places the log-probability -inf."
+                raise TargetIndexError(message("teacher_topk", "class indices of 0 or more", got, hint))
+
+
+class TorchPair:
+    """Both directions of a chunk in plain PyTorch, on any device and in any dtype: logits, and what is done to them."""
+
+    def __init__(self, job: DivergenceJob, plan: HeadPlan, teacher_plan: HeadPlan) -> None:
+        self.job, self.plan = job, plan
+        self.matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
+        rows, self.V = plan.chunk_rows if plan.chunks else 0, job.weight_VD.shape[0]
+        if isinstance(job.teacher, Teacher):
+            teacher = job.teacher
+            self.teacher_matmul = HeadMatmul(teacher.weight_VD, teacher_plan, teacher.dtype, job.wide)
+            self.width = max(self.V, teacher.weight_VD.shape[0])
+            self._teacher_buffer = job.input.new_empty(rows, padded(self.width), dtype=job.wide)
+        else:
+            self.width = self.V + 1  # the column where classes that the student lacks are read and written
+        self._buffer = job.input.new_empty(rows, padded(self.width), dtype=job.wide)
+
+    def forward(self, x_CD: Tensor, index: Tensor | None, part: slice, kept_C: Tensor | None) -> RowNumbers:
+        """Return the chunk's divergences, and what backward needs to know of its rows."""
+        job, columns = self.job, self.plan.columns
+        z_CW = self._student(x_CD)
+        if isinstance(job.teacher, Teacher):
+            return dense_rows(z_CW, self._teacher(job.teacher, index, part, kept_C), job.kind, columns)
+        ids, logprobs = self._known(job.teacher, index, part, kept_C)
+        return topk_rows(z_CW, ids, logprobs, job.teacher.tail, job.kind, columns)
+
+    def backward(
+        self,
+        x_CD: Tensor,
+        rows: RowNumbers,
+        factor_C: Tensor,
+        into: Gradients,
+        index: Tensor | None,
+        part: slice,
+        kept_C: Tensor | None,
+    ) -> None:
+        """Add a chunk's part to ``into``, its rows of the input's gradient at ``part`` of ``index``.
+
+        Where the logits' gradient is narrowed for the GEMMs, each row's factor stays outside of it, as in `run_chunks`.
+        """
+        job, plan = self.job, self.plan
+        z_CW = self._student(x_CD)
+        if job.scale is not None:
+            factor_C = factor_C * job.scale
+        inside, outside = (None, factor_C) if plan.backward_gemm == "narrow" else (factor_C, None)
+        if isinstance(job.teacher, Teacher):
+            teacher_CW = self._teacher(job.teacher, index, part, kept_C)
+            dense_gradient_(z_CW, teacher_CW, rows, job.kind, inside, plan.columns)
+        else:
+            ids, logprobs = self._known(job.teacher, index, part, kept_C)
+            topk_gradient_(z_CW, ids, logprobs, rows, job.teacher.tail, job.kind, inside, plan.columns)
+        z_CV = z_CW[:, : self.V]
+        if kept_C is not None:
+            z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities of a row that does not count, times 0
+        if into.bias_V is not None:
+            into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
+        if into.input_ND is None and into.weight_VD is None:
+            return
+        g_CV = self.matmul.operand(z_CV)
+        if into.input_ND is not None:
+            put_input_grad(self.matmul, g_CV, outside, into.input_ND, index, part)
+        if into.weight_VD is not None:
+            self.matmul.weight_grad(g_CV, outside, x_CD, into.weight_VD, part.start == 0)
+
+    def _student(self, x_CD: Tensor) -> Tensor:
+        z_CW = self._buffer[: x_CD.shape[0], : self.width]
+        self._logits(self.matmul, x_CD, z_CW, self.job.bias_V)
+        return z_CW
+
+    def _teacher(self, teacher: Teacher, index: Tensor | None, part: slice, kept_C: Tensor | None) -> Tensor:
+        x_CD = take_rows(teacher.input, index, part, teacher.dtype)
+        if kept_C is not None:
+            x_CD = x_CD.where(kept_C[:, None], 0)
+        z_CW = self._teacher_buffer[: x_CD.shape[0], : self.width]
+        self._logits(self.teacher_matmul, x_CD, z_CW, teacher.bias_V)
+        return z_CW
+
+    def _logits(self, matmul: HeadMatmul, x_CD: Tensor, z_CW: Tensor, bias_V: Tensor | None) -> None:
+        """Write one side's logits, and -inf for the classes that only the other side has."""
+        V = matmul.weight_VD.shape[0]
+        matmul.logits(x_CD, z_CW[:, :V])
+        finish_logits_(z_CW[:, :V], bias_V, self.job.scale, None, self.plan.columns)
+        if self.width > V:
+            z_CW[:, V:] = -torch.inf
+
+    def _known(
+        self, teacher: KnownClasses, index: Tensor | None, part: slice, kept_C: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a chunk's classes, V where the student lacks one or there is none, and their log-probabilities."""
+        rows = part if index is None else index[part]
+        ids, logprobs = teacher.ids_NK[rows], teacher.logprobs_NK[rows]
+        there = logprobs > -torch.inf
+        logprobs = logprobs.masked_fill((ids < 0) & there, torch.nan)
+        if kept_C is not None:
+            logprobs = logprobs.where(kept_C[:, None], 0)
+        return ids.where(there & (ids >= 0) & (ids < self.V), self.V), logprobs
+
+
+def _plans(job: DivergenceJob, n: int, options: HeadOptions, *, weight_frozen: bool) -> tuple[HeadPlan, HeadPlan]:
+    V, D = job.weight_VD.shape
+    if isinstance(job.teacher, Teacher):
+        teacher_V, teacher_D = job.teacher.weight_VD.shape
+        teacher_dtype = job.teacher.dtype
+    else:
+        teacher_D, teacher_V, teacher_dtype = 0, job.teacher.ids_NK.shape[1], job.dtype
+    return plan_pair(
+        n,
+        (D, V),
+        (teacher_D, teacher_V),
+        job.dtype,
+        teacher_dtype,
+        job.input.device,
+        options,
+        weight_dtype=job.weight_VD.dtype,
+        weight_frozen=weight_frozen,
+    )
+
+
+def forward_chunks(job: DivergenceJob, N: int, options: HeadOptions) -> RowNumbers:
+    """Return the divergence of all N tokens, and what backward needs to know of each; 0 where masked.
+
+    On the CPU masked tokens are dropped; elsewhere they are computed as zeros, for a count would stop the host.
+    """
+    job.check_ids()
+    kept, index = job.mask_N, None
+    if kept is not None and drops_rows(job.input.device):
+        index, kept = positions(kept), None
+    plans = _plans(job, N if index is None else index.numel(), options, weight_frozen=True)
+    pair = TorchPair(job, *plans)
+    found = RowNumbers(*(job.input.new_zeros(N, dtype=job.wide) for _ in RowNumbers._fields))
+    for part in plans[0].slices():
+        x_CD = take_rows(job.input, index, part, job.dtype)
+        kept_C = None if kept is None else kept[part]
+        if kept_C is not None:
+            x_CD = x_CD.where(kept_C[:, None], 0)
+        for whole, piece in zip(found, pair.forward(x_CD, index, part, kept_C), strict=True):
+            whole[part if index is None else index[part]] = piece
+    return found if kept is None else found._replace(value=found.value.where(kept, 0))
+
+
+def backward_chunks(
+    job: DivergenceJob, options: HeadOptions, rows: RowNumbers, upstream_N: Tensor, wanted: tuple[bool, bool, bool]
+) -> Gradients:
+    """Return the wanted gradients of input, weight and bias, from all rows to which something flows back."""
+    if job.mask_N is not None:
+        upstream_N = upstream_N.where(job.mask_N, 0)
+    active_N = upstream_N != 0
+    kept = index = None
+    if drops_rows(job.input.device):
+        index = positions(active_N)
+    else:
+        kept = active_N
+    if index is not None:
+        rows, upstream_N = RowNumbers(*(x[index] for x in rows)), upstream_N[index]
+    plans = _plans(job, upstream_N.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
+    into = gradient_buffers(job.input, job.weight_VD, job.wide, plans[0], wanted, some_rows=index is not None)
+    pair = TorchPair(job, *plans)
+    for part in plans[0].slices():
+        x_CD = take_rows(job.input, index, part, job.dtype)
+        kept_C = None if kept is None else kept[part]
+        if kept_C is not None:
+            x_CD = x_CD.where(kept_C[:, None], 0)
+        of_chunk = RowNumbers(*(x[part] for x in rows))
+        pair.backward(x_CD, of_chunk, upstream_N[part], into, index, part, kept_C)
+    return into

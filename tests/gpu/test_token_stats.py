@@ -1,0 +1,150 @@
+"""linear_token_stats and linear_divergence on a CUDA device: values, no host synchronisation, memory, NaN kept out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide import HeadOptions, TokenStats, linear_divergence, linear_logprobs, linear_token_stats
+from support import divergence_oracle, head, relative_error, stats_oracle
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
+KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
+
+
+@pytest.fixture(autouse=True)
+def _full_float32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
+    return [t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in head(*args, **kwargs)]
+
+
+def doubled(*leaves: Tensor) -> list[Tensor]:
+    return [t.detach().double().requires_grad_() for t in leaves]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [((3, 43), 37, 1003), ((1, 2), 64, 2), ((2, 300), 128, 5000)])
+@pytest.mark.parametrize("K", [1, 3])
+def test_statistics(dtype: torch.dtype, shape: tuple[tuple[int, int], int, int], K: int) -> None:
+    x, w, b, y = on_gpu(*shape, dtype=dtype)
+    y.view(-1)[::5] = -100
+    y = y if K == 1 else torch.stack((y, y.flip(0), y), -1)
+    options = {"softcap": 9.0, "logit_scale": torch.tensor(0.7)}
+    stats = linear_token_stats(x, w, y, want=TokenStats._fields, topk=2, linear_bias=b, **options)
+    true = doubled(x, w, b)
+    expected = stats_oracle(*true[:2], y, linear_bias=true[2], topk=2, softcap=9.0, logit_scale=0.7)
+    for name in (*DIFFERENTIABLE, "sum_sq_prob"):
+        assert relative_error(getattr(stats, name), expected[name]) < (1e-12 if dtype == torch.float64 else 2e-5), name
+    assert relative_error(stats.topk.values, expected["topk_values"]) < 2e-5
+    alone = linear_logprobs(x, w, y, linear_bias=b, **options)
+    assert relative_error(alone, expected["logprob"]) < 2e-5
+    upstream = [torch.randn_like(expected[n]) for n in DIFFERENTIABLE]
+    got = torch.autograd.grad(
+        [getattr(stats, n) for n in DIFFERENTIABLE], (x, w, b), [u.to(stats.lse.dtype) for u in upstream]
+    )
+    want = torch.autograd.grad([expected[n] for n in DIFFERENTIABLE], true, upstream)
+    assert all(relative_error(g, e) < 2 * TOLERANCE[dtype] for g, e in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergences(dtype: torch.dtype, kind: str) -> None:
+    x, w, b, _ = on_gpu((2, 300), 64, 3001, dtype=dtype)
+    tx, tw, _, _ = on_gpu((2, 300), 40, 3001, dtype=dtype, seed=1)
+    true = doubled(x, w, b)
+    value = linear_divergence(x, w, tx, tw, kind=kind, linear_bias=b, temperature=1.5)
+    teacher = (tx.detach().double(), tw.detach().double())
+    expected = divergence_oracle(*true[:2], *teacher, kind=kind, linear_bias=true[2], temperature=1.5)
+    assert relative_error(value, expected) < (1e-11 if dtype == torch.float64 else 2e-5)
+    upstream = torch.randn_like(expected)
+    got = torch.autograd.grad(value, (x, w, b), upstream.to(value.dtype))
+    want = torch.autograd.grad(expected, true, upstream)
+    assert all(relative_error(g, e) < 2 * TOLERANCE[dtype] for g, e in zip(got, want, strict=True))
+
+
+def runs(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """Every way through the two functions, forward to one number."""
+    x, w, b, y = on_gpu((4, 300), 64, 3000, dtype=dtype)
+    tx, tw, _, _ = on_gpu((4, 300), 40, 3000, dtype=dtype, seed=1)
+    mask = torch.rand(4, 300, device="cuda") < 0.5
+    several = torch.stack((y, y), -1)
+    with torch.no_grad():
+        logprobs, ids = (tx.float() @ tw.float().T).log_softmax(-1).topk(8)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "logprobs": lambda: linear_logprobs(x, w, y, linear_bias=b).sum(),
+        "several": lambda: linear_logprobs(x, w, several, linear_bias=b).sum(),
+        "stats": lambda: sum(
+            getattr(linear_token_stats(x, w, y, want=TokenStats._fields, topk=4), n).sum() for n in DIFFERENTIABLE
+        ),
+    }
+    for kind in KINDS:
+        calls[kind] = lambda kind=kind: linear_divergence(x, w, tx, tw, kind=kind, mask=mask, linear_bias=b).sum()
+    for tail in ("bucket", "renormalise", "drop"):
+        known = (ids, logprobs, tail)
+        calls[tail] = lambda known=known: linear_divergence(x, w, None, None, mask=mask, teacher_topk=known).sum()
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nothing_waits_for_the_device_and_bits_repeat(dtype: torch.dtype) -> None:
+    for name, call in runs(dtype).items():
+        call().backward()  # Triton compiles
+        torch.cuda.synchronize()
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+                torch.cuda.set_sync_debug_mode("error")
+            first = call()
+            first.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(first, call()), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_does_not_count_may_hold_anything(kind: str, dtype: torch.dtype) -> None:
+    x, w, b, y = on_gpu(60, 16, 310, dtype=dtype)
+    tx, tw, _, _ = on_gpu(60, 8, 310, dtype=dtype, seed=1)
+    mask = torch.arange(60, device="cuda") % 3 != 0
+    y = y.where(mask, -100)
+    results = []
+    for bad in (0.0, torch.nan):
+        x_, tx_ = (t.detach().where(mask[:, None], t.detach() * 0 + bad).requires_grad_() for t in (x, tx))
+        stats = linear_token_stats(x_, w, y, linear_bias=b)
+        value = linear_divergence(x_, w, tx_, tw, kind=kind, mask=mask, linear_bias=b)
+        total = stats.logprob.sum() + stats.entropy.where(mask, 0).sum() + value.sum()
+        results.append((value, stats.logprob, *torch.autograd.grad(total, (x_, w, b))))
+    for clean, got in zip(*results, strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, got)
+
+
+def test_the_workspace_is_kept() -> None:
+    N, D, V = 4096, 256, 32000
+    x, w, _, y = on_gpu(N, D, V, dtype=torch.bfloat16, bias=False)
+    tx, tw, _, _ = on_gpu(N, D, V, dtype=torch.bfloat16, bias=False, seed=1)
+    options = HeadOptions(workspace_mib=64)
+    calls = (
+        lambda: linear_token_stats(x, w, y, options=options).entropy,
+        lambda: linear_divergence(x, w, tx, tw, kind="jsd", options=options),
+    )
+    for call in calls:
+        call().sum().backward()
+        x.grad = w.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call().sum().backward()
+        beyond = torch.cuda.max_memory_allocated() - before - x.nbytes - w.nbytes - V * D * 4
+        assert beyond <= 64 * 2**20
+        x.grad = w.grad = None

@@ -1,0 +1,82 @@
+"""What linear_divergence really allocates: neither side's logits, and what the workspace allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide import HeadOptions, linear_divergence
+from lowtide.head.pair_plan import plan_pair
+from lowtide.measure import track_allocations
+from support import divergence_oracle, head
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tv", "top k"])
+def test_no_quarter_of_the_logits_is_ever_allocated(dtype: torch.dtype, kind: str) -> None:
+    N, D, V = 512, 16, 3001
+    x, w, b, _ = head(N, D, V, dtype=dtype)
+    tx, tw, _, _ = head(N, 24, V, dtype=dtype, seed=1)
+    known = (torch.arange(5).expand(N, 5), torch.full((N, 5), 0.15).log())
+    with track_allocations() as seen:
+        if kind == "top k":
+            value = linear_divergence(x, w, None, None, linear_bias=b, teacher_topk=known)
+        else:
+            value = linear_divergence(x, w, tx, tw, kind=kind, linear_bias=b)
+        value.sum().backward()
+    assert 0 < seen.largest_bytes < N * V / 4 * (8 if dtype == torch.float64 else 2)
+    with track_allocations() as seen:
+        divergence_oracle(x, w, tx, tw).sum().backward()
+    assert seen.largest_bytes >= N * V * dtype.itemsize, "the tracker must see the logits where there are any"
+
+
+@pytest.mark.parametrize("workspace_mib", [1, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tv", "top k"])
+@pytest.mark.parametrize("case", ["plain", "frozen head", "larger teacher", "autocast"])
+def test_the_workspace_is_kept(workspace_mib: float, dtype: torch.dtype, kind: str, case: str) -> None:
+    N, D, V = 210, 48, 4099
+    stored = torch.float32 if case == "autocast" else dtype
+    teacher_V = 5001 if case == "larger teacher" else V
+    x, w, b, _ = head((7, 30), D, V, dtype=stored)
+    tx, tw, _, _ = head((7, 30), 64, teacher_V, dtype=stored, seed=1)
+    w.requires_grad_(case != "frozen head")
+    b.requires_grad_(case != "frozen head")
+    options = HeadOptions(workspace_mib=workspace_mib)
+    operand = torch.bfloat16 if case == "autocast" else dtype
+    sizes = ((D, V), (0, 20) if kind == "top k" else (64, teacher_V))
+    plans = plan_pair(
+        N,
+        *sizes,
+        operand,
+        operand,
+        torch.device("cpu"),
+        options,
+        weight_dtype=stored,
+        weight_frozen=case == "frozen head",
+    )
+    known = (torch.arange(20).expand(7, 30, 20), torch.full((7, 30, 20), 0.04).log())
+    with track_allocations() as seen, torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        if kind == "top k":
+            value = linear_divergence(x, w, None, None, linear_bias=b, teacher_topk=known, options=options)
+        else:
+            value = linear_divergence(x, w, tx, tw, kind=kind, linear_bias=b, options=options)
+        value.sum().backward()
+    returned = sum(t.grad.nbytes for t in (x, w, b) if t.grad is not None)
+    beyond = seen.peak_bytes - returned - plans[0].accumulator_bytes - plans[0].cast_bytes
+    assert plans[0].scratch_bytes <= workspace_mib * MIB
+    assert beyond <= workspace_mib * MIB
+    if workspace_mib < 4 and dtype == torch.float32 and case == "plain":
+        assert beyond >= 0.3 * workspace_mib * MIB, "what is allowed is put to use"
+
+
+def test_what_is_kept_between_forward_and_backward() -> None:
+    N, D, V = 400, 32, 2000
+    x, w, _, _ = head(N, D, V)
+    tx, tw, _, _ = head(N, D, V, seed=1)
+    with track_allocations() as seen:
+        value = linear_divergence(x, w, tx.detach(), tw.detach())
+    assert value.requires_grad
+    assert seen.events[-1].total_bytes <= 64 * N
