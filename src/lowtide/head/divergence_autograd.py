@@ -15,7 +15,7 @@ from lowtide.head.divergence_rows import DivergenceJob, KnownClasses, Teacher, b
 from lowtide.head.divergence_terms import Kind, RowNumbers
 from lowtide.head.graph import in_places
 from lowtide.head.options import HeadOptions
-from lowtide.head.registration import no_autocast, scalar_on, schema_of, tensor_fields, watched
+from lowtide.head.registration import scalar_on, schema_of, tensor_fields, undisturbed, watched
 
 
 class DivergenceCall(NamedTuple):
@@ -129,14 +129,14 @@ def _split(args: Sequence[Any]) -> tuple[DivergenceCall, tuple[bool, bool, bool]
 
 
 def _values(call: DivergenceCall) -> RowNumbers:
-    with torch.no_grad(), no_autocast(call.input.device):
+    with torch.no_grad(), undisturbed(call.input.device):
         return forward_chunks(call.job(), call.tokens, call.options())
 
 
 def _gradients(
     call: DivergenceCall, wanted: tuple[bool, bool, bool], upstream: Tensor, known: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.no_grad(), no_autocast(call.input.device):
+    with torch.no_grad(), undisturbed(call.input.device):
         into = backward_chunks(call.job(), call.options(), RowNumbers(upstream, *known), upstream, wanted)
     dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
     return (
