@@ -13,8 +13,10 @@ import lowtide
 
 trl = pytest.importorskip("trl", reason="TRL comes with the trl extra")
 
-WORDS = "the tide came in and went out over sand while gulls counted waves slowly until night fell".split()
-SPECIAL = ["<pad>", "<eos>", "<unk>"]
+WORDS = (
+    "the", "tide", "came", "in", "and", "went", "out", "over", "sand", "while", "gulls", "counted", "waves", "slowly",
+)  # fmt: skip
+SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def tokenizer() -> Any:
     )
 
 
-def tiny_model(seed: int = 0, *, family: str = "Llama", vocab_size: int = 67, **settings: Any) -> Any:
+def build_model(seed: int = 0, *, family: str = "Llama", vocab_size: int = 23, **settings: Any) -> Any:
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
@@ -79,8 +81,8 @@ def rows(kind: str, count: int = 12) -> Any:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """How often an answer speaks of the sea, and that it varies."""
-    return [text.count("tide") + 0.3 * text.count("waves") + 0.1 * len(set(text.split())) for text in completions]
+    """How often an answer speaks of the tide; a little for every letter."""
+    return [text.count("tide") + 0.01 * len(text) for text in completions]
 
 
 _GENERATES = {"max_completion_length": 6, "num_generations": 3, "temperature": 0.8}
@@ -92,7 +94,12 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "RLOO": {**_GENERATES, "beta": 0.1},
     "Distillation": {"max_completion_length": 6, "temperature": 0.8},
 }
-KINDS = tuple(_SETTINGS)
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., Any]:
+    """A random model: its family, its settings; the same weights at each call."""
+    return build_model
 
 
 @pytest.fixture
@@ -106,10 +113,10 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
         if kind in ("GRPO", "RLOO"):
             own["reward_funcs"] = reward
         if kind == "Distillation":
-            own["teacher_model"] = tiny_model(9, vocab_size=model.config.vocab_size, hidden_size=24)
+            own["teacher_model"] = build_model(9, vocab_size=model.config.vocab_size, hidden_size=24)
         arguments = getattr(trl, f"{kind}Config")(
             **{
-                "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 3, "learning_rate": 0.05,
+                "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 3, "learning_rate": 0.01,
                 "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 1,
                 "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "seed": 0,
                 "dataloader_pin_memory": False, **_SETTINGS[kind], **settings,
@@ -120,12 +127,3 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
         )
 
     return make
-
-
-def history(trainer: Any) -> list[dict[str, float]]:
-    """What the trainer logged at each step, times aside."""
-    clocks = ("runtime", "per_second", "step_time", "flos", "profiling", "mfu")
-    return [
-        {name: value for name, value in entry.items() if not any(clock in name for clock in clocks)}
-        for entry in trainer.state.log_history
-    ]

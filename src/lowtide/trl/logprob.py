@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.options import HeadOptions
-from lowtide.head.token_stats import linear_logprobs, linear_token_stats
+from lowtide.head.token_stats import linear_token_stats
 from lowtide.trl.dtypes import as_trl_casts, why_not_tensors
 from lowtide.trl.numbers import why_not_number
 
@@ -55,29 +55,18 @@ def run(call: LogProbCall, options: HeadOptions | None) -> tuple[Tensor | None, 
     ``cap tanh(z / cap) / T = (cap / T) tanh((z / T) / (cap / T))``.
     """
     cap = call.final_logit_softcapping
-    wanted = {name: field for name, field in _FIELDS.items() if name in call.outputs}
-    softcap = None if cap is None else cap / call.temperature
-    logit_scale = call.logit_scale / call.temperature
+    wanted = [field for name, field in _FIELDS.items() if name in call.outputs]
     with as_trl_casts((call.hidden, call.weight, call.bias)):
-        if not wanted:  # one log-probability a token, and nothing else: all backends run
-            logprob = linear_logprobs(
-                call.hidden,
-                call.weight,
-                call.targets,
-                linear_bias=call.bias,
-                softcap=softcap,
-                logit_scale=logit_scale,
-                options=options,
-            )
-            return logprob.float(), *(None for _ in _FIELDS)
         stats = linear_token_stats(
             call.hidden,
             call.weight,
             call.targets,
-            want=("logprob", *wanted.values()),
+            # lse keeps a call for log-probabilities alone on the same path as one for entropies too: a policy that is
+            # its own reference must find the very same numbers, or a ratio of 1 becomes noise around 1
+            want=("logprob", "lse", *wanted),
             linear_bias=call.bias,
-            softcap=softcap,
-            logit_scale=logit_scale,
+            softcap=None if cap is None else cap / call.temperature,
+            logit_scale=call.logit_scale / call.temperature,
             options=options,
         )
     assert stats.logprob is not None

@@ -19,9 +19,9 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
 
     `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer` and `DistillationTrainer` of TRL 1.16 get all
     of these from two autograd functions. This replaces both, in every module of TRL that refers to them, for trainers
-    that exist and for those to come: ``ChunkedLogProbFunction`` by `lowtide.linear_logprobs` and
-    `lowtide.linear_token_stats`, ``ChunkedDivergenceFunction`` by `lowtide.linear_divergence`. No option of a trainer
-    needs to be set, and none changes its meaning.
+    that exist and for those to come: ``ChunkedLogProbFunction`` by `lowtide.linear_token_stats`,
+    ``ChunkedDivergenceFunction`` by `lowtide.linear_divergence`. No option of a trainer needs to be set, and none
+    changes its meaning.
 
     Before anything is replaced, both are asked for a small call's answer, which must be lowtide's own. A call with
     arguments outside of what lowtide knows goes to TRL's own function, and the report counts it with the reason.
@@ -30,8 +30,8 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
     get what was put there; call it again to see them in the report.
 
     Args:
-        options: How the heads are to run: see `HeadOptions`. Where a trainer wants entropies or divergences only the
-            backend ``"torch"`` runs, and one asked for by name raises.
+        options: How the heads are to run: see `HeadOptions`. The only backend is ``"torch"``, as for all statistics
+            and divergences.
 
     Returns:
         TrlReport: What was replaced where. Its counts are live; print it.
@@ -39,6 +39,7 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
     Raises:
         UnsupportedError: TRL is not installed, or its functions are not those that lowtide knows; also a
             `RuntimeError`. Nothing is replaced then.
+        UnsupportedError: ``options`` asks for what no call could do, as another backend.
         ArgumentTypeError: ``options`` is no HeadOptions; also a `TypeError`.
 
     Example:
@@ -48,8 +49,9 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
         >>> print(report)
         >>> lowtide.unpatch_trl()
     """
-    if options is not None:
-        check_options(options)
+    check_options(options)
+    for seam in SEAMS:
+        seam.kind.run(seam.kind.probe(), options)  # raises what every call would
     if not _stand_ins:
         version = trl_version()
         report = TrlReport(version)
