@@ -6,6 +6,7 @@ import copy
 import importlib
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -80,13 +81,15 @@ def test_patching_twice_is_patching_once() -> None:
 
 
 def test_a_module_imported_while_patched_is_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowtide.patch_trl()
-    name = "trl.trainer.distillation_trainer"
-    monkeypatch.delitem(sys.modules, name)
-    module = importlib.import_module(name)
-    assert type(module.ChunkedDivergenceFunction) is StandIn
+    report = lowtide.patch_trl()
+    module: Any = types.ModuleType("trl.later")
+    monkeypatch.setitem(sys.modules, "trl.later", module)
+    exec("from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as Mine", vars(module))
+    assert type(module.Mine) is StandIn
+    assert lowtide.patch_trl() is report
+    assert "trl.later.Mine" in report.replaced["ChunkedDivergenceFunction"]
     lowtide.unpatch_trl()
-    assert issubclass(module.ChunkedDivergenceFunction, torch.autograd.Function)
+    assert issubclass(module.Mine, torch.autograd.Function)
 
 
 def test_a_stand_in_kept_after_unpatching_is_trls_own() -> None:
@@ -240,6 +243,7 @@ def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         lowtide.patch_trl()
 
 
+@pytest.mark.slow  # a fresh process imports all of TRL
 def test_patching_first_and_importing_trainers_later() -> None:
     code = (
         "import lowtide; report = lowtide.patch_trl(); from trl import DistillationTrainer;"

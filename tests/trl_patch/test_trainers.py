@@ -18,6 +18,11 @@ pytestmark = [
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
 
 
+def slow(kind: str) -> Any:
+    """A case for --slow: the profiler behind the tracker takes seconds."""
+    return pytest.param(kind, marks=pytest.mark.slow)
+
+
 def train(make_trainer: Any, kind: str, model: Any, **settings: Any) -> tuple[list[dict[str, float]], Tensor]:
     """Train, and return what was logged and by how much all the weights together changed."""
     before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
@@ -163,17 +168,19 @@ def test_dpo_learns_what_is_preferred(make_trainer: Any, tiny_model: Any) -> Non
     assert report.calls_lowtide == {"ChunkedLogProbFunction": 40}  # the policy and its reference
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["DPO", "GRPO", "Distillation", *(slow(k) for k in ("SFT", "KTO", "RLOO"))])
 def test_nothing_of_the_size_of_the_logits_is_allocated(kind: str, make_trainer: Any, tiny_model: Any) -> None:
     """The batch is long enough that a quarter of its logits is more than anything of the size of the weight."""
     V = 5003
-    lengths = {"max_completion_length": 12} if kind in ("GRPO", "RLOO", "Distillation") else {}
+    lengths = {"max_completion_length": 6} if kind in ("GRPO", "RLOO", "Distillation") else {}
     settings = {"max_steps": 1, "per_device_train_batch_size": 12, "num_generations": 12, **lengths}
     if not lengths or kind == "Distillation":
         del settings["num_generations"]
 
     def largest() -> int:
-        trainer = make_trainer(kind, tiny_model(vocab_size=V, hidden_size=8, head_dim=4), **settings)
+        trainer = make_trainer(
+            kind, tiny_model(vocab_size=V, hidden_size=8, head_dim=4, num_hidden_layers=1), **settings
+        )
         with track_allocations() as seen:
             trainer.train()
         return seen.largest_bytes
