@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +61,19 @@ def test_same_as_stock(kind: str, make_trainer: Any, tiny_model: Any) -> None:
     function = "ChunkedDivergenceFunction" if kind == "Distillation" else "ChunkedLogProbFunction"
     assert report.calls_lowtide.keys() == {function}
     assert report.calls_lowtide[function] >= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_as_stock_where_only_valid_positions_are_scored(
+    kind: str, make_trainer: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TRL does on GPUs: the number of tokens then changes from call to call."""
+    for module in ("trl.trainer.utils", "trl.trainer.distillation_trainer"):
+        monkeypatch.setattr(importlib.import_module(module), "_use_triton", lambda device: True)
+    expected = train(make_trainer, kind, tiny_model())
+    report = lowtide.patch_trl()
+    assert_same_runs(train(make_trainer, kind, tiny_model()), expected, 2e-4)
+    assert report.calls_trl == {}
 
 
 @pytest.mark.parametrize(
@@ -189,3 +205,11 @@ def test_nothing_of_the_size_of_the_logits_is_allocated(kind: str, make_trainer:
     assert largest() >= N * V * 4, "the tracker must see the logits where there are any"
     lowtide.patch_trl()
     assert largest() < N * V * 4 / 2
+
+
+def test_the_example_of_the_page_runs(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/trl.md", "exec"), {})
+    assert "calls computed 4 by lowtide, 0 by TRL" in capsys.readouterr().out
