@@ -1,11 +1,13 @@
 """lowtide: train large-vocabulary, long-context language models without the memory peaks.
 
 The final linear layer and its loss in one call, value and gradients, without the logits ever existing
-(`linear_cross_entropy`); one call that puts it into a Hugging Face model (`patch`), one that puts log-probabilities,
-entropies and divergences of that kind into TRL's trainers (`patch_trl`).
+(`linear_cross_entropy`), the same for any function of the logits (`linear_apply`), one call that puts the loss into a
+Hugging Face model (`patch`), and one that puts log-probabilities, entropies and divergences of that kind into TRL's
+trainers (`patch_trl`).
 """
 
 from lowtide import errors, losses, nn
+from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
 from lowtide.head.options import HeadOptions
@@ -25,6 +27,7 @@ __all__ = [
     "TrlReport",
     "__version__",
     "errors",
+    "linear_apply",
     "linear_cross_entropy",
     "linear_divergence",
     "linear_logprobs",

@@ -40,13 +40,16 @@ def test_statistics(dtype: torch.dtype, shape: tuple[tuple[int, int], int, int],
     x, w, b, y = on_gpu(*shape, dtype=dtype)
     y.view(-1)[::5] = -100
     y = y if K == 1 else torch.stack((y, y.flip(0), y), -1)
-    options = {"softcap": 9.0, "logit_scale": torch.tensor(0.7)}
-    stats = linear_token_stats(x, w, y, want=TokenStats._fields, topk=2, linear_bias=b, **options)
+    options = {"softcap": 9.0, "logit_scale": torch.tensor(0.75)}
+    topk = 2 if K > 1 else None  # without it, and with one target, bfloat16 has kernels of its own
+    want = [name for name in TokenStats._fields if topk or name != "topk"]
+    stats = linear_token_stats(x, w, y, want=want, topk=topk, linear_bias=b, **options)
     true = doubled(x, w, b)
-    expected = stats_oracle(*true[:2], y, linear_bias=true[2], topk=2, softcap=9.0, logit_scale=0.7)
+    expected = stats_oracle(*true[:2], y, linear_bias=true[2], topk=2, softcap=9.0, logit_scale=0.75)
     for name in (*DIFFERENTIABLE, "sum_sq_prob"):
         assert relative_error(getattr(stats, name), expected[name]) < (1e-12 if dtype == torch.float64 else 2e-5), name
-    assert relative_error(stats.topk.values, expected["topk_values"]) < 2e-5
+    if topk:
+        assert relative_error(stats.topk.values, expected["topk_values"]) < 2e-5
     alone = linear_logprobs(x, w, y, linear_bias=b, **options)
     assert relative_error(alone, expected["logprob"]) < 2e-5
     upstream = [torch.randn_like(expected[n]) for n in DIFFERENTIABLE]

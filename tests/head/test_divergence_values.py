@@ -96,15 +96,14 @@ def test_values_and_gradients_over_random_options(dtype: torch.dtype, rows_of_no
         if kwargs["mask"] is not None:
             assert (value[~kwargs["mask"]] == 0).all()
         names = [n for n in STUDENT if kwargs[n] is not None]
-        upstream = torch.randn_like(expected)
+        upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         want = torch.autograd.grad(expected, [truth[n] for n in names], upstream)
         leaves = [kwargs[n] for n in names]
-        got, plain = (
-            torch.autograd.grad(v, leaves, upstream.to(v.dtype)) for v in (value, divergence_oracle(**kwargs))
-        )
-        for g, n, e in zip(got, plain, want, strict=True):  # a saturated row has next to no gradient but rounding
+        got = torch.autograd.grad(value, leaves, upstream.to(value.dtype))
+        rounding = 50 * torch.finfo(dtype).eps * upstream.norm()  # all there is in a row that is saturated
+        for g, e in zip(got, want, strict=True):
             assert g.dtype == dtype
-            assert relative_error(g, e) <= max(TOLERANCE[dtype], 4 * relative_error(n, e)), case
+            assert (g.double() - e).norm() <= TOLERANCE[dtype] * e.norm() + rounding, case
         assert all(kwargs[n] is None or kwargs[n].grad is None for n in ("teacher_input", "teacher_weight"))
 
 

@@ -30,6 +30,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "linear_apply",
         "linear_cross_entropy",
         "linear_logprobs",
         "linear_token_stats",

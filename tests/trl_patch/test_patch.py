@@ -188,9 +188,13 @@ def test_targets_outside_the_vocabulary_are_an_error() -> None:
 def test_options_are_checked_before_anything_is_replaced() -> None:
     with pytest.raises(ArgumentTypeError, match="options"):
         lowtide.patch_trl(options={"workspace_mib": 3})  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="backend"):
-        lowtide.patch_trl(options=HeadOptions(backend="exp"))
     assert not isinstance(held(PLACES[0]), StandIn)
+
+
+def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
+    lowtide.patch_trl(options=HeadOptions(backend="exp"))
+    with pytest.raises(UnsupportedError, match="backend"):
+        held(PLACES[0]).apply(*call())
 
 
 def test_workspace_is_passed_on() -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
+from lowtide.bench.divergence import KINDS, PAIR_SHAPES, PairShape, parse_pair
+from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
 from lowtide.bench.peers import PEERS
-from lowtide.bench.shapes import SHAPES, Shape, parse_numbers, parse_shape
+from lowtide.bench.shapes import APPLY_SHAPES, SHAPES, Shape, parse_numbers, parse_shape
+from lowtide.bench.stats import WORKS
+from lowtide.bench.stats_peers import STATS_PEERS
+from lowtide.bench.tokens import TokenPeer
 from lowtide.errors import ArgumentValueError, message
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -104,16 +110,80 @@ class HeadBenchConfig(_Settings):
 
     def command(self) -> str:
         """Return the command that says the same."""
-        words = ["lowtide", "bench", "head"]
-        for setting in dataclasses.fields(self):
-            value, flag = getattr(self, setting.name), "--" + setting.name.replace("_", "-")
-            if value == setting.default or setting.name == "output":
-                continue
-            if isinstance(value, bool):
-                words.append(flag if value else flag.replace("--", "--no-"))
-            else:
-                words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
-        return shlex.join(words)
+        return _command("head", self)
+
+
+APPLY_FUNCTIONS = ("cross-entropy", "focal", "entropy", "top-k")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyBenchConfig(_Settings):
+    """What `lowtide.bench.apply.run` measures; each field is the option of ``lowtide bench apply`` with the same name.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    shape: tuple[str, ...] = _setting(
+        (), "named shapes ({shapes}), three numbers N,D,V, or all; without it, 4x4096", metavar="SHAPE"
+    )
+    only: tuple[str, ...] = _setting((), "these functions alone: {functions}", metavar="FUNCTION")
+    table: bool = _setting(True, "leave out the functions' table and only train")
+    train: bool = _setting(False, "also train a Llama with the stock loss and with linear_apply, from the same weights")
+    grpo: bool = _setting(False, "likewise with GRPO's objective and with that of logits in full")
+    model: str = _setting(
+        "auto", "shape of that Llama, as in lowtide train --model; auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
+        metavar="NAME",
+    )  # fmt: skip
+    steps: int = _setting(50, "of training")
+    batch: int = _setting(4, "sequences of a training step")
+    seq_len: int = _setting(1024, "tokens of a sequence")
+    warm: int = _setting(2, "rounds that do not count")
+    reps: int = _setting(6, "rounds that count")
+    dtype: Dtype = _setting("auto", "of inputs and model; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
+    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
+    seed: int = _setting(0, "of the random inputs")
+    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm", 0), ("reps", 1), ("seed", 0), ("steps", 1), ("batch", 1), ("seq_len", 8)):
+            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
+        self._require("only", set(self.only) <= set(APPLY_FUNCTIONS), f"names out of {', '.join(APPLY_FUNCTIONS)}")
+        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
+        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
+        self._require("output", self.output != "", "a name that is not empty")
+        self._require("table", self.table or self.train or self.grpo, "--train or --grpo beside --no-table")
+        assert self.shapes
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes, each once."""
+        if ALL in self.shape:
+            return tuple(APPLY_SHAPES.values())
+        return tuple(dict.fromkeys(parse_shape(text, APPLY_SHAPES) for text in self.shape or ("4x4096",)))
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of the functions, in the table's order."""
+        return tuple(name for name in APPLY_FUNCTIONS if not self.only or name in self.only)
+
+    def command(self) -> str:
+        """Return the command that says the same."""
+        return _command("apply", self)
+
+
+def _command(benchmark: str, config: Any) -> str:
+    words = ["lowtide", "bench", benchmark]
+    for setting in dataclasses.fields(config):
+        value, flag = getattr(config, setting.name), "--" + setting.name.replace("_", "-")
+        if value == setting.default or setting.name == "output":
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-"))
+        else:
+            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
+    return shlex.join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +212,112 @@ class TuneConfig(_Settings):
     def chunk(self) -> Shape:
         """The shape, its N being the chunk's rows."""
         return parse_shape(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBenchConfig(_Settings):
+    """What benchmarks of values for each token have in common.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    benchmark: ClassVar[str]
+    known_peers: ClassVar[Mapping[str, TokenPeer]]
+    known_works: ClassVar[tuple[str, ...]]
+
+    shape: tuple[str, ...] = _setting((), "named shapes ({shapes}), numbers, or all", metavar="SHAPE")
+    work: tuple[str, ...] = _setting((), "these tables alone: {works}", metavar="WORK")
+    only: tuple[str, ...] = _setting((), "measure these alone: {peers}", metavar="PEER")
+    skip: tuple[str, ...] = _setting((), "leave these out", metavar="PEER")
+    error: bool = _setting(True, "do not compute the errors of values and gradients")
+    warm: int = _setting(2, "rounds that do not count")
+    reps: int = _setting(6, "rounds that count; every candidate takes turns with the limit")
+    dtype: Dtype = _setting("auto", "of all inputs; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
+    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
+    seed: int = _setting(0, "of the random inputs")
+    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
+            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+        self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
+        for name, known in (("only", self.known_peers), ("skip", self.known_peers), ("work", self.known_works)):
+            self._require(name, set(getattr(self, name)) <= set(known), f"names out of {', '.join(known)}")
+        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
+        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
+        self._require("output", self.output != "", "a name that is not empty")
+        self._require("skip", bool(self.peers), "at least one peer that is left")
+        assert self.shapes
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """The shapes, each once."""
+        raise NotImplementedError
+
+    @property
+    def works(self) -> tuple[str, ...]:
+        """The names of the tables, in order."""
+        return tuple(name for name in self.known_works if not self.work or name in self.work)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The names of those that are measured, in the table's order."""
+        names = self.known_peers
+        return tuple(name for name in names if name not in self.skip and (not self.only or name in self.only))
+
+    def command(self) -> str:
+        """Return the command that says the same."""
+        return _command(self.benchmark, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatsBenchConfig(TokenBenchConfig):
+    """What `lowtide.bench.token_run.run_stats` measures; each field is the option of ``lowtide bench stats``.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    benchmark = "stats"
+    known_peers = STATS_PEERS
+    known_works = tuple(WORKS)
+
+    shape: tuple[str, ...] = _setting(
+        (), "named shapes ({shapes}), three numbers N,D,V, or all; without it, qwen-4k", metavar="SHAPE"
+    )
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes, each once."""
+        if ALL in self.shape:
+            return tuple(SHAPES.values())
+        return tuple(dict.fromkeys(parse_shape(text) for text in self.shape or ("qwen-4k",)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceBenchConfig(TokenBenchConfig):
+    """What `lowtide.bench.token_run.run_divergence` measures; each field is the option of ``lowtide bench divergence``.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    benchmark = "divergence"
+    known_peers = DIVERGENCE_PEERS
+    known_works = tuple(KINDS)
+
+    shape: tuple[str, ...] = _setting(
+        (), "named shapes ({shapes}), four numbers N,D,V,D of the teacher, or all; without it, llama-8b-to-1b",
+        metavar="SHAPE",
+    )  # fmt: skip
+
+    @property
+    def shapes(self) -> tuple[PairShape, ...]:
+        """The shapes, each once."""
+        if ALL in self.shape:
+            return tuple(PAIR_SHAPES.values())
+        return tuple(dict.fromkeys(parse_pair(text) for text in self.shape or ("llama-8b-to-1b",)))
 
 
 def _number(name: str, text: str, kind: type) -> Any:

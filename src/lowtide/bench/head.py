@@ -81,7 +81,7 @@ def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResu
         UnsupportedError: there is no such device, or pictures are asked for without matplotlib.
         ArgumentValueError: the folder for the results cannot be written.
     """
-    device = _device(config.device)
+    device = chosen_device(config.device)
     machine = describe_machine(sorted({peer.package for peer in PEERS.values()} - {""}))
     today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     files = Files.prepare(config.output, f"{today}-head", machine["gpu"] if device.type == "cuda" else None)
@@ -101,7 +101,7 @@ def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResu
     def save() -> None:
         files.write_json({**told, "shapes": [result.to_json() for result in results]})
 
-    each = _Run(config=config, dtype=_dtype(config.dtype, device), device=device, say=say, save=save)
+    each = _Run(config=config, dtype=chosen_dtype(config.dtype, device), device=device, say=say, save=save)
     for shape in config.shapes:
         results.append(ShapeResult(shape=shape, dtype=str(each.dtype).removeprefix("torch.")))
         each.measure(results[-1])
@@ -222,13 +222,19 @@ def default_sweep(shape: Shape, dtype: torch.dtype) -> tuple[float, ...]:
     return tuple(2.0**k for k in range(top - SWEEP_POINTS + 1, top + 1))
 
 
-def _device(name: str) -> torch.device:
+def chosen_device(name: str) -> torch.device:
+    """Return the device of that name; auto: a GPU if there is one.
+
+    Raises:
+        UnsupportedError: there is no such device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "Take --device cpu."))
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of that name; auto: bfloat16 on a GPU, float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]

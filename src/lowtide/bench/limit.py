@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,8 +54,15 @@ def bare_gemms(problem: Problem, rows: int) -> Callable[[], None]:
 
 def measure_limit(problem: Problem, *, warm: int, reps: int) -> dict[int, float]:
     """Return the milliseconds of the bare products by rows of a chunk; the least of them is the limit."""
+    return time_by_rows(problem, partial(bare_gemms, problem), warm=warm, reps=reps)
+
+
+def time_by_rows(
+    problem: Problem, bare: Callable[[int], Callable[[], None]], *, warm: int, reps: int
+) -> dict[int, float]:
+    """Return the milliseconds of ``bare(rows)()`` by rows of a chunk of the problem's logits."""
     row_bytes = problem.shape.V * problem.dtype.itemsize
-    runs = {str(rows): bare_gemms(problem, rows) for rows in limit_rows(problem.shape.N, row_bytes)}
+    runs = {str(rows): bare(rows) for rows in limit_rows(problem.shape.N, row_bytes)}
     timings = time_side_by_side(runs, problem.device, warm=warm, reps=reps)
     return {int(rows): timing.median_ms for rows, timing in timings.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.errors import ArgumentValueError, message
@@ -37,18 +38,27 @@ SHAPES = {
 }
 
 
-def parse_shape(text: str) -> Shape:
+APPLY_SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("4x4096", 4 * 4096, 4096, 128256),  # the published exercise: batch, tokens; hidden 4096, vocabulary 128K
+        Shape("64x512", 64 * 512, 768, 32000),  # and its notebook's
+    )
+}
+
+
+def parse_shape(text: str, named: Mapping[str, Shape] = SHAPES) -> Shape:
     """Return the shape of that name, or of three numbers ``N,D,V``.
 
     Raises:
         ArgumentValueError: It is neither.
     """
-    if text in SHAPES:
-        return SHAPES[text]
+    if text in named:
+        return named[text]
     numbers = parse_numbers(text)
     if numbers is not None:
         return numbers
-    raise ArgumentValueError(message("shape", f"{', '.join(SHAPES)}, all or three numbers N,D,V above 0", repr(text)))
+    raise ArgumentValueError(message("shape", f"{', '.join(named)}, all or three numbers N,D,V above 0", repr(text)))
 
 
 def parse_numbers(text: str) -> Shape | None:

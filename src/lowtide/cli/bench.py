@@ -7,10 +7,19 @@ import dataclasses
 import sys
 from typing import Any
 
-from lowtide.bench.config import HeadBenchConfig, TuneConfig
+from lowtide.bench.config import (
+    APPLY_FUNCTIONS,
+    ApplyBenchConfig,
+    DivergenceBenchConfig,
+    HeadBenchConfig,
+    StatsBenchConfig,
+    TokenBenchConfig,
+    TuneConfig,
+)
+from lowtide.bench.divergence import PAIR_SHAPES
 from lowtide.bench.peers import PEERS
 from lowtide.bench.problem import SETTINGS
-from lowtide.bench.shapes import SHAPES
+from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
 from lowtide.cli.parser import OneLineParser, add_options
 
 _HEAD = """\
@@ -32,6 +41,56 @@ examples:
       other uses of the loss, each beside its own limit
   lowtide bench head --no-table --tokens all
       from 1024 to 262144 tokens"""
+
+_STATS = """\
+Time, peak memory and errors of the log-probability of each token's target: with the entropy and without, forward and
+backward with random upstream gradients, and forward alone, of lowtide and of everyone who can be imported, in one
+process and in turns with the limit: the bare matrix products (with gradients four, as no logits are kept; else one)
+over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are above the inputs and include the gradients;
+errors are against float32 products. A peer that fails, or does not offer the work, is a row that says why. The result
+is DIR/<date>-stats-<gpu>.json with the hardware and the versions; set COMMIT in the environment where the source has
+no git history. Exit status 1 where lowtide itself failed."""
+
+_STATS_EXAMPLES = """\
+examples:
+  lowtide bench stats
+      8192 tokens of a Qwen's head with everyone
+  lowtide bench stats --work logprob-entropy --only lowtide trl
+      one table with two peers
+  lowtide bench stats --shape 64,32,1000 --device cpu --skip compile
+      a look at it without a GPU"""
+
+_DIVERGENCE = """\
+Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student:
+forward KL, reverse KL and JSD(0.5), of lowtide and of everyone who can be imported, in one process and in turns with
+the limit: the bare matrix products, the logits of both sides twice and the student's two gradients. Peaks, errors and
+rows are those of lowtide bench stats. The result is DIR/<date>-divergence-<gpu>.json. Exit status 1 where lowtide
+itself failed."""
+
+_DIVERGENCE_EXAMPLES = """\
+examples:
+  lowtide bench divergence --shape all
+      a Llama of 8B teaches one of 1B, and one of its own size
+  lowtide bench divergence --shape 8192,1024,151936,2560 --work jsd
+      shapes of your own: tokens, student's hidden size, vocabulary, teacher's hidden size
+  lowtide bench divergence --shape 64,32,1000,48 --device cpu --skip compile liger-chunked
+      a look at it without a GPU"""
+
+_APPLY = """\
+Peak memory, time and errors of functions of the logits, forward and backward: with float32 logits in full, and with
+linear_apply in two chunks, by default, and with one result a token. Peaks are above the inputs and include the
+gradients; errors of value and gradients (hidden states, weight, bias) are against autograd on exact products in a wider
+dtype. The result is DIR/<date>-apply-<gpu>.json with the hardware and the versions; set COMMIT in the environment where
+the source has no git history. Exit status 1 where linear_apply failed."""
+
+_APPLY_EXAMPLES = """\
+examples:
+  lowtide bench apply --shape all
+      batch 4, 4096 tokens, hidden size 4096, vocabulary 128256; and batch 64, 512 tokens, 768, 32000
+  lowtide bench apply --shape 256,64,4096 --device cpu
+      a look at it without a GPU
+  lowtide bench apply --no-table --train --grpo
+      50 steps of a Llama of 1B, with the stock loss and linear_apply; then with GRPO's objective"""
 
 _TUNE = """\
 Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
@@ -71,6 +130,18 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     }
     add_options(head, HeadBenchConfig, names)
     head.set_defaults(main=main, parser=head)
+    _add_tokens(kinds, StatsBenchConfig, "log-probabilities and entropies", _STATS, _STATS_EXAMPLES, ", ".join(SHAPES))
+    pairs = ", ".join(PAIR_SHAPES)
+    _add_tokens(kinds, DivergenceBenchConfig, "distance from a teacher", _DIVERGENCE, _DIVERGENCE_EXAMPLES, pairs)
+    apply = kinds.add_parser(
+        "apply",
+        help="any function of the logits",
+        description=_APPLY,
+        epilog=_APPLY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(apply, ApplyBenchConfig, {"shapes": ", ".join(APPLY_SHAPES), "functions": ", ".join(APPLY_FUNCTIONS)})
+    apply.set_defaults(main=main_apply, parser=apply)
     tune = kinds.add_parser(
         "tune",
         help="tile sizes of the head's GEMM for this GPU",
@@ -80,6 +151,26 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add_options(tune, TuneConfig, {})
     tune.set_defaults(main=main_tune, parser=tune)
+
+
+def _add_tokens(
+    kinds: argparse._SubParsersAction[OneLineParser],
+    config: type[TokenBenchConfig],
+    help: str,
+    description: str,
+    examples: str,
+    shapes: str,
+) -> None:
+    parser = kinds.add_parser(
+        config.benchmark,
+        help=help,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = {"shapes": shapes, "works": ", ".join(config.known_works), "peers": ", ".join(config.known_peers)}
+    add_options(parser, config, names)
+    parser.set_defaults(main=main_tokens, parser=parser, config=config)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -93,6 +184,31 @@ def main(arguments: argparse.Namespace) -> int:
     config = HeadBenchConfig(**_given(arguments, HeadBenchConfig))
     results = run(config, _say)
     return int(any(row.failed and row.plan is not None for result in results for row in result.rows))
+
+
+def main_apply(arguments: argparse.Namespace) -> int:
+    """Measure linear_apply, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.apply import run
+
+    told = run(ApplyBenchConfig(**_given(arguments, ApplyBenchConfig)), _say)
+    return int(any("failed" in row and "plan" in row for shape in told["shapes"] for row in shape["rows"]))
+
+
+def main_tokens(arguments: argparse.Namespace) -> int:
+    """Measure values of tokens, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench import token_run
+
+    config = arguments.config(**_given(arguments, arguments.config))
+    run = token_run.run_stats if isinstance(config, StatsBenchConfig) else token_run.run_divergence
+    return int(any(row.failed and row.own for row in run(config, _say)))
 
 
 def main_tune(arguments: argparse.Namespace) -> int:

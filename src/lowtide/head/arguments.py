@@ -9,6 +9,8 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
 
+NAIVE = "torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)"
+
 
 def check_tensor(name: str, value: object) -> Tensor:
     """Return ``value`` as the tensor that it is.
@@ -198,16 +200,18 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
 
 
-def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
+def refuse_transforms(function: str, *tensors: Tensor | None, instead: str = NAIVE) -> None:
     """Raise where ``function`` would be differentiated in a way that it has no formula for.
+
+    Args:
+        function: Its name.
+        tensors: What it would differentiate.
+        instead: The same with logits.
 
     Raises:
         UnsupportedError: Forward-mode derivatives, or a transform of torch.func.
     """
-    way_out = (
-        "Call .backward() or torch.autograd.grad on its result, or build the logits for this one:"
-        " torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
-    )
+    way_out = f"Call .backward() or torch.autograd.grad on its result, or build the logits for this one: {instead}."
     if torch.compiler.is_compiling():  # its own use of these transforms cannot be told from the user's, but for one
         if _forward_level() >= 0:
             raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.head import operators
-from lowtide.head.graph import in_places
+from lowtide.head.graph import in_places, is_last_backward
 from lowtide.head.operators import Call, Stored, Wanted
 from lowtide.head.registration import tensor_fields
 from lowtide.head.scaling import scaled
@@ -62,7 +62,7 @@ class _Stored(torch.autograd.Function):
         if ctx.stored is None:
             raise UnsupportedError(FREED)
         dx, dw, db, input_factor, weight_factor = ctx.stored
-        last = _is_last_backward()
+        last = is_last_backward()
         in_place = last and not ctx.shared
         if last:
             ctx.stored = None
@@ -111,8 +111,3 @@ class _Recomputed(torch.autograd.Function):
                 db.to(call.linear_bias.dtype) if wanted.bias and call.linear_bias is not None else None,
             ]
         return tuple(in_places(grads, _TRAINED, len(Call._fields)))
-
-
-def _is_last_backward() -> bool:
-    """Return whether this backward is the last use of what forward stored."""
-    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()

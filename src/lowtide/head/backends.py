@@ -54,6 +54,61 @@ def choose_backend(
     return "torch", f"not row: {against_row}"
 
 
+def choose_stats_backend(
+    options: HeadOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    D: int,
+    V: int,
+    *,
+    targets: int,
+    topk: bool,
+    weight_fits: bool = True,
+) -> tuple[str, str]:
+    """Return the backend of `linear_token_stats`, "exp" or "torch", and why; arguments as in `choose_backend`.
+
+    Args:
+        options: See there.
+        device: See there.
+        dtype: See there.
+        D: See there.
+        V: See there.
+        targets: How many a token.
+        topk: Whether the highest logits are wanted.
+        weight_fits: See there.
+
+    Raises:
+        UnsupportedError: The one asked for by name cannot run.
+    """
+    against = why_not_exp(device, dtype, D, V, weight_fits=weight_fits)
+    if against is None and targets > 1:
+        against = f"its kernel takes one target a token, and there are {targets}"
+    if against is None and topk:
+        against = "its kernel keeps the highest logit of a tile, not several"
+    if options.backend == "exp" and against:
+        raise UnsupportedError(message("backend", "'auto' or 'torch'", "'exp'", f"{against}."))
+    if options.backend == "row":
+        hint = "Its kernel computes one log-probability a token, and nothing else."
+        raise UnsupportedError(message("backend", "'auto', 'exp' or 'torch'", "'row'", hint))
+    if options.backend != "auto":
+        return options.backend, "asked for by name"
+    if against:
+        return "torch", f"not exp: {against}"
+    return "exp", "bfloat16 on Hopper or newer: the logits' GEMM leaves each tile's sums"
+
+
+def choose_backend_of_function(options: HeadOptions) -> tuple[str, str]:
+    """Return the implementation that hands logits to a user's function, and why.
+
+    Raises:
+        UnsupportedError: Another one was asked for by name.
+    """
+    if options.backend not in ("auto", "torch"):
+        hint = "Its kernels compute cross entropy; fn is plain PyTorch."
+        raise UnsupportedError(message("backend", "'auto' or 'torch' for linear_apply", f"{options.backend!r}", hint))
+    return "torch", "a function of the logits gets them from plain PyTorch"
+
+
 def why_not_exp(
     device: torch.device,
     dtype: torch.dtype,

@@ -89,7 +89,7 @@ class TorchPair:
         z_CW = self._student(x_CD)
         if isinstance(job.teacher, Teacher):
             return dense_rows(z_CW, self._teacher(job.teacher, index, part, kept_C), job.kind, columns)
-        ids, logprobs = self._known(job.teacher, index, part, kept_C)
+        ids, logprobs = self._known(job.teacher, index, part)
         return topk_rows(z_CW, ids, logprobs, job.teacher.tail, job.kind, columns)
 
     def backward(
@@ -115,11 +115,11 @@ class TorchPair:
             teacher_CW = self._teacher(job.teacher, index, part, kept_C)
             dense_gradient_(z_CW, teacher_CW, rows, job.kind, inside, plan.columns)
         else:
-            ids, logprobs = self._known(job.teacher, index, part, kept_C)
+            ids, logprobs = self._known(job.teacher, index, part)
             topk_gradient_(z_CW, ids, logprobs, rows, job.teacher.tail, job.kind, inside, plan.columns)
         z_CV = z_CW[:, : self.V]
         if kept_C is not None:
-            z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities of a row that does not count, times 0
+            z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities and NaN of a row that does not count, times 0
         if into.bias_V is not None:
             into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
         if into.input_ND is None and into.weight_VD is None:
@@ -151,16 +151,12 @@ class TorchPair:
         if self.width > V:
             z_CW[:, V:] = -torch.inf
 
-    def _known(
-        self, teacher: KnownClasses, index: Tensor | None, part: slice, kept_C: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _known(self, teacher: KnownClasses, index: Tensor | None, part: slice) -> tuple[Tensor, Tensor]:
         """Return a chunk's classes, V where the student lacks one or there is none, and their log-probabilities."""
         rows = part if index is None else index[part]
         ids, logprobs = teacher.ids_NK[rows], teacher.logprobs_NK[rows]
         there = logprobs > -torch.inf
         logprobs = logprobs.masked_fill((ids < 0) & there, torch.nan)
-        if kept_C is not None:
-            logprobs = logprobs.where(kept_C[:, None], 0)
         return ids.where(there & (ids >= 0) & (ids < self.V), self.V), logprobs
 
 

@@ -9,12 +9,13 @@ more in blocks of the vocabulary, four (8NDV), where memory is too short for chu
 upstream gradient is known in backward only. Names: N tokens, C rows of a chunk, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.head.exp_blocks import aligned_rows, matmul_into, operand_rows, rebuild_in_blocks, slices
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, take_rows
 
@@ -42,9 +43,7 @@ class ExpHead:
         self.config = (
             configs.GemmConfig(columns=exp_logits_hopper.COLUMNS.value) if self.hopper else configs.of_device(device)
         )
-        w = job.weight_VD  # a copy in another dtype has its rows in order, whatever the weight's strides
-        copied = w.dtype != job.dtype
-        self.weight_VD = w.to(job.dtype, memory_format=torch.contiguous_format) if copied else w
+        self.weight_VD = operand_rows(job.weight_VD, job.dtype)
         V = self.weight_VD.shape[0]
         self.tiles = exp_logits.tiles_across(V, self.config)
         self.y_N = rows.target
@@ -87,7 +86,7 @@ class ExpHead:
         """Row sums alone: one GEMM whose result is never stored."""
         rows = self.plan.sum_rows
         sums = self._sum_buffer(rows)
-        for part in _slices(self.plan.rows, rows):
+        for part in slices(self.plan.rows, rows):
             x_CD = self._input(part)
             y_C, reports = self.y_N[part], self._reports(part, loss_N, lse_N, miss_N)
             self.thin.target_logits(x_CD, self.weight_VD, y_C, reports, self.terms)
@@ -120,12 +119,12 @@ class ExpHead:
             scaled_CD = None if scaled is None else scaled[:C]
             self._finish(sums, x_CD, y_C, g_C, reports, e_CV=e_CV, scaled_CD=scaled_CD)
             if product is not None and into.input_ND is not None:
-                for piece in _slices(C, len(product)):
+                for piece in slices(C, len(product)):
                     product_CD = product[: piece.stop - piece.start]
-                    _multiply(e_CV[piece], self.weight_VD, product_CD, add=False)
+                    matmul_into(e_CV[piece], self.weight_VD, product_CD, add=False)
                     self._finish_input_grad(product_CD, into.input_ND[part][piece], y_C, g_C, reports, piece)
             if scaled_CD is not None and into.weight_VD is not None:
-                _multiply(e_CV.t(), scaled_CD, into.weight_VD, add=begun)
+                matmul_into(e_CV.t(), scaled_CD, into.weight_VD, add=begun)
             if into.bias_V is not None:
                 self.thin.add_column_sums(e_CV, reports.s, into.bias_V)
             begun = True
@@ -137,37 +136,8 @@ class ExpHead:
 
         E once more, a block of the vocabulary at a time, normalised: its rows' sums are known.
         """
-        job, plan = self.job, self.plan
-        V, D = self.weight_VD.shape
-        new = job.input.new_empty
-        e_buffer = new(plan.chunk_rows, padded(plan.block_columns), dtype=job.dtype)
-        scaled = None if into.weight_VD is None else new(plan.chunk_rows, D, dtype=job.dtype)
-        product = None if into.input_ND is None else new(plan.chunk_rows, D, dtype=torch.float32)
         begun = self._begin_weight_grad(factor_N, into)
-        for part in plan.slices():
-            C = part.stop - part.start
-            x_CD, y_C, g_C = self._input(part), self.y_N[part], factor_N[part]
-            reports = self._reports(part, lse_N, lse_N, miss_N)
-            reference_C, coefficient_C = self._numbers[5, :C], self._numbers[6, :C]
-            scaled_CD = None if scaled is None else scaled[:C]
-            self.thin.prepare_rows(
-                lse_N[part], miss_N[part], x_CD, y_C, g_C, reference_C, coefficient_C, reports, self.terms, V,
-                scaled_CD=scaled_CD,
-            )  # fmt: skip
-            for block in _slices(V, plan.block_columns):
-                w_BD, e_CB = self.weight_VD[block], e_buffer[:C, : block.stop - block.start]
-                self._exponentials(
-                    x_CD, w_BD, reference_C, y_C, e_CV=e_CB, coefficient_C=coefficient_C, first_class=block.start
-                )
-                if product is not None:
-                    _multiply(e_CB, w_BD, product[:C], add=block.start > 0)
-                if scaled_CD is not None and into.weight_VD is not None:
-                    _multiply(e_CB.t(), scaled_CD, into.weight_VD[block], add=begun)
-                if into.bias_V is not None:
-                    self.thin.add_column_sums(e_CB, reports.s, into.bias_V[block])
-            if product is not None and into.input_ND is not None:
-                self._finish_input_grad(product[:C], into.input_ND[part], y_C, g_C, reports, slice(0, C))
-            begun = True
+        rebuild_in_blocks(_Rebuild(self, factor_N, lse_N, miss_N), self.plan, self.weight_VD, into, begun=begun)
 
     def _exponentials(
         self,
@@ -221,7 +191,7 @@ class ExpHead:
         self, product_CD: Tensor, out_CD: Tensor, y_C: Tensor, factor_C: Tensor, reports: Any, piece: slice
     ) -> None:
         self.thin.finish_input_grad(
-            product_CD, out_CD, self.weight_VD, y_C[piece], factor_C[piece], reports.s[piece], reports.rest[piece],
+            product_CD, out_CD, self.weight_VD, y_C[piece], reports.s[piece], reports.rest[piece], factor_C[piece],
             self.terms,
         )  # fmt: skip
 
@@ -259,9 +229,7 @@ class ExpHead:
 
     def _input(self, part: slice) -> Tensor:
         """Return the chunk's hidden states in the operands' dtype, as TMA takes them."""
-        x = take_rows(self.job.input, self.rows.index, part, self.job.dtype)
-        fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
-        return x if fits else x.clone(memory_format=torch.contiguous_format)
+        return aligned_rows(take_rows(self.job.input, self.rows.index, part, self.job.dtype))
 
     def _reports(self, part: slice, loss_N: Tensor, lse_N: Tensor, miss_N: Tensor) -> Any:
         C = part.stop - part.start
@@ -279,19 +247,33 @@ class ExpHead:
         return self.job.input.new_empty(max(1, rows), self.tiles, dtype=torch.float32)
 
 
-def _slices(N: int, size: int) -> Iterator[slice]:
-    for start in range(0, N, max(1, size)):
-        yield slice(start, min(start + size, N))
+class _Rebuild:
+    """E for known sums: `Rebuilt` for cross entropy."""
 
+    def __init__(self, head: ExpHead, factor_N: Tensor, lse_N: Tensor, miss_N: Tensor) -> None:
+        self.head, self.factor_N, self.lse_N, self.miss_N = head, factor_N, lse_N, miss_N
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
-    """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif add:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    def begin(self, part: slice, scaled: Tensor | None) -> Tensor:
+        head, C = self.head, part.stop - part.start
+        self.part, self.x_CD, self.y_C = part, head._input(part), head.y_N[part]
+        self.reports = head._reports(part, self.lse_N, self.lse_N, self.miss_N)
+        self.reference_C, self.coefficient_C = head._numbers[5, :C], head._numbers[6, :C]
+        head.thin.prepare_rows(
+            self.lse_N[part], self.miss_N[part], self.x_CD, self.y_C, self.factor_N[part], self.reference_C,
+            self.coefficient_C, self.reports, head.terms, head.weight_VD.shape[0], scaled_CD=scaled,
+        )  # fmt: skip
+        s_C: Tensor = self.reports.s
+        return s_C
+
+    def fill(self, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
+        self.head._exponentials(
+            self.x_CD, w_BD, self.reference_C, self.y_C, e_CV=e_CB, coefficient_C=self.coefficient_C,
+            first_class=first_class,
+        )  # fmt: skip
+
+    def finish(self, product_CD: Tensor, out_CD: Tensor) -> None:
+        whole = slice(0, len(product_CD))
+        self.head._finish_input_grad(product_CD, out_CD, self.y_C, self.factor_N[self.part], self.reports, whole)
 
 
 def _pieces(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -311,7 +293,7 @@ def _weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
     else:
         weights = torch.stack(_pieces(q_V, w_VD.dtype))
     out = w_VD.new_empty(len(weights), D, dtype=torch.float32)
-    _multiply(weights, w_VD, out, add=False)
+    matmul_into(weights, w_VD, out, add=False)
     return out.sum(0)
 
 
@@ -324,4 +306,4 @@ def _outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype) 
         parts = _pieces(q_V, dtype)
         pairs = [(i, j) for i in range(len(parts)) for j in range(len(right)) if i + j < 3]
         left, right = [parts[i] for i, _ in pairs], [right[j] for _, j in pairs]
-    _multiply(torch.stack(left, 1), torch.stack(right), out_VD, add=False)
+    matmul_into(torch.stack(left, 1), torch.stack(right), out_VD, add=False)

@@ -17,22 +17,33 @@ TWICE = (
 
 def in_places(grads: Sequence[Tensor | None], places: Sequence[int], length: int) -> list[Tensor | None]:
     """Return ``grads`` at their ``places`` among ``length`` arguments, with None elsewhere."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-        leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
-        grads = _DifferentiatedOnce.apply(*leaves)  # type: ignore[no-untyped-call]
     placed: list[Tensor | None] = [None] * length
-    for i, grad in zip(places, grads, strict=True):
+    for i, grad in zip(places, differentiable_once(grads), strict=True):
         placed[i] = grad
     return placed
+
+
+def differentiable_once(grads: Sequence[Tensor | None], error: str = TWICE) -> list[Tensor | None]:
+    """Return gradients whose own derivative, where create_graph=True asks for one, is an `UnsupportedError`."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return list(grads)
+    leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
+    return list(_DifferentiatedOnce.apply(error, *leaves))  # type: ignore[no-untyped-call]
+
+
+def is_last_backward() -> bool:
+    """Return whether this backward is the last use of what forward stored."""
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
     """Stands behind gradients, so that a second derivative is an error and not a constant in silence."""
 
     @staticmethod
-    def forward(ctx: Any, *grads: Tensor | None) -> Any:  # noqa: ARG004
+    def forward(ctx: Any, error: str, *grads: Tensor | None) -> Any:
+        ctx.error = error
         return tuple(g if g is None else g.view_as(g) for g in grads)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # noqa: ARG004
-        raise UnsupportedError(TWICE)
+        raise UnsupportedError(ctx.error)

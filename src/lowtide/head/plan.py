@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import choose_backend
+from lowtide.head.backends import choose_backend, choose_backend_of_function
 from lowtide.head.options import HeadOptions
 
 MIB = 2**20
@@ -25,6 +25,7 @@ GPU_TILE = 128
 ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
+STATS_BYTES_PER_TOKEN = 128  # what is found and kept of each token, and in backward the upstream gradients
 
 # The exponential path. Figures: benchmarks/results, one H100; docs/algorithm.md says what they mean.
 EXP_ROWS = 2048  # a chunk may have so many however few the tokens: W is read twice for each, dW read and written
@@ -38,6 +39,10 @@ EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody
 EXP_LEAST_BLOCK = 2048  # columns
 EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
 EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
+
+# Any function of the logits (linear_apply).
+FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
+PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # logits it gets at a time: enough to hide what launching it costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,7 @@ class HeadPlan:
         block_columns: See there.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
         product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
+        piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
     """
 
     backend: str
@@ -85,6 +91,7 @@ class HeadPlan:
     block_columns: int = 0
     sum_rows: int = 0
     product_rows: int = 0
+    piece_rows: int = 0
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -102,6 +109,8 @@ class HeadPlan:
         ]
         if self.schedule == "blocks":
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
+        if self.piece_rows:
+            lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
@@ -119,6 +128,7 @@ def plan_head(
     capped_and_smoothed: bool = False,
     weight_fits: bool = True,
     input_is_copied: bool = False,
+    function: bool = False,
 ) -> HeadPlan:
     """Say what `linear_cross_entropy` will do for N kept tokens, hidden size D and vocabulary V, and its bytes.
 
@@ -139,6 +149,7 @@ def plan_head(
         weight_fits: False if the weight's rows do not lie one after another, at 16-byte addresses.
         input_is_copied: True if the hidden states of a chunk have to be copied: another dtype, or axes that cannot be
             flattened without.
+        function: True for `linear_apply`, whose function gets a chunk's logits in pieces: `HeadPlan.piece_rows`.
 
     Returns:
         HeadPlan: print it, or read its fields.
@@ -158,9 +169,12 @@ def plan_head(
     options = options or HeadOptions()
     device = torch.device(device)
     weight_dtype = weight_dtype or dtype
-    backend, reason = choose_backend(
-        options, device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits
-    )
+    if function:
+        backend, reason = choose_backend_of_function(options)
+    else:
+        backend, reason = choose_backend(
+            options, device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits
+        )
     gradient = choose_gradient(options, reduction, weight_frozen)
     if backend == "exp":
         return _plan_exp(N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied)
@@ -176,6 +190,7 @@ def plan_head(
         gradient=gradient,
         weight_dtype=weight_dtype,
         weight_frozen=weight_frozen,
+        function=function,
     )
 
 
@@ -194,6 +209,7 @@ def plan_rows_of_logits(
     weight_frozen: bool,
     beside: int = 0,
     beside_row: int = 0,
+    function: bool = False,
 ) -> HeadPlan:
     """Return the plan where a chunk's logits exist: as many rows of them as the workspace holds.
 
@@ -205,7 +221,11 @@ def plan_rows_of_logits(
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
-    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, device.type, backend) + beside_row
+    columns = 0 if function else 2 * columns_of(1, V, device.type)
+    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, backend, columns) + beside_row
+    piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
+    piece_rows = _piece_rows(N, V, (budget - fixed) // 2 // max(1, piece_row_bytes), device.type) if function else 0
+    fixed += piece_rows * piece_row_bytes
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
@@ -233,6 +253,7 @@ def plan_rows_of_logits(
         block_rows=block_rows,
         columns=columns_of(rows, V, device.type),
         note=_note(options, N, scratch),
+        piece_rows=min(piece_rows, rows),
     )
 
 
@@ -247,11 +268,17 @@ def _plan_exp(
     weight_dtype: torch.dtype,
     weight_frozen: bool,
     input_is_copied: bool,
+    *,
+    token_bytes: int = BYTES_PER_TOKEN,
+    tile_numbers: int = 1,
 ) -> HeadPlan:
-    """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short."""
-    fixed = N * BYTES_PER_TOKEN + 24 * V + 32 * D
+    """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short.
+
+    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row.
+    """
+    fixed = N * token_bytes + 24 * V + 32 * D
     thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
-    sums = 4 * -(-V // GPU_TILE)
+    sums = 4 * tile_numbers * -(-V // GPU_TILE)
     whole = thin + sums + 2 * padded(V)
     budget = workspace_bytes(options, device)
     room = max(0, budget - fixed)
@@ -294,6 +321,29 @@ def _plan_exp(
         sum_rows=sum_rows,
         product_rows=rows if blocked_schedule else min(rows, _wave_rows(D)),
     )
+
+
+def plan_exp_stats(
+    N: int,
+    D: int,
+    V: int,
+    device: torch.device,
+    options: HeadOptions,
+    reason: str,
+    *,
+    weight_dtype: torch.dtype,
+    weight_frozen: bool,
+    input_is_copied: bool,
+    tile_numbers: int,
+) -> HeadPlan:
+    """Return the plan of `linear_token_stats` on the exponential path; arguments as in `plan_head`.
+
+    ``tile_numbers`` float32 are what each tile of the vocabulary leaves of a row.
+    """
+    return _plan_exp(
+        N, D, V, device, options, reason, "recompute", weight_dtype, weight_frozen, input_is_copied,
+        token_bytes=STATS_BYTES_PER_TOKEN, tile_numbers=tile_numbers,
+    )  # fmt: skip
 
 
 def _exp_rows(N: int, D: int) -> int:
@@ -413,6 +463,11 @@ def _automatic_rows(N: int, most: int, device_type: str) -> int:
     return max(1, min(most, max(fewest, -(-N // FEWEST_CHUNKS))))
 
 
+def _piece_rows(N: int, V: int, most: int, device_type: str) -> int:
+    enough = PIECE_ELEMENTS.get(device_type, PIECE_ELEMENTS["cuda"]) // max(1, V)
+    return max(1, min(max(2, enough), most, N))
+
+
 def block_rows_of(budget: int, D: int, V: int) -> int:
     """Return how many rows of the weight are cast at a time."""
     return max(1, min(V, 4096, budget // 8 // max(1, 4 * D)))
@@ -430,10 +485,9 @@ def columns_of(rows: int, V: int, device_type: str) -> int:
     return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
 
 
-def _row_bytes(
-    D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, device_type: str, backend: str
-) -> int:
+def _row_bytes(D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, backend: str, columns: int) -> int:
+    """Return the scratch of one row of a chunk, with so many more ``columns`` beside its logits in plain PyTorch."""
     wide = accumulate_dtype.itemsize
     if backend == "row":
         return wide * padded(V) + D * (2 * wide + 2 * dtype.itemsize) + 64
-    return wide * (padded(V) + 2 * columns_of(1, V, device_type)) + D * (2 * wide + dtype.itemsize) + 24 * wide
+    return wide * (padded(V) + columns) + D * (2 * wide + dtype.itemsize) + 24 * wide

@@ -183,7 +183,7 @@ def plan_rows(job: CrossEntropyJob, options: HeadOptions, weight_frozen: bool) -
 
 def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: bool) -> HeadPlan:
     N, D, V = job.shape
-    weight, viewable = job.weight_VD, n == N and (job.input.dim() == 2 or rows_are_viewable(job.input))
+    weight = job.weight_VD
     return remembered_plan(
         n,
         D,
@@ -195,15 +195,20 @@ def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: boo
         reduction=job.reduction,
         weight_frozen=weight_frozen,
         capped_and_smoothed=job.softcap is not None and job.terms.label_smoothing != 0,
-        weight_fits=weight.dtype != job.dtype or _rows_are_aligned(weight),
-        input_is_copied=job.input.dtype != job.dtype or not viewable or not _rows_are_aligned(job.input),
+        weight_fits=weight.dtype != job.dtype or rows_are_aligned(weight),
+        input_is_copied=n != N or input_is_copied(job.input, job.dtype),
     )
 
 
 remembered_plan = lru_cache(maxsize=256)(plan_head)
 
 
-def _rows_are_aligned(x: Tensor) -> bool:
+def input_is_copied(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether hidden states [..., D] lie in memory in another way than the GEMMs' operands of ``dtype`` do."""
+    return x.dtype != dtype or not (x.dim() == 2 or rows_are_viewable(x)) or not rows_are_aligned(x)
+
+
+def rows_are_aligned(x: Tensor) -> bool:
     """Return whether rows [..., D] lie at addresses that are multiples of 16 bytes, for TMA."""
     return (
         x.stride(-1) == 1
@@ -345,15 +350,25 @@ def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) 
         part: Which of them.
         dtype: Of the result.
     """
-    leading = x.shape[:-1]
-    if index is None and x.dim() == 2:
-        rows = x[part]
-    elif index is None and rows_are_viewable(x):
-        rows = x.view(math.prod(leading), x.shape[-1])[part]
-    else:
-        chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
-        rows = x[torch.unravel_index(chosen, leading)] if leading else x[None]
-    return rows.to(dtype)
+    return take_leading(x, x.dim() - 1, index, part).to(dtype)
+
+
+def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Tensor:
+    """Return rows of a tensor whose first ``axes`` axes are one axis of N: a view where memory allows.
+
+    Args:
+        x: [..., *rest].
+        axes: How many its leading axes are.
+        index: Positions among all N; None: all, in order.
+        part: Which of them.
+    """
+    leading = x.shape[:axes]
+    if index is None and axes == 1:
+        return x[part]
+    if index is None and rows_are_viewable(x, axes):
+        return x.view(leading.numel(), *x.shape[axes:])[part]
+    chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
+    return x[torch.unravel_index(chosen, leading)] if leading else x[None][part]
 
 
 def drops_rows(device: torch.device) -> bool:
@@ -367,10 +382,10 @@ def positions(chosen_N: Tensor) -> Tensor | None:
     return None if index.numel() == chosen_N.numel() else index
 
 
-def rows_are_viewable(x: Tensor) -> bool:
-    """Return whether ``x.view(-1, D)`` exists: each leading axis spans exactly the axes after it."""
+def rows_are_viewable(x: Tensor, axes: int = -1) -> bool:
+    """Return whether ``x.view(-1, D)`` exists: each of the leading axes spans exactly those after it."""
     span = None
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+    for size, stride in zip(reversed(x.shape[:axes]), reversed(x.stride()[:axes]), strict=True):
         if size == 1:
             continue
         if span is not None and stride != span:

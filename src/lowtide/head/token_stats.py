@@ -18,6 +18,7 @@ from lowtide.head.arguments import (
     logit_scale_tensor,
     refuse_transforms,
 )
+from lowtide.head.backends import choose_stats_backend
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.scaling import scaled_rows
@@ -213,7 +214,7 @@ def _token_stats(
     leading = input.shape[:-1]
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
     alone = names == {"logprob"} and target is not None and target.dim() == len(leading)
-    options = _check_options(options, forward=alone and frozen, kernels=alone)
+    options = _check_options(options, forward=alone and frozen)
     if alone and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
         loss = linear_cross_entropy(
@@ -231,6 +232,10 @@ def _token_stats(
     if linear_weight.shape[0] == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     dtype = check_head(input, linear_weight, linear_bias)
+    if options.backend != "auto":
+        K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
+        V, D = linear_weight.shape
+        choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk="topk" in names)
     scale = logit_scale_tensor(logit_scale)
     if scale is not None and scale.requires_grad:  # as a factor of input and bias, where autograd finds its gradient
         input = scaled_rows(input, scale)
@@ -253,6 +258,7 @@ def _token_stats(
             ignore_index=check_index("ignore_index", ignore_index),
             workspace_mib=options.workspace_mib,
             accumulate=options.accumulate,
+            backend=options.backend,
         )
     )
     fields: dict[str, Any] = {name: getattr(found, name).view(leading) for name in names - {*OF_TARGETS, "topk"}}
@@ -274,15 +280,12 @@ def _check_want(want: Iterable[str]) -> frozenset[str]:
     return names
 
 
-def _check_options(options: HeadOptions | None, *, forward: bool, kernels: bool) -> HeadOptions:
-    """Return the options, refusing what cannot be done: gradients in forward, or kernels that there are not."""
+def _check_options(options: HeadOptions | None, *, forward: bool) -> HeadOptions:
+    """Return the options, refusing gradients in forward where they cannot be known by then."""
     options = check_options(options)
     if options.gradient == "forward" and not forward:
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
-    if options.backend in ("exp", "row") and not kernels:
-        hint = "Its kernels compute one log-probability a token, and nothing else."
-        raise UnsupportedError(message("backend", "'auto' or 'torch'", f"{options.backend!r}", hint))
     return options
 
 

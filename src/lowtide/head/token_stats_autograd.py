@@ -32,6 +32,7 @@ class StatsCall(NamedTuple):
     ignore_index: int
     workspace_mib: float | None
     accumulate: str
+    backend: str
 
     @property
     def wide(self) -> torch.dtype:
@@ -46,7 +47,10 @@ class StatsCall(NamedTuple):
     def options(self) -> HeadOptions:
         """Return the options that bear on a single pass."""
         accumulate: Any = self.accumulate
-        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend="torch")
+        backend: Any = self.backend
+        return HeadOptions(
+            workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend, gradient="recompute"
+        )
 
     def job(self) -> StatsJob:
         """Return the same, flattened, for the loop over chunks."""
@@ -54,7 +58,7 @@ class StatsCall(NamedTuple):
             input=self.input,
             weight_VD=self.linear_weight,
             target_NK=self.target,
-            bias_V=None if self.linear_bias is None else self.linear_bias.to(self.wide),
+            bias_V=None if self.linear_bias is None else self.linear_bias.to(self.wide).contiguous(),
             logit_scale=None if self.logit_scale is None else scalar_on(self.input.device, self.logit_scale, self.wide),
             softcap=self.softcap,
             want=self.wanted,

@@ -4,24 +4,27 @@ N tokens, n of them computed, C rows of a chunk, D hidden size, V vocabulary, K 
 A backend is two functions of a chunk: `TorchChunks` has them, and another one may stand in its place.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lowtide.head.backends import choose_stats_backend
 from lowtide.head.logit_stats import Known, Upstream, row_sums, stats_gradient_
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.plan import HeadPlan, padded, plan_exp_stats
 from lowtide.head.schedules import (
     Gradients,
     check_classes,
     drops_rows,
     gradient_buffers,
+    input_is_copied,
     positions,
     put_input_grad,
     remembered_plan,
+    rows_are_aligned,
     take_rows,
 )
 from lowtide.head.softmax import finish_logits_
@@ -145,15 +148,33 @@ class TorchChunks:
 
 
 def plan_stats(job: StatsJob, rows: int, options: HeadOptions, *, weight_frozen: bool) -> HeadPlan:
-    """Return the plan for ``rows`` tokens; ``options`` name the backend."""
+    """Return the plan for ``rows`` tokens, which names the backend that runs."""
     V, D = job.weight_VD.shape
+    weight, K = job.weight_VD, job.target_NK.shape[1]
+    fits = weight.dtype != job.dtype or rows_are_aligned(weight)
+    backend, reason = choose_stats_backend(
+        options, weight.device, job.dtype, D, V, targets=K, topk="topk" in job.want, weight_fits=fits
+    )
+    if backend == "exp":
+        return plan_exp_stats(
+            rows,
+            D,
+            V,
+            weight.device,
+            options,
+            reason,
+            weight_dtype=weight.dtype,
+            weight_frozen=weight_frozen,
+            input_is_copied=input_is_copied(job.input, job.dtype),
+            tile_numbers=3 + len(job.want & {"entropy", "sum_sq_prob", "mean_logit"}),
+        )
     return remembered_plan(
         rows,
         D,
         V,
         job.dtype,
         job.weight_VD.device,
-        options,
+        replace(options, backend="torch"),
         weight_dtype=job.weight_VD.dtype,
         reduction="none",
         weight_frozen=weight_frozen,
@@ -171,9 +192,13 @@ def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
     if drops_rows(job.input.device) and job.want.issubset(OF_TARGETS):
         index = positions(job.kept_NK.any(1))
     plan = plan_stats(job, N if index is None else index.numel(), options, weight_frozen=True)
-    chunks = TorchChunks(job, plan)
     y_NK = job.target_NK.where(job.is_class_NK, 0)
     found: dict[str, Tensor] = {}
+    if plan.backend == "exp":
+        from lowtide.head.token_stats_exp import ExpStats
+
+        return _of_targets(job, y_NK, ExpStats(job, plan).forward())
+    chunks = TorchChunks(job, plan)
     for part in plan.slices() if plan.chunks else (slice(0, 0),):
         rows = part if index is None else index[part]
         stats = chunks.forward(take_rows(job.input, index, part, job.dtype), y_NK[rows])
@@ -182,10 +207,14 @@ def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
                 if name not in found:
                     found[name] = value.new_zeros(N, *value.shape[1:])
                 found[name][rows] = value
-    if "logprob" in found:
-        found["is_top1"] = (found["argmax"][:, None] == y_NK) & job.kept_NK & job.is_class_NK
-        found["logprob"] = found["logprob"].where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
-    return found
+    return _of_targets(job, y_NK, found) if "logprob" in found else found
+
+
+def _of_targets(job: StatsJob, y_NK: Tensor, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what was found, log-probabilities 0 where ignored and NaN where the target is no class."""
+    is_top1 = (found["argmax"][:, None] == y_NK) & job.kept_NK & job.is_class_NK
+    logprob = found["logprob"].where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
+    return found | {"is_top1": is_top1, "logprob": logprob}
 
 
 def backward_chunks(
@@ -195,6 +224,13 @@ def backward_chunks(
     if upstream.logprob is not None:
         g = upstream.logprob.where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
         upstream = Upstream(**{**vars(upstream), "logprob": g})
+    plan = plan_stats(job, known.lse.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
+    if plan.backend == "exp":
+        from lowtide.head.token_stats_exp import ExpStats
+
+        into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
+        ExpStats(job, plan).backward(known, upstream, into)
+        return into
     active_N = upstream.largest(job.weight_VD.shape[0]) != 0
     index = kept = None
     if drops_rows(job.input.device):

@@ -30,8 +30,8 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
     get what was put there; call it again to see them in the report.
 
     Args:
-        options: How the heads are to run: see `HeadOptions`. The only backend is ``"torch"``, as for all statistics
-            and divergences.
+        options: How the heads are to run: see `HeadOptions`. A backend asked for by name runs or raises, in the
+            trainer's step: ``"exp"`` where `linear_token_stats` has it, never for divergences.
 
     Returns:
         TrlReport: What was replaced where. Its counts are live; print it.
@@ -39,7 +39,6 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
     Raises:
         UnsupportedError: TRL is not installed, or its functions are not those that lowtide knows; also a
             `RuntimeError`. Nothing is replaced then.
-        UnsupportedError: ``options`` asks for what no call could do, as another backend.
         ArgumentTypeError: ``options`` is no HeadOptions; also a `TypeError`.
 
     Example:
@@ -50,8 +49,6 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
         >>> lowtide.unpatch_trl()
     """
     check_options(options)
-    for seam in SEAMS:
-        seam.kind.run(seam.kind.probe(), options)  # raises what every call would
     if not _stand_ins:
         version = trl_version()
         report = TrlReport(version)

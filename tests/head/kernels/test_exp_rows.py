@@ -540,7 +540,7 @@ def test_input_gradients(dtype: torch.dtype, D: int, names: tuple[str, ...]) -> 
     product[2:4] = torch.tensor([[NAN], [INF]])
     b.y[2], b.g[2] = -1, NAN
     out = torch.full((C + 2, D), POISON, dtype=dtype, device=DEVICE)
-    finish_input_grad(product, out[1:-1], b.w, b.y, b.g, rows.s, rows.rest, terms)
+    finish_input_grad(product, out[1:-1], b.w, b.y, rows.s, rows.rest, b.g, terms)
     want = (s * (product.double() + rest * b.w.double()[b.y.clamp(min=0).long()])).where(s != 0, 0)
     if terms.uniform_D is not None:
         m = kwargs.get("logit_scale", torch.ones((), device=DEVICE)).double()
@@ -612,7 +612,7 @@ def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
         b.x, b.w, rows.listed, rows.count, rows.highest, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts
     )
     finish_rows(sums, P, b.x, b.y, b.g, rows, terms, V, e_CV=e, scaled_CD=scaled, shifted=True)
-    finish_input_grad(e.float() @ b.w.float(), dx, b.w, b.y, b.g, rows.s, rows.rest, terms)
+    finish_input_grad(e.float() @ b.w.float(), dx, b.w, b.y, rows.s, rows.rest, b.g, terms)
     db = torch.zeros(V, device=DEVICE)
     add_column_sums(e, rows.s, db)
     uniform_w, uniform_b = uniform_part(b, terms)
@@ -640,7 +640,7 @@ def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: 
         product += e.float() @ w.float()
         dw[first : first + block] += e.float().T @ scaled.float()
         add_column_sums(e, rows.s, db[first : first + block])
-    finish_input_grad(product, dx, b.w, b.y, b.g, rows.s, rows.rest, terms)
+    finish_input_grad(product, dx, b.w, b.y, rows.s, rows.rest, b.g, terms)
     return dx, dw, db
 
 

@@ -24,7 +24,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finish_logits(z, column, V, bias_ptr, scale_ptr, cap, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_at(tile, C, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the tile's place, (row tile, column tile): groups of GROUP row tiles share W in cache, rows go first."""
+    row_tiles = tl.cdiv(C, ROWS)
+    width = GROUP * tl.cdiv(V, COLUMNS)
+    first = (tile // width) * GROUP
+    height = min(row_tiles - first, GROUP)
+    return first + (tile % width) % height, (tile % width) // height
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def finish_logits(z, column, V, bias_ptr, scale_ptr, cap, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """cap * tanh((z + bias) * scale / cap), each part where it is asked for."""
     if BIAS:
         z += tl.load(bias_ptr + column, mask=column < V, other=0.0)[None, :]
@@ -43,7 +53,7 @@ def _epilogue(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Turn accumulators [rows, WIDTH] into E, store it, and return its row sums and those of E * (z - reference)."""
     at = START + tl.arange(0, WIDTH)  # within the tile, as y and bound are
-    z = _finish_logits(z, column + at, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
+    z = finish_logits(z, column + at, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
     shifted = z * LOG2E - reference[:, None]
     e = tl.exp2(shifted)
     is_target = at[None, :] == y[:, None]
@@ -79,16 +89,10 @@ def _exp_logits(  # type: ignore[no-untyped-def]
     COEFFICIENT: tl.constexpr, BOUND: tl.constexpr, SUM: tl.constexpr, MOMENT: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Persistent: each program takes every PROGRAMS-th tile, in groups of GROUP row tiles that share W in cache."""
-    row_tiles = tl.cdiv(C, ROWS)
-    column_tiles = tl.cdiv(V, COLUMNS)
     steps = tl.cdiv(D, DEPTH)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        width = GROUP * column_tiles
-        first = (tile // width) * GROUP
-        height = min(row_tiles - first, GROUP)
-        row = (first + (tile % width) % height) * ROWS
-        p = (tile % width) // height
-        column = p * COLUMNS
+    for tile in tl.range(tl.program_id(0), tl.cdiv(C, ROWS) * tl.cdiv(V, COLUMNS), PROGRAMS, flatten=True):
+        row_tile, p = tile_at(tile, C, V, ROWS, COLUMNS, GROUP)
+        row, column = row_tile * ROWS, p * COLUMNS
         z = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(steps):
             z = tl.dot(x_d.load([row, k * DEPTH]), w_d.load([column, k * DEPTH]).T, z)
@@ -171,7 +175,7 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
                 other=0.0,
             )
             z = tl.dot(x, w, z)
-        z = _finish_logits(z, columns, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
+        z = finish_logits(z, columns, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
         if FIND_HIGHEST:
             highest = tl.max(tl.where(inside[None, :], z, float("-inf")), 1)
             tl.atomic_max(highest_ptr + rows, to_ordered(highest), mask=listed)
@@ -245,9 +249,9 @@ def exp_logits(
     sums = nothing if sum_CP is None else sum_CP
     out = x_CD if e_CV is None else e_CV  # a descriptor is needed even where nothing is stored
     _exp_logits[(programs * config.per_multiprocessor,)](
-        _descriptor(x_CD, C, D, config.rows, config.depth),
-        _descriptor(w_VD, V, D, config.columns, config.depth),
-        _descriptor(out, C, D if e_CV is None else V, config.rows, config.columns // config.pieces),
+        descriptor(x_CD, C, D, config.rows, config.depth),
+        descriptor(w_VD, V, D, config.columns, config.depth),
+        descriptor(out, C, D if e_CV is None else V, config.rows, config.columns // config.pieces),
         reference_C, y_C, nothing if coefficient_C is None else coefficient_C, sums,
         nothing if moment_CP is None else moment_CP, nothing if bias_V is None else bias_V,
         nothing if scale is None else scale, 1.0 if softcap is None else softcap, C, V, D, sums.stride(0), first_class,
@@ -310,7 +314,8 @@ def shifted_exp_logits(
         )  # fmt: skip
 
 
-def _descriptor(x: Tensor, rows: int, columns: int, block_rows: int, block_columns: int) -> Any:
+def descriptor(x: Tensor, rows: int, columns: int, block_rows: int, block_columns: int) -> Any:
+    """Return what TMA needs to know of ``x`` to copy blocks of it."""
     return TensorDescriptor(x, [rows, columns], [x.stride(0), 1], [block_rows, block_columns])
 
 

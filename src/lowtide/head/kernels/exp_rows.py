@@ -89,7 +89,7 @@ def _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write s x, and 0 where s is 0, whatever x holds."""
     for d in range(0, D, BLOCK):
         at = d + tl.arange(0, BLOCK)
@@ -166,7 +166,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             tl.store(s_ptr + i, s)
             tl.store(rest_ptr + i, tl.where(kept, c - stored.to(tl.float32), 0.0))
             if SCALED:
-                _scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
+                scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
         if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
             if kept & wrong:
                 tl.store(highest_ptr + i, to_ordered(t))
@@ -206,7 +206,7 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
     tl.store(s_ptr + i, power)
     tl.store(rest_ptr + i, c - c.to(x_ptr.dtype.element_ty).to(tl.float32))
     if SCALED:
-        _scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
+        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
 
 
 @Launcher
@@ -291,7 +291,7 @@ def target_logits(x_CD: Tensor, w_VD: Tensor, y_C: Tensor, rows: Reports, terms:
         x_CD, w_VD, y_C, rows.target_logit, _or(terms.bias_V, y_C), _or(terms.scale, y_C), terms.softcap or 1.0,
         _or(terms.uniform_D, y_C), _or(terms.uniform_bias, y_C), rows.uniform_logit, rows.count, D, x_CD.stride(0),
         w_VD.stride(0), BIAS=terms.bias_V is not None, SCALE=terms.scale is not None, CAP=terms.softcap is not None,
-        SMOOTH=terms.uniform_D is not None, BLOCK=_block(D), num_warps=4,
+        SMOOTH=terms.uniform_D is not None, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def finish_rows(
         _or(terms.total_class_weight, y_C), _or(terms.scale, y_C), terms.softcap or 1.0, terms.smoothing, terms.z_loss,
         D, V, C, SHIFTED=shifted, GRADIENT=factor_C is not None, SCALED=scaled_CD is not None,
         SMOOTH=terms.uniform_D is not None, CLASS_WEIGHT=terms.class_weight_V is not None,
-        SCALE=terms.scale is not None, CAP=terms.softcap is not None, BLOCK=_block(D), num_warps=4,
+        SCALE=terms.scale is not None, CAP=terms.softcap is not None, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def prepare_rows(
         rows.rest, _or(terms.class_weight_V, y_C), _or(terms.total_class_weight, y_C), _or(terms.scale, y_C),
         terms.softcap or 1.0, terms.smoothing, terms.z_loss, D, V, SCALED=scaled_CD is not None,
         CLASS_WEIGHT=terms.class_weight_V is not None, SCALE=terms.scale is not None, CAP=terms.softcap is not None,
-        BLOCK=_block(D), num_warps=4,
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -380,17 +380,23 @@ def finish_input_grad(
     out_CD: Tensor,
     w_VD: Tensor,
     y_C: Tensor,
-    factor_C: Tensor,
     s_C: Tensor,
     rest_C: Tensor,
-    terms: RowTerms,
+    factor_C: Tensor | None = None,
+    terms: RowTerms | None = None,
 ) -> None:
-    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous)."""
+    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous).
+
+    ``factor_C`` and ``terms`` are needed for what is the same in all classes: label smoothing.
+    """
     C, D = product_CD.shape
+    scale, uniform_D, smoothing = (
+        (None, None, 0.0) if terms is None else (terms.scale, terms.uniform_D, terms.smoothing)
+    )
     _finish_input_grad[(C,)](
-        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, factor_C, _or(terms.scale, y_C),
-        _or(terms.uniform_D, y_C), terms.smoothing, D, w_VD.shape[0], SMOOTH=terms.uniform_D is not None,
-        SCALE=terms.scale is not None, BLOCK=_block(D), num_warps=4,
+        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, _or(factor_C, s_C), _or(scale, s_C),
+        _or(uniform_D, s_C), smoothing, D, w_VD.shape[0], SMOOTH=uniform_D is not None, SCALE=scale is not None,
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -407,5 +413,6 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
-def _block(D: int) -> int:
+def block_of(D: int) -> int:
+    """Return how many numbers of a row of D a program takes at a time."""
     return min(1024, max(64, int(triton.next_power_of_2(D))))

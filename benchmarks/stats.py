@@ -1,0 +1,11 @@
+"""Measure log-probabilities and entropies beside their peers: `lowtide bench stats`, results in benchmarks/results."""
+
+import sys
+from pathlib import Path
+
+from lowtide.cli import main
+
+RESULTS = Path(__file__).parent / "results"
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", "stats", "--output", str(RESULTS), *sys.argv[1:]]))

@@ -1,0 +1,276 @@
+"""The benchmark of `linear_apply`: functions of the logits beside the logits in full, and training with both."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.bench.config import ApplyBenchConfig
+from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.problem import ROWS, blocks, make_problem
+from lowtide.bench.reference import exact_products, relative_error
+from lowtide.bench.results import Files
+from lowtide.bench.rows import reason_of, release
+from lowtide.bench.shapes import Shape
+from lowtide.head.apply import linear_apply
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.measure import describe_machine, mib, peak_above, source_commit, time_side_by_side
+
+NAIVE, TWO_CHUNKS, DEFAULT, TOKEN = "naive", "two chunks", "default", "default, per token"
+FUSED = "linear_cross_entropy"
+_COLUMNS = f"{'':24}{'ms':>9}{'MiB':>9}{'of naive':>9}{'value err':>11}{'dX err':>9}{'dW err':>9}{'db err':>9}"
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return each token's cross entropy."""
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return each token's focal loss, gamma 2."""
+    logp = -F.cross_entropy(logits, labels, reduction="none")
+    return -((1 - logp.exp()) ** 2) * logp
+
+
+def entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the entropy of each token's distribution."""
+    del labels
+    logp = logits.log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def top_k(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return how far the label's logit is below the logsumexp of the 50 largest."""
+    largest = logits.topk(min(50, logits.shape[-1]), dim=-1).values
+    return largest.logsumexp(-1) - logits.gather(-1, labels[:, None])[:, 0]
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross-entropy": cross_entropy, "focal": focal, "entropy": entropy, "top-k": top_k,
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class ApplyRow:
+    """What was measured of one way to compute one function's mean over the tokens, and its gradients.
+
+    Attributes:
+        function: its name, and ``name``, which way.
+        ms: median time of forward and backward.
+        peak_mib: most memory at once above the inputs, gradients included; ``of_naive``: that over the naive way's.
+        value: the mean; ``value_error`` its absolute difference from exact products in a wider dtype.
+        dx_error: relative error of the hidden states' gradient against the same; and of the weight's and the bias's.
+        plan: what `plan_head` said of it.
+        failed: why there are no figures.
+    """
+
+    function: str
+    name: str
+    ms: float | None = None
+    peak_mib: float | None = None
+    of_naive: float | None = None
+    value: float | None = None
+    value_error: float | None = None
+    dx_error: float | None = None
+    dw_error: float | None = None
+    db_error: float | None = None
+    plan: HeadPlan | None = None
+    failed: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Hidden states [N, D], weight [V, D], bias [V] (leaves) and labels [N]."""
+
+    shape: Shape
+    x: Tensor
+    w: Tensor
+    b: Tensor
+    y: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what gets a gradient."""
+        return self.x, self.w, self.b
+
+    def step(self, mean: Callable[[], Tensor]) -> Tensor:
+        """Run forward and backward, and return the value."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        value = mean()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.detach()
+
+    def plan(self, options: HeadOptions) -> HeadPlan:
+        """Return what `plan_head` says of `linear_apply` with these options."""
+        N, D, V = self.shape.N, self.shape.D, self.shape.V
+        return plan_head(N, D, V, self.x.dtype, self.x.device, options, function=True)
+
+
+def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Return random inputs whose labels are drawn from the model's own softmax."""
+    problem = make_problem(shape, dtype, device, seed=seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    b = torch.randn(shape.V, device=device, generator=generator).to(dtype).requires_grad_()
+    return Inputs(shape=shape, x=problem.x, w=problem.w, b=b, y=problem.y)
+
+
+def in_two_chunks(inputs: Inputs) -> HeadOptions:
+    """Return the least workspace with which the plan has two chunks."""
+    low, high = 0.0, 1.0
+    while inputs.plan(HeadOptions(workspace_mib=high)).chunks > 2:
+        low, high = high, 2 * high
+    for _ in range(30):
+        middle = (low + high) / 2
+        enough = inputs.plan(HeadOptions(workspace_mib=middle)).chunks <= 2
+        low, high = (low, middle) if enough else (middle, high)
+    return HeadOptions(workspace_mib=high)
+
+
+def ways(name: str, inputs: Inputs) -> dict[str, tuple[Callable[[], Tensor], HeadOptions | None]]:
+    """Return each way to compute the mean of a function, with the options of lowtide's."""
+    fn, (x, w, b), y, N = FUNCTIONS[name], inputs.leaves, inputs.y, inputs.shape.N
+
+    def total(logits: Tensor, labels: Tensor) -> Tensor:
+        return fn(logits, labels).sum() / N
+
+    def summed(options: HeadOptions) -> Callable[[], Tensor]:
+        return lambda: linear_apply(total, x, w, y, linear_bias=b, out="sum", options=options)
+
+    two, default = in_two_chunks(inputs), HeadOptions()
+    found: dict[str, tuple[Callable[[], Tensor], HeadOptions | None]] = {
+        NAIVE: (lambda: fn(F.linear(x, w, b).to(_wide(x.dtype)), y).mean(), None),
+        TWO_CHUNKS: (summed(two), two),
+        DEFAULT: (summed(default), default),
+        TOKEN: (lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default),
+    }
+    if name == "cross-entropy":
+        found[FUSED] = (lambda: linear_cross_entropy(x, w, y, linear_bias=b), None)
+    return found
+
+
+def exact(name: str, inputs: Inputs) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return a function's mean and gradients by autograd on some rows of logits at a time, from wider inputs.
+
+    float64 for float32 inputs, float32 for narrower ones, with exact products.
+    """
+    dtype = torch.float64 if inputs.x.dtype == torch.float32 else torch.float32
+    w, b = (t.detach().to(dtype) for t in (inputs.w, inputs.b))
+    dx, dw, db = torch.empty_like(inputs.x, dtype=dtype), torch.zeros_like(w), torch.zeros_like(b)
+    value = torch.zeros((), dtype=torch.float64, device=w.device)
+    with exact_products():
+        for rows in blocks(inputs.shape.N, ROWS):
+            x = inputs.x[rows].detach().to(dtype)
+            z = torch.addmm(b, x, w.T).requires_grad_()
+            mean = FUNCTIONS[name](z, inputs.y[rows]).sum() / inputs.shape.N
+            (dz,) = torch.autograd.grad(mean, z)
+            value += mean.detach()
+            dx[rows] = dz @ w
+            dw.addmm_(dz.T, x)
+            db += dz.sum(0)
+    return value, (dx, dw, db)
+
+
+def measure(name: str, inputs: Inputs, config: ApplyBenchConfig, say: Callable[[str], object]) -> list[ApplyRow]:
+    """Return the rows of a function; one that fails says why."""
+    device = inputs.x.device
+    value, gradients = exact(name, inputs)
+    release(device)
+    rows: list[ApplyRow] = []
+    for way, (mean, options) in ways(name, inputs).items():
+        row = ApplyRow(function=name, name=way, plan=None if options is None else inputs.plan(options))
+        rows.append(row)
+        try:
+            step = {way: partial(inputs.step, mean)}
+            row.ms = time_side_by_side(step, device, warm=config.warm, reps=config.reps)[way].median_ms
+            for leaf in inputs.leaves:
+                leaf.grad = None
+            got: list[Tensor] = []
+            row.peak_mib = mib(peak_above(partial(_keep, got, inputs, mean), device))
+            row.value, row.value_error = got[0].item(), (got[0].double() - value).abs().item()
+            for leaf, name_, true in zip(inputs.leaves, ("dx_error", "dw_error", "db_error"), gradients, strict=True):
+                assert leaf.grad is not None
+                setattr(row, name_, relative_error(leaf.grad.view(len(true), -1), true.view(len(true), -1)))
+            if rows[0].peak_mib is not None:
+                row.of_naive = row.peak_mib / rows[0].peak_mib
+        except Exception as error:  # whatever it raises is its row
+            row.failed = reason_of(error)
+        for leaf in inputs.leaves:
+            leaf.grad = None
+        release(device)
+        say(line(row))
+    return rows
+
+
+def _keep(into: list[Tensor], inputs: Inputs, mean: Callable[[], Tensor]) -> None:
+    into.append(inputs.step(mean))
+
+
+def line(row: ApplyRow) -> str:
+    """Return a row as text."""
+    if row.failed:
+        return f"{row.name:24}{row.failed}\n"
+    text = f"{row.name:24}{row.ms or 0:9.2f}{row.peak_mib or 0:9.1f}"
+    text += f"{'':>9}" if row.of_naive is None else f"{row.of_naive:9.3f}"
+    text += f"{row.value_error or 0:11.1e}{row.dx_error or 0:9.1e}{row.dw_error or 0:9.1e}{row.db_error or 0:9.1e}"
+    return f"{text}  {row.plan.chunks} x {row.plan.chunk_rows} rows\n" if row.plan else f"{text}\n"
+
+
+def run(config: ApplyBenchConfig, say: Callable[[str], object]) -> dict[str, Any]:
+    """Measure, tell each line as it is known, and write the result after each function.
+
+    Args:
+        config: what.
+        say: gets the text, a line or more at a time.
+
+    Returns:
+        dict: What was written.
+
+    Raises:
+        UnsupportedError: there is no such device.
+        ArgumentValueError: the folder for the results cannot be written, or there is no such model.
+    """
+    device = chosen_device(config.device)
+    dtype = chosen_dtype(config.dtype, device)
+    machine, today = describe_machine(), dt.datetime.now(tz=dt.UTC).date().isoformat()
+    files = Files.prepare(config.output, f"{today}-apply", machine["gpu"] if device.type == "cuda" else None)
+    told: dict[str, Any] = {
+        "command": config.command(), "date": today, "commit": source_commit(), "machine": machine,
+        "dtype": str(dtype).removeprefix("torch."), "warm": config.warm, "reps": config.reps, "shapes": [],
+    }  # fmt: skip
+    for shape in config.shapes if config.table else ():
+        inputs = make_inputs(shape, dtype, device, config.seed)
+        part: dict[str, Any] = {"name": shape.name, "N": shape.N, "D": shape.D, "V": shape.V, "rows": []}
+        told["shapes"].append(part)
+        for name in config.functions:
+            say(f"\n{shape} {told['dtype']}, {name}\n{_COLUMNS}\n")
+            part["rows"] += [row.to_json() for row in measure(name, inputs, config, say)]
+            files.write_json(told)
+        del inputs
+        release(device)
+    if config.train or config.grpo:
+        from lowtide.bench.apply_train import compare
+
+        for objective in [name for name in ("train", "grpo") if getattr(config, name)]:
+            told[objective] = compare(objective, config, dtype, device, say)
+            files.write_json(told)
+    say(f"written: {files.json}\n")
+    return told
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

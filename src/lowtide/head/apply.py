@@ -1,0 +1,193 @@
+"""Any function of the final linear layer's logits, which are never built whole."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.head import apply_autograd
+from lowtide.head.apply_function import TENSOR, UserFunction, compiled, current_autocast
+from lowtide.head.apply_passes import ApplyCall
+from lowtide.head.arguments import (
+    check_device,
+    check_head,
+    check_number,
+    check_per_token,
+    check_tensor,
+    refuse_transforms,
+    scalar_tensor,
+)
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import plan_head
+from lowtide.head.registration import scalar_on, undisturbed
+
+OUT = ("token", "sum")
+
+
+def linear_apply(
+    fn: Callable[..., Any],
+    input: Tensor,
+    linear_weight: Tensor,
+    *token_args: Tensor,
+    linear_bias: Tensor | None = None,
+    params: Sequence[Any] = (),
+    mask: Tensor | None = None,
+    out: str = "token",
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    compile: bool = False,
+    options: HeadOptions | None = None,
+) -> Any:
+    """Return ``fn(logits, *token_args, *params)`` for the logits of a linear layer, some rows of them at a time.
+
+    With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``, ``fn`` gets
+    [C, V] float32 logits of C tokens (float64 for float64 inputs), the C rows of each token argument, and ``params``
+    whole. Derivatives are autograd's through ``fn``. The logits of a chunk exist at a time; ``fn`` gets them in pieces
+    of fewer rows, and its graph lives for one piece. `HeadOptions.workspace_mib` bounds both, counting 8 tensors of a
+    piece's logits for what ``fn`` holds.
+
+    ``fn`` must treat each token by itself, for any number of rows. It is called several times, on a few rows first.
+
+    Args:
+        fn: The function. It may draw random numbers, and change its logits in place, but not its other arguments.
+        input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
+        linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``.
+        token_args: Tensors [..., *], their first axes those of ``input``; ``fn`` gets them as [C, *]. Those that
+            require a gradient get it.
+        linear_bias: [V], or None.
+        params: What ``fn`` gets after the token arguments, whole: tensors of any shape, which get gradients, and
+            anything else; pytrees of these too.
+        mask: bool [...], True where ``fn`` runs. Other tokens are dropped before the product, whatever they hold; their
+            results and gradients are 0. On a GPU the host waits for their number.
+        out: ``"token"``: fn returns tensors [C, *], in any pytree. ``"sum"``: scalars that add up over tokens.
+        softcap: Cap of the logits, above 0, or None.
+        logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
+            a gradient gets it, at the price of a copy of ``input`` [..., D] that is multiplied with it.
+        compile: Compile ``fn`` (not the loop) for any number of rows, once for each ``fn``: define it once, not in each
+            step.
+        options: Memory, accumulation and when gradients are computed: see `HeadOptions`.
+
+    Returns:
+        Any: What ``fn`` returns, of its dtypes: with "token" [..., *] for [C, *], with "sum" the sums. Integers,
+        booleans and what ``fn`` detaches are not differentiable.
+
+    Raises:
+        ArgumentValueError: A shape, device or number that does not fit; results of ``fn`` with a wrong leading size;
+            a result for some tokens that depends on others, among them a mean with ``out="sum"``; a tensor that ``fn``
+            closes over and that requires a gradient; an argument that it changes in place. Also a `ValueError`.
+        ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
+        UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or options that ask for what
+            an arbitrary function does not allow; also a `RuntimeError`.
+
+    Note:
+        With "sum" and one differentiable scalar the gradients are computed in forward, and backward multiplies them
+        with the upstream one; with several, with "token", and with ``HeadOptions(gradient="recompute")``, backward
+        builds the logits and runs ``fn`` once more, with the same random numbers and under the same autocast.
+
+    Example:
+        >>> def entropy(logits):
+        ...     logp = logits.log_softmax(-1)
+        ...     return -(logp.exp() * logp).sum(-1)
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
+        >>> weight = torch.randn(1000, 16, requires_grad=True)
+        >>> linear_apply(entropy, hidden, weight).shape
+        torch.Size([2, 5])
+    """
+    scale = logit_scale if isinstance(logit_scale, Tensor) else None
+    if not isinstance(params, tuple | list):
+        got = type(params).__name__
+        raise ArgumentTypeError(message("params", "a tuple of what fn gets last", got, "Write params=(x,)."))
+    param_leaves, params_spec = pytree.tree_flatten(list(params))
+    tensors = [leaf for leaf in param_leaves if isinstance(leaf, Tensor)]
+    watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
+    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=apply_autograd.NAIVE)
+    dtype = check_head(input, linear_weight, linear_bias)
+    _check_arguments(fn, input, token_args, mask, out, compile, options)
+    options = options or HeadOptions()
+    if options.gradient == "forward" and out == "token":
+        hint = "Each token's upstream gradient is known in backward only."
+        raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if softcap is not None:
+        check_number("softcap", softcap, 0, math.inf, above=True)
+    plain_scale = scalar_tensor("logit_scale", logit_scale, torch.float64)
+    if plain_scale.requires_grad:
+        # as factors of input and bias, where autograd finds its gradient; a NaN in a masked token must not reach it
+        kept = input if mask is None else input.where(mask[..., None], 0)
+        input = kept * plain_scale
+        linear_bias = None if linear_bias is None else linear_bias * plain_scale
+    index = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
+    needed = [t.requires_grad for t in (linear_weight, linear_bias) if t is not None]
+    V, D = linear_weight.shape
+    plan = plan_head(
+        input.shape[:-1].numel() if index is None else index.numel(),
+        D,
+        V,
+        dtype,
+        input.device,
+        options,
+        weight_dtype=linear_weight.dtype,
+        reduction="sum",
+        weight_frozen=not any(needed),
+        function=True,
+    )
+    function = UserFunction(
+        plain=fn,
+        run=compiled(fn) if compile else fn,
+        per_token=out == "token",
+        graph=torch.is_grad_enabled(),
+        autocast=current_autocast(input.device),
+        params_spec=params_spec,
+        params_rest=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in param_leaves),
+    )
+    with undisturbed(input.device):
+        unscaled = plain_scale.requires_grad or (scale is None and logit_scale == 1)
+        on_device = None if unscaled else scalar_on(input.device, plain_scale, wide)
+    call = ApplyCall(
+        function=function,
+        plan=plan,
+        logit_scale=on_device,
+        softcap=softcap,
+        dtype=dtype,
+        wide=wide,
+        token_args=len(token_args),
+        gradient=options.gradient,
+    )
+    return apply_autograd.apply(call, (input, linear_weight, linear_bias, index, *token_args, *tensors))
+
+
+def _check_arguments(
+    fn: object,
+    input: Tensor,
+    token_args: Sequence[object],
+    mask: Tensor | None,
+    out: object,
+    compile: object,
+    options: object,
+) -> None:
+    if not callable(fn):
+        raise ArgumentTypeError(message("fn", "a function of logits [C, V]", type(fn).__name__))
+    if out not in OUT:
+        raise ArgumentValueError(message("out", "'token' or 'sum'", f"{out!r}"))
+    if not isinstance(compile, bool):
+        raise ArgumentTypeError(message("compile", "True or False", f"{compile!r}"))
+    if options is not None and not isinstance(options, HeadOptions):
+        raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
+    leading = input.shape[:-1]
+    for i, value in enumerate(token_args):
+        name = f"token_args[{i}]"
+        if not isinstance(value, Tensor):
+            got, hint = type(value).__name__, "What is not one row for each token goes into params."
+            raise ArgumentTypeError(message(name, "a torch.Tensor", got, hint))
+        if value.shape[: len(leading)] != leading:
+            expected = f"first axes {list(leading)}, as input is {list(input.shape)}"
+            raise ArgumentValueError(message(name, expected, str(list(value.shape)), "Whole tensors go into params."))
+        check_device(name, value, input)
+    if mask is not None:
+        if check_tensor("mask", mask).dtype != torch.bool:
+            raise ArgumentTypeError(message("mask", "a bool tensor, True where fn runs", str(mask.dtype)))
+        check_per_token("mask", mask, input)

@@ -1,0 +1,301 @@
+"""The user's function of the logits: how it is called, what it may return, and what its graph may reach.
+
+c rows of a piece of a chunk, V vocabulary.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+RandomState = tuple[Tensor, Tensor | None]  # the generators' states on the CPU and on the GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserFunction:
+    """A function of [c, V] logits as one call of `linear_apply` runs it; holds no tensor that autograd should watch.
+
+    Attributes:
+        plain: As it was given.
+        run: That, or the same compiled.
+        per_token: Whether its results have a row for each row of logits; else they are scalars that add up.
+        graph: Whether results are connected to what they come from.
+        autocast: The state of autocast in which it runs, in backward too.
+        params_spec: How its last arguments are made of ``params_rest`` and of tensors where that is `TENSOR`.
+    """
+
+    plain: Callable[..., Any]
+    run: Callable[..., Any]
+    per_token: bool
+    graph: bool
+    autocast: Autocast
+    params_spec: pytree.TreeSpec
+    params_rest: tuple[Any, ...]
+
+    def params(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return the arguments after the token arguments, with these tensors in their places."""
+        left = iter(tensors)
+        leaves = [next(left) if rest is TENSOR else rest for rest in self.params_rest]
+        return list(pytree.tree_unflatten(leaves, self.params_spec))
+
+
+class Results(NamedTuple):
+    """What the function returned for one piece, flattened, and where its derivatives are asked for."""
+
+    leaves: list[Tensor | None]
+    spec: pytree.TreeSpec
+    logits: GradientEdge | None
+    args: list[Tensor]
+    logits_changed: bool  # the function has worked on its logits in place
+
+
+TENSOR = object()  # stands in `UserFunction.params_rest` where a tensor goes
+
+
+class _Logits(torch.autograd.Function):
+    """Gives the function its logits in the chunk's own memory, as the result of an operator and not as a leaf.
+
+    So ``logits /= temperature`` is allowed, as it is on the output of a linear layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, held: list[Tensor]) -> Tensor:  # noqa: ARG004
+        return held[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:  # noqa: ARG004
+        return None, None
+
+
+def evaluate(
+    function: UserFunction,
+    z_cV: Tensor,
+    args: Sequence[Tensor],
+    params: Sequence[Tensor],
+    *,
+    logits_grad: bool,
+    args_grad: Sequence[bool],
+    compiled: bool = True,
+) -> Results:
+    """Call the function on a piece, check what it returns and what its graph reaches.
+
+    Args:
+        function: What to call.
+        z_cV: The logits; the function sees this memory.
+        args: Token arguments [c, ...].
+        params: Tensors of the last arguments: leaves, where they get a gradient.
+        logits_grad: Whether the logits get one.
+        args_grad: The same of each token argument.
+        compiled: False: the function as it was given.
+
+    Raises:
+        ArgumentTypeError: Results that are no tensors.
+        ArgumentValueError: Results of a wrong shape, arguments changed in place, or a tensor that requires a gradient
+            and is no argument.
+    """
+    edge, z, rows = None, z_cV, z_cV.shape[0]
+    with _in(function.autocast), _own_saved_tensors(), torch.set_grad_enabled(function.graph):
+        if function.graph and logits_grad:
+            z = _Logits.apply(torch.zeros((), device=z_cV.device, requires_grad=True), [z_cV])  # type: ignore[no-untyped-call]
+            edge = get_gradient_edge(z)
+        args = [a.detach().requires_grad_(function.graph and need) for a, need in zip(args, args_grad, strict=True)]
+        # dynamo compiles once more for a single row, and a result for one row is no work worth compiling
+        run = function.run if compiled and rows > 1 else function.plain
+        if run is not function.plain:
+            for tensor in (z, *args):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        began = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        watched = [t for t in (z_cV, *args, *params) if not t.is_inference()]
+        versions = [t._version for t in watched]
+        try:
+            returned = run(z, *args, *function.params(params))
+        except Exception as error:
+            error.add_note(
+                f"Raised by fn, which lowtide.linear_apply called with logits {list(z_cV.shape)}: it must take any"
+                " number of rows."
+            )
+            raise
+    changed = [t is not z_cV for t, v in zip(watched, versions, strict=True) if t._version != v]
+    if any(changed):
+        raise ArgumentValueError(
+            message("fn", "its arguments left as they are", "one changed in place", "Work on a copy: x.clone().")
+        )
+    leaves, spec = pytree.tree_flatten(returned)
+    leaves = [_checked(leaf, rows, z_cV, function.per_token) for leaf in leaves]
+    if function.graph:
+        _refuse_strangers(leaves, {id(t) for t in (*args, *params)}, edge, began)
+    return Results(leaves, spec, edge, list(args), logits_changed=bool(changed))
+
+
+def _checked(leaf: object, rows: int, z_cV: Tensor, per_token: bool) -> Tensor | None:
+    """Return one result as a tensor of the right shape; None stays None."""
+    if leaf is None:
+        return None
+    if not per_token and isinstance(leaf, int | float):
+        leaf = torch.full((), leaf, device=z_cV.device)  # a fill, where a copy from the host would wait
+    kind = "tensors" if per_token else "scalar tensors or numbers"
+    if not isinstance(leaf, Tensor):
+        raise ArgumentTypeError(message("fn", f"to return {kind}, in any pytree", type(leaf).__name__))
+    if leaf.device != z_cV.device:
+        raise ArgumentValueError(message("fn", f"results on {z_cV.device}, as input is", str(leaf.device)))
+    got = f"shape {list(leaf.shape)} for logits {list(z_cV.shape)}"
+    if per_token and (leaf.dim() == 0 or leaf.shape[0] != rows):
+        hint = 'Return one row for each row of logits, or scalars that add up, with out="sum".'
+        raise ArgumentValueError(message("fn", f"results of shape [{rows}, ...]", got, hint))
+    if not per_token and leaf.dim() != 0:
+        hint = 'Sum over the tokens, or keep them with out="token".'
+        raise ArgumentValueError(message("fn", 'results of shape [] with out="sum"', got, hint))
+    if not per_token and leaf.dtype == torch.bool:
+        hint = "Count: x.sum() and not x.any() or x.all(), which do not add up."
+        raise ArgumentTypeError(message("fn", 'numbers with out="sum"', "torch.bool", hint))
+    return leaf
+
+
+def _refuse_strangers(
+    leaves: Sequence[Tensor | None], known: set[int], logits: GradientEdge | None, began: int
+) -> None:
+    """Raise where the results' graph reaches a tensor that is no argument: its gradient would be lost.
+
+    Args:
+        leaves: The results.
+        known: The ids of the arguments that are leaves.
+        logits: Where the graph of the logits begins.
+        began: The number of the first node that the call made; numbers count up within a thread.
+    """
+    todo: list[tuple[Any, int]] = [
+        get_gradient_edge(leaf)[:2] for leaf in leaves if leaf is not None and leaf.requires_grad
+    ]
+    seen: set[Any] = set()
+    while todo:
+        node, output = todo.pop()
+        if node in seen or (logits is not None and node is logits.node):
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if node.name().endswith("AccumulateGrad") and isinstance(variable, Tensor):
+            if id(variable) not in known:
+                raise ArgumentValueError(_stranger(variable.shape))
+        elif node._sequence_nr() < began:
+            raise ArgumentValueError(_stranger(node._input_metadata[output].shape))
+        else:
+            todo += [edge for edge in node.next_functions if edge[0] is not None]
+
+
+def _stranger(shape: Any) -> str:
+    return message(
+        "fn",
+        "tensors that need a gradient to come in as arguments",
+        f"one of shape {list(shape)} from outside, whose gradient would be lost",
+        "Pass it in params=(...,), or in token_args if it has a row for each token; fn gets it as an argument."
+        " Detach it if it needs no gradient.",
+    )
+
+
+def vjp(
+    results: Results, upstream: Sequence[Tensor | None], params: Sequence[Tensor]
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Return the gradients of logits, token arguments and params, None where there is none.
+
+    Args:
+        results: From `evaluate`.
+        upstream: A gradient for each result; None: not used.
+        params: As given to `evaluate`.
+    """
+    used = [
+        (leaf, g.to(leaf.dtype))
+        for leaf, g in zip(results.leaves, upstream, strict=True)
+        if leaf is not None and g is not None and leaf.requires_grad
+    ]
+    sources: list[Any] = [] if results.logits is None else [results.logits]
+    where = [t for t in (*results.args, *params) if t.requires_grad]
+    if not used or not (sources or where):
+        return None, [None] * len(results.args), [None] * len(params)
+    outputs, grads = zip(*used, strict=True)
+    found = list(torch.autograd.grad(outputs, [*sources, *where], grads, allow_unused=True))
+    dz = found.pop(0) if sources else None
+    rest = iter(found)
+    by_tensor = [next(rest) if t.requires_grad else None for t in (*results.args, *params)]
+    return dz, by_tensor[: len(results.args)], by_tensor[len(results.args) :]
+
+
+def current_autocast(device: torch.device) -> Autocast:
+    """Return the state of autocast for ``device`` and for the CPU."""
+    kinds = {"cpu", device.type} - {"meta"}
+    return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
+
+
+@contextlib.contextmanager
+def _in(autocast: Autocast) -> Iterator[None]:
+    """Restore autocast; without its cache of casts, whose graphs are freed with the first piece's."""
+    with contextlib.ExitStack() as stack:
+        for kind, enabled, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def _own_saved_tensors() -> Iterator[None]:
+    """Keep outer hooks on saved tensors away from the function's graph, which lives for one piece.
+
+    torch.utils.checkpoint's would drop what it saves and compute the whole checkpointed block again to get it back.
+    """
+    hooks: Any = torch._C._autograd
+    outer = []
+    while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        outer.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the generators' states; both lie on the host."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Put the generators into a state."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def same_state(a: RandomState, b: RandomState) -> bool:
+    """Return whether no random number was drawn between two states."""
+    return torch.equal(a[0], b[0]) and (a[1] is None or b[1] is None or torch.equal(a[1], b[1]))
+
+
+_COMPILED: "WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]" = WeakKeyDictionary()
+_COMPILED_OBJECTS: deque[tuple[Callable[..., Any], Callable[..., Any]]] = deque(maxlen=8)  # few: it keeps them alive
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` compiled, the same object each time."""
+    if hasattr(fn, "_torchdynamo_orig_callable"):
+        return fn
+    if isinstance(fn, FunctionType):
+        if fn not in _COMPILED:
+            # a twin with the same cells: what is compiled must not keep alive what the cache is keyed by
+            twin = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+            twin.__kwdefaults__ = fn.__kwdefaults__
+            _COMPILED[fn] = torch.compile(twin)
+        return _COMPILED[fn]
+    for known, run in _COMPILED_OBJECTS:
+        if known is fn or (isinstance(fn, MethodType) and known == fn):
+            return run
+    _COMPILED_OBJECTS.append((fn, torch.compile(fn)))
+    return _COMPILED_OBJECTS[-1][1]

@@ -1,0 +1,404 @@
+"""The loops of `linear_apply`: a chunk of logits, the function over pieces of it, and the products of its gradient.
+
+N tokens, n of them computed (masked ones are dropped), C rows of a chunk, c of a piece, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.head.apply_function import (
+    RandomState,
+    Results,
+    UserFunction,
+    evaluate,
+    random_state,
+    same_state,
+    set_random_state,
+    vjp,
+)
+from lowtide.head.matmul import HeadMatmul, narrow_view
+from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.schedules import put_input_grad, take_leading
+from lowtide.head.softmax import finish_logits_
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyCall:
+    """What `linear_apply` was asked, validated; the tensors that autograd watches come beside it, as `Tensors`."""
+
+    function: UserFunction
+    plan: HeadPlan
+    logit_scale: Tensor | None  # scalar, wide, without a gradient
+    softcap: float | None
+    dtype: torch.dtype  # of the GEMMs' operands
+    wide: torch.dtype  # of the logits
+    token_args: int  # how many
+    gradient: str  # HeadOptions.gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """The tensors of a call."""
+
+    input: Tensor  # [..., D]
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    index: Tensor | None  # [n] positions of the rows that are computed; None: all
+    token_args: tuple[Tensor, ...]  # [..., *]
+    params: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, call: ApplyCall, tensors: Sequence[Tensor | None]) -> "Tensors":
+        """Return them from the order in which autograd has them."""
+        x, w, b, index, *rest = tensors
+        assert x is not None
+        assert w is not None
+        found = tuple(t for t in rest if t is not None)
+        args, params = found[: call.token_args], found[call.token_args :]
+        return cls(input=x, weight_VD=w, bias_V=b, index=index, token_args=args, params=params)
+
+    @property
+    def leading(self) -> torch.Size:
+        """The axes before the hidden size."""
+        return self.input.shape[:-1]
+
+    @property
+    def rows(self) -> int:
+        """How many rows are computed."""
+        return self.leading.numel() if self.index is None else self.index.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Which of a call's tensors get a gradient."""
+
+    input: bool
+    weight: bool
+    bias: bool
+    token_args: tuple[bool, ...]
+    params: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, call: ApplyCall, flags: Sequence[bool]) -> "Needs":
+        """Return them from the order in which autograd has the tensors."""
+        x, w, b, _, *rest = flags
+        split = call.token_args
+        return cls(input=x, weight=w, bias=b, token_args=tuple(rest[:split]), params=tuple(rest[split:]))
+
+    @property
+    def logits(self) -> bool:
+        """Whether the logits' gradient is needed for any."""
+        return self.input or self.weight or self.bias
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Gradients as they add up over chunks, None where nobody needs one."""
+
+    input_ND: Tensor | None = None
+    weight_VD: Tensor | None = None
+    bias_V: Tensor | None = None
+    token_args: list[Tensor | None] = field(default_factory=list)
+    params: list[Tensor | None] = field(default_factory=list)
+
+
+class Pass:
+    """One pass over the tokens, of forward or of backward.
+
+    Args:
+        call: What was asked.
+        tensors: Of what.
+        needs: Which gradients are wanted, now or later.
+    """
+
+    def __init__(self, call: ApplyCall, tensors: Tensors, needs: Needs) -> None:
+        self.call, self.tensors, self.needs = call, tensors, needs
+        self.matmul = HeadMatmul(tensors.weight_VD, call.plan, call.dtype, call.wide)
+        self.bias_V = None if tensors.bias_V is None else tensors.bias_V.detach().to(call.wide)
+        graph = call.function.graph
+        self.params = [
+            p.detach().requires_grad_(graph and need) for p, need in zip(tensors.params, needs.params, strict=True)
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.tensors.input.device
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield each chunk's rows among the n, its hidden states [C, D] and its logits [C, V] in one reused buffer."""
+        V = self.tensors.weight_VD.shape[0]
+        rows = self.call.plan.chunk_rows
+        buffer = self.tensors.input.new_empty(min(rows, self.tensors.rows), padded(V), dtype=self.call.wide)
+        for part in spans(self.tensors.rows, rows):
+            x_CD = self.hidden(part)
+            z_CV = buffer[: part.stop - part.start, :V]
+            self.write_logits(x_CD, z_CV)
+            yield part, x_CD, z_CV
+
+    def hidden(self, part: slice) -> Tensor:
+        """Return hidden states in the operands' dtype."""
+        x = self.tensors.input.detach()
+        return take_leading(x, x.dim() - 1, self.tensors.index, part).to(self.call.dtype)
+
+    def write_logits(self, x_CD: Tensor, z_CV: Tensor) -> None:
+        """Write the logits of hidden states."""
+        self.matmul.logits(x_CD, z_CV)
+        call = self.call
+        finish_logits_(z_CV, self.bias_V, call.logit_scale, call.softcap, call.plan.columns)
+
+    def evaluate(self, z_cV: Tensor, rows: slice) -> Results:
+        """Run the function on the logits of some of the n rows."""
+        leading = self.tensors.input.dim() - 1
+        return evaluate(
+            self.call.function,
+            z_cV,
+            [take_leading(a.detach(), leading, self.tensors.index, rows) for a in self.tensors.token_args],
+            self.params,
+            logits_grad=self.needs.logits,
+            args_grad=self.needs.token_args,
+        )
+
+    def totals(self) -> Totals:
+        """Return the buffers that take the gradients."""
+        t, wide = self.tensors, self.call.wide
+        into = Totals(
+            token_args=[
+                torch.zeros(a.shape, dtype=a.dtype, device=a.device) if need else None
+                for a, need in zip(t.token_args, self.needs.token_args, strict=True)
+            ],
+            params=[
+                torch.zeros_like(p, dtype=_summed_in(p.dtype)) if need else None
+                for p, need in zip(t.params, self.needs.params, strict=True)
+            ],
+        )
+        if self.needs.input:
+            # fp16 is kept wide until the upstream gradient, and with it GradScaler's factor, has come
+            dtype = wide if t.input.dtype == torch.float16 else t.input.dtype
+            N, D = t.leading.numel(), t.input.shape[-1]
+            into.input_ND = (torch.empty if t.index is None else torch.zeros)(N, D, dtype=dtype, device=self.device)
+        if self.needs.weight:
+            dtype = wide if self.call.plan.accumulate == "float32" else t.weight_VD.dtype
+            make = torch.empty if t.rows else torch.zeros
+            into.weight_VD = make(t.weight_VD.shape, dtype=dtype, device=self.device)
+        if self.needs.bias:
+            into.bias_V = torch.zeros_like(self.bias_V)  # type: ignore[arg-type]
+        return into
+
+    def pull_back(
+        self, results: Results, upstream: Sequence[Tensor | None], z_CV: Tensor, x_CD: Tensor, piece: slice,
+        rows: slice, into: Totals,
+    ) -> None:  # fmt: skip
+        """Add a piece's gradients, and leave that of the product ``x @ w.T`` in the place of its logits.
+
+        Args:
+            results: Of the piece.
+            upstream: Their gradients.
+            z_CV: The chunk's logits.
+            x_CD: Its hidden states.
+            piece: The piece's rows in the chunk.
+            rows: The same among the n.
+            into: Where the gradients go; those of the chunk's products are left to `multiply`.
+        """
+        dz, args, params = vjp(results, upstream, self.params)
+        for total, grad in zip(into.token_args, args, strict=True):
+            if total is not None and grad is not None:
+                put_rows(total, grad, self.tensors.index, rows)
+        for total, grad in zip(into.params, params, strict=True):
+            if total is not None and grad is not None:
+                total += grad
+        if not self.needs.logits:
+            return
+        target = self._operand(z_CV)[piece]
+        if dz is None:
+            target.zero_()
+            return
+        if self.call.softcap is not None:
+            z = z_CV[piece]
+            if results.logits_changed:
+                z = torch.empty_like(z)
+                self.write_logits(x_CD[piece], z)
+            dz = (z / self.call.softcap).square_().neg_().add_(1).mul_(dz)
+        elif dz.untyped_storage()._cdata == z_CV.untyped_storage()._cdata:
+            dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
+        if self.call.logit_scale is not None:
+            dz = dz * self.call.logit_scale
+        if into.bias_V is not None:
+            into.bias_V += dz.sum(0)
+        target.copy_(dz)
+
+    def multiply(self, z_CV: Tensor, x_CD: Tensor, part: slice, into: Totals) -> None:
+        """Multiply the gradients that `pull_back` left in place of a chunk's logits with weight and hidden states."""
+        if not (self.needs.input or self.needs.weight):
+            return
+        g_CV = self._operand(z_CV)
+        if into.input_ND is not None:
+            ones = z_CV.new_ones(len(z_CV)) if g_CV.dtype != self.call.wide else None
+            put_input_grad(self.matmul, g_CV, ones, into.input_ND, self.tensors.index, part)
+        if into.weight_VD is not None:
+            self.matmul.weight_grad(g_CV, None, x_CD, into.weight_VD, first=part.start == 0)
+
+    def _operand(self, z_CV: Tensor) -> Tensor:
+        """Return the memory in which the logits' gradient stands as the products take it: the logits' own."""
+        return narrow_view(z_CV, self.call.dtype) if self.call.plan.backward_gemm == "narrow" else z_CV
+
+
+class Collected:
+    """The function's results as they come, piece after piece: rows of a whole, or sums."""
+
+    def __init__(self, call: ApplyCall, tensors: Tensors) -> None:
+        self.per_token, self.tensors = call.function.per_token, tensors
+        self.spec: pytree.TreeSpec | None = None
+        self.leaves: list[Tensor | None] = []
+        self.dtypes: list[torch.dtype | None] = []
+        self.differentiable: list[bool] = []
+
+    def add(self, results: Results, rows: slice) -> None:
+        """Take the results of some rows.
+
+        Raises:
+            ArgumentValueError: They differ in structure, dtype or shape from those of the rows before.
+        """
+        leaves = results.leaves
+        if self.spec is None:
+            self.spec = results.spec
+            self.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+            self.differentiable = [False] * len(leaves)
+            self.leaves = [None if leaf is None else self._begin(leaf) for leaf in leaves]
+        got = [None if leaf is None else leaf.dtype for leaf in leaves]
+        if results.spec != self.spec or got != self.dtypes:
+            raise ArgumentValueError(
+                message("fn", f"the same structure and dtypes for all rows: {self.spec} of {self.dtypes}",
+                        f"{results.spec} of {got}")
+            )  # fmt: skip
+        for i, (total, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if total is None or leaf is None:
+                continue
+            self.differentiable[i] |= leaf.requires_grad
+            leaf = leaf.detach()
+            if not self.per_token:
+                total += leaf
+            elif leaf.shape[1:] != total.shape[1:]:
+                expected = f"rows of one shape, {list(total.shape[1:])}"
+                raise ArgumentValueError(message("fn", expected, f"{list(leaf.shape[1:])} for other rows"))
+            else:
+                put_rows(total, leaf, self.tensors.index, rows)
+
+    def _begin(self, leaf: Tensor) -> Tensor:
+        if not self.per_token:
+            return torch.zeros_like(leaf, dtype=_summed_in(leaf.dtype))
+        make = torch.empty if self.tensors.index is None else torch.zeros
+        return make(self.tensors.leading.numel(), *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device)
+
+    def finished(self) -> list[Tensor | None]:
+        """Return all results, with the leading axes of the hidden states and in the function's own dtypes."""
+        if not self.per_token:
+            return [None if x is None else x.to(d) for x, d in zip(self.leaves, self.dtypes, strict=True)]
+        leading = self.tensors.leading
+        return [None if x is None else x.view((*leading, *x.shape[1:])) for x in self.leaves]
+
+
+def run_forward(run: Pass, *, store: bool) -> tuple[Collected, Totals | None, list[RandomState | None]]:
+    """Compute the results, and where there is one derivative to take, and ``store``, the gradients too.
+
+    Returns:
+        tuple: The results; the gradients as if the upstream one were 1, None where they are left to `run_backward`;
+        the state of the generators before each piece that draws random numbers.
+    """
+    call, tensors = run.call, run.tensors
+    collected, states = Collected(call, tensors), list[RandomState | None]()
+    into: Totals | None = None
+    record = call.function.graph and has_numbers(tensors.input)
+    state = random_state(run.device) if record else None
+    if not tensors.rows:  # what the function makes of no rows at all tells dtypes and shapes
+        V = tensors.weight_VD.shape[0]
+        collected.add(run.evaluate(tensors.input.new_empty(0, V, dtype=call.wide), slice(0, 0)), slice(0, 0))
+        return collected, None, []
+    for part, x_CD, z_CV in run.chunks():
+        for piece in spans(len(z_CV), call.plan.piece_rows):
+            rows = slice(part.start + piece.start, part.start + piece.stop)
+            results = run.evaluate(z_CV[piece], rows)
+            collected.add(results, rows)
+            if state is not None:
+                after = random_state(run.device)
+                states.append(None if same_state(state, after) else state)
+                state = after
+            if rows.start == 0 and store and sum(collected.differentiable) == 1:
+                into = run.totals()
+            if into is not None:
+                if sum(collected.differentiable) != 1:
+                    expected = "the same results to depend on its arguments for all rows"
+                    raise ArgumentValueError(message("fn", expected, "others for later rows"))
+                ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
+                run.pull_back(results, ones, z_CV, x_CD, piece, rows, into)
+            del results
+        if into is not None:
+            run.multiply(z_CV, x_CD, part, into)
+    return collected, into, states
+
+
+def run_backward(run: Pass, upstream: Sequence[Tensor | None], states: Sequence[RandomState | None]) -> Totals:
+    """Compute every gradient from the results' upstream ones, by running the function once more on each piece.
+
+    Args:
+        run: The pass.
+        upstream: For each result [..., *] or a scalar; None: not used.
+        states: From `run_forward`.
+    """
+    call, into = run.call, run.totals()
+    axes = run.tensors.input.dim() - 1
+    found = random_state(run.device) if any(states) else None
+    before = iter(states)
+    for part, x_CD, z_CV in run.chunks():
+        for piece in spans(len(z_CV), call.plan.piece_rows):
+            rows = slice(part.start + piece.start, part.start + piece.stop)
+            state = next(before, None)
+            if state is not None:
+                set_random_state(state, run.device)
+            results = run.evaluate(z_CV[piece], rows)
+            above = upstream
+            if call.function.per_token:
+                above = [None if u is None else take_leading(u, axes, run.tensors.index, rows) for u in upstream]
+            run.pull_back(results, above, z_CV, x_CD, piece, rows, into)
+            del results
+        run.multiply(z_CV, x_CD, part, into)
+    if found is not None:
+        set_random_state(found, run.device)
+    return into
+
+
+def spans(total: int, most: int) -> Iterator[slice]:
+    """Yield slices of ``most`` rows that cover ``total``, the last of fewer, but of a single one only if need be."""
+    start = 0
+    while start < total:
+        stop = min(start + most, total)
+        if total - stop == 1 and most > 2:
+            stop -= 1
+        yield slice(start, stop)
+        start = stop
+
+
+def put_rows(total: Tensor, rows_c: Tensor, index: Tensor | None, part: slice) -> None:
+    """Write rows [c, ...] to their places in ``total``, contiguous [N, ...] or [..., *]."""
+    if not rows_c.numel():
+        return  # a view of nothing has no one shape
+    flat = total.view(-1, *rows_c.shape[1:])
+    if index is None:
+        flat[part].copy_(rows_c)
+    else:
+        flat.index_copy_(0, index[part], rows_c.to(total.dtype))
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which many values of ``dtype`` are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Return whether a tensor holds numbers, and not their shapes alone."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"

@@ -1,0 +1,237 @@
+"""Values for each token: the truth is autograd's in float64, peers that run here agree, a row says what fails."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowtide.bench import tokens
+from lowtide.bench.divergence import KINDS, PAIR_SHAPES, DivergenceTask, divergence_task, make_pair, parse_pair
+from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
+from lowtide.bench.divergence_peers import TRL_TILE as TRL_DIVERGENCE_TILE
+from lowtide.bench.peers import CannotError
+from lowtide.bench.problem import make_problem
+from lowtide.bench.shapes import parse_shape
+from lowtide.bench.stats import WORKS, StatsTask, stats_task
+from lowtide.bench.stats_peers import STATS_PEERS, TRL_TILE
+from lowtide.bench.tokens import Task, TokenBench, TokenPeer, TokenRow, Values, header, line, truth
+from support import relative_error
+
+N, D, V, TEACHER_D = 75, 12, 130, 19
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "ROWS", 32)
+
+
+def stats(work: str, dtype: torch.dtype = torch.float32) -> StatsTask:
+    return stats_task(make_problem(parse_shape(f"{N},{D},{V}"), dtype, "cpu"), WORKS[work])
+
+
+def divergence(kind: str, dtype: torch.dtype = torch.float32) -> DivergenceTask:
+    student, teacher = make_pair(parse_pair(f"{N},{D},{V},{TEACHER_D}"), dtype, "cpu")
+    return divergence_task(student, teacher, KINDS[kind])
+
+
+def stats_in_float64(task: StatsTask, z: Tensor) -> Values:
+    all_of_them = torch.distributions.Categorical(logits=z)
+    values = {"logprob": all_of_them.log_prob(task.head.y), "entropy": all_of_them.entropy()}
+    return {name: values[name] for name in task.names}
+
+
+def divergence_in_float64(task: DivergenceTask, z: Tensor) -> Values:
+    s = z.softmax(1)
+    t = (task.teacher.x.double() @ task.teacher.w.double().T).softmax(1)
+    if task.kind.name == "forward_kl":
+        return {"value": F.kl_div(s.log(), t, reduction="none").sum(1)}
+    if task.kind.name == "reverse_kl":
+        return {"value": F.kl_div(t.log(), s, reduction="none").sum(1)}
+    m = (s + t) / 2
+    return {"value": sum(F.kl_div(m.log(), side, reduction="none").sum(1) for side in (s, t)) / 2}
+
+
+CASES: dict[str, tuple[Callable[..., Any], str, Callable[..., Values], dict[str, TokenPeer]]] = {
+    **{name: (stats, name, stats_in_float64, STATS_PEERS) for name in WORKS},
+    **{name: (divergence, name, divergence_in_float64, DIVERGENCE_PEERS) for name in KINDS},
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[Task, Values, Tensor | None, Tensor | None, dict[str, TokenPeer]]:
+    make, name, exact, peers = CASES[request.param]
+    task = make(name)
+    x, w = (leaf.detach().double().requires_grad_(task.head.setting.grad) for leaf in (task.head.x, task.head.w))
+    values = exact(task, x @ w.T)
+    if task.head.setting.grad:
+        sum((task.upstream[name].double() * value).sum() for name, value in values.items()).backward()
+    return task, {name: value.detach() for name, value in values.items()}, x.grad, w.grad, peers
+
+
+def test_the_truth_is_autograds(case: Any) -> None:
+    task, values, dx, dw, _ = case
+    true = truth(task)
+    assert set(true.values) == set(values) == set(task.names)
+    for name, value in values.items():
+        assert relative_error(true.values[name], value) < 2e-6
+    for got, expected in ((true.dx, dx), (true.dw, dw)):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            assert relative_error(got, expected) < 2e-6
+    assert task.head.x.grad is None
+
+
+def test_peers_that_run_here_agree(case: Any) -> None:
+    task, values, dx, dw, peers = case
+    ran = []
+    for name, peer in peers.items():
+        if name == "compile":
+            continue  # slow to build; its function is naive's
+        try:
+            function = peer.build(task)
+        except (CannotError, ModuleNotFoundError):
+            continue
+        got = task.step(function)
+        assert set(got) == set(values), name
+        for value in values:
+            assert got[value].shape == (N,), name
+            assert relative_error(got[value], values[value]) < 1e-5, name
+        for leaf, expected in ((task.head.x, dx), (task.head.w, dw)):
+            assert (leaf.grad is None) == (expected is None), name
+            if expected is not None:
+                assert relative_error(leaf.grad, expected) < 1e-5, name
+        ran.append(name)
+    assert {"lowtide", "lowtide-trl-memory", "naive"} <= set(ran)
+
+
+def test_the_limits_products_are_what_they_are_said_to_be(case: Any) -> None:
+    task = case[0]
+    with FlopCounterMode(display=False) as counter:
+        task.bare(32)()
+    assert counter.get_total_flops() == task.flops
+
+
+def test_a_row_has_every_figure(case: Any) -> None:
+    task, _, dx, _, peers = case
+    bench = TokenBench.of(task, error=True, warm=0, reps=2)
+    row = bench.measure(peers["lowtide"])
+    assert row.failed is None
+    assert row.own
+    assert row.ms is not None
+    assert row.limit_ms is not None
+    assert row.share == pytest.approx(row.limit_ms / row.ms)
+    assert set(row.errors) == set(bench.columns) == {*task.names, *(() if dx is None else ("dx", "dw"))}
+    assert max(row.errors.values()) < 1e-5
+    assert bench.gradients_mib == (0 if dx is None else pytest.approx((N + V) * D * 4 / 2**20))
+    assert row.peak_mib is not None
+    assert row.peak_mib >= bench.gradients_mib
+    assert task.head.w.grad is None
+    json.dumps([bench.to_json(), row.to_json()], allow_nan=False)
+    text = line(bench, row)
+    assert text.startswith("lowtide ")
+    assert len(text.split()) == 4 + len(bench.columns)
+    assert len(header(bench).splitlines()[-1].split()) == 3 + 2 * len(bench.columns)
+
+
+def measured(function: Callable[[], Values], task: Task) -> TokenRow:
+    bench = TokenBench.of(task, error=True, warm=0, reps=1)
+    return bench.measure(TokenPeer("peer", "of a test", lambda _: function))
+
+
+def test_what_is_wrong_is_said() -> None:
+    task = stats("logprob-entropy")
+    x, w = task.head.x, task.head.w
+    naive = STATS_PEERS["naive"].build(task)
+    missing = measured(lambda: {"logprob": naive()["logprob"]}, task)
+    assert missing.failed == "entropy: missing or not finite"
+    assert set(missing.errors) == {"logprob", "dx", "dw"}
+    broken = measured(lambda: {**naive(), "entropy": (x.sum(1) + w.sum()) * math.nan}, task)
+    assert broken.failed == "entropy, dx, dw: missing or not finite"
+    detached = measured(lambda: {name: x.sum(1) for name in task.names}, task)
+    assert detached.failed == "dw: missing or not finite"
+    wrong = measured(lambda: {**naive(), "entropy": 1.5 * naive()["entropy"]}, task)
+    assert wrong.failed is None
+    assert wrong.errors["entropy"] > 0.1 < wrong.errors["dw"]
+    assert wrong.errors["logprob"] < 1e-5
+
+    def fails() -> Values:
+        raise RuntimeError("first\nsecond")
+
+    bench = TokenBench.of(task, error=False, warm=0, reps=1)
+    failed = bench.measure(TokenPeer("peer", "of a test", lambda _: fails))
+    assert failed.to_json() == {"name": "peer", "failed": "RuntimeError: first"}
+    assert line(bench, failed) == f"{'peer':24}RuntimeError: first\n"
+    assert bench.measure(STATS_PEERS["naive"]).errors == {}
+
+
+def test_a_mean_is_compared_with_the_mean() -> None:
+    task = divergence("jsd")
+    naive = DIVERGENCE_PEERS["naive"].build(task)
+    row = measured(lambda: {"value": naive()["value"].mean()}, task)
+    assert row.failed is None
+    assert max(row.errors.values()) < 1e-5
+    assert measured(lambda: {"value": naive()["value"].sum()}, task).errors["dw"] == pytest.approx(N - 1, rel=1e-3)
+
+
+def test_naive_takes_more_than_its_logits_and_lowtide_in_bf16_has_errors() -> None:
+    bench = TokenBench.of(stats("logprob-entropy", torch.bfloat16), error=True, warm=0, reps=1)
+    naive, lowtide = bench.measure(STATS_PEERS["naive"]), bench.measure(STATS_PEERS["lowtide"])
+    assert naive.peak_mib is not None
+    assert naive.peak_mib > bench.gradients_mib + 2 * N * V * 4 / 2**20
+    assert 1e-4 < lowtide.errors["dw"] < 1e-2
+
+
+@pytest.mark.parametrize("name", ["liger-grpo", "cce-exact"])
+def test_peers_without_entropy_say_so(name: str) -> None:
+    with pytest.raises(CannotError, match="no entropy"):
+        STATS_PEERS[name].build(stats("logprob-entropy"))
+
+
+@pytest.mark.parametrize(("name", "reason"), [("liger-jsd", "GPUs only"), ("liger-kl", "forward KL alone")])
+def test_peers_of_the_divergence_say_what_they_cannot(name: str, reason: str) -> None:
+    with pytest.raises(CannotError, match=reason):
+        DIVERGENCE_PEERS[name].build(divergence("jsd"))
+
+
+def test_trls_tiles_are_as_large_as_lowtide_is_told() -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    divergences = pytest.importorskip("trl.kernels.chunked_divergence")
+    assert (kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE) == TRL_TILE
+    assert (divergences.TOKEN_CHUNK_SIZE, divergences.VOCAB_CHUNK_SIZE) == TRL_DIVERGENCE_TILE
+
+
+def test_the_teacher_is_like_the_student() -> None:
+    """An independent one's logits would have no correlation, and a KL about as large as the logits' variance."""
+    for text in (f"{N},{D},{V},{TEACHER_D}", f"{N},{TEACHER_D},{V},{D}"):
+        student, teacher = make_pair(parse_pair(text), torch.float32, "cpu")
+        with torch.no_grad():
+            z, teacher_z = student.x @ student.w.T, teacher.x @ teacher.w.T
+        assert not teacher.w.requires_grad
+        assert teacher_z.std() == pytest.approx(z.std().item(), rel=0.2)
+        assert 0.4 < torch.corrcoef(torch.stack([z.flatten(), teacher_z.flatten()]))[0, 1] < 0.9
+
+
+def test_upstream_gradients_differ_by_value_and_have_both_signs() -> None:
+    upstream = stats("logprob-entropy").upstream
+    for g in upstream.values():
+        assert g.min() < 0 < g.max()
+    assert not torch.equal(upstream["logprob"], upstream["entropy"])
+    assert stats("logprob-forward").upstream == {}
+
+
+def test_names_of_pairs() -> None:
+    pair = PAIR_SHAPES["llama-8b-to-1b"]
+    assert parse_pair("llama-8b-to-1b") is pair
+    assert str(pair.student) == "llama-8b-to-1b (8192,2048,128256)"
+    assert (pair.teacher.N, pair.teacher.D, pair.teacher.V) == (8192, 4096, 128256)
+    assert str(parse_pair("5,6,7,8").student) == "5,6,7"
+    assert str(parse_pair("5,6,7,8").teacher) == "5,8,7"

@@ -1,0 +1,271 @@
+"""What linear_apply refuses, and that it refuses nothing else: coupled tokens, wrong results, wrong arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide import HeadOptions, linear_apply
+from lowtide.errors import LowtideError
+from lowtide.head import apply_checks
+from support import head
+
+COUPLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mean taken off": lambda z, y: (z - z.mean()).square().sum(-1),
+    "mean over rows": lambda z, y: z - z.mean(0),
+    "softmax over rows": lambda z, y: z.softmax(0),
+    "softmax of everything": lambda z, y: z.flatten().softmax(0).view_as(z),
+    "batch norm": lambda z, y: (z - z.mean(0)) / (z.var(0, correction=0) + 0.1).sqrt(),
+    "difference of neighbours": lambda z, y: z[:, 0] - z[:, 0].roll(1),
+    "running sum": lambda z, y: z.logsumexp(-1).cumsum(0),
+    "rank": lambda z, y: z[:, 0].argsort().argsort(),
+    "position": lambda z, y: torch.arange(len(z)),
+    "largest of all": lambda z, y: z.amax(-1) == z.max(),
+    "mean expanded": lambda z, y: F.cross_entropy(z, y).expand(len(z)),
+    "divided by rows": lambda z, y: F.cross_entropy(z, y, reduction="none") / len(z),
+    "one of two": lambda z, y: (z.sum(-1), {"a": z.logsumexp(-1) - z.logsumexp(-1).mean()}),
+    "a nan of another": lambda z, y: z.sum(-1) + torch.where((y == 3).any(), torch.nan, 0.0),
+}
+NOT_ADDITIVE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mean": lambda z, y: F.cross_entropy(z, y),
+    "mean of kept": lambda z, y: F.cross_entropy(z, y, ignore_index=3),
+    "one of two": lambda z, y: (z.sum(), z.mean()),
+    "with a constant": lambda z, y: z.square().sum() + 1,
+    "maximum": lambda z, y: z.max(),
+    "logsumexp": lambda z, y: z.flatten().logsumexp(0),
+    "norm": lambda z, y: z.norm(),
+    "share": lambda z, y: (z.argmax(-1) == y).float().mean(),
+}
+INDEPENDENT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "nothing": lambda z, y: torch.zeros(len(z)),
+    "nan": lambda z, y: z.sum(-1) * torch.nan,
+    "inf": lambda z, y: (z / 0, z.exp() * 1e300),
+    "cancelling": lambda z, y: (z.softmax(-1) * (z.log_softmax(-1) - (z + 1e4).log_softmax(-1))).sum(-1),
+    "cancelling sums": lambda z, y: z.double().sum(-1).float() - z.flip(-1).sum(-1),
+    "a product": lambda z, y: (z @ torch.ones(z.shape[1], 7)).square(),
+    "a wild product": lambda z, y: ((z * 1e6) @ torch.randn(z.shape[1], 7, generator=torch.Generator().manual_seed(0))
+                                    ).sum(-1),
+    "bfloat16": lambda z, y: (z.bfloat16() @ torch.ones(z.shape[1], 7, dtype=torch.bfloat16)).sum(-1),
+    "thresholds": lambda z, y: torch.where(z.softmax(-1) > 0.05, z, 0).sum(-1),
+    "top k": lambda z, y: z.topk(3)[1],
+    "dropout": lambda z, y: F.dropout(z, 0.5).sum(-1),
+    "noise": lambda z, y: (z + torch.randn_like(z)).argmax(-1),
+    "half": lambda z, y: z.half().log_softmax(-1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("N", [2, 3, 17, 100])
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("workspace_mib", [None, 1e-6])
+def test_coupled_tokens_are_refused(name: str, N: int, workspace_mib: float | None) -> None:
+    x, w, b, y = head(N, 5, 13)
+    y[:] = torch.arange(N) % 13 if name != "a nan of another" else 0
+    if name == "a nan of another":
+        y[0] = 3
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="depend on the other tokens") as caught:
+        linear_apply(COUPLED[name], x, w, y, linear_bias=b, options=HeadOptions(workspace_mib=workspace_mib))
+    assert isinstance(caught.value, LowtideError)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("N", [2, 3, 17, 100])
+@pytest.mark.parametrize("name", NOT_ADDITIVE)
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_does_not_add_up_is_refused(name: str, N: int, grad: bool) -> None:
+    x, w, b, y = head(N, 5, 13)
+    y[:] = torch.arange(N) % 3
+    if name == "share":
+        y = F.linear(x, w, b).argmax(-1)
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="does not add up"):
+        linear_apply(NOT_ADDITIVE[name], x, w, y, linear_bias=b, out="sum")
+
+
+@pytest.mark.parametrize("N", [1, 2, 17, 300])
+@pytest.mark.parametrize("name", INDEPENDENT)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("out", ["token", "sum"])
+def test_nothing_else_is_refused(name: str, N: int, autocast: bool, out: str) -> None:
+    x, w, b, y = head(N, 5, 37)
+    fn = INDEPENDENT[name]
+
+    def summed(z: Tensor, y: Tensor) -> Any:
+        return torch.utils._pytree.tree_map(lambda t: t.sum(), fn(z, y))
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        linear_apply(summed if out == "sum" else fn, x, w, y, linear_bias=b, out=out)
+
+
+def test_rounding_that_depends_on_the_number_of_rows_is_not_refused() -> None:
+    """Of a result that cancels, rounding may be all that is left: how far it carries is seen by shifting the logits."""
+    x, w, b, _ = head(64, 5, 37)
+    linear_apply(lambda z: z.sum(-1) - z.flip(-1).sum(-1) + 1e-7 * len(z), x, w, linear_bias=b)
+    with pytest.raises(ValueError, match="depend on the other tokens"):
+        linear_apply(lambda z: z.sum(-1) - z.flip(-1).sum(-1) + 1e-3 * len(z), x, w, linear_bias=b)
+
+
+def test_a_sum_that_needs_a_gradient_for_later_rows_alone_is_refused_where_gradients_are_stored() -> None:
+    x, w, _, y = head(40, 5, 13)
+    y[:] = 0
+    y[-1] = 1
+
+    def fn(z: Tensor, y: Tensor) -> Any:
+        return z.sum(), z.square().sum() if y.any() else z.detach().square().sum()
+
+    options = HeadOptions(workspace_mib=1e-6)
+    with pytest.raises(ValueError, match="for all rows"):
+        linear_apply(fn, x, w, y, out="sum", options=options)
+    one, two = linear_apply(fn, x, w, y, out="sum", options=HeadOptions(workspace_mib=1e-6, gradient="recompute"))
+    (got,) = torch.autograd.grad(one + two, w)
+    (want,) = torch.autograd.grad(F.linear(x, w).sum() + F.linear(x[-1], w).square().sum(), w)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mean_over_rows_most_of_which_are_left_out_is_refused() -> None:
+    """The rows that are compared are spread over all: those at the start may say nothing."""
+    x, w, _, y = head(400, 5, 13)
+    kept = torch.arange(400) >= 200
+
+    def fn(z: Tensor, y: Tensor, kept: Tensor) -> Tensor:
+        return (F.cross_entropy(z, y, reduction="none") * kept).sum() / kept.sum()
+
+    with pytest.raises(ValueError, match="does not add up"):
+        linear_apply(fn, x, w, y, kept, out="sum")
+
+
+def test_masked_rows_take_no_part_in_the_comparison() -> None:
+    x, w, _, _ = head(40, 5, 13)
+    mask = torch.arange(40) % 4 == 0
+    with torch.no_grad():
+        x[~mask] = torch.nan
+    with pytest.raises(ValueError, match="depend on the other tokens"):
+        linear_apply(lambda z: z - z.mean(0), x, w, mask=mask)
+    linear_apply(lambda z: z.softmax(-1), x, w, mask=mask)
+
+
+def test_the_comparison_costs_a_few_rows() -> None:
+    x, w, _, _ = head(1000, 5, 13)
+    rows: list[int] = []
+    linear_apply(lambda z: (rows.append(len(z)), z.sum(-1))[1], x, w)
+    assert sum(rows) == 1000 + 2 * apply_checks.ROWS
+
+
+def test_what_the_comparison_remembers_of_a_function() -> None:
+    """On a GPU it is made once for a function's code and words; a function made anew for each step is the same."""
+
+    def make(kind: str, tensor: Tensor, fn: Any = None, default: bool = False) -> Callable[..., Tensor]:
+        def made(z: Tensor, flag: bool = default) -> Tensor:
+            return z * tensor if kind == "a" and flag else fn(z)
+
+        return made
+
+    code = apply_checks._code
+    same = make("a", torch.ones(3)), make("a", torch.zeros(2))
+    assert code(same[0]) == code(same[1])
+    others = [
+        make("b", torch.ones(3)), make("a", torch.ones(3), default=True), make("a", torch.ones(3), fn=torch.sum),
+        make("a", torch.ones(3), fn=lambda z: z), lambda z: z, partial(same[0], flag=True), partial(same[0], None),
+        torch.nn.Softmax(-1), torch.nn.Softmax(-1).forward, torch.sum,
+    ]  # fmt: skip
+    seen = [code(fn) for fn in (same[0], *others)]
+    assert len(set(seen)) == len(seen)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "one row too few": ({"fn": lambda z, y: z[1:, 0]}, r"fn: expected results of shape \[\d+, ...\]"),
+    "a scalar": ({"fn": lambda z, y: z.sum()}, 'out="sum"'),
+    "transposed": ({"fn": lambda z, y: z.T}, r"results of shape"),
+    "a number": ({"fn": lambda z, y: 1.0}, "to return tensors, in any pytree, got float"),
+    "a list of words": ({"fn": lambda z, y: [z, "a"]}, "to return tensors, in any pytree, got str"),
+    "rows for a sum": ({"fn": lambda z, y: z.sum(-1), "out": "sum"}, 'out="token"'),
+    "one element": ({"fn": lambda z, y: z.sum().view(1), "out": "sum"}, "Sum over the tokens"),
+    "a flag": ({"fn": lambda z, y: (z > 0).any(), "out": "sum"}, "x.sum"),
+    "a python flag": ({"fn": lambda z, y: True, "out": "sum"}, "x.sum"),
+    "word for a sum": ({"fn": lambda z, y: "x", "out": "sum"}, "scalar tensors or numbers, in any pytree, got str"),
+    "changes a token argument": ({"fn": lambda z, y: y.clamp_(max=3)}, "Work on a copy"),
+    "changes a param": ({"fn": lambda z, y, p: z.sum(-1) * p.mul_(2), "params": (torch.ones(()),)}, "Work on a copy"),
+    "no function": ({"fn": 3}, "fn: expected a function"),
+    "params alone": ({"params": torch.ones(3)}, r"params: expected a tuple.*params=\(x,\)"),
+    "a number as token argument": ({"args": (1.0,)}, r"token_args\[1\]: expected a torch.Tensor, got float.*params"),
+    "another length": ({"args": (torch.ones(5),)}, r"token_args\[1\]: expected first axes \[4, 5\]"),
+    "integer mask": ({"mask": torch.ones(4, 5)}, "mask: expected a bool tensor"),
+    "mask of another shape": ({"mask": torch.ones(4, dtype=torch.bool)}, r"mask: expected shape \[4, 5\]"),
+    "another out": ({"out": "mean"}, "out: expected 'token' or 'sum', got 'mean'"),
+    "compile": ({"compile": 1}, "compile: expected True or False"),
+    "options": ({"options": {}}, "options: expected lowtide.HeadOptions"),
+    "softcap": ({"softcap": 0.0}, "softcap: expected a finite number above 0"),
+    "softcap tensor": ({"softcap": torch.ones(())}, "softcap: expected a number"),
+    "logit_scale": ({"logit_scale": torch.ones(2)}, "logit_scale: expected a number or a 0-d tensor"),
+    "logit_scale word": ({"logit_scale": "1"}, "logit_scale: expected a number"),
+    "exp": ({"options": HeadOptions(backend="exp")}, "backend: expected 'auto' or 'torch' for linear_apply, got 'exp'"),
+    "row": ({"options": HeadOptions(backend="row")}, "backend: expected 'auto' or 'torch' for linear_apply, got 'row'"),
+    "forward": ({"options": HeadOptions(gradient="forward")}, "gradient: expected 'auto' or 'recompute' with out"),
+    "forward of two": (
+        {"fn": lambda z, y: (z.sum(), z.square().sum()), "out": "sum", "options": HeadOptions(gradient="forward")},
+        "gradient: expected 'auto' or 'recompute' unless fn returns one scalar, got 2",
+    ),
+    "weight": ({"linear_weight": torch.ones(13, 6)}, "input: expected shape"),
+    "dtype": ({"linear_weight": torch.ones(13, 5, dtype=torch.float64)}, "linear_weight: expected dtype"),
+    "bias": ({"linear_bias": torch.ones(12)}, "linear_bias: expected shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_and_results_are_one_clear_error(name: str) -> None:
+    given, says = WRONG[name]
+    x, w, _, y = head((4, 5), 5, 13)
+    kwargs = {"fn": lambda z, y: z.sum(-1), "linear_weight": w, **given}
+    args = kwargs.pop("args", ())
+    with pytest.raises(LowtideError, match=says):
+        linear_apply(kwargs.pop("fn"), x, kwargs.pop("linear_weight"), y, *args, **kwargs)
+
+
+def test_results_that_change_from_piece_to_piece_are_refused() -> None:
+    x, w, _, y = head(40, 5, 13)
+    y[:] = 0
+    y[-1] = 1
+    options = HeadOptions(workspace_mib=1e-6)
+    for fn in (
+        lambda z, y: z[:, : 1 + y.max()],
+        lambda z, y: z.argmax(-1) if y.max() else z.amax(-1),
+        lambda z, y: (z.sum(-1),) if y.max() else [z.sum(-1)],
+        lambda z, y: None if y.max() else z.sum(-1),
+    ):
+        with pytest.raises(ValueError, match="fn: expected"), torch.random.fork_rng():
+            linear_apply(lambda z, y, fn=fn: (torch.rand(1), fn(z, y))[1], x, w, y, options=options)
+
+
+@pytest.mark.parametrize("fn", [lambda z, y: z[:, : 1 + y.max()], lambda z, y: [z.sum(-1)] * len(z)])
+def test_results_whose_number_or_shape_depends_on_the_rows_are_refused(fn: Any) -> None:
+    x, w, _, y = head(40, 5, 13)
+    y[:] = torch.arange(40) % 13
+    y[20:] = 0
+    with pytest.raises(ValueError, match="same number and shapes for any rows"):
+        linear_apply(fn, x, w, y)
+
+
+def test_an_error_inside_fn_is_fns_own_with_a_note() -> None:
+    x, w, _, y = head((4, 5), 5, 13)
+    with pytest.raises(RuntimeError, match="shape") as caught:
+        linear_apply(lambda z, y: z.view(4, 5, 13).sum(-1), x, w, y)
+    assert any("any number of rows" in note for note in caught.value.__notes__)
+
+
+def test_no_rows_give_results_of_the_right_shape() -> None:
+    x, w, _, _ = head((3, 0), 5, 13)
+    values, ids = linear_apply(lambda z: z.topk(4), x, w)
+    assert (values.shape, ids.shape, ids.dtype) == ((3, 0, 4), (3, 0, 4), torch.int64)
+    x, w, _, _ = head((3, 2), 5, 13)
+    nothing = torch.zeros(3, 2, dtype=torch.bool)
+    values, ids = linear_apply(lambda z: z.topk(4), x, w, mask=nothing)
+    assert (values == 0).all()
+    assert values.shape == (3, 2, 4)
+    values.sum().backward()
+    assert (x.grad == 0).all()
+    assert (w.grad == 0).all()

@@ -1,0 +1,159 @@
+"""linear_apply with compile=True: fn alone is compiled, once for any number of rows; and inside a compiled model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lowtide import HeadOptions, linear_apply
+from lowtide.head import apply_function
+from support import head, relative_error
+
+# torch.compile warns of what it does itself, when inductor first loads and when it follows an autograd.Function
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+def focal(z: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+    logp = -F.cross_entropy(z, y, reduction="none")
+    return -((1 - logp.exp()) ** gamma) * logp
+
+
+def focal_sum(z: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+    return focal(z, y, gamma).sum()
+
+
+FUNCTIONS = {"token": focal, "sum": focal_sum}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+    apply_function._COMPILED.clear()
+    apply_function._COMPILED_OBJECTS.clear()
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Compile with this in place of inductor, and count the graphs."""
+    counting = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    return counting
+
+
+@pytest.mark.parametrize("out", FUNCTIONS)
+def test_inductor_agrees(out: str) -> None:
+    x, w, b, y = head((3, 7), 8, 33)
+    gamma = torch.tensor(1.5, requires_grad=True)
+    kwargs: dict[str, Any] = {
+        "linear_bias": b,
+        "params": (gamma,),
+        "out": out,
+        "options": HeadOptions(workspace_mib=0.03),
+    }
+    results = [linear_apply(FUNCTIONS[out], x, w, y, **kwargs, compile=flag).sum() for flag in (True, False)]
+    torch.testing.assert_close(*results)
+    grads = [torch.autograd.grad(loss, (x, w, b, gamma)) for loss in results]
+    for g, e in zip(*grads, strict=True):
+        assert relative_error(g, e) < 1e-5
+
+
+@pytest.mark.parametrize("out", FUNCTIONS)
+def test_chunks_of_any_length_compile_once(out: str, counter: CompileCounterWithBackend) -> None:
+    fn = FUNCTIONS[out]
+    _, w, b, _ = head(1, 8, 33)
+    gamma = torch.tensor(1.5, requires_grad=True)
+    for N, workspace_mib in ((21, 0.03), (50, 0.03), (50, 0.05), (33, None), (1, None), (64, None)):
+        x, _, _, y = head(N, 8, 33)
+        options = HeadOptions(workspace_mib=workspace_mib)
+        loss = linear_apply(fn, x, w, y, linear_bias=b, params=(gamma,), out=out, compile=True, options=options)
+        got = torch.autograd.grad(loss.sum(), (x, w, b, gamma))
+        want = torch.autograd.grad(fn(F.linear(x, w, b), y, gamma).sum(), (x, w, b, gamma))
+        for g, e in zip(got, want, strict=True):
+            assert relative_error(g, e) < 1e-5
+        assert counter.frame_count == 1, (N, workspace_mib)
+    assert len(apply_function._COMPILED) == 1
+
+
+def test_masks_and_leading_axes_compile_no_third_time(counter: CompileCounterWithBackend) -> None:
+    _, w, _, _ = head(1, 8, 33)
+    for leading in ((21,), (3, 40), (2, 5, 9)):
+        x, _, _, y = head(leading, 8, 33)
+        a = torch.rand(*leading, 33)
+        for mask in (None, torch.rand(leading) < 0.7):
+            got = linear_apply(
+                _weighted, x, w, y, a, mask=mask, compile=True, options=HeadOptions(workspace_mib=0.05)
+            )  # fmt: skip
+            want = _weighted(F.linear(x, w).view(-1, 33), y.flatten(), a.reshape(-1, 33)).view(leading)
+            want = want if mask is None else want.where(mask, 0)
+            torch.testing.assert_close(got, want)
+    assert counter.frame_count <= 2, "token arguments that are copies in one call and views in another, no more"
+
+
+def _weighted(z: Tensor, y: Tensor, a: Tensor) -> Tensor:
+    return (z.log_softmax(-1) * a).sum(-1) + y
+
+
+def test_a_compiled_function_is_found_again_and_forgotten_with_its_function() -> None:
+    def make(factor: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda z: z.sum(-1) * factor
+
+    factor = torch.ones(3)
+    fn = make(factor)
+    assert apply_function.compiled(fn) is apply_function.compiled(fn)
+    assert apply_function.compiled(apply_function.compiled(fn)) is apply_function.compiled(fn)
+    module = torch.nn.Softmax(-1)
+    for other in (module, module.forward, partial(fn)):
+        assert apply_function.compiled(other) is apply_function.compiled(other)
+    assert apply_function.compiled(module.forward) is apply_function.compiled(module.forward), (
+        "made anew by each access"
+    )
+    watched = weakref.ref(factor)
+    del fn, factor, other
+    apply_function._COMPILED_OBJECTS.clear()
+    gc.collect()
+    assert watched() is None
+
+
+def test_keyword_defaults_survive_compiling(counter: CompileCounterWithBackend) -> None:
+    def fn(z: Tensor, power: int = 2, *, factor: float = 3.0) -> Tensor:
+        return (z**power).sum(-1) * factor
+
+    x, w, _, _ = head(9, 8, 33)
+    torch.testing.assert_close(linear_apply(fn, x, w, compile=True), 3 * F.linear(x, w).square().sum(-1))
+    assert counter.frame_count == 1
+
+
+def test_a_closed_over_tensor_is_noticed_when_compiled_too(counter: CompileCounterWithBackend) -> None:
+    x, w, _, _ = head(9, 8, 33)
+    outside = torch.rand(5, 2, requires_grad=True)
+    for closed in (outside, outside.exp()):
+        with pytest.raises(ValueError, match=r"shape \[5, 2\].*params"):
+            linear_apply(lambda z, closed=closed: z.sum(-1) * closed.sum(), x, w, compile=True)
+
+
+def test_inside_a_compiled_model_it_is_a_break_in_the_graph() -> None:
+    x, w, b, y = head((2, 6), 8, 33)
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        hidden = (x * 2).tanh()
+        return (
+            linear_apply(lambda z, y: F.cross_entropy(z, y, reduction="none"), hidden, w, y, linear_bias=b).mean() * 3
+        )
+
+    loss, expected = torch.compile(step, backend="aot_eager")(x, w), step(x, w)
+    torch.testing.assert_close(loss, expected)
+    for g, e in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w)), strict=True):
+        torch.testing.assert_close(g, e)

@@ -1,0 +1,153 @@
+"""What linear_apply really allocates: never the logits, and with two chunks at most half of what plain PyTorch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide import HeadOptions, linear_apply, plan_head
+from lowtide.head import apply as public
+from lowtide.measure import track_allocations
+from support import head
+
+MIB = 2**20
+
+
+def cross_entropy(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def focal(z: Tensor, y: Tensor) -> Tensor:
+    logp = -F.cross_entropy(z, y, reduction="none")
+    return -((1 - logp.exp()) ** 2) * logp
+
+
+def entropy(z: Tensor, y: Tensor) -> Tensor:
+    logp = z.log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def top(z: Tensor, y: Tensor) -> Tensor:
+    return z.topk(5)[0].logsumexp(-1)
+
+
+FUNCTIONS = [cross_entropy, focal, entropy, top]
+
+
+def of(fn: Callable[..., Tensor], out: str) -> Callable[..., Tensor]:
+    return fn if out == "token" else lambda z, y: fn(z, y).sum()
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("out", ["token", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_no_quarter_of_the_logits_is_ever_allocated(fn: Any, out: str, dtype: torch.dtype) -> None:
+    N, D, V = 512, 16, 3001
+    x, w, b, y = head(N, D, V, dtype=dtype)
+    with track_allocations() as seen:
+        linear_apply(of(fn, out), x, w, y, linear_bias=b, out=out, softcap=9.0, logit_scale=0.7).sum().backward()
+    itemsize = 8 if dtype == torch.float64 else 4
+    assert 0 < seen.largest_bytes < N * V / 4 * itemsize
+    with track_allocations() as seen:
+        fn(F.linear(x, w).float(), y).sum().backward()
+    assert seen.largest_bytes >= N * V * 4, "the tracker must see the logits where there are any"
+
+
+@pytest.mark.parametrize("fn", [cross_entropy, entropy])
+@pytest.mark.parametrize("out", ["token", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("workspace_mib", [1, 8])
+@pytest.mark.parametrize("case", ["plain", "options", "mask", "autocast"])
+def test_the_workspace_is_kept(fn: Any, out: str, dtype: torch.dtype, workspace_mib: float, case: str) -> None:
+    N, D, V = 90, 48, 4099
+    x, w, b, y = head((3, 30), D, V, dtype=torch.float32 if case == "autocast" else dtype)
+    options = HeadOptions(workspace_mib=workspace_mib)
+    kwargs: dict[str, Any] = {"options": options}
+    n = N
+    if case == "options":
+        kwargs |= {"softcap": 9.0, "logit_scale": 0.5}
+    if case == "mask":
+        kwargs["mask"] = torch.arange(N).view(3, 30) % 3 != 0
+        n = int(kwargs["mask"].sum())
+    plan = plan_head(n, D, V, torch.bfloat16 if case == "autocast" else dtype, "cpu", options,
+                     weight_dtype=w.dtype, function=True)  # fmt: skip
+    with track_allocations() as seen, torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        linear_apply(of(fn, out), x, w, y, linear_bias=b, out=out, **kwargs).sum().backward()
+    returned = sum(t.grad.nbytes for t in (x, w, b))
+    beyond = seen.peak_bytes - returned - plan.accumulator_bytes - plan.cast_bytes
+    assert plan.scratch_bytes <= workspace_mib * MIB
+    assert beyond <= workspace_mib * MIB
+
+
+@pytest.mark.parametrize("out", ["token", "sum"])
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_two_chunks_take_at_most_half_and_more_take_far_less(
+    fn: Any, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    N, D, V = 512, 16, 4096
+
+    def peak(run: Callable[[], Tensor]) -> int:
+        with track_allocations() as seen:
+            run().backward()
+        return seen.peak_bytes
+
+    x, w, _, y = head(N, D, V, bias=False)
+    naive = peak(lambda: fn(F.linear(x, w), y).sum())
+    plan_of = public.plan_head
+    peaks = {}
+    for chunks in (2, 16):
+
+        def planned(*args: Any, chunks: int = chunks, **kwargs: Any) -> Any:
+            return replace(plan_of(*args, **kwargs), chunk_rows=N // chunks, chunks=chunks)
+
+        monkeypatch.setattr(public, "plan_head", planned)
+        x.grad = w.grad = None
+        peaks[chunks] = peak(lambda: linear_apply(of(fn, out), x, w, y, out=out).sum())
+    # plain PyTorch holds one copy of the logits for the largest of them, and so do two chunks hold half of one
+    assert peaks[2] <= naive * (0.65 if fn is top else 0.5)
+    assert peaks[16] <= naive / 5
+    monkeypatch.setattr(public, "plan_head", plan_of)
+    assert peak(lambda: linear_apply(of(fn, out), x, w, y, out=out).sum()) <= naive / 3
+
+
+def test_what_is_kept_between_forward_and_backward() -> None:
+    N, D, V = 400, 32, 2000
+    for out, gradient in (("token", "auto"), ("sum", "auto"), ("sum", "recompute")):
+        x, w, _, y = head(N, D, V)
+        with track_allocations() as seen:
+            loss = linear_apply(of(entropy, out), x, w, y, out=out, options=HeadOptions(gradient=gradient))
+        held = seen.events[-1].total_bytes
+        assert loss.requires_grad
+        assert held <= (x.nbytes + w.nbytes if (out, gradient) == ("sum", "auto") else 0) + 64 * N
+
+
+def test_masked_rows_take_no_logits() -> None:
+    x, w, _, y = head(4096, 16, 2000)
+    mask = torch.zeros(4096, dtype=torch.bool)
+    mask[::512] = True
+    with track_allocations() as seen:
+        linear_apply(entropy, x, w, y, mask=mask).sum().backward()
+    assert seen.peak_bytes < 2 * (x.nbytes + w.nbytes) + 8 * 2000 * 4 * 12
+
+
+def test_the_plan_says_what_the_function_gets() -> None:
+    plan = plan_head(16384, 4096, 128256, torch.bfloat16, "cpu", HeadOptions(workspace_mib=512), function=True)
+    assert plan.scratch_bytes <= 512 * MIB
+    assert 1 <= plan.piece_rows <= plan.chunk_rows
+    assert f"gets {plan.piece_rows} rows" in str(plan)
+    assert plan_head(16384, 4096, 128256, torch.bfloat16, "cpu").piece_rows == 0
+    on_gpu = plan_head(16384, 4096, 128256, torch.bfloat16, "cuda", function=True)
+    assert (on_gpu.backend, on_gpu.logits_gemm, on_gpu.backward_gemm) == ("torch", "out_dtype", "narrow")
+    assert 64 <= on_gpu.piece_rows < on_gpu.chunk_rows
+    assert on_gpu.scratch_bytes <= 1152 * MIB
+    rows: list[int] = []
+    x, w, _, _ = head(500, 8, 1000)
+    linear_apply(lambda z: (rows.append(len(z)), z.sum(-1))[1], x, w, options=HeadOptions(workspace_mib=1))
+    planned = plan_head(500, 8, 1000, torch.float32, "cpu", HeadOptions(workspace_mib=1), function=True)
+    assert max(rows) == planned.piece_rows
