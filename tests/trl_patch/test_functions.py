@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.measure import track_allocations
-from support import relative_error
+from support import head, relative_error
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 SHAPES = [(1, 5, 2), (13, 7, 29), (61, 32, 131)]  # N, D, V
@@ -33,14 +33,6 @@ def divergence_function() -> Any:
     from trl.trainer import distillation_trainer
 
     return distillation_trainer.ChunkedDivergenceFunction
-
-
-def head(N: int, D: int, V: int, dtype: torch.dtype = torch.float32, *, seed: int = 0, bias: bool = True) -> Any:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(N, D, generator=g).to(dtype).requires_grad_()
-    w = (2 * torch.randn(V, D, generator=g) / D**0.5).to(dtype).requires_grad_()
-    b = torch.randn(V, generator=g).to(dtype).requires_grad_() if bias else None
-    return x, w, b, torch.randint(0, V, (N,), generator=g)
 
 
 def copies(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -112,7 +104,7 @@ def test_only_what_outputs_names(wanted: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_do_not_depend_on_what_else_is_asked_for(dtype: torch.dtype) -> None:
     """A policy and a frozen copy of it must agree to the bit, whatever metrics are computed on the side."""
-    x, w, b, y = head(301, 16, 517, dtype)
+    x, w, b, y = head(301, 16, 517, dtype=dtype)
     policy = logprob_function().apply(x, w, b, y, 0.8, 17)[0]
     with torch.no_grad():
         reference = logprob_function().apply(x.detach(), w.detach(), b.detach(), y, 0.8, 17, None, 1.0, ("log_probs",))
@@ -136,7 +128,7 @@ def test_each_input_alone(trained: tuple[bool, ...], used: str) -> None:
 @pytest.mark.parametrize("kind", ["uniform", "float32 weight", "autocast"])
 def test_narrow_dtypes(dtype: torch.dtype, kind: str, report: lowtide.TrlReport) -> None:
     """TRL multiplies in the dtype of the hidden states, or autocast's; the float32 weight's gradient is float32."""
-    x, w, b, y = head(61, 32, 131, dtype)
+    x, w, b, y = head(61, 32, 131, dtype=dtype)
     if kind != "uniform":
         w, b = (t.detach().float().requires_grad_() for t in (w, b))
     if kind == "autocast":
@@ -156,7 +148,7 @@ def test_narrow_dtypes(dtype: torch.dtype, kind: str, report: lowtide.TrlReport)
 
 
 def test_float64_answers_are_float32_as_trls_are() -> None:
-    x, w, b, y = head(13, 7, 29, torch.float64)
+    x, w, b, y = head(13, 7, 29, dtype=torch.float64)
     assert {t.dtype for t in logprob_function().apply(x, w, b, y, 1.0, 17)[:4]} == {torch.float32}
 
 
