@@ -1,8 +1,9 @@
 """lowtide: train large-vocabulary, long-context language models without the memory peaks.
 
 The final linear layer and its loss in one call, value and gradients, without the logits ever existing
-(`linear_cross_entropy`), the same for any function of the logits (`linear_apply`), and one call that puts the loss into
-a Hugging Face model (`patch`).
+(`linear_cross_entropy`), the same for any function of the logits (`linear_apply`), one call that puts the loss into a
+Hugging Face model (`patch`), and one that puts log-probabilities, entropies and divergences of that kind into TRL's
+trainers (`patch_trl`).
 """
 
 from lowtide import errors, losses, nn
@@ -13,6 +14,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.models import PatchReport, patch, unpatch
+from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
 __version__ = "0.1.0"
 
@@ -22,6 +24,7 @@ __all__ = [
     "PatchReport",
     "TeacherTopK",
     "TokenStats",
+    "TrlReport",
     "__version__",
     "errors",
     "linear_apply",
@@ -32,6 +35,8 @@ __all__ = [
     "losses",
     "nn",
     "patch",
+    "patch_trl",
     "plan_head",
     "unpatch",
+    "unpatch_trl",
 ]

@@ -13,8 +13,8 @@ import lowtide
 
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
-    "errors", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "train",
-    "bench", "cli",
+    "errors", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "trl",
+    "train", "bench", "cli",
 ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def run(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["triton", "transformers", "accelerate", "tokenizers", "matplotlib", "rich", "numpy"]
+    "module", ["triton", "transformers", "trl", "accelerate", "tokenizers", "matplotlib", "rich", "numpy"]
 )
 def test_import_is_lean(module: str) -> None:
     """Beyond what torch itself imports."""

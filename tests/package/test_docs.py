@@ -38,6 +38,8 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         "plan_head",
         "patch",
         "unpatch",
+        "patch_trl",
+        "unpatch_trl",
     ],
 )
 def test_every_argument_is_documented(name: str) -> None:
@@ -48,7 +50,14 @@ def test_every_argument_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [lowtide.HeadOptions, lowtide.TokenStats, lowtide.TeacherTopK, lowtide.nn.LinearCrossEntropyLoss]
+    "kind",
+    [
+        lowtide.HeadOptions,
+        lowtide.TokenStats,
+        lowtide.TeacherTopK,
+        lowtide.TrlReport,
+        lowtide.nn.LinearCrossEntropyLoss,
+    ],
 )
 def test_every_field_is_documented(kind: type) -> None:
     text = inspect.getdoc(kind) or ""

@@ -1,0 +1,258 @@
+"""What TRL's two functions answer when patched, against whole logits in float64: what TRL tests of them, and more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lowtide
+from lowtide.measure import track_allocations
+from support import head, relative_error
+
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+SHAPES = [(1, 5, 2), (13, 7, 29), (61, 32, 131)]  # N, D, V
+EXACT = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def report() -> lowtide.TrlReport:
+    return lowtide.patch_trl()
+
+
+def logprob_function() -> Any:
+    from trl.trainer import utils
+
+    return utils._ChunkedLogProbFunction
+
+
+def divergence_function() -> Any:
+    from trl.trainer import distillation_trainer
+
+    return distillation_trainer.ChunkedDivergenceFunction
+
+
+def copies(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def logits(x: Tensor, w: Tensor, b: Tensor | None, T: float, cap: float | None, scale: float) -> Tensor:
+    """TRL's order: scale, cap, temperature."""
+    z = F.linear(x, w, b) * scale
+    return (z if cap is None else cap * torch.tanh(z / cap)) / T
+
+
+def expected_outputs(z: Tensor, y: Tensor) -> dict[str, Tensor]:
+    logp = z.log_softmax(-1)
+    return {
+        "log_probs": logp.gather(-1, y[:, None])[:, 0],
+        "entropy": -(logp.exp() * logp).sum(-1),
+        "log_sum_sq_probs": (2 * logp).logsumexp(-1),
+        "mean_logits": z.mean(-1),
+        "is_top1": z.argmax(-1) == y,
+    }
+
+
+def assert_same_gradients(got: tuple[Tensor | None, ...], true: list[Tensor | None], tolerance: float) -> None:
+    for mine, theirs in zip(got, true, strict=True):
+        if mine is None or theirs is None:
+            assert mine is theirs
+            continue
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            assert mine.grad.dtype == mine.dtype
+            assert relative_error(mine.grad, theirs.grad) < tolerance
+
+
+@pytest.mark.parametrize(("N", "D", "V"), SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("T", "cap", "scale"), [(1.0, None, 1.0), (0.7, None, 0.5), (0.7, 3.0, 1.0), (1.3, 2.0, 0.8)])
+def test_logprob_values_and_gradients(
+    N: int, D: int, V: int, bias: bool, T: float, cap: float | None, scale: float, report: lowtide.TrlReport
+) -> None:
+    x, w, b, y = head(N, D, V, bias=bias)
+    true = copies(x, w, b)
+    names = ("log_probs", *OUTPUTS)
+    found = dict(zip(names, logprob_function().apply(x, w, b, y, T, 17, cap, scale), strict=True))
+    expected = expected_outputs(logits(*true, T, cap, scale), y)
+    for name in names:
+        assert found[name].shape == (N,)
+        if name == "is_top1":
+            assert torch.equal(found[name], expected[name])
+        else:
+            assert found[name].dtype == torch.float32
+            torch.testing.assert_close(found[name].double(), expected[name], rtol=EXACT, atol=1e-6, msg=name)
+    assert [found[name].requires_grad for name in names] == [True, True, False, False, False]
+    g, h = torch.randn(2, N)
+    (g * found["log_probs"] + h * found["entropy"]).sum().backward()
+    (g * expected["log_probs"] + h * expected["entropy"]).sum().backward()
+    assert_same_gradients((x, w, b), true, 1e-4)
+    assert report.calls_trl == {}
+    assert report.calls_lowtide == {"ChunkedLogProbFunction": 1}
+
+
+@pytest.mark.parametrize("wanted", [("log_probs",), ("entropy",), ("log_probs", "mean_logits"), ("is_top1",), ()])
+def test_only_what_outputs_names(wanted: tuple[str, ...]) -> None:
+    x, w, b, y = head(13, 7, 29)
+    found = logprob_function().apply(x, w, b, y, 1.0, 17, None, 1.0, wanted)
+    assert [value is not None for value in found] == [True, *(name in wanted for name in OUTPUTS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_do_not_depend_on_what_else_is_asked_for(dtype: torch.dtype) -> None:
+    """A policy and a frozen copy of it must agree to the bit, whatever metrics are computed on the side."""
+    x, w, b, y = head(301, 16, 517, dtype=dtype)
+    policy = logprob_function().apply(x, w, b, y, 0.8, 17)[0]
+    with torch.no_grad():
+        reference = logprob_function().apply(x.detach(), w.detach(), b.detach(), y, 0.8, 17, None, 1.0, ("log_probs",))
+    assert torch.equal(policy, reference[0])
+
+
+@pytest.mark.parametrize("trained", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("used", ["log_probs", "entropy"])
+def test_each_input_alone(trained: tuple[bool, ...], used: str) -> None:
+    x, w, b, y = head(13, 7, 29)
+    for tensor, flag in zip((x, w, b), trained, strict=True):
+        tensor.requires_grad_(flag)
+    true = copies(x, w, b)
+    found = dict(zip(("log_probs", *OUTPUTS), logprob_function().apply(x, w, b, y, 0.7, 17), strict=True))
+    found[used].sum().backward()
+    expected_outputs(logits(*true, 0.7, None, 1.0), y)[used].sum().backward()
+    assert_same_gradients((x, w, b), true, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["uniform", "float32 weight", "autocast"])
+def test_narrow_dtypes(dtype: torch.dtype, kind: str, report: lowtide.TrlReport) -> None:
+    """TRL multiplies in the dtype of the hidden states, or autocast's; the float32 weight's gradient is float32."""
+    x, w, b, y = head(61, 32, 131, dtype=dtype)
+    if kind != "uniform":
+        w, b = (t.detach().float().requires_grad_() for t in (w, b))
+    if kind == "autocast":
+        x = x.detach().float().requires_grad_()
+    true = copies(x, w, b)
+    with torch.autocast("cpu", dtype, enabled=kind == "autocast"):
+        logprob, entropy, *_ = logprob_function().apply(x, w, b, y, 0.7, 17)
+    (2 * logprob + 0.5 * entropy).sum().backward()
+    expected = expected_outputs(logits(*true, 0.7, None, 1.0), y)
+    (2 * expected["log_probs"] + 0.5 * expected["entropy"]).sum().backward()
+    rounding = 2.0 ** (-8 if dtype == torch.bfloat16 else -11)
+    assert logprob.dtype == entropy.dtype == torch.float32
+    assert relative_error(logprob, expected["log_probs"]) < rounding
+    assert relative_error(entropy, expected["entropy"]) < rounding
+    assert_same_gradients((x, w, b), true, 4 * rounding)
+    assert report.calls_trl == {}
+
+
+def test_float64_answers_are_float32_as_trls_are() -> None:
+    x, w, b, y = head(13, 7, 29, dtype=torch.float64)
+    assert {t.dtype for t in logprob_function().apply(x, w, b, y, 1.0, 17)[:4]} == {torch.float32}
+
+
+def test_no_tokens_are_connected() -> None:
+    """A micro-batch without a valid label: TRL scatters nothing into zeros, and calls backward."""
+    x, w, b, _ = head(0, 7, 29)
+    logprob, *_ = logprob_function().apply(x, w, b, torch.zeros(0, dtype=torch.long), 1.0, 17)
+    torch.zeros(2, 3).masked_scatter(torch.zeros(2, 3, dtype=torch.bool), logprob).sum().backward()
+    assert x.grad.shape == (0, 7)
+    assert w.grad.count_nonzero() == 0
+
+
+def test_masked_tokens_contribute_nothing_even_if_nan() -> None:
+    """On devices without Triton TRL scores every position and fills in zeros after: poison must not come through."""
+    x, w, b, y = head(13, 7, 29)
+    mask = torch.arange(13) % 3 == 0
+    with torch.no_grad():
+        x[mask] = float("nan")
+    true = copies(x, w, b)
+    logprob_function().apply(x, w, b, y, 1.0, 17)[0].masked_fill(mask, 0).sum().backward()
+    expected_outputs(logits(true[0][~mask], true[1], true[2], 1.0, None, 1.0), y[~mask])["log_probs"].sum().backward()
+    assert_same_gradients((x, w, b), true, 1e-4)
+
+
+def test_ties_are_won_by_the_first() -> None:
+    x, w, _, _ = head(64, 32, 128, bias=False)
+    with torch.no_grad():
+        w[64:] = w[:64]
+    best = (x @ w.t()).argmax(-1) % 64
+    y = torch.where(torch.arange(64) % 2 == 0, best, best + 64)
+    is_top1 = logprob_function().apply(x, w, None, y, 1.0, 48)[4]
+    assert torch.equal(is_top1, y < 64)
+
+
+def test_sharp_distributions() -> None:
+    """Logits of hundreds: an exact maximum has log-probability 0 and entropy 0, and nothing overflows."""
+    x, w, b, y = head(13, 7, 29)
+    true = copies(x, w, b)
+    found = logprob_function().apply(x, w, b, y, 0.01, 17)
+    expected = expected_outputs(logits(*true, 0.01, None, 1.0), y)
+    assert all(value.isfinite().all() for value in found[:4])
+    assert relative_error(found[0], expected["log_probs"]) < EXACT
+    torch.testing.assert_close(found[1].double(), expected["entropy"], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("T", "scale"), [(1.0, 1.0), (0.7, 1.0), (2.0, 0.5)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("N", "D", "V"), SHAPES)
+def test_divergence_values_and_gradients(
+    N: int, D: int, V: int, bias: bool, T: float, scale: float, beta: float, report: lowtide.TrlReport
+) -> None:
+    x, w, b, _ = head(N, D, V, bias=bias)
+    tx, tw, tb, _ = head(N, D + 3, V, seed=1, bias=not bias)
+    true = copies(x, w, b)
+    divergence, entropy = divergence_function().apply(x, w, b, tx, tw, tb, beta, T, scale, None, scale, None)
+    log_s = logits(*true, T, None, scale).log_softmax(-1)
+    log_t = logits(*copies(tx, tw, tb), T, None, scale).log_softmax(-1).detach()
+    log_m = ((1 - beta) * log_s.exp() + beta * log_t.exp()).log()
+    if beta in (0, 1):
+        log_p, log_q = (log_t, log_s) if beta == 0 else (log_s, log_t)
+        expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    else:
+        student = (log_s.exp() * (log_s - log_m)).sum(-1)
+        expected = beta * (log_t.exp() * (log_t - log_m)).sum(-1) + (1 - beta) * student
+    assert divergence.dtype == entropy.dtype == torch.float32
+    assert relative_error(divergence, expected) < 1e-4
+    assert relative_error(entropy, -(log_s.exp() * log_s).sum(-1)) < EXACT
+    assert not entropy.requires_grad
+    g = torch.randn(N)
+    (g * divergence).sum().backward()
+    (g * expected).sum().backward()
+    assert_same_gradients((x, w, b), true, 1e-4)
+    assert tx.grad is None
+    assert tw.grad is None
+    assert report.calls_lowtide == {"ChunkedDivergenceFunction": 1}
+    assert report.calls_trl == {}
+
+
+@pytest.mark.parametrize("function", ["logprob", "divergence"])
+def test_no_quarter_of_the_logits_is_allocated(function: str) -> None:
+    N, D, V = 200, 8, 2003
+    x, w, b, y = head(N, D, V)
+    with track_allocations() as seen:
+        if function == "logprob":
+            logprob, entropy, *_ = logprob_function().apply(x, w, b, y, 0.7, 32768, 5.0, 0.5)
+            (logprob + entropy).sum().backward()
+        else:
+            tx, tw, *_ = head(N, D, V, seed=1)
+            divergence_function().apply(x, w, b, tx, tw, None, 0.5)[0].sum().backward()
+    assert 0 < seen.largest_bytes < N * V * 4 / 4
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of autograd functions
+def test_compiled_without_a_graph_break() -> None:
+    x, w, b, y = head(13, 7, 29)
+    tx, tw, tb, _ = head(13, 9, 29, seed=1)
+
+    def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        logprob, entropy, *_ = logprob_function().apply(x, w, b, y, 0.7, 17, 3.0, 0.5)
+        divergence, _ = divergence_function().apply(x, w, b, tx, tw, tb, 0.3, 0.7)
+        return (divergence - logprob - 0.1 * entropy).sum()
+
+    expected = torch.autograd.grad(loss(x, w, b), (x, w, b))
+    found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w, b), (x, w, b))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < EXACT

@@ -1,0 +1,257 @@
+"""The patch itself: what it replaces, that it can be undone, what it leaves to TRL, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import HeadOptions
+from lowtide.errors import ArgumentTypeError, UnsupportedError
+from lowtide.trl import seam
+from lowtide.trl.stand_in import StandIn
+
+PLACES = (
+    "trl.kernels.ChunkedLogProbFunction",
+    "trl.kernels.chunked_logprob.ChunkedLogProbFunction",
+    "trl.trainer.utils._ChunkedLogProbFunction",
+    "trl.kernels.chunked_divergence.ChunkedDivergenceFunction",
+    "trl.trainer.distillation_trainer.ChunkedDivergenceFunction",
+)
+
+
+class Sharded(torch.Tensor):
+    """As DTensor or a quantised weight: a class with rules of its own."""
+
+
+def held(place: str) -> Any:
+    module, _, name = place.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def call(outputs: tuple[str, ...] = ("entropy",), dtype: torch.dtype = torch.float32, **changes: Any) -> list[Any]:
+    g = torch.Generator().manual_seed(0)
+    arguments = {
+        "hidden": torch.randn(5, 4, generator=g).to(dtype),
+        "weight": torch.randn(7, 4, generator=g).to(dtype),
+        "bias": None,
+        "targets": torch.arange(5),
+        "temperature": 0.7,
+        "chunk_size": 3,
+        "softcap": None,
+        "logit_scale": 1.0,
+        "outputs": outputs,
+    }
+    return list({**arguments, **changes}.values())
+
+
+def test_every_module_that_refers_to_them_and_back() -> None:
+    before = {place: held(place) for place in PLACES}
+    assert all(issubclass(function, torch.autograd.Function) for function in before.values())
+    report = lowtide.patch_trl()
+    assert sorted(name for names in report.replaced.values() for name in names) == sorted(PLACES)
+    for place, stock in before.items():
+        assert type(held(place)) is StandIn, place
+        assert held(place).stock is stock
+        assert held(place).forward is stock.forward  # for whoever looks
+        assert place in str(report)
+    lowtide.unpatch_trl()
+    assert {place: held(place) for place in PLACES} == before
+    lowtide.unpatch_trl()
+
+
+def test_patching_twice_is_patching_once() -> None:
+    before = {place: held(place) for place in PLACES}
+    report = lowtide.patch_trl()
+    first = held(PLACES[0])
+    assert lowtide.patch_trl(options=HeadOptions(workspace_mib=3)) is report
+    assert held(PLACES[0]) is first
+    assert first.options == HeadOptions(workspace_mib=3)
+    assert len(report.replaced["ChunkedLogProbFunction"]) == 3
+    lowtide.unpatch_trl()
+    assert {place: held(place) for place in PLACES} == before
+    assert lowtide.patch_trl() is not report
+
+
+def test_a_module_imported_while_patched_is_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = lowtide.patch_trl()
+    module: Any = types.ModuleType("trl.later")
+    monkeypatch.setitem(sys.modules, "trl.later", module)
+    exec("from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as Mine", vars(module))
+    assert type(module.Mine) is StandIn
+    assert lowtide.patch_trl() is report
+    assert "trl.later.Mine" in report.replaced["ChunkedDivergenceFunction"]
+    lowtide.unpatch_trl()
+    assert issubclass(module.Mine, torch.autograd.Function)
+
+
+def test_a_stand_in_kept_after_unpatching_is_trls_own() -> None:
+    report = lowtide.patch_trl()
+    kept = held(PLACES[0])
+    lowtide.unpatch_trl()
+    for mine, stock in zip(kept.apply(*call()), held(PLACES[0]).apply(*call()), strict=True):
+        assert mine is stock is None or torch.equal(mine, stock)
+    assert report.calls_lowtide == {}
+    assert copy.copy(kept).stock is kept.stock
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"outputs": ("log_probs", "median_logit")}, "'median_logit'"),
+        ({"temperature": torch.tensor(0.7)}, "temperature is a Tensor"),
+        ({"logit_scale": float("inf")}, "logit_scale is not finite"),
+        ({"softcap": 0.0}, "final_logit_softcapping is not above 0"),  # TRL caps at 1 there
+        ({"bias": torch.ones(7, dtype=torch.float64)}, "weight or bias is not"),
+        ({"weight": torch.ones(7, 4).as_subclass(Sharded)}, "weight is a Sharded"),
+    ],
+)
+def test_calls_that_go_to_trl(changes: dict[str, Any], why: str) -> None:
+    stock = held(PLACES[0]).apply(*call(**changes))
+    report = lowtide.patch_trl()
+    for mine, theirs in zip(held(PLACES[0]).apply(*call(**changes)), stock, strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs) or mine.isnan().all()
+    assert report.calls_trl == {"ChunkedLogProbFunction": 1}
+    assert report.calls_lowtide == {}
+    ((reason, times),) = report.why_trl.items()
+    assert why in reason
+    assert times == 1
+
+
+def test_partitioned_parameters_and_float64_under_autocast_go_to_trl() -> None:
+    report = lowtide.patch_trl()
+    arguments = call()
+    arguments[1].ds_status = "not available"
+    held(PLACES[0]).apply(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        held(PLACES[0]).apply(*call(dtype=torch.float64))
+    assert sorted(report.why_trl) == [
+        "hidden, weight or bias is float64 under autocast",
+        "weight is partitioned by DeepSpeed ZeRO-3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"student_cap": 3.0}, "caps its logits"),
+        ({"teacher_cap": 3.0}, "caps its logits"),
+        ({"teacher_scale": 0.5}, "scale their logits differently"),
+        ({"V": 9}, "different vocabularies"),
+        ({"beta": 1.5}, "beta is not from 0 to 1"),
+        ({"scales": -1.0}, "student_logit_scale is not above 0"),
+        ({"teacher_dtype": torch.float64}, "one of student and teacher is float64"),
+        ({"teacher_dtype": torch.bfloat16, "bias": torch.bfloat16}, "hidden is torch.float32"),
+        ({"teacher_dtype": torch.bfloat16, "teacher_bias": True}, "differ in dtype"),
+    ],
+)
+def test_divergences_that_go_to_trl(changes: dict[str, Any], why: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    teacher = changes.get("teacher_dtype", torch.float32)
+    scale = changes.get("scales", 1.0)
+    arguments = [
+        torch.randn(5, 4, generator=g),
+        torch.randn(7, 4, generator=g),
+        torch.randn(7, generator=g).to(changes["bias"]) if "bias" in changes else None,
+        torch.randn(5, 3, generator=g).to(teacher),
+        torch.randn(changes.get("V", 7), 3, generator=g).to(teacher),
+        torch.zeros(7) if "teacher_bias" in changes else None,
+        changes.get("beta", 0.5),
+        0.7,
+        scale,
+        changes.get("student_cap"),
+        changes.get("teacher_scale", scale),
+        changes.get("teacher_cap"),
+    ]
+    stock = held(PLACES[3]).apply(*arguments)
+    report = lowtide.patch_trl()
+    for mine, theirs in zip(held(PLACES[3]).apply(*arguments), stock, strict=True):
+        assert torch.equal(mine, theirs)
+    assert report.calls_trl == {"ChunkedDivergenceFunction": 1}
+    (reason,) = report.why_trl
+    assert why in reason
+
+
+def test_targets_outside_the_vocabulary_are_an_error() -> None:
+    lowtide.patch_trl()
+    with pytest.raises(lowtide.errors.TargetIndexError):
+        held(PLACES[0]).apply(*call(targets=torch.tensor([0, 1, 7, 2, 3])))
+
+
+def test_options_are_checked_before_anything_is_replaced() -> None:
+    with pytest.raises(ArgumentTypeError, match="options"):
+        lowtide.patch_trl(options={"workspace_mib": 3})  # type: ignore[arg-type]
+    assert not isinstance(held(PLACES[0]), StandIn)
+
+
+def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
+    lowtide.patch_trl(options=HeadOptions(backend="exp"))
+    with pytest.raises(UnsupportedError, match="backend"):
+        held(PLACES[0]).apply(*call())
+
+
+def test_workspace_is_passed_on() -> None:
+    from lowtide.measure import track_allocations
+
+    largest = []
+    for workspace_mib in (1, 8):
+        lowtide.patch_trl(options=HeadOptions(workspace_mib=workspace_mib))
+        arguments = call(hidden=torch.randn(900, 4), weight=torch.randn(3001, 4), targets=torch.zeros(900).long())
+        with track_allocations() as seen:
+            held(PLACES[0]).apply(*arguments)
+        largest.append(seen.largest_bytes)
+    assert largest[0] <= 2**20 < largest[1] <= 2**23
+
+
+def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.kernels import chunked_divergence, chunked_logprob
+
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, temperature: Any) -> Any: ...
+
+    places = [(chunked_logprob, "ChunkedLogProbFunction"), (chunked_divergence, "ChunkedDivergenceFunction")]
+    for module, name in places:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, Other)
+            with pytest.raises(UnsupportedError, match=f"{name}: expected arguments"):
+                lowtide.patch_trl()
+            patch.delattr(module, name)
+            with pytest.raises(UnsupportedError, match=rf"{name}: expected as in TRL 1.16, got none in TRL"):
+                lowtide.patch_trl()
+    # the same arguments with another meaning: a temperature before the cap
+    tile = chunked_logprob._torch_transform
+    with monkeypatch.context() as patch:
+        patch.setattr(chunked_logprob, "_torch_transform", lambda z, s, c, t, has: tile(z * t, s, c, 1.0, has))
+        with pytest.raises(UnsupportedError, match=r"to compute what it does in TRL 1\.16"):
+            lowtide.patch_trl()
+    assert not isinstance(held(PLACES[0]), StandIn)
+    lowtide.patch_trl()
+
+
+def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        seam.importlib,
+        "import_module",
+        lambda name: (_ for _ in ()).throw(ModuleNotFoundError(f"No module named {name!r}", name=name)),
+    )
+    with pytest.raises(UnsupportedError, match=r"trl: expected TRL 1.16, got none installed. pip install"):
+        lowtide.patch_trl()
+
+
+@pytest.mark.slow  # a fresh process imports all of TRL
+def test_patching_first_and_importing_trainers_later() -> None:
+    code = (
+        "import lowtide; report = lowtide.patch_trl(); from trl import DistillationTrainer;"
+        "import trl.trainer.distillation_trainer as m; print(type(m.ChunkedDivergenceFunction).__name__)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.split()[-1] == "StandIn"

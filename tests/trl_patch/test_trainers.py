@@ -1,0 +1,215 @@
+"""TRL's six trainers, stock and patched, on a tiny model: the same losses, metrics and weights, and no logits."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.measure import track_allocations
+from support import relative_error
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # TRL's own settings
+]
+KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
+
+
+def slow(kind: str) -> Any:
+    """A case for --slow: the profiler behind the tracker takes seconds."""
+    return pytest.param(kind, marks=pytest.mark.slow)
+
+
+def train(make_trainer: Any, kind: str, model: Any, **settings: Any) -> tuple[list[dict[str, float]], Tensor]:
+    """Train, and return what was logged and by how much all the weights together changed."""
+    before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    trainer = make_trainer(kind, model, **settings)
+    trainer.train()
+    after = torch.cat([p.detach().flatten().double() for p in trainer.model.parameters()])
+    clocks = ("runtime", "per_second", "step_time", "flos")
+    logged = [
+        {name: value for name, value in entry.items() if not any(clock in name for clock in clocks)}
+        for entry in trainer.state.log_history
+    ]
+    return logged, after - before
+
+
+def assert_same_runs(got: Any, expected: Any, tolerance: float) -> None:
+    assert len(got[0]) == len(expected[0]) == 4
+    for entry, stock in zip(got[0], expected[0], strict=True):
+        assert entry.keys() == stock.keys()
+        for name, value in stock.items():
+            assert entry[name] == pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True), name
+    assert expected[1].norm() > 0
+    assert relative_error(got[1], expected[1]) < tolerance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_as_stock(kind: str, make_trainer: Any, tiny_model: Any) -> None:
+    expected = train(make_trainer, kind, tiny_model())
+    report = lowtide.patch_trl()
+    got = train(make_trainer, kind, tiny_model())
+    assert_same_runs(got, expected, 2e-4)
+    assert {"entropy", "loss"} <= got[0][0].keys()
+    assert report.calls_trl == {}
+    function = "ChunkedDivergenceFunction" if kind == "Distillation" else "ChunkedLogProbFunction"
+    assert report.calls_lowtide.keys() == {function}
+    assert report.calls_lowtide[function] >= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_as_stock_where_only_valid_positions_are_scored(
+    kind: str, make_trainer: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TRL does on GPUs: the number of tokens then changes from call to call."""
+    for module in ("trl.trainer.utils", "trl.trainer.distillation_trainer"):
+        monkeypatch.setattr(importlib.import_module(module), "_use_triton", lambda device: True)
+    expected = train(make_trainer, kind, tiny_model())
+    report = lowtide.patch_trl()
+    assert_same_runs(train(make_trainer, kind, tiny_model()), expected, 2e-4)
+    assert report.calls_trl == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("SFT", {"loss_type": "dft"}),
+        ("SFT", {"packing": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}),
+        ("DPO", {"use_weighting": True}),  # wants the sum of squared probabilities
+        ("DPO", {"loss_type": "ipo"}),
+        ("GRPO", {"top_entropy_quantile": 0.5, "loss_type": "dapo"}),  # masks tokens by their entropy
+        ("GRPO", {"entropy_coef": 0.05}),  # differentiates it
+        ("Distillation", {"beta": 0.0}),
+        ("Distillation", {"beta": 1.0}),
+    ],
+    ids=str,
+)
+def test_same_as_stock_with_options(kind: str, settings: dict[str, Any], make_trainer: Any, tiny_model: Any) -> None:
+    expected = train(make_trainer, kind, tiny_model(), **settings)
+    report = lowtide.patch_trl()
+    assert_same_runs(train(make_trainer, kind, tiny_model(), **settings), expected, 2e-4)
+    assert report.calls_trl == {}
+    assert report.calls_lowtide
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Qwen3", {"tie_word_embeddings": True}),
+        ("Gemma2", {"final_logit_softcapping": 2.0}),
+        ("Cohere2", {"logit_scale": 0.25}),
+        ("Granite", {"logits_scaling": 3.0}),
+        ("Phi", {}),  # a head with a bias
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_same_as_stock_with_other_models(
+    kind: str, family: str, settings: dict[str, Any], make_trainer: Any, tiny_model: Any
+) -> None:
+    expected = train(make_trainer, kind, tiny_model(family=family, **settings))
+    report = lowtide.patch_trl()
+    assert_same_runs(train(make_trainer, kind, tiny_model(family=family, **settings)), expected, 2e-4)
+    assert report.calls_trl == {}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "KTO", "Distillation"])
+def test_bf16_autocast(kind: str, make_trainer: Any, tiny_model: Any) -> None:
+    """Metrics and weights within bfloat16's own error, the loss's logits being float32 in the patched run only."""
+    settings = {"bf16": True, "learning_rate": 1e-3}
+    stock, _ = train(make_trainer, kind, tiny_model(), **settings)
+    report = lowtide.patch_trl()
+    got, change = train(make_trainer, kind, tiny_model(), **settings)
+    for entry, expected in zip(got, stock, strict=True):
+        for name in {"loss", "entropy"} & entry.keys():
+            assert entry[name] == pytest.approx(expected[name], rel=0.02)
+    assert change.isfinite().all()
+    assert report.calls_trl == {}
+
+
+def test_what_lowtide_cannot_do_runs_as_stock_and_is_named(make_trainer: Any, tiny_model: Any) -> None:
+    settings = {"family": "Gemma2", "final_logit_softcapping": 2.0}
+    expected = train(make_trainer, "Distillation", tiny_model(**settings))
+    report = lowtide.patch_trl()
+    got = train(make_trainer, "Distillation", tiny_model(**settings))
+    assert got[0] == expected[0]
+    assert torch.equal(got[1], expected[1])
+    assert report.calls_lowtide == {}
+    assert report.calls_trl == {"ChunkedDivergenceFunction": 3}
+    (why,) = report.why_trl
+    assert "caps its logits" in why
+    assert why in str(report)
+
+
+def test_a_trainer_made_before_is_patched_and_unpatched(make_trainer: Any, tiny_model: Any) -> None:
+    trainer = make_trainer("SFT", tiny_model())
+    report = lowtide.patch_trl()
+    trainer.train()
+    assert report.calls_lowtide == {"ChunkedLogProbFunction": 3}
+    lowtide.unpatch_trl()
+    trainer.train()
+    assert report.calls_lowtide == {"ChunkedLogProbFunction": 3}
+
+
+def test_grpo_learns_what_is_rewarded(make_trainer: Any, tiny_model: Any) -> None:
+    report = lowtide.patch_trl()
+    logged, change = train(
+        make_trainer, "GRPO", tiny_model(), max_steps=25, optim="adamw_torch", learning_rate=0.01, beta=0.0,
+        per_device_train_batch_size=12, num_generations=12, temperature=1.0, num_iterations=1,
+    )  # fmt: skip
+    rewards = [entry["reward"] for entry in logged if "reward" in entry]
+    assert len(rewards) == 25
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 2.5
+    assert change.isfinite().all()
+    assert report.calls_lowtide["ChunkedLogProbFunction"] >= 25
+    assert report.calls_trl == {}
+
+
+def test_dpo_learns_what_is_preferred(make_trainer: Any, tiny_model: Any) -> None:
+    report = lowtide.patch_trl()
+    logged, _ = train(
+        make_trainer, "DPO", tiny_model(), max_steps=20, optim="adamw_torch", learning_rate=0.01,
+        per_device_train_batch_size=12,
+    )  # fmt: skip
+    steps = [entry for entry in logged if "rewards/margins" in entry]
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # the model is its own reference
+    assert steps[-1]["loss"] < 0.3
+    assert steps[-1]["rewards/accuracies"] == 1
+    assert report.calls_lowtide == {"ChunkedLogProbFunction": 40}  # the policy and its reference
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO", "Distillation", *(slow(k) for k in ("SFT", "KTO", "RLOO"))])
+def test_nothing_of_the_size_of_the_logits_is_allocated(kind: str, make_trainer: Any, tiny_model: Any) -> None:
+    """The batch is long enough that a quarter of its logits is more than anything of the size of the weight."""
+    V = 5003
+    lengths = {"max_completion_length": 6} if kind in ("GRPO", "RLOO", "Distillation") else {}
+    settings = {"max_steps": 1, "per_device_train_batch_size": 12, "num_generations": 12, **lengths}
+    if not lengths or kind == "Distillation":
+        del settings["num_generations"]
+
+    def largest() -> int:
+        trainer = make_trainer(
+            kind, tiny_model(vocab_size=V, hidden_size=8, head_dim=4, num_hidden_layers=1), **settings
+        )
+        with track_allocations() as seen:
+            trainer.train()
+        return seen.largest_bytes
+
+    N = 12 * 8  # fewer tokens than any of these batches scores
+    assert largest() >= N * V * 4, "the tracker must see the logits where there are any"
+    lowtide.patch_trl()
+    assert largest() < N * V * 4 / 2
+
+
+def test_the_example_of_the_page_runs(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "docs/trl.md", "exec"), {})
+    assert "calls computed 4 by lowtide, 0 by TRL" in capsys.readouterr().out
