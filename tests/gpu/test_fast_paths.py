@@ -61,7 +61,7 @@ def test_arguments_of_any_strides(backend: Any) -> None:
         "weight": torch.rand(1003, 3, device="cuda")[:, 1],
         "token_weight": torch.rand(300, 2, device="cuda")[:, 1],
     }
-    bounds = (1e-5, 2.7e-3, 4.5e-3)  # the row kernel rounds the target's entry, no longer -1 with class weights
+    bounds = (1e-5, 3.4e-3, 4.5e-3)  # the row kernel rounds the target's entry, no longer -1 with class weights
     compare(x, w, y, bounds, options=HeadOptions(backend=backend), **strided)
     strided["weight"] = torch.rand(1, device="cuda").expand(1003)
     compare(x, w, y, bounds, options=HeadOptions(backend=backend), **strided)

@@ -133,6 +133,7 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, want: str) ->
         ignore_index=-100,
         workspace_mib=None,
         accumulate="auto",
+        backend="auto",
     )
     torch.library.opcheck(torch.ops.lowtide.token_stats.default, tuple(call))
     found = Found(*torch.ops.lowtide.token_stats(*call))
