@@ -154,7 +154,8 @@ def linear_token_stats(
         topk: How many of the highest logits ``topk`` holds, from 1 to V. Given, that field is wanted; it is needed
             where ``want`` names it.
         options: Memory and implementation: see `HeadOptions`. Where nothing but ``logprob`` is wanted, with one target
-            a token, all backends of `linear_cross_entropy` run here; else ``"torch"``.
+            a token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` but for ``topk``
+            and several targets.
 
     Returns:
         TokenStats: The wanted fields, None for the others.
