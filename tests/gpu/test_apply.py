@@ -120,7 +120,9 @@ def test_coupled_tokens_are_refused_in_every_call() -> None:
             linear_apply(lambda z, y: F.cross_entropy(z, y), x, w, y, out="sum")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:The .grad attribute:UserWarning"
+)  # torch.compile's own
 @pytest.mark.parametrize("out", ["token", "sum"])
 def test_compiled(out: str) -> None:
     x, w, b, y = on_gpu(1000, 64, 3001, dtype=torch.bfloat16)
