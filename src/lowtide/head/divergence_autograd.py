@@ -38,6 +38,7 @@ class DivergenceCall(NamedTuple):
     tail: str
     workspace_mib: float | None
     accumulate: str
+    backend: str
 
     @property
     def wide(self) -> torch.dtype:
@@ -52,7 +53,8 @@ class DivergenceCall(NamedTuple):
     def options(self) -> HeadOptions:
         """Return the options that bear on a single pass."""
         accumulate: Any = self.accumulate
-        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend="torch")
+        backend: Any = self.backend
+        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend)
 
     def job(self) -> DivergenceJob:
         """Return the same, flattened, for the loop over chunks."""
