@@ -17,7 +17,7 @@ from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
 from lowtide.head import divergence_rows
 from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.divergence_kernels import KernelPair
+from lowtide.head.matmul import HeadMatmul
 from lowtide.head.pair_plan import plan_pair
 from lowtide.head.plan import HeadPlan
 from support import divergence_oracle, head, relative_error
@@ -44,12 +44,30 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if narrow:
             gemms = {"logits_gemm": "blocks", "backward_gemm": "narrow"}
         changed = {"backend": "row", "chunk_rows": 7, "chunks": -(-N // 7), "block_rows": 11, **gemms}
-        return replace(found[0], **changed), replace(found[1], **changed)
+        of_teacher = {**changed, "logits_gemm": "same" if args[3] == torch.float32 else "blocks"}
+        return replace(found[0], **changed), replace(found[1], **of_teacher)
 
     monkeypatch.setattr(divergence_rows, "plan_pair", plans)
     monkeypatch.setattr(divergence_rows, "drops_rows", lambda device: False)
     monkeypatch.setattr(divergence_rows, "TorchPair", None)  # nothing else may run
+    monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
+    monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
     return used
+
+
+def input_grad(matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
+    """Narrow operands, a wide product: as on a GPU, where an fp16 gradient of up to 2**14 needs it."""
+    product = g_CV.float() @ matmul.weight_VD.float()
+    out_CD.copy_(product if factor_C is None else product * factor_C[:, None])
+
+
+def weight_grad(
+    matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool
+) -> None:
+    x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
+    if first:
+        total_VD.zero_()
+    total_VD += g_CV.float().T @ x.float()
 
 
 def case(
@@ -72,8 +90,7 @@ def call(student: list[Tensor], teacher: list[Tensor], function: Any = linear_di
 
 
 @pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.5, "tensor"])
+@pytest.mark.parametrize(("bias", "temperature"), [(False, 1.0), (True, 0.5), (True, "tensor")])
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 def test_values_and_gradients(
     dtype: torch.dtype, bias: bool, temperature: Any, kind: str, beta: float, kernels: list[str]
@@ -100,7 +117,7 @@ def test_values_and_gradients(
         assert relative_error(g, e) < NEAR[dtype]
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
 @pytest.mark.parametrize("dtype", NEAR)
 def test_some_gradients_alone(wanted: tuple[int, ...], dtype: torch.dtype) -> None:
     student, teacher = case(dtype)
@@ -109,6 +126,22 @@ def test_some_gradients_alone(wanted: tuple[int, ...], dtype: torch.dtype) -> No
     got = torch.autograd.grad(call(cut, teacher, kind="jsd").sum(), [cut[i] for i in wanted])
     for i, g in zip(wanted, got, strict=True):
         assert torch.equal(g, whole[i])
+
+
+def test_vectors_of_any_strides() -> None:
+    """An expanded upstream gradient, mask and bias have one number in memory, a column of a matrix every other one."""
+    (x, w, b), (tx, tw, tb) = case(torch.float32)
+    mask = torch.ones(1, dtype=torch.bool)
+    strided = torch.stack((b.detach(), tb), 1)
+    kwargs = {"linear_bias": strided[:, 0], "teacher_bias": b.new_full((1,), 0.7).expand(61)}
+    got = linear_divergence(x, w, tx, tw, mask=mask.expand(2, 10), **kwargs)
+    want = linear_divergence(x, w, tx, tw, linear_bias=b.detach(), teacher_bias=torch.full((61,), 0.7))
+    assert torch.equal(got, want)
+    flat = linear_divergence(x.view(20, 24), w, tx.view(20, 16), tw, mask=mask.expand(20), **kwargs)
+    assert torch.equal(flat, want.view(20))
+    ones = torch.autograd.grad(want, (x, w), torch.ones(2, 10))
+    for g, e in zip(torch.autograd.grad(flat.sum(), (x, w)), ones, strict=True):
+        assert torch.equal(g, e)
 
 
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
@@ -165,7 +198,7 @@ def test_no_tokens() -> None:
 def test_a_teacher_of_another_dtype() -> None:
     (x, w), (tx, tw) = case(torch.float32, bias=False)
     tx, tw = tx.bfloat16(), tw.bfloat16()
-    value = linear_divergence(x, w, tx.float(), tw.float())
+    value = linear_divergence(x, w, tx, tw)
     expected = divergence_oracle(x.double(), w.double(), tx.double(), tw.double())
     assert relative_error(value, expected) < 1e-5
 
@@ -207,29 +240,12 @@ def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
     plans = {}
     for backend in ("row", "torch"):
         plans[backend], other = plan_pair(
-            4096, (D, V), (D, U), dtype, dtype, CUDA, HeadOptions(workspace_mib=64), backend=backend, reason="",
+            65536, (D, V), (D, U), dtype, dtype, CUDA, HeadOptions(workspace_mib=600), backend=backend, reason="",
             weight_dtype=dtype, weight_frozen=False,
         )  # fmt: skip
         assert other.backend == plans[backend].backend == backend
-        assert plans[backend].scratch_bytes <= 64 * 2**20
+        assert plans[backend].scratch_bytes <= 600 * 2**20
     row = plans["row"]
-    assert row.chunk_rows >= 1.3 * plans["torch"].chunk_rows
+    assert row.chunk_rows >= 1.25 * plans["torch"].chunk_rows
     assert row.chunk_rows * 4 * (V + U) < row.scratch_bytes
     assert row.backward_gemm == ("same" if dtype == torch.float32 else "narrow")
-
-
-def test_what_runs_on_a_gpu_is_this_class() -> None:
-    student, teacher = case(torch.float32)
-    job_plans = {}
-
-    class Seen(KernelPair):
-        def __init__(self, job: Any, *args: Any) -> None:
-            job_plans[job.kind.name] = args[1]
-            super().__init__(job, *args)
-
-    import lowtide.head.divergence_kernels as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "KernelPair", Seen)
-        call(student, teacher, kind="tv")
-    assert job_plans["tv"].backend == "row"

@@ -51,11 +51,11 @@ class KernelPair:
         kept_C: Tensor | None,
     ) -> None:
         """Add a chunk's part to ``into``: see `TorchPair.backward`."""
-        job = self.job
+        job, factor_C = self.job, factor_C.contiguous()  # the upstream gradient of a sum is one number, expanded
         z_CV, teacher_CU = self._products(x_CD, index, part, kept_C)
         narrow = job.dtype != job.wide
         half = job.dtype == torch.float16
-        lift_C = torch.empty_like(factor_C) if half else None
+        lift_C = torch.empty_like(rows.lse) if half else None
         pair_gradient_(
             z_CV,
             teacher_CU,
@@ -69,10 +69,13 @@ class KernelPair:
             factor_C=None if narrow else factor_C,
             lift_C=lift_C,
         )
-        outside = None if not narrow else factor_C if lift_C is None else factor_C * lift_C
+        outside = factor_C if narrow else None
+        if lift_C is not None:
+            outside = factor_C * lift_C
         g_CV = narrow_view(z_CV, job.dtype) if narrow else z_CV
         if into.bias_V is not None:
-            add_column_sums(g_CV, torch.ones_like(factor_C) if outside is None else outside, into.bias_V)
+            counts = torch.ones_like(rows.lse) if outside is None else outside
+            add_column_sums(g_CV, counts, into.bias_V)
         if into.input_ND is not None:
             put_input_grad(self.matmul, g_CV, outside, into.input_ND, index, part)
         if into.weight_VD is not None:

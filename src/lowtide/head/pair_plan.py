@@ -75,7 +75,9 @@ def plan_pair(
         beside=block_rows * teacher_D * (wide + teacher_dtype.itemsize) + 8 * teacher_V,
         beside_row=row,
     )
-    plan = replace(plan, columns=max(1, plan.columns // 2))  # in plain PyTorch up to four blocks of columns are beside the logits
+    plan = replace(
+        plan, columns=max(1, plan.columns // 2)
+    )  # in plain PyTorch up to four blocks of columns are beside the logits
     others = replace(
         plan,
         logits_gemm=logits_gemm,

@@ -65,8 +65,9 @@ def _above_mixture(a, b, s, t, beta):  # type: ignore[no-untyped-def]
     return tl.where(near, of_student, a - log_m), tl.where(near, of_student - x, b - log_m)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _signs(x):  # type: ignore[no-untyped-def]
+    """1, 0 or -1, or NaN."""
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
 
 
@@ -220,7 +221,7 @@ def pair_rows(
         kept_C: bool [C]; rows where it is False are not read, and all of their numbers are 0. None: all are kept.
         longest_block: Columns handled at a time, a power of two from 8.
     """
-    C = _check(z_CV, teacher_CU)
+    C = _check(z_CV, teacher_CU, bias_V, teacher_bias_U, kept_C)
     rows = RowNumbers(*(torch.empty(C, dtype=torch.float32, device=z_CV.device) for _ in RowNumbers._fields))
     if C == 0:
         return rows
@@ -268,7 +269,7 @@ def pair_gradient_(
             with. It is a power of two such that the row's values in memory are at most 2**14.
         longest_block: See `pair_rows`.
     """
-    C = _check(z_CV, teacher_CU)
+    C = _check(z_CV, teacher_CU, bias_V, teacher_bias_U, kept_C, factor_C, *rows[1:])
     assert (lift_C is not None) == (gradient == "float16")
     assert factor_C is None or gradient == "wide"
     if C == 0:
@@ -280,13 +281,14 @@ def pair_gradient_(
     )  # fmt: skip
 
 
-def _check(z_CV: Tensor, teacher_CU: Tensor) -> int:
-    """Return C."""
+def _check(z_CV: Tensor, teacher_CU: Tensor, *vectors: Tensor | None) -> int:
+    """Return C. The kernels read rows and vectors as they lie in memory, whatever strides say."""
     for side in (z_CV, teacher_CU):
         assert side.dtype == torch.float32
         assert side.stride(0) % PAD.value == 0
         assert side.stride(1) == 1 or side.shape[1] == 1
     assert z_CV.shape[0] == teacher_CU.shape[0]
+    assert all(x is None or x.is_contiguous() for x in vectors)
     return z_CV.shape[0]
 
 
@@ -296,7 +298,8 @@ def _sides(z_CV: Tensor, teacher_CU: Tensor) -> tuple[Tensor | int, ...]:
 
 
 def _block(columns: int, longest: int) -> int:
-    return min(max(int(triton.next_power_of_2(columns)), PAD.value), longest)
+    power: int = triton.next_power_of_2(columns)
+    return min(max(power, 8), longest)
 
 
 def _warps(block: int) -> int:
