@@ -116,6 +116,7 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, topk: bool) -
         tail="bucket" if topk else "",
         workspace_mib=None,
         accumulate="auto",
+        backend="auto",
     )
     torch.library.opcheck(torch.ops.lowtide.divergence.default, tuple(call))
     value, *known = torch.ops.lowtide.divergence(*call)

@@ -54,6 +54,8 @@ def test_the_workspace_is_kept(workspace_mib: float, dtype: torch.dtype, kind: s
         operand,
         torch.device("cpu"),
         options,
+        backend="torch",
+        reason="",
         weight_dtype=stored,
         weight_frozen=case == "frozen head",
     )

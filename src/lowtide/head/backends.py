@@ -97,6 +97,36 @@ def choose_stats_backend(
     return "exp", "bfloat16 on Hopper or newer: the logits' GEMM leaves each tile's sums"
 
 
+def choose_divergence_backend(
+    options: HeadOptions, device: torch.device, dtype: torch.dtype, V: int, *, topk: bool
+) -> tuple[str, str]:
+    """Return the backend of `linear_divergence`, "row" or "torch", and why; arguments as in `choose_backend`.
+
+    Args:
+        options: See there.
+        device: See there.
+        dtype: See there.
+        V: See there.
+        topk: Whether the teacher is known by its top k.
+
+    Raises:
+        UnsupportedError: The one asked for by name cannot run.
+    """
+    against = why_not_row(device, dtype, V)
+    if against is None and topk:
+        against = "its kernels read a teacher's whole logits, and its top k is given"
+    if options.backend == "exp":
+        hint = "A divergence needs both sides' logits, which that backend never has."
+        raise UnsupportedError(message("backend", "'auto', 'row' or 'torch'", "'exp'", hint))
+    if options.backend == "row" and against:
+        raise UnsupportedError(message("backend", "'auto' or 'torch'", "'row'", f"{against}."))
+    if options.backend != "auto":
+        return options.backend, "asked for by name"
+    if against:
+        return "torch", f"not row: {against}"
+    return "row", "kernels over rows of both sides' logits"
+
+
 def choose_backend_of_function(options: HeadOptions) -> tuple[str, str]:
     """Return the implementation that hands logits to a user's function, and why.
 

@@ -18,6 +18,7 @@ from lowtide.head.arguments import (
     refuse_transforms,
     scalar_tensor,
 )
+from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.options import HeadOptions
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
@@ -89,7 +90,8 @@ def linear_divergence(
             `TeacherTopK`, or a tuple (ids, logprobs) or (ids, logprobs, tail).
         mask: bool [...], True where the divergence is computed. Elsewhere it is 0 and contributes nothing, even if
             hidden states hold NaN or inf. None: everywhere.
-        options: Memory: see `HeadOptions`. The only backend is ``"torch"``.
+        options: Memory and implementation: see `HeadOptions`. ``"row"`` (kernels over rows of both sides' logits, on
+            NVIDIA GPUs with Triton) takes a teacher's own head and no float64; there is no ``"exp"``.
 
     Returns:
         Tensor: [...] in nats, float32, for float64 inputs float64.
@@ -137,6 +139,9 @@ def linear_divergence(
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
         ids, logprobs, tail = _check_topk(input, teacher_topk)
         teacher_dtype = dtype
+    if options.backend != "auto":
+        V, given = linear_weight.shape[0], teacher_topk is not None
+        choose_divergence_backend(options, input.device, dtype, V, topk=given)
     value = divergence_autograd.run(
         divergence_autograd.DivergenceCall(
             input=input,
@@ -156,6 +161,7 @@ def linear_divergence(
             tail=tail,
             workspace_mib=options.workspace_mib,
             accumulate=options.accumulate,
+            backend=options.backend,
         )
     )
     return value.view(input.shape[:-1])
@@ -215,9 +221,6 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
 
 def _check_options(options: HeadOptions | None) -> HeadOptions:
     options = check_options(options)
-    if options.backend in ("exp", "row"):
-        hint = "There are no kernels for divergences."
-        raise UnsupportedError(message("backend", "'auto' or 'torch'", f"{options.backend!r}", hint))
     if options.gradient == "forward":
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))

@@ -38,6 +38,7 @@ class DivergenceCall(NamedTuple):
     tail: str
     workspace_mib: float | None
     accumulate: str
+    backend: str
 
     @property
     def wide(self) -> torch.dtype:
@@ -52,7 +53,8 @@ class DivergenceCall(NamedTuple):
     def options(self) -> HeadOptions:
         """Return the options that bear on a single pass."""
         accumulate: Any = self.accumulate
-        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend="torch")
+        backend: Any = self.backend
+        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend)
 
     def job(self) -> DivergenceJob:
         """Return the same, flattened, for the loop over chunks."""
@@ -62,7 +64,7 @@ class DivergenceCall(NamedTuple):
             teacher = Teacher(
                 input=self.teacher_input,
                 weight_VD=self.teacher_weight,
-                bias_V=None if self.teacher_bias is None else self.teacher_bias.to(wide),
+                bias_V=None if self.teacher_bias is None else self.teacher_bias.to(wide).contiguous(),
                 dtype=self.teacher_dtype,
             )
         else:
@@ -72,9 +74,9 @@ class DivergenceCall(NamedTuple):
         return DivergenceJob(
             input=self.input,
             weight_VD=self.linear_weight,
-            bias_V=None if self.linear_bias is None else self.linear_bias.to(wide),
+            bias_V=None if self.linear_bias is None else self.linear_bias.to(wide).contiguous(),
             teacher=teacher,
-            mask_N=self.mask,
+            mask_N=None if self.mask is None else self.mask.contiguous(),
             scale=None if self.temperature is None else 1 / scalar_on(self.input.device, self.temperature, wide),
             kind=Kind(self.kind, self.beta),
             dtype=self.dtype,

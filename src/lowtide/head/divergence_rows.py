@@ -4,11 +4,13 @@ N tokens, n of them computed, C rows of a chunk, D hidden size, V vocabulary, K 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError, message
+from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.divergence_terms import Kind, RowNumbers, dense_gradient_, dense_rows, topk_gradient_, topk_rows
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
@@ -67,6 +69,31 @@ class DivergenceJob:
                 raise TargetIndexError(message("teacher_topk", "class indices of 0 or more", got, hint))
 
 
+class Pair(Protocol):
+    """Both directions of a chunk: logits, and what is done to them."""
+
+    def forward(self, x_CD: Tensor, index: Tensor | None, part: slice, kept_C: Tensor | None) -> RowNumbers:
+        """Return the chunk's divergences, and what backward needs to know of its rows."""
+
+    def backward(
+        self,
+        x_CD: Tensor,
+        rows: RowNumbers,
+        factor_C: Tensor,
+        into: Gradients,
+        index: Tensor | None,
+        part: slice,
+        kept_C: Tensor | None,
+    ) -> None:
+        """Add a chunk's part to ``into``, its rows of the input's gradient at ``part`` of ``index``.
+
+        Where the logits' gradient is narrowed for the GEMMs, each row's factor stays outside of it, as in `run_chunks`.
+        """
+
+    def finish(self, into: Gradients) -> None:
+        """Do what is left to do after the last chunk of backward."""
+
+
 class TorchPair:
     """Both directions of a chunk in plain PyTorch, on any device and in any dtype: logits, and what is done to them."""
 
@@ -102,10 +129,7 @@ class TorchPair:
         part: slice,
         kept_C: Tensor | None,
     ) -> None:
-        """Add a chunk's part to ``into``, its rows of the input's gradient at ``part`` of ``index``.
-
-        Where the logits' gradient is narrowed for the GEMMs, each row's factor stays outside of it, as in `run_chunks`.
-        """
+        """Add a chunk's part to ``into``: see `Pair.backward`."""
         job, plan = self.job, self.plan
         z_CW = self._student(x_CD)
         if job.scale is not None:
@@ -130,15 +154,16 @@ class TorchPair:
         if into.weight_VD is not None:
             self.matmul.weight_grad(g_CV, outside, x_CD, into.weight_VD, part.start == 0)
 
+    def finish(self, into: Gradients) -> None:
+        """There is nothing left."""
+
     def _student(self, x_CD: Tensor) -> Tensor:
         z_CW = self._buffer[: x_CD.shape[0], : self.width]
         self._logits(self.matmul, x_CD, z_CW, self.job.bias_V)
         return z_CW
 
     def _teacher(self, teacher: Teacher, index: Tensor | None, part: slice, kept_C: Tensor | None) -> Tensor:
-        x_CD = take_rows(teacher.input, index, part, teacher.dtype)
-        if kept_C is not None:
-            x_CD = x_CD.where(kept_C[:, None], 0)
+        x_CD = teacher_rows(teacher, index, part, kept_C)
         z_CW = self._teacher_buffer[: x_CD.shape[0], : self.width]
         self._logits(self.teacher_matmul, x_CD, z_CW, teacher.bias_V)
         return z_CW
@@ -160,6 +185,22 @@ class TorchPair:
         return ids.where(there & (ids >= 0) & (ids < self.V), self.V), logprobs
 
 
+def teacher_rows(teacher: Teacher, index: Tensor | None, part: slice, kept_C: Tensor | None) -> Tensor:
+    """Return a chunk of the teacher's hidden states [C, D] in the operands' dtype, 0 where not kept."""
+    x_CD = take_rows(teacher.input, index, part, teacher.dtype)
+    return x_CD if kept_C is None else x_CD.where(kept_C[:, None], 0)
+
+
+def pair_of(job: DivergenceJob, plan: HeadPlan, teacher_plan: HeadPlan) -> Pair:
+    """Return what computes the chunks, as the plan says."""
+    if plan.backend == "row":
+        from lowtide.head.divergence_kernels import KernelPair
+
+        assert isinstance(job.teacher, Teacher)
+        return KernelPair(job, job.teacher, plan, teacher_plan)
+    return TorchPair(job, plan, teacher_plan)
+
+
 def _plans(job: DivergenceJob, n: int, options: HeadOptions, *, weight_frozen: bool) -> tuple[HeadPlan, HeadPlan]:
     V, D = job.weight_VD.shape
     if isinstance(job.teacher, Teacher):
@@ -167,6 +208,8 @@ def _plans(job: DivergenceJob, n: int, options: HeadOptions, *, weight_frozen: b
         teacher_dtype = job.teacher.dtype
     else:
         teacher_D, teacher_V, teacher_dtype = 0, job.teacher.ids_NK.shape[1], job.dtype
+    topk = isinstance(job.teacher, KnownClasses)
+    backend, reason = choose_divergence_backend(options, job.input.device, job.dtype, V, topk=topk)
     return plan_pair(
         n,
         (D, V),
@@ -175,6 +218,8 @@ def _plans(job: DivergenceJob, n: int, options: HeadOptions, *, weight_frozen: b
         teacher_dtype,
         job.input.device,
         options,
+        backend=backend,
+        reason=reason,
         weight_dtype=job.weight_VD.dtype,
         weight_frozen=weight_frozen,
     )
@@ -190,7 +235,7 @@ def forward_chunks(job: DivergenceJob, N: int, options: HeadOptions) -> RowNumbe
     if kept is not None and drops_rows(job.input.device):
         index, kept = positions(kept), None
     plans = _plans(job, N if index is None else index.numel(), options, weight_frozen=True)
-    pair = TorchPair(job, *plans)
+    pair = pair_of(job, *plans)
     found = RowNumbers(*(job.input.new_zeros(N, dtype=job.wide) for _ in RowNumbers._fields))
     for part in plans[0].slices():
         x_CD = take_rows(job.input, index, part, job.dtype)
@@ -218,7 +263,7 @@ def backward_chunks(
         rows, upstream_N = RowNumbers(*(x[index] for x in rows)), upstream_N[index]
     plans = _plans(job, upstream_N.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
     into = gradient_buffers(job.input, job.weight_VD, job.wide, plans[0], wanted, some_rows=index is not None)
-    pair = TorchPair(job, *plans)
+    pair = pair_of(job, *plans)
     for part in plans[0].slices():
         x_CD = take_rows(job.input, index, part, job.dtype)
         kept_C = None if kept is None else kept[part]
@@ -226,4 +271,5 @@ def backward_chunks(
             x_CD = x_CD.where(kept_C[:, None], 0)
         of_chunk = RowNumbers(*(x[part] for x in rows))
         pair.backward(x_CD, of_chunk, upstream_N[part], into, index, part, kept_C)
+    pair.finish(into)
     return into

@@ -27,6 +27,8 @@ def plan_pair(
     device: torch.device,
     options: HeadOptions,
     *,
+    backend: str,
+    reason: str,
     weight_dtype: torch.dtype,
     weight_frozen: bool,
 ) -> tuple[HeadPlan, HeadPlan]:
@@ -40,15 +42,19 @@ def plan_pair(
         teacher_dtype: Of the teacher's.
         device: Where the tensors are.
         options: As given to `linear_divergence`.
+        backend: "row" or "torch", from `backends.choose_divergence_backend`.
+        reason: Why it runs.
         weight_dtype: Of the student's weight.
         weight_frozen: Whether neither the student's weight nor its bias needs a gradient.
     """
     (D, V), (teacher_D, teacher_V) = student, teacher
     wide = 8 if dtype == torch.float64 else 4
     budget = workspace_bytes(options, device)
-    logits_gemm, _ = choose_gemms(device, teacher_dtype, budget, "torch")
+    logits_gemm, _ = choose_gemms(device, teacher_dtype, budget, backend)
     block_rows = block_rows_of(budget, teacher_D, teacher_V) if logits_gemm == "blocks" else 0
-    if teacher_D:
+    if backend == "row":
+        row = wide * padded(teacher_V) + teacher_D * (wide + teacher_dtype.itemsize) + 16 * wide
+    elif teacher_D:
         longer = padded(max(V, teacher_V))
         row = wide * (2 * longer - padded(V) + 2 * columns_of(1, longer, device.type))
         row += teacher_D * (wide + teacher_dtype.itemsize) + 16 * wide
@@ -61,15 +67,17 @@ def plan_pair(
         dtype,
         device,
         options,
-        backend="torch",
-        reason="the only one for divergences",
+        backend=backend,
+        reason=reason,
         gradient="recompute",
         weight_dtype=weight_dtype,
         weight_frozen=weight_frozen,
         beside=block_rows * teacher_D * (wide + teacher_dtype.itemsize) + 8 * teacher_V,
         beside_row=row,
     )
-    plan = replace(plan, columns=max(1, plan.columns // 2))  # up to four blocks of columns exist beside the logits
+    plan = replace(
+        plan, columns=max(1, plan.columns // 2)
+    )  # in plain PyTorch up to four blocks of columns are beside the logits
     others = replace(
         plan,
         logits_gemm=logits_gemm,

@@ -41,3 +41,10 @@ def test_relative_precision(which: str, sign: int) -> None:
     torch.testing.assert_close(out.double(), want, rtol=1.5e-6, atol=0, equal_nan=True)
     if which == "tanh":
         assert out.nan_to_num().abs().max() == 1
+
+
+def test_log1p_of_what_takes_from_one() -> None:
+    x = -torch.cat((torch.logspace(-12, -1, 31, device=DEVICE), torch.tensor([0.5], device=DEVICE)))
+    out = torch.zeros_like(x)
+    _each[(1,)](x, out, WHICH="log1p", N=len(x))
+    torch.testing.assert_close(out.double(), x.double().log1p(), rtol=5e-7, atol=0)

@@ -16,7 +16,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def log1p(r):  # type: ignore[no-untyped-def]
-    """log(1 + r) of r >= 0; up to 1 as 2 atanh(r / (2 + r)), to the last bits also where r is 1e-7."""
+    """log(1 + r) of r >= -1/2; up to 1 as 2 atanh(r / (2 + r)), to the last bits also where r is 1e-7."""
     s = r / (2.0 + r)
     ss = s * s
     high = 1.0 / 9.0 + ss * (1.0 / 11.0 + ss * (1.0 / 13.0 + ss * (1.0 / 15.0 + ss * (1.0 / 17.0))))

@@ -18,7 +18,7 @@ Gradient = Literal["wide", "bfloat16", "float16"]
 PAD = tl.constexpr(8)  # float32 values: rows are whole numbers of 32 bytes long
 FP16_TOP = tl.constexpr(2.0**14)  # where a row's largest fp16 value is put at most, a factor of four below the largest
 LONGEST_BLOCK = 4096
-_OUT = {"wide": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+OUT_DTYPE = {"wide": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _tanh_slope(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _power_of_two_above(bound):  # type: ignore[no-untyped-def]
+def power_of_two_above(bound):  # type: ignore[no-untyped-def]
     """The least power of two that is no less than ``bound``; 1 where there is none: of 0, infinity or NaN."""
     bits = tl.maximum(bound, 2.0**-100).to(tl.int32, bitcast=True)
     power = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -37,7 +37,7 @@ def _power_of_two_above(bound):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scaled(row_ptr, at, n, bias_ptr, scale):  # type: ignore[no-untyped-def]
+def scaled_columns(row_ptr, at, n, bias_ptr, scale):  # type: ignore[no-untyped-def]
     """(z + bias) * scale in columns ``at``; from n on anything, and nothing is read beyond n rounded up to PAD."""
     z = tl.load(row_ptr + at, mask=at < tl.cdiv(n, PAD) * PAD, other=0.0)  # a mask in PADs keeps the load wide
     if bias_ptr is not None:
@@ -78,7 +78,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
         q_y = tl.load(class_weight_ptr + y)
         Q = tl.load(total_class_weight_ptr)
 
-    t = _capped(_scaled(row_ptr, y, n, bias_ptr, scale), softcap, CAPPED)
+    t = _capped(scaled_columns(row_ptr, y, n, bias_ptr, scale), softcap, CAPPED)
     t = tl.where(unit == unit, t, unit)
     pivot = tl.where(tl.abs(t) < float("inf"), t, 0.0)  # sums of z - t do not cancel where logits share an offset
     highest = t
@@ -86,7 +86,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     weighted = tl.zeros((BLOCK,), tl.float32)  # of q (z - pivot)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        z = _capped(_scaled(row_ptr, at, n, bias_ptr, scale), softcap, CAPPED)
+        z = _capped(scaled_columns(row_ptr, at, n, bias_ptr, scale), softcap, CAPPED)
         if SMOOTHED:
             above = z - pivot
             if class_weight_ptr is not None:
@@ -121,7 +121,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
                 if class_weight_ptr is not None:
                     heaviest = tl.load(largest_class_weight_ptr)
                 largest += even * heaviest
-            bound = _power_of_two_above(largest * tl.abs(scale))
+            bound = power_of_two_above(largest * tl.abs(scale))
             factor = FP16_TOP / bound
             tl.store(lift_ptr + row, bound / FP16_TOP)
         if factor_ptr is not None:
@@ -133,7 +133,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
         out_ptr = row_ptr.to(tl.pointer_type(OUT))
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x = _scaled(row_ptr, at, n, bias_ptr, scale)
+            x = scaled_columns(row_ptr, at, n, bias_ptr, scale)
             g = k * tl.exp(_capped(x, softcap, CAPPED) - highest)
             if SMOOTHED:
                 if class_weight_ptr is not None:
@@ -233,7 +233,7 @@ def softmax_rows(
         lift_C,
         CAPPED=softcap is not None,
         SMOOTHED=label_smoothing != 0,
-        OUT=None if gradient is None else _OUT[gradient],
+        OUT=None if gradient is None else OUT_DTYPE[gradient],
         BLOCK=block,
         num_warps=max(1, min(8, block // 512)),
     )

@@ -1,0 +1,302 @@
+"""The kernels that turn two sides' logits into divergences and gradients, in Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from lowtide.head.divergence_terms import Kind, RowNumbers
+from lowtide.head.kernels.pair_rows import pair_gradient_, pair_rows
+from support import divergence_of, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+LOOSE = {"wide": 5e-6, "bfloat16": 2**-8 if DEVICE == "cuda" else 2**-7, "float16": 2**-10}  # the interpreter cuts off
+KINDS = [Kind("forward_kl", 0.5), Kind("reverse_kl", 0.5), Kind("jsd", 0.5), Kind("jsd", 0.1), Kind("tv", 0.5)]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}-{kind.beta}")
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+
+
+def sides(C: int, V: int, U: int | None = None, spread: float = 2.0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(C + V)
+    z, other = (spread * torch.randn(C, n, generator=g) for n in (V, U or V))
+    return z.to(DEVICE), other.to(DEVICE)
+
+
+def options(V: int, U: int | None = None) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    bias, other = torch.randn(V, generator=g), torch.randn(U or V, generator=g)
+    return {
+        "bias_V": bias.to(DEVICE),
+        "teacher_bias_U": other.to(DEVICE),
+        "scale": torch.tensor(0.6, device=DEVICE),
+    }
+
+
+def padded(z_CV: Tensor, stride: int | None = None) -> Tensor:
+    """Return a room of rows ``stride`` long, NaN after the logits and in one row before them and one after."""
+    C, V = z_CV.shape
+    room = torch.full((C + 2, stride or -(-V // 8) * 8), torch.nan, device=DEVICE)
+    room[1:-1, :V] = z_CV
+    return room
+
+
+def run(z: Tensor, other: Tensor, kind: Kind, gradient: Any = "wide", **kwargs: Any) -> tuple[RowNumbers, Tensor]:
+    """Return the numbers of the rows and the gradient, an fp16 one lifted; poison all around must stay as it is."""
+    (C, V), U = z.shape, other.shape[1]
+    room, other_room = padded(z), padded(other, -(-U // 8) * 8 + 16)
+    before, other_before = room.clone(), other_room.clone()
+    products = (room[1:-1, :V], other_room[1:-1, :U])
+    rows = pair_rows(*products, kind, **{k: v for k, v in kwargs.items() if k != "factor_C"})
+    assert torch.equal(room.view(torch.int32), before.view(torch.int32))
+    lift = torch.full((C,), torch.nan, device=DEVICE) if gradient == "float16" else None
+    pair_gradient_(*products, rows, kind, gradient=gradient, lift_C=lift, **kwargs)
+    assert torch.equal(other_room.view(torch.int32), other_before.view(torch.int32))
+    assert room[[0, -1]].isnan().all()
+    pad = room.shape[1]
+    if gradient == "wide":
+        assert (room[1:-1, V:] == 0).all()
+        return rows, room[1:-1, :V]
+    narrow = room.view(NARROW[gradient])
+    assert (narrow[1:-1, V:pad] == 0).all()
+    half = -(-pad // 2)
+    assert torch.equal(room.view(torch.int32)[1:-1, half:], before.view(torch.int32)[1:-1, half:])
+    g = narrow[1:-1, :V].float()
+    if lift is None:
+        return rows, g
+    assert (lift.log2() % 1 == 0).all()
+    assert g.nan_to_num().abs().max() <= 2**14
+    return rows, g * lift[:, None]
+
+
+def logprobs(z: Tensor, bias: Tensor | None, scale: Tensor | None, width: int) -> Tensor:
+    z = z if bias is None else z + bias.double()
+    z = z if scale is None else z * scale.double()
+    z = torch.nn.functional.pad(z, (0, width - z.shape[1]), value=-torch.inf)
+    return z.log_softmax(1)
+
+
+def truth(z: Tensor, other: Tensor, kind: Kind, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return the divergence in float64 from its definition, and autograd's gradient by the products."""
+    leaf, width = z.double().requires_grad_(), max(z.shape[1], other.shape[1])
+    a = logprobs(leaf, kwargs.get("bias_V"), kwargs.get("scale"), width)
+    b = logprobs(other.double(), kwargs.get("teacher_bias_U"), kwargs.get("scale"), width)
+    # -inf minus -inf is NaN on its way back, even where it is not taken: a floor, whose exp is 0 too
+    if kind.name == "jsd":
+        value = mixture_divergence(a, b, kind.beta)
+    else:
+        value = divergence_of(a.clamp(min=-1e5), b.clamp(min=-1e5), kind.name)
+    factor = kwargs.get("factor_C", torch.ones(len(z), device=DEVICE)).double()
+    (g,) = torch.autograd.grad((value * factor).sum(), leaf)
+    return value.detach(), g
+
+
+def mixture_divergence(a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """The jsd from entropies: that of the mixture above the mixture of the two."""
+    s, t = a.exp(), b.exp()
+    m = beta * t + (1 - beta) * s
+
+    def entropy(p: Tensor) -> Tensor:
+        return -(p * torch.where(p > 0, p, 1).log()).sum(1)
+
+    return entropy(m) - beta * entropy(t) - (1 - beta) * entropy(s)
+
+
+def check(
+    z: Tensor, other: Tensor, kind: Kind, gradient: str = "wide", near: float = 5e-6, block: int = 16, **kwargs: Any
+) -> None:
+    rows, g = run(z, other, kind, gradient, longest_block=block, **kwargs)
+    value, want = truth(z, other, kind, **kwargs)
+    torch.testing.assert_close(rows.value.double(), value, rtol=near, atol=2e-7)
+    for name, side, found in (("bias_V", z, rows.lse), ("teacher_bias_U", other, rows.other_lse)):
+        scaled = side.double() + kwargs.get(name, torch.zeros(1, device=DEVICE)).double()
+        lse = (scaled * kwargs.get("scale", torch.ones((), device=DEVICE)).double()).logsumexp(1)
+        torch.testing.assert_close(found.double(), lse, rtol=1e-6, atol=1e-6)
+    for got, true, v in zip(g, want, value, strict=True):  # row by row, so that a large row hides no other
+        floor = 3e-7 * (1 + v)  # what float32 holds of a logarithm that is compared with the row's mean of them
+        assert (got.double() - true).norm() <= max(near, LOOSE[gradient]) * true.norm() + floor
+
+
+@pytest.mark.parametrize("gradient", LOOSE)
+@pytest.mark.parametrize(("V", "U", "block"), [(1, 1, 4096), (2, 2, 8), (37, 37, 16), (1003, 1003, 256), (96, 96, 32)])
+@every_kind
+def test_sizes(kind: Kind, V: int, U: int, block: int, gradient: str) -> None:
+    z, other = sides(3, V, U)
+    check(z, other, kind, gradient, block=block)
+    check(z, other, kind, gradient, block=block, **options(V, U))
+
+
+@pytest.mark.parametrize("name", ["bias_V", "teacher_bias_U", "scale"])
+@every_kind
+def test_each_option_alone(kind: Kind, name: str) -> None:
+    z, other = sides(3, 37)
+    check(z, other, kind, **{name: options(37)[name]})
+
+
+@pytest.mark.parametrize("gradient", ["wide", "bfloat16"])
+@pytest.mark.parametrize(("V", "U"), [(41, 23), (23, 41), (40, 16), (7, 70), (70, 7)])
+@every_kind
+def test_vocabularies_of_different_sizes(kind: Kind, V: int, U: int, gradient: str) -> None:
+    z, other = sides(3, V, U)
+    kwargs = options(V, U)
+    infinite = (kind.name == "forward_kl" and U > V) or (kind.name == "reverse_kl" and V > U)
+    if not infinite:
+        check(z, other, kind, gradient, **kwargs)
+        return
+    rows, g = run(z, other, kind, gradient, longest_block=16, **kwargs)
+    assert (rows.value == torch.inf).all()
+    if kind.name == "forward_kl":  # the gradient of what is there
+        width = max(V, U)
+        s = logprobs(z.double(), kwargs["bias_V"], kwargs["scale"], width).exp()
+        t = logprobs(other.double(), kwargs["teacher_bias_U"], kwargs["scale"], width).exp()
+        want = kwargs["scale"].double() * (s - t)[:, :V]
+        assert relative_error(g, want) < LOOSE[gradient]
+    else:
+        assert g.isnan().any(1).all()
+
+
+@every_kind
+def test_the_factor_is_in_a_wide_gradient(kind: Kind) -> None:
+    z, other = sides(4, 37)
+    factor = torch.tensor([-1 / 3, 0.0, 1e-2, 5.0], device=DEVICE)
+    check(z, other, kind, factor_C=factor, **options(37))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("gradient", LOOSE)
+@every_kind
+def test_rows_that_are_not_kept_are_not_read(kind: Kind, gradient: str, poison: float) -> None:
+    z, other = sides(5, 37)
+    kept = torch.tensor([True, False, True, False, True], device=DEVICE)
+    z[1], other[3] = poison, poison
+    rows, g = run(z, other, kind, gradient, kept_C=kept, longest_block=16)
+    for numbers in rows:
+        assert (numbers[~kept] == 0).all()
+    assert (g[~kept] == 0).all()
+    clean = run(z[kept], other[kept], kind, gradient, longest_block=16)
+    for got, want in zip((*rows, g), (*clean[0], clean[1]), strict=True):
+        assert torch.equal(got[kept], want)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@every_kind
+def test_rows_that_are_no_numbers(kind: Kind, side: int) -> None:
+    both = sides(6, 37)
+    both[side][1, 20], both[side][2, 3], both[side][4] = torch.nan, torch.inf, -torch.inf
+    rows, g = run(*both, kind, longest_block=16)
+    bad = torch.tensor([False, True, True, False, True, False], device=DEVICE)
+    assert torch.equal(rows.value.isnan(), bad)
+    assert torch.equal((rows.lse, rows.other_lse)[side].isnan(), bad)
+    assert torch.equal(g.isnan().all(1), bad)
+    assert torch.equal(g.isnan().any(1), bad)
+
+
+@pytest.mark.parametrize("gradient", LOOSE)
+@every_kind
+def test_classes_that_are_ruled_out(kind: Kind, gradient: str) -> None:
+    z, other = sides(3, 70)
+    z[:, 5:40:3] = other[:, 5:40:3] = -torch.inf  # on both sides
+    z[:, :20] = other[:, :20] = -torch.inf  # the whole first block
+    if kind.name in ("forward_kl", "jsd", "tv"):
+        other[:, 60:] = -torch.inf
+    if kind.name in ("reverse_kl", "jsd", "tv"):
+        z[:, 50:55] = -torch.inf
+    rows, g = run(z, other, kind, gradient, longest_block=16)
+    a, b = (x.double().log_softmax(1) for x in (z, other))
+    s, t = a.exp(), b.exp()
+    both = (s > 0) & (t > 0)
+    x = torch.where(both, a - b, 0)
+    if kind.name == "forward_kl":
+        value, want = -(t * x).sum(1), s - t
+    elif kind.name == "reverse_kl":
+        value = (s * x).sum(1)
+        want = s * (x - value[:, None])
+    elif kind.name == "tv":
+        value, sign = (s - t).abs().sum(1) / 2, (s - t).sign()
+        want = s * (sign - (s * sign).sum(1, keepdim=True)) / 2
+    else:
+        value = mixture_divergence(a, b, kind.beta)
+        m = kind.beta * t + (1 - kind.beta) * s
+        above = torch.where(s > 0, a - m.log(), 0)
+        want = (1 - kind.beta) * s * (above - (s * above).sum(1, keepdim=True))
+    assert relative_error(rows.value, value) < 2e-6
+    assert relative_error(g, want) < LOOSE[gradient]
+    assert (g[:, :20] == 0).all()
+
+
+@every_kind
+def test_huge_logits(kind: Kind) -> None:
+    z, other = sides(4, 53, spread=100.0)
+    z += 1e4  # of which half of the digits are lost, in the products already
+    for gradient in LOOSE:
+        check(z, other, kind, gradient, near=2e-3)
+    rows, g = run(3e34 * z, other, kind)
+    assert not rows.value.isnan().any()
+    assert not g.isnan().any() or kind.name in ("forward_kl", "reverse_kl")
+
+
+@every_kind
+def test_a_student_close_to_its_teacher(kind: Kind) -> None:
+    """The divergence is far below the rounding of a sum of exponentials: no term may cancel."""
+    _, other = sides(6, 1003)
+    shift = 1e-3 * torch.randn(6, 1003, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    z = other + shift + 0.125  # what is the same in all classes shifts the logsumexp alone
+    rows, g = run(z, other, kind, longest_block=256)
+    value, want = truth(z, other, kind)
+    assert kind.name == "tv" or value.max() < 1e-6
+    assert relative_error(rows.value, value) < 1e-3
+    assert relative_error(g, want) < 2e-3
+    same, g = run(other, other, kind, longest_block=256)
+    assert (same.value == 0).all()
+    assert g.abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e-5, 50.0])
+@pytest.mark.parametrize("spread", [0.01, 2.0, 60.0])
+@every_kind
+def test_a_lifted_row_fits_fp16(kind: Kind, spread: float, scale: float) -> None:
+    z, other = sides(4, 203, spread=spread / scale)
+    rows, g = run(z, other, kind, "float16", scale=torch.tensor(scale, device=DEVICE), longest_block=64)
+    _, want = run(z, other, kind, "wide", scale=torch.tensor(scale, device=DEVICE), longest_block=64)
+    assert rows.value.isfinite().all()
+    for got, true in zip(g, want, strict=True):
+        assert (got - true).norm() <= 2**-10 * true.norm() + 1e-7 * scale
+
+
+@every_kind
+def test_narrow_values_are_the_wide_ones_rounded(kind: Kind) -> None:
+    z, other = sides(3, 203)
+    _, wide = run(z, other, kind, longest_block=32, **options(203))
+    for gradient, dtype in NARROW.items():
+        expected = wide
+        if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off
+            expected = (wide.clone().view(torch.int32) & -0x10000).view(torch.float32)
+        got = run(z, other, kind, gradient, longest_block=32, **options(203))[1]
+        if dtype == torch.bfloat16:
+            assert torch.equal(got, expected.to(dtype).float())
+        else:
+            torch.testing.assert_close(got, expected, rtol=2**-11, atol=1e-9)
+
+
+@pytest.mark.parametrize(("C", "V"), [(2, 4099), *([(300, 50257), (300, 131072)] if DEVICE == "cuda" else [])])
+def test_no_thread_writes_over_what_another_still_reads(C: int, V: int) -> None:
+    """Rows of many blocks; the interpreter, which has no threads, runs through it only."""
+    z, other = sides(C, V)
+    for gradient in LOOSE:
+        rows, g = run(z, other, KINDS[0], gradient)
+        s, t = z.double().softmax(1), other.double().softmax(1)
+        assert relative_error(g, s - t) < LOOSE[gradient]
+        kl = torch.nn.functional.kl_div(s.log(), t, reduction="none").sum(1)
+        assert relative_error(rows.value, kl) < 2e-6
+
+
+def test_no_rows() -> None:
+    z, other = sides(3, 8)
+    rows = pair_rows(z[:0], other[:0], KINDS[0])
+    assert all(x.shape == (0,) for x in rows)
+    pair_gradient_(z[:0], other[:0], rows, KINDS[0], gradient="wide")
