@@ -134,3 +134,10 @@ def test_other_gpus_get_the_row_kernel(monkeypatch: pytest.MonkeyPatch, capabili
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     backend, why = choose_backend(HeadOptions(), torch.device("cuda"), torch.bfloat16, 64, 100)
     assert (backend, "compute capability 9.0" in why) == ("row", True)
+
+
+def test_a_weight_of_another_narrow_dtype_is_summed_in_float32() -> None:
+    plan = plan_head(
+        16, 64, 1000, torch.float16, "cuda", HeadOptions(backend="row", accumulate="input"), weight_dtype=torch.bfloat16
+    )
+    assert plan.accumulate == "float32"

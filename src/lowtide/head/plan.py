@@ -237,6 +237,8 @@ def plan_rows_of_logits(
     scratch = fixed + rows * row_bytes
     needs_whole_weight = backward_gemm != "blocks" or logits_gemm == "out_dtype"
     accumulate = _accumulate(options, weight_dtype, accumulate_dtype, many=chunks > 1)
+    if device.type != "cpu" and weight_dtype not in (dtype, accumulate_dtype):
+        accumulate = "float32"  # a GPU's GEMM of operands narrowed in another way cannot add to the weight's dtype
     return HeadPlan(
         backend=backend,
         reason=reason,
