@@ -269,3 +269,9 @@ def test_no_rows_give_results_of_the_right_shape() -> None:
     values.sum().backward()
     assert (x.grad == 0).all()
     assert (w.grad == 0).all()
+
+
+def test_a_head_without_classes_is_an_error() -> None:
+    x, w = torch.randn(3, 4), torch.zeros(0, 4)
+    with pytest.raises(LowtideError, match="at least one class"):
+        linear_apply(lambda z: z.sum(-1), x, w)

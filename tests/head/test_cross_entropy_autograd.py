@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import lowtide
 from lowtide import HeadOptions, linear_cross_entropy
 from lowtide.errors import LowtideError
 from lowtide.head import operators
@@ -321,6 +322,27 @@ def test_double_backward_is_an_error_that_names_the_way_out(mode: dict[str, Any]
     with pytest.raises(RuntimeError, match=r"second derivative.*F?.*cross_entropy\(") as caught:
         dx.square().sum().backward()
     assert isinstance(caught.value, LowtideError)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_logprobs", "linear_divergence", "linear_apply"])
+def test_a_penalty_on_the_gradient_is_an_error_and_not_lost(name: str, reduction: str) -> None:
+    x, w, _, y = head(4, 5, 13)
+    calls = {
+        "linear_cross_entropy": lambda: linear_cross_entropy(x, w, y, reduction=reduction).sum(),
+        "linear_logprobs": lambda: lowtide.linear_logprobs(x, w, y).sum(),
+        "linear_divergence": lambda: lowtide.linear_divergence(x, w, x.detach() + 1, w.detach()).sum(),
+        "linear_apply": lambda: lowtide.linear_apply(
+            (lambda z: z.logsumexp(-1)) if reduction == "none" else (lambda z: z.logsumexp(-1).sum()), x, w,
+            out="token" if reduction == "none" else "sum",
+        ).sum(),
+    }  # fmt: skip
+    loss = calls[name]()
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    for by in (x, w):
+        with pytest.raises(RuntimeError, match="second derivative") as caught:
+            torch.autograd.grad(loss + dx.square().sum(), by, retain_graph=True)
+        assert isinstance(caught.value, LowtideError)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode

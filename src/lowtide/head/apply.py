@@ -54,6 +54,7 @@ def linear_apply(
 
     Args:
         fn: The function. It may draw random numbers, and change its logits in place, but not its other arguments.
+            Whether it couples tokens cannot be told where it draws random numbers: then it is not checked.
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
         linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``.
         token_args: Tensors [..., *], their first axes those of ``input``; ``fn`` gets them as [C, *]. Those that
@@ -106,6 +107,8 @@ def linear_apply(
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
     refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=apply_autograd.NAIVE)
     dtype = check_head(input, linear_weight, linear_bias)
+    if linear_weight.shape[0] == 0:
+        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     _check_arguments(fn, input, token_args, mask, out, compile, options)
     options = options or HeadOptions()
     if options.gradient == "forward" and out == "token":

@@ -75,6 +75,7 @@ class _Applied(torch.autograd.Function):
         else:
             ctx.dtypes = [None if t is None else t.dtype for t in tensors]
             ctx.shapes = [None if t is None else t.shape for t in tensors]
+            ctx.sources = tensors  # as in `lowtide.head.autograd`
         finished = collected.finished()
         flags = zip(finished, collected.differentiable, strict=True)
         ctx.mark_non_differentiable(*(leaf for leaf, needed in flags if leaf is not None and not needed))
@@ -88,6 +89,7 @@ class _Applied(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         with torch.no_grad():
             if ctx.stored is not None or ctx.free:
+                tensors = ctx.sources
                 grads = _scaled(ctx, next(u for u in upstream if u is not None), needed)
             else:
                 tensors = ctx.saved_tensors
@@ -100,7 +102,7 @@ class _Applied(torch.autograd.Function):
                     g.to(t.dtype).view(t.shape) if g is not None and t is not None else None
                     for g, t in zip(grads, tensors, strict=True)
                 ]
-        return None, None, *differentiable_once(grads, TWICE)
+        return None, None, *differentiable_once(grads, (*tensors, *upstream), TWICE)
 
 
 def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | None]:
@@ -110,7 +112,7 @@ def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | Non
     stored = _in_order(ctx.stored)
     last = is_last_backward()
     if last:
-        ctx.stored, ctx.free = None, True
+        ctx.stored, ctx.free, ctx.sources = None, True, ()
     grads: list[Tensor | None] = []
     for i, (grad, dtype, shape) in enumerate(zip(stored, ctx.dtypes, ctx.shapes, strict=True)):
         if grad is None or not needed[i]:

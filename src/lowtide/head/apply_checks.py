@@ -142,8 +142,8 @@ def _reason(i: int, whole: Tensor, split: Tensor, per_token: bool) -> str:
             "fn",
             'scalars that add up over tokens with out="sum"',
             f"result {i}, {whole.item():.6g} for a few rows and {split.item():.6g} as the sum of two parts of them",
-            "A mean does not add up: return the sum and divide by the number of all tokens afterwards, or take"
-            ' out="token". What one token gets must not depend on the others.',
+            "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
+            ' afterwards, or take out="token". What one token gets must not depend on the others.',
         )
     changed = "" if whole.shape != split.shape else _changed_rows(whole, split)
     return message(

@@ -53,6 +53,8 @@ class _Stored(torch.autograd.Function):
         ctx.wanted, ctx.per_token = wanted, call.reduction == "none"
         ctx.bias_dtype = None if call.linear_bias is None else call.linear_bias.dtype
         ctx.stored = stored[1:6]
+        # for graphs of the gradients: no second derivative may pass by. In memory until backward, as the gradients are
+        ctx.sources = () if torch.compiler.is_compiling() else call.trained
         # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
         ctx.shared = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
         return stored.loss
@@ -63,9 +65,9 @@ class _Stored(torch.autograd.Function):
             raise UnsupportedError(FREED)
         dx, dw, db, input_factor, weight_factor = ctx.stored
         last = is_last_backward()
-        in_place = last and not ctx.shared
+        in_place, sources = last and not ctx.shared, ctx.sources
         if last:
-            ctx.stored = None
+            ctx.stored, ctx.sources = None, ()
         needs = Wanted(*(ctx.needs_input_grad[1 + i] for i in _TRAINED))
         grads: list[Tensor | None] = [None, None, None]
         with torch.no_grad():
@@ -80,7 +82,7 @@ class _Stored(torch.autograd.Function):
                 grads[1] = scaled(dw, upstream * weight_factor if weight_factor.dim() == 0 else upstream, in_place)
             if ctx.wanted.bias and needs.bias:
                 grads[2] = (db * upstream).to(ctx.bias_dtype)
-        return None, *in_places(grads, _TRAINED, len(Call._fields))
+        return None, *in_places(grads, _TRAINED, len(Call._fields), (*sources, upstream))
 
 
 class _Recomputed(torch.autograd.Function):
@@ -110,4 +112,4 @@ class _Recomputed(torch.autograd.Function):
                 dw if wanted.weight else None,
                 db.to(call.linear_bias.dtype) if wanted.bias and call.linear_bias is not None else None,
             ]
-        return tuple(in_places(grads, _TRAINED, len(Call._fields)))
+        return tuple(in_places(grads, _TRAINED, len(Call._fields), (*call.trained, upstream)))

@@ -188,4 +188,5 @@ class _Divergence(torch.autograd.Function):
                 dw if wanted[1] else None,
                 db.to(call.linear_bias.dtype) if wanted[2] and call.linear_bias is not None else None,
             ]
-        return tuple(in_places(grads, _TRAINED, len(DivergenceCall._fields)))
+        sources = (call.input, call.linear_weight, call.linear_bias, upstream)
+        return tuple(in_places(grads, _TRAINED, len(DivergenceCall._fields), sources))

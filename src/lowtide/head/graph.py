@@ -15,20 +15,31 @@ TWICE = (
 )
 
 
-def in_places(grads: Sequence[Tensor | None], places: Sequence[int], length: int) -> list[Tensor | None]:
+def in_places(
+    grads: Sequence[Tensor | None], places: Sequence[int], length: int, sources: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """Return ``grads`` at their ``places`` among ``length`` arguments, with None elsewhere."""
     placed: list[Tensor | None] = [None] * length
-    for i, grad in zip(places, differentiable_once(grads), strict=True):
+    for i, grad in zip(places, differentiable_once(grads, sources), strict=True):
         placed[i] = grad
     return placed
 
 
-def differentiable_once(grads: Sequence[Tensor | None], error: str = TWICE) -> list[Tensor | None]:
-    """Return gradients whose own derivative, where create_graph=True asks for one, is an `UnsupportedError`."""
+def differentiable_once(
+    grads: Sequence[Tensor | None], sources: Sequence[Tensor | None], error: str = TWICE
+) -> list[Tensor | None]:
+    """Return gradients whose own derivative, where create_graph=True asks for one, is an `UnsupportedError`.
+
+    Args:
+        grads: The gradients.
+        sources: What they depend on. Without these in the graph, a derivative by one of them alone would not pass here,
+            and would be 0 in silence.
+        error: What to say.
+    """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return list(grads)
     leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
-    return list(_DifferentiatedOnce.apply(error, *leaves))  # type: ignore[no-untyped-call]
+    return list(_DifferentiatedOnce.apply(error, len(leaves), *leaves, *sources))  # type: ignore[no-untyped-call]
 
 
 def is_last_backward() -> bool:
@@ -40,9 +51,9 @@ class _DifferentiatedOnce(torch.autograd.Function):
     """Stands behind gradients, so that a second derivative is an error and not a constant in silence."""
 
     @staticmethod
-    def forward(ctx: Any, error: str, *grads: Tensor | None) -> Any:
+    def forward(ctx: Any, error: str, count: int, *tensors: Tensor | None) -> Any:
         ctx.error = error
-        return tuple(g if g is None else g.view_as(g) for g in grads)
+        return tuple(g if g is None else g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:  # noqa: ARG004

@@ -216,6 +216,8 @@ def _token_stats(
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
     alone = names == {"logprob"} and target is not None and target.dim() == len(leading)
     options = _check_options(options, forward=alone and frozen)
+    if linear_weight.shape[0] == 0:
+        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     if alone and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
         loss = linear_cross_entropy(
@@ -230,8 +232,6 @@ def _token_stats(
             options=options,
         )
         return TokenStats(logprob=0 - loss)
-    if linear_weight.shape[0] == 0:
-        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     dtype = check_head(input, linear_weight, linear_bias)
     if options.backend != "auto":
         K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1

@@ -225,4 +225,5 @@ class _TokenStats(torch.autograd.Function):
                 dw if wanted[1] else None,
                 db.to(call.linear_bias.dtype) if wanted[2] and call.linear_bias is not None else None,
             ]
-        return tuple(in_places(grads, _TRAINED, len(StatsCall._fields)))
+        sources = (call.input, call.linear_weight, call.linear_bias, *given)
+        return tuple(in_places(grads, _TRAINED, len(StatsCall._fields), sources))
