@@ -54,7 +54,6 @@ class Batch(NamedTuple):
 class Result(NamedTuple):
     e: Tensor | None
     sums: Tensor | None  # [C, P]
-    moments: Tensor | None
 
 
 def apart(values: Tensor) -> Tensor:
@@ -104,45 +103,47 @@ def at_target(b: Batch, first_class: int = 0) -> Tensor:
 
 def truth(
     b: Batch, reference: Tensor | None = None, coefficient: Tensor | None = None, **kwargs: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return E [C, V], what its rows sum up to before the cap's slope, and e * (z - reference) [C, V]."""
+) -> tuple[Tensor, Tensor]:
+    """Return E [C, V], and what its rows sum up to before the cap's slope."""
     z = logits(b, **kwargs)
-    shifted = z - (b.reference if reference is None else reference).double()[:, None]
-    e = shifted.exp().where(~at_target(b), 0)
+    e = (z - (b.reference if reference is None else reference).double()[:, None]).exp().where(~at_target(b), 0)
     cap = kwargs.get("softcap")
     stored = e if cap is None else e * (1 - (z / cap) ** 2)
     if coefficient is not None:
         stored = stored.where(~at_target(b), coefficient.double()[:, None])
-    return stored, e.sum(1), (e * shifted).where(e > 0, 0)
+    return stored, e.sum(1)
 
 
 def e_room(C: int, V: int) -> Tensor:
     return torch.full((C + 2, -(-V // UNIT) * UNIT + UNIT), POISON, dtype=DTYPE, device=DEVICE)
 
 
-def around_is_poison(room: Tensor, V: int) -> bool:
-    end = -(-V // UNIT) * UNIT if DEVICE == "cuda" else V  # TMA writes units of 16 bytes, and rows are as long
-    return bool((room[[0, -1]] == POISON).all() and (room[:, end:] == POISON).all())
+def around_is_poison(room: Tensor, width: int) -> bool:
+    return bool((room[[0, -1]] == POISON).all() and (room[:, width:] == POISON).all())
+
+
+def stored_width(V: int) -> int:
+    """Return how far a row of E is written: TMA writes units of 16 bytes, and rows are as long."""
+    return -(-V // UNIT) * UNIT if DEVICE == "cuda" else V
 
 
 def run(
-    b: Batch, config: GemmConfig = CONFIG, *, e: bool = True, sums: bool = True, moments: bool = False,
+    b: Batch, config: GemmConfig = CONFIG, *, e: bool = True, sums: bool = True,
     programs: int = PROGRAMS, **kwargs: Any,
 ) -> Result:  # fmt: skip
     """Return what the kernel wrote, after a look at what stands around it."""
     C, V = len(b.x), len(b.w)
     P = tiles_across(V, config)
     room = e_room(C, V)
-    narrow = [torch.full((C + 2, P + 3), POISON, device=DEVICE) for _ in range(2)]
-    s, m = (n[1 : C + 1, :P] for n in narrow)
+    narrow = torch.full((C + 2, P + 3), POISON, device=DEVICE)
+    s = narrow[1 : C + 1, :P]
     exp_logits(
         b.x, b.w, b.reference, b.y, config, programs, e_CV=room[1 : C + 1, :V] if e else None,
-        sum_CP=s if sums else None, moment_CP=m if moments else None, **kwargs,
+        sum_CP=s if sums else None, **kwargs,
     )  # fmt: skip
-    assert around_is_poison(room, V)
-    assert around_is_poison(narrow[0], P)
-    assert around_is_poison(narrow[1], P)
-    return Result(room[1 : C + 1, :V] if e else None, s if sums else None, m if moments else None)
+    assert around_is_poison(room, stored_width(V))
+    assert around_is_poison(narrow, P)
+    return Result(room[1 : C + 1, :V] if e else None, s if sums else None)
 
 
 def assert_rows_close(got: Tensor | None, want: Tensor, tolerance: float) -> None:
@@ -166,11 +167,10 @@ SIZES = [(1, 1, 1), (3, 2, 1), (16, 32, 4), (17, 37, 5), (33, 64, 3), (50, 100, 
 @pytest.mark.parametrize(("C", "V", "D"), SIZES + ([(300, 1003, 25), (513, 512, 32)] if DEVICE == "cuda" else []))
 def test_sizes(C: int, V: int, D: int, config: GemmConfig) -> None:
     b = batch(C, V, D * UNIT)
-    got = run(b, config, moments=True)
-    e, total, moments = truth(b)
+    got = run(b, config)
+    e, total = truth(b)
     assert_rows_close(got.e, e, NEAR_E)
     assert_sums_close(got.sums, total)
-    assert_sums_close(got.moments, moments.sum(1), moments.abs().sum(1))
 
 
 @pytest.mark.parametrize("D", [1, 3, 2 * UNIT + 1])
@@ -185,11 +185,10 @@ def test_depths_that_are_no_multiple_of_16_bytes_in_rows_that_are(D: int) -> Non
 def test_every_combination_of_options(names: tuple[str, ...], coefficient: bool, V: int) -> None:
     b, kwargs = batch(19, V, 5 * UNIT), options(V, names)
     c = torch.linspace(-2, 2, 19, device=DEVICE).to(DTYPE).float() if coefficient else None
-    got = run(b, moments=True, coefficient_C=c, **kwargs)
-    e, total, moments = truth(b, coefficient=c, **kwargs)
+    got = run(b, coefficient_C=c, **kwargs)
+    e, total = truth(b, coefficient=c, **kwargs)
     assert_rows_close(got.e, e, NEAR_E)
     assert_sums_close(got.sums, total)
-    assert_sums_close(got.moments, moments.sum(1), moments.abs().sum(1))
     if c is not None:
         assert got.e is not None
         assert torch.equal(got.e[at_target(b)].float(), c)
@@ -210,15 +209,11 @@ def test_each_tiles_sum_is_its_own(config: GemmConfig) -> None:
 @pytest.mark.parametrize("names", [(), tuple(OPTIONS)], ids=["plain", "all"])
 def test_sums_alone_are_the_same_sums(names: tuple[str, ...], config: GemmConfig) -> None:
     b, kwargs = batch(19, 37, 5 * UNIT), options(37, names)
-    whole = run(b, config, moments=True, **kwargs)
-    for moments in (False, True):
-        alone = run(b, config, e=False, moments=moments, **kwargs)
-        assert alone.sums is not None
-        assert whole.sums is not None
-        assert torch.equal(alone.sums, whole.sums)
-    assert alone.moments is not None
-    assert whole.moments is not None
-    assert torch.equal(alone.moments, whole.moments)
+    whole = run(b, config, **kwargs)
+    alone = run(b, config, e=False, **kwargs)
+    assert alone.sums is not None
+    assert whole.sums is not None
+    assert torch.equal(alone.sums, whole.sums)
     e = run(b, config, sums=False, **kwargs).e
     assert e is not None
     assert whole.e is not None
@@ -246,7 +241,7 @@ def test_slices_of_the_vocabulary(edges: tuple[int, ...]) -> None:
     b.y[:6] = torch.tensor([0, 36, 37, 63, 64, 99])
     c = torch.linspace(-2, 2, 40, device=DEVICE).to(DTYPE).float()
     bias = kwargs.pop("bias_V")
-    want, total, _ = truth(b, coefficient=c, bias_V=bias, **kwargs)
+    want, total = truth(b, coefficient=c, bias_V=bias, **kwargs)
     sums = torch.zeros(40, 1, device=DEVICE)
     for first, end in itertools.pairwise(edges):
         part = b._replace(w=b.w[first:end])
@@ -262,7 +257,7 @@ def test_slices_of_the_vocabulary(edges: tuple[int, ...]) -> None:
 
 def test_slices_without_a_coefficient_hold_0_at_the_target() -> None:
     b = batch(40, 100, 5 * UNIT)
-    want, total, _ = truth(b)
+    want, total = truth(b)
     sums = torch.zeros(40, 1, device=DEVICE)
     for first, end in [(0, 37), (37, 100)]:
         got = run(b._replace(w=b.w[first:end]), first_class=first)
@@ -281,12 +276,12 @@ def test_ignored_rows(fraction: int, names: tuple[str, ...], coefficient: bool, 
     V = 2 * config.columns + 5 * fraction
     b, kwargs = batch(8, V, 5 * UNIT), options(V, names)
     kwargs["coefficient_C"] = torch.full((8,), 0.5, device=DEVICE) if coefficient else None
-    clean = run(b, config, moments=True, **kwargs)
+    clean = run(b, config, **kwargs)
     for i, value in ((1, NAN), (2, INF), (3, 1e5), (4, 0.0)):
         b.x[i] = value
         b.y[i] = -1
         b.reference[i] = NAN if i % 2 else 0.0
-    got = run(b, config, moments=True, **kwargs)
+    got = run(b, config, **kwargs)
     zero_for_sure = [1, 2, 3, 4] if fraction or coefficient else [3, 4]
     for g, c in zip(got, clean, strict=True):
         assert g is not None
@@ -318,30 +313,27 @@ def test_rows_beside_an_overflowing_one_do_not_notice() -> None:
 def test_sums_keep_their_relative_precision_far_from_1(lead: float) -> None:
     b = batch(6, 37, 5 * UNIT)
     far = b._replace(reference=b.reference + lead)
-    got = run(far, moments=True)
-    e, total, moments = truth(far)
+    got = run(far)
+    e, total = truth(far)
     assert_rows_close(got.e, e, 2 * NEAR_E)
     loose = torch.full_like(total, 5) * total  # the exponent itself is rounded: 60 / 2**24
     assert_sums_close(got.sums, total, loose)
-    assert_sums_close(got.moments, moments.sum(1), 5 * moments.abs().sum(1))
 
 
 def test_classes_ruled_out_by_the_bias() -> None:
     b, bias = batch(19, 37, 5 * UNIT), torch.zeros(37, device=DEVICE)
     bias[[3, 36]] = -INF
     b.y[(b.y == 3) | (b.y == 36)] = 5
-    got = run(b, moments=True, bias_V=bias)
-    e, total, moments = truth(b, bias_V=bias)
+    got = run(b, bias_V=bias)
+    e, total = truth(b, bias_V=bias)
     assert_rows_close(got.e, e, NEAR_E)
     assert_sums_close(got.sums, total)
-    assert_sums_close(got.moments, moments.sum(1), moments.abs().sum(1))
     again = run_shifted(b, list(range(19)), bias_V=bias)
     i = again.highest
     reference = torch.where(i < 0, i ^ 0x7FFFFFFF, i).view(torch.float32)
-    e, total, moments = truth(b, reference=reference, bias_V=bias)
+    e, total = truth(b, reference=reference, bias_V=bias)
     assert_rows_close(again.e, e, NEAR_E)
     assert_sums_close(again.sums, total)
-    assert_sums_close(again.moments, moments.sum(1), moments.abs().sum(1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -372,39 +364,36 @@ def test_the_order_of_integers_is_the_order_of_floats() -> None:
 class Shifted(NamedTuple):
     e: Tensor
     sums: Tensor
-    moments: Tensor
     highest: Tensor
 
 
 def run_shifted(
-    b: Batch, rows: list[int], *, e: bool = True, moments: bool = True, programs: int = PROGRAMS,
+    b: Batch, rows: list[int], *, e: bool = True, programs: int = PROGRAMS,
     config: GemmConfig = CONFIG, **kwargs: Any,
 ) -> Shifted:  # fmt: skip
     """Return what the kernel wrote into buffers of poison, after a look at what stands around them."""
     C, V = len(b.x), len(b.w)
     P = tiles_across(V, config)
     room = e_room(C, V)
-    narrow = [torch.full((C + 2, P + 3), POISON, device=DEVICE) for _ in range(2)]
+    narrow = torch.full((C + 2, P + 3), POISON, device=DEVICE)
     t = logits(b, **kwargs).gather(1, b.y.clamp(min=0).long()[:, None])[:, 0]
     highest = ordered(t)
     listed = torch.full((C,), 2**30, dtype=torch.int32, device=DEVICE)  # read beyond the count, it would crash
     listed[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
     count = torch.tensor([len(rows)], dtype=torch.int32, device=DEVICE)
     shifted_exp_logits(
-        b.x, b.w, listed, count, highest, b.y, config, programs, sum_CP=narrow[0][1 : C + 1, :P],
-        e_CV=room[1 : C + 1, :V] if e else None, moment_CP=narrow[1][1 : C + 1, :P] if moments else None, **kwargs,
+        b.x, b.w, listed, count, highest, b.y, config, programs, sum_CP=narrow[1 : C + 1, :P],
+        e_CV=room[1 : C + 1, :V] if e else None, **kwargs,
     )  # fmt: skip
     others = torch.ones(C, dtype=torch.bool, device=DEVICE)
     others[rows] = False
-    for part, width in ((room, V), *((n, P) for n in narrow)):
+    for part, width in ((room, V), (narrow, P)):
         assert around_is_poison(part, width)
         assert (part[1:-1][others] == POISON).all()
     assert torch.equal(highest[others], ordered(t)[others])
     if not e:
         assert (room == POISON).all()
-    if not moments:
-        assert (narrow[1] == POISON).all()
-    return Shifted(room[1:-1, :V], narrow[0][1:-1, :P], narrow[1][1:-1, :P], highest)
+    return Shifted(room[1:-1, :V], narrow[1:-1, :P], highest)
 
 
 @each_config
@@ -425,14 +414,11 @@ def test_listed_rows_are_relative_to_their_highest_logit(
     i = got.highest
     reference = torch.where(i < 0, i ^ 0x7FFFFFFF, i).view(torch.float32)
     torch.testing.assert_close(reference[rows], highest[rows], rtol=1e-6, atol=1e-6)
-    e, total, moments = truth(b, reference=reference, **kwargs)
+    e, total = truth(b, reference=reference, **kwargs)
     flat = 1e-6 if "softcap" in names else 0  # what 1 - (z / cap)**2 leaves at the cap
     error = (got.e[rows].double() - e[rows]).norm(dim=1)
     assert (error <= NEAR_E * e[rows].norm(dim=1) + flat * total[rows] + 1e-37).all()
     torch.testing.assert_close(got.sums[rows].double().sum(1), total[rows], rtol=NEAR, atol=1e-37)
-    error = (got.moments.double().sum(1) - moments.sum(1)).abs()[rows]
-    near = NEAR * moments.abs().sum(1)[rows] + (2e-6 * total[rows] if "softcap" in names else 1e-37)
-    assert (error <= near).all()
 
 
 def test_the_order_of_the_list_changes_no_bit() -> None:
@@ -463,17 +449,16 @@ def test_listed_rows_of_few_classes(V: int) -> None:
     b = batch(3, V, UNIT, size=256.0)
     got = run_shifted(b, [0, 2])
     z = logits(b)
-    e, total, _ = truth(b, reference=z.amax(1))
+    e, total = truth(b, reference=z.amax(1))
     assert_rows_close(got.e[[0, 2]], e[[0, 2]], NEAR_E)
     assert_sums_close(got.sums[[0, 2]], total[[0, 2]])
 
 
-def test_listed_rows_without_e_or_moments() -> None:
+def test_listed_rows_without_e() -> None:
     b = batch(21, 37, 5 * UNIT, size=256.0)
     rows = [1, 20]
     want = run_shifted(b, rows)
     assert torch.equal(run_shifted(b, rows, e=False).sums, want.sums)
-    assert torch.equal(run_shifted(b, rows, moments=False).e, want.e)
 
 
 def test_a_target_above_all_others_is_the_highest() -> None:

@@ -49,13 +49,12 @@ def finish_logits(z, column, V, bias_ptr, scale_ptr, cap, BIAS: tl.constexpr, SC
 def _epilogue(  # type: ignore[no-untyped-def]
     z, e_d, row, column, y, reference, coefficient, bound, V, bias_ptr, scale_ptr, cap, START: tl.constexpr,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, COEFFICIENT: tl.constexpr,
-    BOUND: tl.constexpr, SUM: tl.constexpr, MOMENT: tl.constexpr, STORE: tl.constexpr,
+    BOUND: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """Turn accumulators [rows, WIDTH] into E, store it, and return its row sums and those of E * (z - reference)."""
+    """Turn accumulators [rows, WIDTH] into E, store it, and return its row sums."""
     at = START + tl.arange(0, WIDTH)  # within the tile, as y and bound are
     z = finish_logits(z, column + at, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
-    shifted = z * LOG2E - reference[:, None]
-    e = tl.exp2(shifted)
+    e = tl.exp2(z * LOG2E - reference[:, None])
     is_target = at[None, :] == y[:, None]
     if CAP and STORE:
         stored = e * (1.0 - (z / cap) * (z / cap))
@@ -72,21 +71,18 @@ def _epilogue(  # type: ignore[no-untyped-def]
     if STORE:
         e_d.store([row, column + START], stored.to(e_d.dtype))
     total = tl.zeros((z.shape[0],), tl.float32)
-    moment = tl.zeros((z.shape[0],), tl.float32)
     if SUM:
         total = tl.sum(e, 1)
-    if MOMENT:
-        moment = tl.sum(tl.where(e > 0, e * (shifted / LOG2E), e), 1)
-    return total, moment
+    return total
 
 
 @Launcher
 @triton.jit(do_not_specialize=["C", "first_class"])  # type: ignore[untyped-decorator]
 def _exp_logits(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, moment_ptr, bias_ptr, scale_ptr, cap, C, V, D,
+    x_d, w_d, e_d, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, bias_ptr, scale_ptr, cap, C, V, D,
     sum_stride, first_class, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    COEFFICIENT: tl.constexpr, BOUND: tl.constexpr, SUM: tl.constexpr, MOMENT: tl.constexpr, STORE: tl.constexpr,
+    COEFFICIENT: tl.constexpr, BOUND: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Persistent: each program takes every PROGRAMS-th tile, in groups of GROUP row tiles that share W in cache."""
     steps = tl.cdiv(D, DEPTH)
@@ -107,28 +103,23 @@ def _exp_logits(  # type: ignore[no-untyped-def]
         bound = tl.where(kept, V - column, 0)
         y -= first_class + column
         if PIECES == 1:
-            total, moment = _epilogue(
+            total = _epilogue(
                 z, e_d, row, column, y, reference, coefficient, bound, V, bias_ptr, scale_ptr, cap, 0, COLUMNS,
-                BIAS, SCALE, CAP, COEFFICIENT, BOUND, SUM, MOMENT, STORE,
+                BIAS, SCALE, CAP, COEFFICIENT, BOUND, SUM, STORE,
             )  # fmt: skip
         else:
             HALF: tl.constexpr = COLUMNS // 2
             left, right = tl.split(tl.permute(tl.reshape(z, (ROWS, 2, HALF)), (0, 2, 1)))
-            total, moment = _epilogue(
+            total = _epilogue(
                 left, e_d, row, column, y, reference, coefficient, bound, V, bias_ptr, scale_ptr, cap, 0, HALF,
-                BIAS, SCALE, CAP, COEFFICIENT, BOUND, SUM, MOMENT, STORE,
+                BIAS, SCALE, CAP, COEFFICIENT, BOUND, SUM, STORE,
             )  # fmt: skip
-            total_right, moment_right = _epilogue(
+            total += _epilogue(
                 right, e_d, row, column, y, reference, coefficient, bound, V, bias_ptr, scale_ptr, cap, HALF, HALF,
-                BIAS, SCALE, CAP, COEFFICIENT, BOUND, SUM, MOMENT, STORE,
+                BIAS, SCALE, CAP, COEFFICIENT, BOUND, SUM, STORE,
             )  # fmt: skip
-            total += total_right
-            moment += moment_right
-        at = rows.to(tl.int64) * sum_stride + p
         if SUM:
-            tl.store(sum_ptr + at, total, mask=rows < C)
-        if MOMENT:
-            tl.store(moment_ptr + at, moment, mask=rows < C)
+            tl.store(sum_ptr + rows.to(tl.int64) * sum_stride + p, total, mask=rows < C)
 
 
 @triton.jit
@@ -147,9 +138,9 @@ def from_ordered(i):  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _shifted_exp_logits(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, e_ptr, list_ptr, count_ptr, highest_ptr, y_ptr, sum_ptr, moment_ptr, bias_ptr, scale_ptr, cap, V,
+    x_ptr, w_ptr, e_ptr, list_ptr, count_ptr, highest_ptr, y_ptr, sum_ptr, bias_ptr, scale_ptr, cap, V,
     D, x_stride, w_stride, e_stride, sum_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PROGRAMS: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, MOMENT: tl.constexpr,
+    PROGRAMS: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     STORE: tl.constexpr, FIND_HIGHEST: tl.constexpr,
 ):  # fmt: skip
     """The rows of the list alone: first their highest logits (FIND_HIGHEST), then E and its sums relative to them."""
@@ -182,8 +173,7 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
         else:
             reference = from_ordered(tl.load(highest_ptr + rows, mask=listed, other=0))
             y = tl.load(y_ptr + rows, mask=listed, other=-1)
-            shifted = z - reference[:, None]
-            e = tl.exp2(shifted * LOG2E)
+            e = tl.exp2((z - reference[:, None]) * LOG2E)
             e = tl.where((columns[None, :] == y[:, None]) | ~inside[None, :], 0.0, e)
             if STORE:
                 stored = e
@@ -195,8 +185,6 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
                     mask=listed[:, None] & inside[None, :],
                 )
             tl.store(sum_ptr + rows * sum_stride + p, tl.sum(e, 1), mask=listed)
-            if MOMENT:
-                tl.store(moment_ptr + rows * sum_stride + p, tl.sum(tl.where(e > 0, e * shifted, e), 1), mask=listed)
 
 
 def tiles_across(V: int, config: GemmConfig) -> int:
@@ -217,7 +205,6 @@ def exp_logits(
     softcap: float | None = None,
     e_CV: Tensor | None = None,
     sum_CP: Tensor | None = None,
-    moment_CP: Tensor | None = None,
     coefficient_C: Tensor | None = None,
     first_class: int = 0,
 ) -> None:
@@ -238,13 +225,11 @@ def exp_logits(
         softcap: Above 0, or None.
         e_CV: Takes E, rows of 16-byte stride; None: only sums are wanted.
         sum_CP: float32, unit stride within rows; takes each tile's row sums of exp(z - reference), target left out.
-        moment_CP: The same for exp(z - reference) * (z - reference), for the entropy.
         coefficient_C: float32, what E holds at the target.
         first_class: Class of ``w_VD``'s first row.
     """
     C, D = x_CD.shape
     V = w_VD.shape[0]
-    assert sum_CP is not None or moment_CP is None
     nothing = reference_C
     sums = nothing if sum_CP is None else sum_CP
     out = x_CD if e_CV is None else e_CV  # a descriptor is needed even where nothing is stored
@@ -253,13 +238,13 @@ def exp_logits(
         descriptor(w_VD, V, D, config.columns, config.depth),
         descriptor(out, C, D if e_CV is None else V, config.rows, config.columns // config.pieces),
         reference_C, y_C, nothing if coefficient_C is None else coefficient_C, sums,
-        nothing if moment_CP is None else moment_CP, nothing if bias_V is None else bias_V,
+        nothing if bias_V is None else bias_V,
         nothing if scale is None else scale, 1.0 if softcap is None else softcap, C, V, D, sums.stride(0), first_class,
         ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, GROUP=config.group,
         PROGRAMS=programs * config.per_multiprocessor, PIECES=config.pieces, BIAS=bias_V is not None,
         SCALE=scale is not None, CAP=softcap is not None, COEFFICIENT=coefficient_C is not None,
         BOUND=V % config.columns != 0 or coefficient_C is not None, SUM=sum_CP is not None,
-        MOMENT=moment_CP is not None, STORE=e_CV is not None, num_stages=config.stages, num_warps=config.warps,
+        STORE=e_CV is not None, num_stages=config.stages, num_warps=config.warps,
     )  # fmt: skip
 
 
@@ -278,7 +263,6 @@ def shifted_exp_logits(
     scale: Tensor | None = None,
     softcap: float | None = None,
     e_CV: Tensor | None = None,
-    moment_CP: Tensor | None = None,
 ) -> None:
     """Do again, relative to their highest logit, the rows whose numbers stand in ``list_C[:count]``.
 
@@ -298,18 +282,17 @@ def shifted_exp_logits(
         scale: See there.
         softcap: See there.
         e_CV: See there.
-        moment_CP: See there.
     """
     D = x_CD.shape[1]
     V = w_VD.shape[0]
     for find_highest in (True, False):
         _shifted_exp_logits[(programs,)](
             x_CD, w_VD, x_CD if e_CV is None else e_CV, list_C, count, highest_C, y_C, sum_CP,
-            sum_CP if moment_CP is None else moment_CP, sum_CP if bias_V is None else bias_V,
+            sum_CP if bias_V is None else bias_V,
             sum_CP if scale is None else scale, 1.0 if softcap is None else softcap, V, D, x_CD.stride(0),
             w_VD.stride(0), 0 if e_CV is None else e_CV.stride(0), sum_CP.stride(0), ROWS=min(64, config.rows),
             COLUMNS=config.columns, DEPTH=min(64, config.depth), PROGRAMS=programs, BIAS=bias_V is not None,
-            SCALE=scale is not None, CAP=softcap is not None, MOMENT=moment_CP is not None, STORE=e_CV is not None,
+            SCALE=scale is not None, CAP=softcap is not None, STORE=e_CV is not None,
             FIND_HIGHEST=find_highest, num_stages=3, num_warps=8,
         )  # fmt: skip
 
