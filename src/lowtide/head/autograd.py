@@ -9,7 +9,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.head import operators
 from lowtide.head.graph import in_places, is_last_backward
 from lowtide.head.operators import Call, Stored, Wanted
-from lowtide.head.registration import tensor_fields
+from lowtide.head.registration import tensor_fields, wanted_gradients
 from lowtide.head.scaling import scaled
 
 _TRAINED = tuple(map(Call._fields.index, ("input", "linear_weight", "linear_bias")))
@@ -104,12 +104,7 @@ class _Recomputed(torch.autograd.Function):
             fields[i] = tensor
         call = Call(*fields)
         wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TRAINED))
-        grads: list[Tensor | None]
         with torch.no_grad():
-            dx, dw, db = operators.run_backward(*call, *wanted, upstream, lse, miss)
-            grads = [
-                dx if wanted.input else None,
-                dw if wanted.weight else None,
-                db.to(call.linear_bias.dtype) if wanted.bias and call.linear_bias is not None else None,
-            ]
+            found = operators.run_backward(*call, *wanted, upstream, lse, miss)
+        grads = wanted_gradients(found, wanted, call.linear_bias)
         return tuple(in_places(grads, _TRAINED, len(Call._fields), (*call.trained, upstream)))

@@ -15,7 +15,16 @@ from lowtide.head.divergence_rows import DivergenceJob, KnownClasses, Teacher, b
 from lowtide.head.divergence_terms import Kind, RowNumbers
 from lowtide.head.graph import in_places
 from lowtide.head.options import HeadOptions
-from lowtide.head.registration import scalar_on, schema_of, tensor_fields, undisturbed, watched
+from lowtide.head.registration import (
+    fake_gradients,
+    found_gradients,
+    scalar_on,
+    schema_of,
+    tensor_fields,
+    undisturbed,
+    wanted_gradients,
+    watched,
+)
 
 
 class DivergenceCall(NamedTuple):
@@ -117,11 +126,7 @@ def divergence_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 @divergence_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, wanted, *_ = _split(args)
-    return (
-        call.input.new_empty(call.input.shape if wanted[0] else 0),
-        call.linear_weight.new_empty(call.linear_weight.shape if wanted[1] else 0),
-        call.input.new_empty(call.linear_weight.shape[0] if wanted[2] else 0, dtype=call.wide),
-    )
+    return fake_gradients(wanted, call.input, call.linear_weight, call.wide)
 
 
 def _split(args: Sequence[Any]) -> tuple[DivergenceCall, tuple[bool, bool, bool], Tensor, Sequence[Tensor]]:
@@ -140,12 +145,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), undisturbed(call.input.device):
         into = backward_chunks(call.job(), call.options(), RowNumbers(upstream, *known), upstream, wanted)
-    dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
-    return (
-        call.input.new_empty(0) if dx is None else dx.view(call.input.shape),
-        call.linear_weight.new_empty(0) if dw is None else dw.to(call.linear_weight.dtype),
-        upstream.new_empty(0) if db is None else db,
-    )
+    return found_gradients(into, call.input, call.linear_weight, call.wide)
 
 
 def run(call: DivergenceCall) -> Tensor:
@@ -182,11 +182,7 @@ class _Divergence(torch.autograd.Function):
         wanted = tuple(ctx.needs_input_grad[i] for i in _TRAINED)
         args = (*call, *wanted, upstream, *tensors[len(_TENSORS) :])
         with torch.no_grad():
-            dx, dw, db = divergence_backward(*args) if watched(args) else _gradients(*_split(args))
-            grads = [
-                dx if wanted[0] else None,
-                dw if wanted[1] else None,
-                db.to(call.linear_bias.dtype) if wanted[2] and call.linear_bias is not None else None,
-            ]
+            found = divergence_backward(*args) if watched(args) else _gradients(*_split(args))
+        grads = wanted_gradients(found, wanted, call.linear_bias)
         sources = (call.input, call.linear_weight, call.linear_bias, upstream)
         return tuple(in_places(grads, _TRAINED, len(DivergenceCall._fields), sources))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.head.exp_path import ExpHead
 from lowtide.head.options import HeadOptions
-from lowtide.head.registration import scalar_on, schema_of, undisturbed, watched
+from lowtide.head.registration import fake_gradients, found_gradients, scalar_on, schema_of, undisturbed, watched
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
 
@@ -161,13 +161,9 @@ def cross_entropy_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @cross_entropy_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *fields, upstream, _lse, _miss = args
+    *fields, _upstream, _lse, _miss = args
     call, wanted = _split(fields)
-    return (
-        call.input.new_empty(call.input.shape if wanted.input else 0),
-        call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
-        upstream.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
-    )
+    return fake_gradients(wanted, call.input, call.linear_weight, call.wide)
 
 
 def run(*args: Any) -> Stored:
@@ -288,12 +284,7 @@ def _gradients(
         ExpHead(job, rows, plan).rebuild(factor, into, lse, miss)
     else:
         run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
-    empty = upstream.new_empty(0)
-    return (
-        call.input.new_empty(0) if into.input_ND is None else into.input_ND.view(call.input.shape),
-        call.linear_weight.new_empty(0) if into.weight_VD is None else into.weight_VD.to(job.weight_VD.dtype),
-        empty if into.bias_V is None else into.bias_V,
-    )
+    return found_gradients(into, call.input, call.linear_weight, call.wide)
 
 
 def _fp16_shift(dw: Tensor) -> Tensor:

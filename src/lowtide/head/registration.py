@@ -1,4 +1,4 @@
-"""What the head's registered operators share: schemas from annotations, when to be an operator, scalars on devices."""
+"""What the head's registered operators share: schemas, when to be an operator, scalars on devices, gradients."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -6,6 +6,8 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+
+from lowtide.head.schedules import Gradients
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
@@ -51,3 +53,31 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
     ):
         yield
+
+
+Found = tuple[Tensor, Tensor, Tensor]  # gradients of input, weight and bias, empty where not wanted
+
+
+def found_gradients(into: Gradients, input: Tensor, linear_weight: Tensor, wide: torch.dtype) -> Found:
+    """Return what a backward operator does: gradients in the shapes and dtypes of what they belong to, bias's wide."""
+    return (
+        input.new_empty(0) if into.input_ND is None else into.input_ND.view(input.shape),
+        linear_weight.new_empty(0) if into.weight_VD is None else into.weight_VD.to(linear_weight.dtype),
+        input.new_empty(0, dtype=wide) if into.bias_V is None else into.bias_V,
+    )
+
+
+def fake_gradients(wanted: Sequence[bool], input: Tensor, linear_weight: Tensor, wide: torch.dtype) -> Found:
+    """Return the same without numbers."""
+    return (
+        input.new_empty(input.shape if wanted[0] else 0),
+        linear_weight.new_empty(linear_weight.shape if wanted[1] else 0),
+        input.new_empty(linear_weight.shape[0] if wanted[2] else 0, dtype=wide),
+    )
+
+
+def wanted_gradients(found: Found, wanted: Sequence[bool], linear_bias: Tensor | None) -> list[Tensor | None]:
+    """Return the gradients for autograd, the bias's in its own dtype, None where not wanted."""
+    dx, dw, db = found
+    in_dtype = db if linear_bias is None else db.to(linear_bias.dtype)
+    return [grad if w else None for grad, w in zip((dx, dw, in_dtype), wanted, strict=True)]

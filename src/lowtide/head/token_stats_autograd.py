@@ -13,7 +13,16 @@ from torch import Tensor
 from lowtide.head.graph import in_places
 from lowtide.head.logit_stats import Known, Upstream
 from lowtide.head.options import HeadOptions
-from lowtide.head.registration import scalar_on, schema_of, tensor_fields, undisturbed, watched
+from lowtide.head.registration import (
+    fake_gradients,
+    found_gradients,
+    scalar_on,
+    schema_of,
+    tensor_fields,
+    undisturbed,
+    wanted_gradients,
+    watched,
+)
 from lowtide.head.token_stats_rows import StatsJob, backward_chunks, forward_chunks
 
 
@@ -128,11 +137,7 @@ def token_stats_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 @token_stats_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, wanted, *_ = _split(args)
-    return (
-        call.input.new_empty(call.input.shape if wanted[0] else 0),
-        call.linear_weight.new_empty(call.linear_weight.shape if wanted[1] else 0),
-        call.input.new_empty(call.linear_weight.shape[0] if wanted[2] else 0, dtype=call.wide),
-    )
+    return fake_gradients(wanted, call.input, call.linear_weight, call.wide)
 
 
 def _split(args: Sequence[Any]) -> tuple[StatsCall, tuple[bool, bool, bool], list[Any], list[Any]]:
@@ -168,12 +173,7 @@ def _gradients(
             Upstream(**dict(zip(DIFFERENTIABLE, upstream, strict=True))),
             wanted,
         )
-    dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
-    return (
-        call.input.new_empty(0) if dx is None else dx.view(call.input.shape),
-        call.linear_weight.new_empty(0) if dw is None else dw.to(call.linear_weight.dtype),
-        lse.new_empty(0) if db is None else db,
-    )
+    return found_gradients(into, call.input, call.linear_weight, call.wide)
 
 
 def run(call: StatsCall) -> Found:
@@ -219,11 +219,7 @@ class _TokenStats(torch.autograd.Function):
             return (None,) * len(StatsCall._fields)
         args = (*call, *wanted, *given, *tensors[len(_TENSORS) :])
         with torch.no_grad():
-            dx, dw, db = token_stats_backward(*args) if watched(args) else _gradients(*_split(args))
-            grads = [
-                dx if wanted[0] else None,
-                dw if wanted[1] else None,
-                db.to(call.linear_bias.dtype) if wanted[2] and call.linear_bias is not None else None,
-            ]
+            found = token_stats_backward(*args) if watched(args) else _gradients(*_split(args))
+        grads = wanted_gradients(found, wanted, call.linear_bias)
         sources = (call.input, call.linear_weight, call.linear_bias, *given)
         return tuple(in_places(grads, _TRAINED, len(StatsCall._fields), sources))
