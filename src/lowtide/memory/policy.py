@@ -1,0 +1,43 @@
+"""What a decoder layer keeps for backward: the words for it."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+
+Keep = Literal["all", "attention", "input"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPolicy:
+    """What one decoder layer keeps between its forward and its backward.
+
+    Args:
+        keep: ``"all"``: every activation that its operations save. ``"attention"``: the layer's input and attention's
+            output; the rest is recomputed in backward. ``"input"``: the layer's input alone; everything is recomputed.
+        mlp_level: ``checkpoint_level`` of the layer's fused SwiGLU: 0 keeps gate and up, 1 keeps only the input. None
+            leaves it as it is.
+        offload: Whether what the layer keeps by ``keep`` "attention" or "input" lies in pinned host memory from its
+            forward until shortly before its backward. Not with ``keep="all"``.
+
+    Raises:
+        ArgumentValueError: A value that is none of these.
+        ArgumentTypeError: ``offload`` is not a bool.
+    """
+
+    keep: Keep = "all"
+    mlp_level: int | None = None
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = get_args(Keep)
+        offload: object = self.offload
+        if self.keep not in allowed:
+            raise ArgumentValueError(message("keep", f"one of {', '.join(map(repr, allowed))}", f"{self.keep!r}"))
+        if self.mlp_level not in (None, 0, 1) or isinstance(self.mlp_level, bool):
+            raise ArgumentValueError(message("mlp_level", "0, 1 or None", f"{self.mlp_level!r}"))
+        if not isinstance(offload, bool):
+            raise ArgumentTypeError(message("offload", "a bool", f"{offload!r}"))
+        if offload and self.keep == "all":
+            hint = "Take keep='attention' or keep='input' with offload=True."
+            raise ArgumentValueError(message("offload", "False with keep='all'", "True", hint))
