@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.apply_function import evaluate, random_state, same_state, set_random_state
 from lowtide.head.apply_passes import Pass, has_numbers
+from lowtide.head.apply_random import random_state, same_state, set_random_state
 from lowtide.head.schedules import take_leading
 
 ROWS = 16  # of one comparison, spread over all rows
@@ -108,15 +108,8 @@ class _Probe:
         """Return the results for some of the rows."""
         run, part = self.run, slice(start, stop)
         axes = run.tensors.input.dim() - 1
-        results = evaluate(
-            run.call.function,
-            self.z[part].clone(),
-            [take_leading(a.detach(), axes, self.index, part) for a in run.tensors.token_args],
-            run.params,
-            logits_grad=run.needs.logits,
-            args_grad=run.needs.token_args,
-            compiled=False,
-        )
+        args = [take_leading(a.detach(), axes, self.index, part) for a in run.tensors.token_args]
+        results = run.function(self.z[part].clone(), args, compiled=False)
         return [leaf.detach() for leaf in results.leaves if leaf is not None]
 
 

@@ -11,19 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.apply_function import (
-    RandomState,
-    Results,
-    UserFunction,
-    evaluate,
-    random_state,
-    same_state,
-    set_random_state,
-    vjp,
-)
+from lowtide.head.apply_function import Caller, Results, UserFunction, vjp
+from lowtide.head.apply_random import RandomState, random_state, same_state, set_random_state
 from lowtide.head.matmul import HeadMatmul, narrow_view
 from lowtide.head.plan import HeadPlan, padded
-from lowtide.head.schedules import put_input_grad, take_leading
+from lowtide.head.schedules import put_input_grad, rows_are_viewable, take_leading
 from lowtide.head.softmax import finish_logits_
 
 
@@ -96,6 +88,23 @@ class Needs:
         return self.input or self.weight or self.bias
 
 
+class Rows:
+    """A tensor with a row for each token, of which rows among the n are taken.
+
+    Args:
+        whole: [..., *].
+        tensors: Of the call.
+    """
+
+    def __init__(self, whole: Tensor, tensors: Tensors) -> None:
+        self.index, self.axes, self.whole = tensors.index, len(tensors.leading), whole.detach()
+        if self.index is None and self.axes != 1 and rows_are_viewable(whole, self.axes):
+            self.axes, self.whole = 1, self.whole.view(tensors.rows, *whole.shape[self.axes :])
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return take_leading(self.whole, self.axes, self.index, part)
+
+
 @dataclass(kw_only=True)
 class Totals:
     """Gradients as they add up over chunks, None where nobody needs one."""
@@ -124,6 +133,12 @@ class Pass:
         self.params = [
             p.detach().requires_grad_(graph and need) for p, need in zip(tensors.params, needs.params, strict=True)
         ]
+        self.function = Caller(
+            call.function, self.device, self.params, logits_grad=needs.logits, args_grad=needs.token_args
+        )
+        self._hidden = Rows(tensors.input, tensors)
+        self._args = [Rows(a, tensors) for a in tensors.token_args]
+        self._ones = tensors.input.new_ones(min(call.plan.chunk_rows, tensors.rows), dtype=call.wide)
 
     @property
     def device(self) -> torch.device:
@@ -143,26 +158,17 @@ class Pass:
 
     def hidden(self, part: slice) -> Tensor:
         """Return hidden states in the operands' dtype."""
-        x = self.tensors.input.detach()
-        return take_leading(x, x.dim() - 1, self.tensors.index, part).to(self.call.dtype)
+        return self._hidden[part].to(self.call.dtype)
 
     def write_logits(self, x_CD: Tensor, z_CV: Tensor) -> None:
         """Write the logits of hidden states."""
-        self.matmul.logits(x_CD, z_CV)
+        self.matmul.logits(x_CD, z_CV, self.bias_V)
         call = self.call
-        finish_logits_(z_CV, self.bias_V, call.logit_scale, call.softcap, call.plan.columns)
+        finish_logits_(z_CV, None, call.logit_scale, call.softcap, call.plan.columns)
 
     def evaluate(self, z_cV: Tensor, rows: slice) -> Results:
         """Run the function on the logits of some of the n rows."""
-        leading = self.tensors.input.dim() - 1
-        return evaluate(
-            self.call.function,
-            z_cV,
-            [take_leading(a.detach(), leading, self.tensors.index, rows) for a in self.tensors.token_args],
-            self.params,
-            logits_grad=self.needs.logits,
-            args_grad=self.needs.token_args,
-        )
+        return self.function(z_cV, [a[rows] for a in self._args])
 
     def totals(self) -> Totals:
         """Return the buffers that take the gradients."""
@@ -223,14 +229,17 @@ class Pass:
             if results.logits_changed:
                 z = torch.empty_like(z)
                 self.write_logits(x_CD[piece], z)
-            dz = (z / self.call.softcap).square_().neg_().add_(1).mul_(dz)
+            dz = torch.addcmul(dz, z * dz, z, value=-(self.call.softcap**-2))
         elif dz.untyped_storage()._cdata == z_CV.untyped_storage()._cdata:
             dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
-        if self.call.logit_scale is not None:
-            dz = dz * self.call.logit_scale
+        scale = self.call.logit_scale
         if into.bias_V is not None:
-            into.bias_V += dz.sum(0)
-        target.copy_(dz)
+            summed = dz.sum(0)
+            into.bias_V += summed if scale is None else summed * scale
+        if scale is None:
+            target.copy_(dz)
+        else:
+            torch.mul(dz, scale, out=target)
 
     def multiply(self, z_CV: Tensor, x_CD: Tensor, part: slice, into: Totals) -> None:
         """Multiply the gradients that `pull_back` left in place of a chunk's logits with weight and hidden states."""
@@ -238,7 +247,7 @@ class Pass:
             return
         g_CV = self._operand(z_CV)
         if into.input_ND is not None:
-            ones = z_CV.new_ones(len(z_CV)) if g_CV.dtype != self.call.wide else None
+            ones = self._ones[: len(z_CV)] if g_CV.dtype != self.call.wide else None
             put_input_grad(self.matmul, g_CV, ones, into.input_ND, self.tensors.index, part)
         if into.weight_VD is not None:
             self.matmul.weight_grad(g_CV, None, x_CD, into.weight_VD, first=part.start == 0)
@@ -312,7 +321,7 @@ def run_forward(run: Pass, *, store: bool) -> tuple[Collected, Totals | None, li
     """
     call, tensors = run.call, run.tensors
     collected, states = Collected(call, tensors), list[RandomState | None]()
-    into: Totals | None = None
+    into, ones = None, list[Tensor | None]()
     record = call.function.graph and has_numbers(tensors.input)
     state = random_state(run.device) if record else None
     if not tensors.rows:  # what the function makes of no rows at all tells dtypes and shapes
@@ -334,7 +343,8 @@ def run_forward(run: Pass, *, store: bool) -> tuple[Collected, Totals | None, li
                 if sum(collected.differentiable) != 1:
                     expected = "the same results to depend on its arguments for all rows"
                     raise ArgumentValueError(message("fn", expected, "others for later rows"))
-                ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
+                if not ones:
+                    ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
                 run.pull_back(results, ones, z_CV, x_CD, piece, rows, into)
             del results
         if into is not None:
@@ -351,8 +361,8 @@ def run_backward(run: Pass, upstream: Sequence[Tensor | None], states: Sequence[
         states: From `run_forward`.
     """
     call, into = run.call, run.totals()
-    axes = run.tensors.input.dim() - 1
     found = random_state(run.device) if any(states) else None
+    given = [None if u is None or not call.function.per_token else Rows(u, run.tensors) for u in upstream]
     before = iter(states)
     for part, x_CD, z_CV in run.chunks():
         for piece in spans(len(z_CV), call.plan.piece_rows):
@@ -361,9 +371,7 @@ def run_backward(run: Pass, upstream: Sequence[Tensor | None], states: Sequence[
             if state is not None:
                 set_random_state(state, run.device)
             results = run.evaluate(z_CV[piece], rows)
-            above = upstream
-            if call.function.per_token:
-                above = [None if u is None else take_leading(u, axes, run.tensors.index, rows) for u in upstream]
+            above = [u if whole is None else whole[rows] for whole, u in zip(given, upstream, strict=True)]
             run.pull_back(results, above, z_CV, x_CD, piece, rows, into)
             del results
         run.multiply(z_CV, x_CD, part, into)
@@ -373,14 +381,10 @@ def run_backward(run: Pass, upstream: Sequence[Tensor | None], states: Sequence[
 
 
 def spans(total: int, most: int) -> Iterator[slice]:
-    """Yield slices of ``most`` rows that cover ``total``, the last of fewer, but of a single one only if need be."""
-    start = 0
-    while start < total:
-        stop = min(start + most, total)
-        if total - stop == 1 and most > 2:
-            stop -= 1
-        yield slice(start, stop)
-        start = stop
+    """Yield slices of at most ``most`` rows that cover ``total``, as few as can be, their sizes one apart at most."""
+    count = -(-total // most)
+    for i in range(count):
+        yield slice(i * total // count, (i + 1) * total // count)
 
 
 def put_rows(total: Tensor, rows_c: Tensor, index: Tensor | None, part: slice) -> None:

@@ -38,16 +38,26 @@ class HeadMatmul:
             wide = self._block[: (part.stop - part.start) * D].view(-1, D)
             yield part, wide.copy_(self.weight_VD[part].to(self.dtype))
 
-    def logits(self, x_CD: Tensor, out_CV: Tensor) -> None:
-        """Write ``x @ weight.T`` into ``out_CV`` of the wide dtype."""
+    def logits(self, x_CD: Tensor, out_CV: Tensor, bias_V: Tensor | None = None) -> None:
+        """Write ``x @ weight.T``, with a wide ``bias`` added where there is one, into ``out_CV`` of the wide dtype.
+
+        The bias is there before the product, which adds to it on its way out: a pass less over ``out_CV``.
+        """
+        added = bias_V is not None
+        if bias_V is not None:
+            out_CV.copy_(bias_V)
         if self.plan.logits_gemm == "same":
-            torch.mm(x_CD, self.weight_VD.T, out=out_CV)
+            torch.addmm(out_CV, x_CD, self.weight_VD.T, beta=int(added), out=out_CV)
         elif self.plan.logits_gemm == "out_dtype":
-            torch.mm(x_CD, self.weight_VD.T, out_dtype=self.wide, out=out_CV)
+            if added:
+                torch.addmm(out_CV, x_CD, self.weight_VD.T, out_dtype=self.wide, out=out_CV)
+            else:
+                torch.mm(x_CD, self.weight_VD.T, out_dtype=self.wide, out=out_CV)
         else:
             wide_x = x_CD.to(self.wide)
             for part, w in self._blocks():
-                torch.mm(wide_x, w.T, out=out_CV[:, part])
+                out = out_CV[:, part]
+                torch.addmm(out, wide_x, w.T, beta=int(added), out=out)
 
     def operand(self, g_CV: Tensor) -> Tensor:
         """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""

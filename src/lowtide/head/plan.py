@@ -42,7 +42,9 @@ EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
 # Any function of the logits (linear_apply).
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
-PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # logits it gets at a time: enough to hide what launching it costs
+PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}  # logits it gets at a time: enough to hide what launching it costs
+GPU_FUNCTION_WORKSPACE = 2048 * MIB  # chunk and piece of that size for a 128K vocabulary
+FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}  # FEWEST_ROWS where it is a function that gets the logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +219,7 @@ def plan_rows_of_logits(
     arguments are those of `plan_head`, settled.
     """
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    budget = workspace_bytes(options, device)
+    budget = workspace_bytes(options, device, GPU_FUNCTION_WORKSPACE if function else GPU_WORKSPACE)
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
@@ -229,9 +231,11 @@ def plan_rows_of_logits(
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
-    rows = _automatic_rows(N, most, device.type) if options.workspace_mib is None else most
+    fewest = FUNCTION_ROWS if function else FEWEST_ROWS
+    rows = _automatic_rows(N, most, fewest.get(device.type, fewest["cuda"])) if options.workspace_mib is None else most
     if device.type != "cpu" and rows > GPU_TILE:
         rows -= rows % GPU_TILE
+        rows = _level(N, rows) if function else rows
     chunks = -(-N // rows)
     rows = max(1, -(-N // max(1, chunks))) if device.type == "cpu" else min(rows, max(1, N))
     scratch = fixed + rows * row_bytes
@@ -255,7 +259,7 @@ def plan_rows_of_logits(
         block_rows=block_rows,
         columns=columns_of(rows, V, device.type),
         note=_note(options, N, scratch),
-        piece_rows=min(piece_rows, rows),
+        piece_rows=-(-rows // -(-rows // piece_rows)) if function else 0,  # pieces of one size
     )
 
 
@@ -451,17 +455,16 @@ def _cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def workspace_bytes(options: HeadOptions, device: torch.device) -> int:
-    """Return how much scratch memory a call may take."""
+def workspace_bytes(options: HeadOptions, device: torch.device, on_gpu: int = GPU_WORKSPACE) -> int:
+    """Return how much scratch memory a call may take: ``on_gpu`` bytes there, where nobody asked."""
     if options.workspace_mib is not None:
         return int(options.workspace_mib * MIB)
     if device.type == "cuda" and torch.cuda.is_available():
-        return min(GPU_WORKSPACE, int(torch.cuda.get_device_properties(device).total_memory * MOST_OF_A_GPU))
-    return CPU_WORKSPACE if device.type == "cpu" else GPU_WORKSPACE
+        return min(on_gpu, int(torch.cuda.get_device_properties(device).total_memory * MOST_OF_A_GPU))
+    return CPU_WORKSPACE if device.type == "cpu" else on_gpu
 
 
-def _automatic_rows(N: int, most: int, device_type: str) -> int:
-    fewest = FEWEST_ROWS.get(device_type, FEWEST_ROWS["cuda"])
+def _automatic_rows(N: int, most: int, fewest: int) -> int:
     return max(1, min(most, max(fewest, -(-N // FEWEST_CHUNKS))))
 
 
