@@ -145,7 +145,13 @@ def test_the_plan_says_what_the_function_gets() -> None:
     on_gpu = plan_head(16384, 4096, 128256, torch.bfloat16, "cuda", function=True)
     assert (on_gpu.backend, on_gpu.logits_gemm, on_gpu.backward_gemm) == ("torch", "out_dtype", "narrow")
     assert 64 <= on_gpu.piece_rows < on_gpu.chunk_rows
-    assert on_gpu.scratch_bytes <= 1152 * MIB
+    assert on_gpu.scratch_bytes <= 3072 * MIB
+    assert on_gpu.chunk_rows * 8 == 16384
+    small = plan_head(8192, 256, 32000, torch.bfloat16, "cuda", function=True)
+    assert small.piece_rows * 16 == small.chunk_rows * 4 == 8192, "pieces are small beside all tokens"
+    assert on_gpu.chunk_rows - on_gpu.piece_rows * (-(-on_gpu.chunk_rows // on_gpu.piece_rows) - 1) > 0.9 * (
+        on_gpu.piece_rows
+    ), "pieces are of one size"
     rows: list[int] = []
     x, w, _, _ = head(500, 8, 1000)
     linear_apply(lambda z: (rows.append(len(z)), z.sum(-1))[1], x, w, options=HeadOptions(workspace_mib=1))

@@ -129,7 +129,9 @@ def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | Non
 
 def _in_order(totals: Totals) -> list[Tensor | None]:
     """Return gradients in the order in which autograd has the tensors."""
-    return [totals.input_ND, totals.weight_VD, totals.bias_V, None, *totals.token_args, *totals.params]
+    bias = totals.bias_V
+    bias_V = bias.sum(0) if bias is not None and bias.dim() == 2 else bias
+    return [totals.input_ND, totals.weight_VD, bias_V, None, *totals.token_args, *totals.params]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.apply_function import Caller, Results, UserFunction, vjp
 from lowtide.head.apply_random import RandomState, random_state, same_state, set_random_state
+from lowtide.head.backends import why_not_row
 from lowtide.head.matmul import HeadMatmul, narrow_view
 from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.schedules import put_input_grad, rows_are_viewable, take_leading
@@ -111,7 +112,7 @@ class Totals:
 
     input_ND: Tensor | None = None
     weight_VD: Tensor | None = None
-    bias_V: Tensor | None = None
+    bias_V: Tensor | None = None  # or [P, V], parts to be added
     token_args: list[Tensor | None] = field(default_factory=list)
     params: list[Tensor | None] = field(default_factory=list)
 
@@ -138,6 +139,9 @@ class Pass:
         )
         self._hidden = Rows(tensors.input, tensors)
         self._args = [Rows(a, tensors) for a in tensors.token_args]
+        # what is autograd's to see, or has no numbers, must not go by address
+        real = all(type(t) in (Tensor, torch.nn.Parameter) for t in (tensors.input, tensors.weight_VD))
+        self._by_kernel = real and why_not_row(self.device, call.dtype, tensors.weight_VD.shape[0]) is None
         self._ones = tensors.input.new_ones(min(call.plan.chunk_rows, tensors.rows), dtype=call.wide)
 
     @property
@@ -193,7 +197,13 @@ class Pass:
             make = torch.empty if t.rows else torch.zeros
             into.weight_VD = make(t.weight_VD.shape, dtype=dtype, device=self.device)
         if self.needs.bias:
-            into.bias_V = torch.zeros_like(self.bias_V)  # type: ignore[arg-type]
+            V = t.weight_VD.shape[0]
+            if self._by_kernel:
+                from lowtide.head.kernels.logit_grad import bias_sums
+
+                into.bias_V = bias_sums(self.call.plan.piece_rows, V, self.device)
+            else:
+                into.bias_V = torch.zeros(V, dtype=wide, device=self.device)
         return into
 
     def pull_back(
@@ -232,7 +242,16 @@ class Pass:
             dz = torch.addcmul(dz, z * dz, z, value=-(self.call.softcap**-2))
         elif dz.untyped_storage()._cdata == z_CV.untyped_storage()._cdata:
             dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
+        self._put(dz, target, into)
+
+    def _put(self, dz: Tensor, target: Tensor, into: Totals) -> None:
+        """Write a piece's gradient, the scale applied, to where the products take it, and add the bias's."""
         scale = self.call.logit_scale
+        if self._by_kernel:
+            from lowtide.head.kernels.logit_grad import put_logit_grad
+
+            put_logit_grad(dz, scale, target, into.bias_V)
+            return
         if into.bias_V is not None:
             summed = dz.sum(0)
             into.bias_V += summed if scale is None else summed * scale

@@ -42,9 +42,11 @@ EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
 # Any function of the logits (linear_apply).
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
-PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}  # logits it gets at a time: enough to hide what launching it costs
-GPU_FUNCTION_WORKSPACE = 2048 * MIB  # chunk and piece of that size for a 128K vocabulary
-FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}  # FEWEST_ROWS where it is a function that gets the logits
+PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits it gets at a time: half a millisecond of the host's for each
+GPU_FUNCTION_WORKSPACE = 3072 * MIB  # MOST_OF_A_GPU of one with 96 GiB
+FUNCTION_CHUNKS = {"cpu": FEWEST_CHUNKS, "cuda": 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
+FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}
+FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,14 +227,19 @@ def plan_rows_of_logits(
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
     columns = 0 if function else 2 * columns_of(1, V, device.type)
     row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, backend, columns) + beside_row
-    piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
-    piece_rows = _piece_rows(N, V, (budget - fixed) // 2 // max(1, piece_row_bytes), device.type) if function else 0
-    fixed += piece_rows * piece_row_bytes
+    automatic, wanted = options.workspace_mib is None, _automatic_rows(N, device.type, function)
+    piece_rows = 0
+    if function:
+        left = budget - fixed - wanted * row_bytes if automatic else 0  # by chunks that are as large as they should be
+        piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
+        piece_rows = _piece_rows(N, V, max(left, (budget - fixed) // 2) // piece_row_bytes, device.type)
+        if automatic and device.type != "cpu":
+            piece_rows = min(piece_rows, max(FEWEST_ROWS["cuda"], N // FUNCTION_PIECES))
+        fixed += piece_rows * piece_row_bytes
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
-    fewest = FUNCTION_ROWS if function else FEWEST_ROWS
-    rows = _automatic_rows(N, most, fewest.get(device.type, fewest["cuda"])) if options.workspace_mib is None else most
+    rows = min(most, wanted) if automatic else most
     if device.type != "cpu" and rows > GPU_TILE:
         rows -= rows % GPU_TILE
         rows = _level(N, rows) if function else rows
@@ -464,8 +471,11 @@ def workspace_bytes(options: HeadOptions, device: torch.device, on_gpu: int = GP
     return CPU_WORKSPACE if device.type == "cpu" else on_gpu
 
 
-def _automatic_rows(N: int, most: int, fewest: int) -> int:
-    return max(1, min(most, max(fewest, -(-N // FEWEST_CHUNKS))))
+def _automatic_rows(N: int, device_type: str, function: bool) -> int:
+    """Return the rows of a chunk where memory is no matter."""
+    kind = device_type if device_type == "cpu" else "cuda"
+    chunks, fewest = (FUNCTION_CHUNKS[kind], FUNCTION_ROWS[kind]) if function else (FEWEST_CHUNKS, FEWEST_ROWS[kind])
+    return max(1, fewest, -(-N // chunks))
 
 
 def _piece_rows(N: int, V: int, most: int, device_type: str) -> int:
