@@ -152,7 +152,7 @@ class _Comparison:
         for i, ((one, two), most, noise) in enumerate(zip(pairs, allowed, self._noise(whole), strict=True)):
             if not _agree(one, two, most + noise):
                 if not self.per_token:
-                    return _no_sum(i, f"{one.item():.6g} and {two.item():.6g} {when}")
+                    return _no_sum(i, f"sums {one.tolist()} and {two.tolist()} that should be one {when}")
                 rows = "" if one.shape != two.shape else f" in {_changed_rows(one, two)} of {len(one)} rows"
                 return _coupled(i, f"differs{rows} {when}")
         return None

@@ -51,7 +51,8 @@ class Probe:
         axes, part = self.run.tensors.input.dim() - 1, slice(0, len(tokens))
         args = [take_leading(a.detach(), axes, self.index[where], part) for a in self.run.tensors.token_args]
         results = self.run.function(z, args, compiled=False)
-        return [leaf.detach() for leaf in results.leaves if leaf is not None]
+        leaves = [leaf.detach() for leaf in results.leaves if leaf is not None]
+        return [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in leaves]
 
 
 def key_of(run: Pass) -> Any:
