@@ -79,7 +79,8 @@ def linear_apply(
     Raises:
         ArgumentValueError: A shape, device or number that does not fit; results of ``fn`` with a wrong leading size;
             a result for some tokens that depends on others, among them a mean with ``out="sum"``; results that are
-            not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that it changes in place. Also a `ValueError`.
+            not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that it
+            changes in place. Also a `ValueError`.
         ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
         UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or options that ask for what
             an arbitrary function does not allow; also a `RuntimeError`.

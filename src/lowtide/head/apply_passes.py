@@ -129,7 +129,11 @@ class Pass:
     def __init__(self, call: ApplyCall, tensors: Tensors, needs: Needs) -> None:
         self.call, self.tensors, self.needs = call, tensors, needs
         self.matmul = HeadMatmul(tensors.weight_VD, call.plan, call.dtype, call.wide)
-        self.bias_V = None if tensors.bias_V is None else tensors.bias_V.detach().to(call.wide)
+        bias_V = None if tensors.bias_V is None else tensors.bias_V.detach()
+        if bias_V is not None and call.plan.bias_column and bias_V.dtype == call.dtype:
+            self.matmul.take_bias(bias_V)
+            bias_V = None
+        self._bias_V = None if bias_V is None else bias_V.to(call.wide)
         graph = call.function.graph
         self.params = [
             p.detach().requires_grad_(graph and need) for p, need in zip(tensors.params, needs.params, strict=True)
@@ -166,7 +170,7 @@ class Pass:
 
     def write_logits(self, x_CD: Tensor, z_CV: Tensor) -> None:
         """Write the logits of hidden states."""
-        self.matmul.logits(x_CD, z_CV, self.bias_V)
+        self.matmul.logits(x_CD, z_CV, self._bias_V)
         call = self.call
         finish_logits_(z_CV, None, call.logit_scale, call.softcap, call.plan.columns)
 

@@ -46,6 +46,7 @@ PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits it gets at a time: half
 GPU_FUNCTION_WORKSPACE = 3072 * MIB  # MOST_OF_A_GPU of one with 96 GiB
 FUNCTION_CHUNKS = {"cpu": FEWEST_CHUNKS, "cuda": 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
 FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}
+BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
 FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
 
 
@@ -74,6 +75,7 @@ class HeadPlan:
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
         product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
+        bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
     """
 
     backend: str
@@ -96,6 +98,7 @@ class HeadPlan:
     sum_rows: int = 0
     product_rows: int = 0
     piece_rows: int = 0
+    bias_column: bool = False
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -227,6 +230,9 @@ def plan_rows_of_logits(
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
     columns = 0 if function else 2 * columns_of(1, V, device.type)
     row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, backend, columns) + beside_row
+    copied = V * padded(D + 1) * dtype.itemsize
+    bias_column = function and logits_gemm == "out_dtype" and copied <= budget // BIAS_COLUMN_SHARE
+    fixed += copied * bias_column
     automatic, wanted = options.workspace_mib is None, _automatic_rows(N, device.type, function)
     piece_rows = 0
     if function:
@@ -267,6 +273,7 @@ def plan_rows_of_logits(
         columns=columns_of(rows, V, device.type),
         note=_note(options, N, scratch),
         piece_rows=-(-rows // -(-rows // piece_rows)) if function else 0,  # pieces of one size
+        bias_column=bias_column,
     )
 
 
