@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head import apply_autograd
+from lowtide.head.apply_call import ApplyCall
 from lowtide.head.apply_function import TENSOR, UserFunction, compiled, current_autocast
-from lowtide.head.apply_passes import ApplyCall
 from lowtide.head.arguments import (
     check_device,
     check_head,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.apply_passes import Pass, has_numbers
+from lowtide.head.apply_call import has_numbers
+from lowtide.head.apply_passes import Pass
 from lowtide.head.apply_probe import Probe, key_of
 from lowtide.head.apply_random import RandomState, random_state, same_state, set_random_state
 
