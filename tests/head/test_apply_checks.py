@@ -100,7 +100,7 @@ INDEPENDENT: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("N", [2, 3, 17, 100])
+@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.parametrize("workspace_mib", [None, 1e-6])
 def test_coupled_tokens_are_refused(name: str, N: int, workspace_mib: float | None) -> None:
@@ -115,7 +115,7 @@ def test_coupled_tokens_are_refused(name: str, N: int, workspace_mib: float | No
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("N", [2, 3, 17, 100])
+@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
 @pytest.mark.parametrize("name", NOT_ADDITIVE)
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_does_not_add_up_is_refused(name: str, N: int, grad: bool) -> None:
@@ -127,7 +127,7 @@ def test_what_does_not_add_up_is_refused(name: str, N: int, grad: bool) -> None:
         linear_apply(NOT_ADDITIVE[name], x, w, y, linear_bias=b, out="sum")
 
 
-@pytest.mark.parametrize("N", [2, 3, 17, 100])
+@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
 @pytest.mark.parametrize("name", RANDOM_COUPLED)
 def test_coupled_tokens_are_refused_where_random_numbers_are_drawn(name: str, N: int) -> None:
     x, w, b, y = head(N, 5, 13)
@@ -138,7 +138,7 @@ def test_coupled_tokens_are_refused_where_random_numbers_are_drawn(name: str, N:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("N", [2, 3, 17, 100])
+@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
 @pytest.mark.parametrize("name", RANDOM_NOT_ADDITIVE)
 def test_what_does_not_add_up_is_refused_where_random_numbers_are_drawn(name: str, N: int) -> None:
     x, w, b, y = head(N, 5, 13)
