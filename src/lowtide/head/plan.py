@@ -43,7 +43,8 @@ EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 # Any function of the logits (linear_apply).
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
 PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits it gets at a time: half a millisecond of the host's for each
-GPU_FUNCTION_WORKSPACE = 3072 * MIB  # MOST_OF_A_GPU of one with 96 GiB
+GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
+MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
 FUNCTION_CHUNKS = {"cpu": FEWEST_CHUNKS, "cuda": 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
 FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}
 BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
@@ -224,7 +225,7 @@ def plan_rows_of_logits(
     arguments are those of `plan_head`, settled.
     """
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    budget = workspace_bytes(options, device, GPU_FUNCTION_WORKSPACE if function else GPU_WORKSPACE)
+    budget = workspace_bytes(options, device, function=function)
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
@@ -469,13 +470,16 @@ def _cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def workspace_bytes(options: HeadOptions, device: torch.device, on_gpu: int = GPU_WORKSPACE) -> int:
-    """Return how much scratch memory a call may take: ``on_gpu`` bytes there, where nobody asked."""
+def workspace_bytes(options: HeadOptions, device: torch.device, *, function: bool = False) -> int:
+    """Return how much scratch memory a call may take, ``function``: one of `linear_apply`."""
     if options.workspace_mib is not None:
         return int(options.workspace_mib * MIB)
+    if device.type == "cpu":
+        return CPU_WORKSPACE
+    most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if function else (GPU_WORKSPACE, MOST_OF_A_GPU)
     if device.type == "cuda" and torch.cuda.is_available():
-        return min(on_gpu, int(torch.cuda.get_device_properties(device).total_memory * MOST_OF_A_GPU))
-    return CPU_WORKSPACE if device.type == "cpu" else on_gpu
+        return min(most, int(torch.cuda.get_device_properties(device).total_memory * share))
+    return most
 
 
 def _automatic_rows(N: int, device_type: str, function: bool) -> int:
