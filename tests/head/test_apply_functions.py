@@ -146,6 +146,14 @@ def test_a_module_is_refused_with_its_weights_shape_and_runs_on_params() -> None
         assert relative_error(g, e) < 1e-5
 
 
+@pytest.mark.parametrize("nothing", [None, (), {"a": None}])
+@pytest.mark.parametrize("out", ["token", "sum"])
+def test_functions_that_return_nothing(nothing: Any, out: str) -> None:
+    x, w, _, _ = head((3, 7), 5, 13)
+    for fn in (lambda z: nothing, lambda z: (torch.rand(len(z)), nothing)[1]):
+        assert linear_apply(fn, x, w, out=out, options=SMALL) == nothing
+
+
 def test_complex_results() -> None:
     x, w, _, _ = head((3, 7), 5, 13, dtype=torch.float64)
     got = linear_apply(lambda z: torch.complex(z[:, 0], z[:, 1]), x, w, options=SMALL)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, plan_head
 from lowtide.head import apply as public
+from lowtide.head import apply_checks
 from lowtide.measure import track_allocations
 from support import head
 
@@ -134,6 +135,19 @@ def test_masked_rows_take_no_logits() -> None:
     with track_allocations() as seen:
         linear_apply(entropy, x, w, y, mask=mask).sum().backward()
     assert seen.peak_bytes < 2 * (x.nbytes + w.nbytes) + 8 * 2000 * 4 * 12
+
+
+@pytest.mark.parametrize("fn", [lambda z: z + torch.rand_like(z), lambda z: z * 2])
+def test_looking_for_coupled_tokens_takes_a_few_rows(fn: Any) -> None:
+    V = 20000
+    x, w, _, _ = head(32, 4, V, bias=False)
+    with track_allocations() as seen:
+        out = linear_apply(fn, x, w)
+    assert seen.peak_bytes < out.nbytes + apply_checks.ROWS * V * 4 * 12
+    # with a bound on the workspace, two rows are compared
+    with track_allocations() as seen:
+        out = linear_apply(fn, x, w, options=HeadOptions(workspace_mib=0.1))
+    assert seen.peak_bytes < out.nbytes + 2 * V * 4 * 14
 
 
 def test_the_plan_says_what_the_function_gets() -> None:

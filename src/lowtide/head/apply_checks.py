@@ -98,6 +98,8 @@ class _Comparison:
             draw: Whether to compare the distributions of random results.
         """
         whole = self._again(self.all)
+        if not whole:
+            return None
         if same_state(self.state, random_state(self.run.device)):
             return self._in_parts(whole) or (self._beside_others(whole) if self.per_token else None)
         return self._beside_others(whole) or (self._in_draws(whole) if draw else None)
@@ -164,11 +166,14 @@ class _Comparison:
             self._rounding([leaf], leaf.double().abs().nan_to_num(0, 0, 0).sum().item()) + noise * leaf.numel()
             for leaf, noise in zip(whole, self._noise(whole), strict=True)
         ]
-        draws = [[self.probe(rows) for rows in (self.all, *self.parts)] for _ in range(DRAWS)]
-        if (form := _forms(*(leaves for draw in draws for leaves in draw))) is not None:
-            return form
-        at_once = torch.stack([_totals(every) for every, *_ in draws])
-        split = torch.stack([_totals(one) + _totals(two) for _, one, two in draws])
+        sums: list[list[Tensor]] = [[], [], []]  # of results, which may be as wide as the logits: not kept
+        for _ in range(DRAWS):
+            for into, rows in zip(sums, (self.all, *self.parts), strict=True):
+                drawn = self.probe(rows)
+                if (form := _forms(whole, drawn)) is not None:
+                    return form
+                into.append(torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in drawn]))
+        at_once, split = torch.stack(sums[0]), torch.stack(sums[1]) + torch.stack(sums[2])
         for i, allowed in enumerate(most):
             above = at_once[:, i, None] - split[:, i]
             rank = (above > allowed).double().mean() - (above < -allowed).double().mean()  # 0 on average; 1: all above
@@ -214,11 +219,6 @@ def _agree(one: Tensor, two: Tensor, allowed: float) -> bool:
     if one.shape != two.shape:
         return False
     return torch.allclose(one.double(), two.double(), rtol=0, atol=allowed, equal_nan=True)
-
-
-def _totals(leaves: Sequence[Tensor]) -> Tensor:
-    """Return the sum of each result's finite values."""
-    return torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in leaves])
 
 
 def _changed_rows(one: Tensor, two: Tensor) -> int:
