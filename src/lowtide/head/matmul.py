@@ -4,6 +4,7 @@ C rows of the chunk, D hidden size, V vocabulary. ``wide`` is float32, or float6
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,20 +63,22 @@ class HeadMatmul:
         first = bias_V is not None and (x_CD.shape[1] >= BIAS_FIRST or not x_CD.is_cuda)
         if bias_V is not None and first:
             out_CV.copy_(bias_V)
-        if self.plan.logits_gemm == "same":
-            torch.addmm(out_CV, x_CD, weight.T, beta=int(first), out=out_CV)
-        elif self.plan.logits_gemm == "out_dtype":
-            if first:
-                torch.addmm(out_CV, x_CD, weight.T, out_dtype=self.wide, out=out_CV)
-            else:
-                torch.mm(x_CD, weight.T, out_dtype=self.wide, out=out_CV)
-        else:
+        if self.plan.logits_gemm == "blocks":
             wide_x = x_CD.to(self.wide)
             for part, w in self._blocks():
-                out = out_CV[:, part]
-                torch.addmm(out, wide_x, w.T, beta=int(first), out=out)
+                self._multiply(wide_x, w, out_CV[:, part], add=first)
+        else:
+            self._multiply(x_CD, weight, out_CV, add=first)
         if bias_V is not None and not first:
             out_CV.add_(bias_V)
+
+    def _multiply(self, x_CD: Tensor, w_BD: Tensor, out_CB: Tensor, *, add: bool) -> None:
+        """Write ``x @ w.T`` to ``out``, or add it to what is there."""
+        kinds: dict[str, Any] = {} if x_CD.dtype == self.wide else {"out_dtype": self.wide}
+        if add:
+            torch.addmm(out_CB, x_CD, w_BD.T, out=out_CB, **kinds)
+        else:
+            torch.mm(x_CD, w_BD.T, out=out_CB, **kinds)
 
     def operand(self, g_CV: Tensor) -> Tensor:
         """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""
