@@ -73,6 +73,20 @@ def test_changes_in_place_when_compiled(softcap: float | None) -> None:
         torch.testing.assert_close(g, e)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_gradient_that_is_sparse(softcap: float | None) -> None:
+    x, w, b, y = head((3, 7), 5, 13, dtype=torch.float64)
+    got, want = (
+        linear_apply(
+            lambda z, y, sparse=sparse: torch.gather(z, 1, y[:, None], sparse_grad=sparse),
+            x, w, y, linear_bias=b, options=SMALL, softcap=softcap,
+        )
+        for sparse in (True, False)
+    )  # fmt: skip
+    for g, e in zip(*(torch.autograd.grad(out.exp().sum(), (x, w, b)) for out in (got, want)), strict=True):
+        torch.testing.assert_close(g, e)
+
+
 class Both(NamedTuple):
     one: Tensor
     two: dict[str, Any]

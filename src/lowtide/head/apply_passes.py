@@ -141,6 +141,8 @@ class Pass:
         if dz is None:
             target.zero_()
             return
+        if dz.layout != torch.strided:
+            dz = dz.to_dense()  # of gather(sparse_grad=True)
         if self.call.softcap is not None:
             z = z_CV[piece]
             if results.logits_changed:
