@@ -42,7 +42,13 @@ EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
 # Any function of the logits (linear_apply).
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
-PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # logits it gets at a time: enough to hide what launching it costs
+PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits it gets at a time: half a millisecond of the host's for each
+GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
+MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
+FUNCTION_CHUNKS = {"cpu": FEWEST_CHUNKS, "cuda": 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
+FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}
+BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
+FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,7 @@ class HeadPlan:
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
         product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
+        bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
     """
 
     backend: str
@@ -92,6 +99,7 @@ class HeadPlan:
     sum_rows: int = 0
     product_rows: int = 0
     piece_rows: int = 0
+    bias_column: bool = False
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -217,21 +225,31 @@ def plan_rows_of_logits(
     arguments are those of `plan_head`, settled.
     """
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    budget = workspace_bytes(options, device)
+    budget = workspace_bytes(options, device, function=function)
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
     columns = 0 if function else 2 * columns_of(1, V, device.type)
     row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, backend, columns) + beside_row
-    piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
-    piece_rows = _piece_rows(N, V, (budget - fixed) // 2 // max(1, piece_row_bytes), device.type) if function else 0
-    fixed += piece_rows * piece_row_bytes
+    copied = V * padded(D + 1) * dtype.itemsize
+    bias_column = function and logits_gemm == "out_dtype" and copied <= budget // BIAS_COLUMN_SHARE
+    fixed += copied * bias_column
+    automatic, wanted = options.workspace_mib is None, _automatic_rows(N, device.type, function)
+    piece_rows = 0
+    if function:
+        left = budget - fixed - wanted * row_bytes if automatic else 0  # by chunks that are as large as they should be
+        piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
+        piece_rows = _piece_rows(N, V, max(left, (budget - fixed) // 2) // piece_row_bytes, device.type)
+        if automatic and device.type != "cpu":
+            piece_rows = min(piece_rows, max(FEWEST_ROWS["cuda"], N // FUNCTION_PIECES))
+        fixed += piece_rows * piece_row_bytes
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
-    rows = _automatic_rows(N, most, device.type) if options.workspace_mib is None else most
+    rows = min(most, wanted) if automatic else most
     if device.type != "cpu" and rows > GPU_TILE:
         rows -= rows % GPU_TILE
+        rows = _level(N, rows) if function else rows
     chunks = -(-N // rows)
     rows = max(1, -(-N // max(1, chunks))) if device.type == "cpu" else min(rows, max(1, N))
     scratch = fixed + rows * row_bytes
@@ -255,7 +273,8 @@ def plan_rows_of_logits(
         block_rows=block_rows,
         columns=columns_of(rows, V, device.type),
         note=_note(options, N, scratch),
-        piece_rows=min(piece_rows, rows),
+        piece_rows=-(-rows // -(-rows // piece_rows)) if function else 0,  # pieces of one size
+        bias_column=bias_column,
     )
 
 
@@ -451,18 +470,23 @@ def _cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def workspace_bytes(options: HeadOptions, device: torch.device) -> int:
-    """Return how much scratch memory a call may take."""
+def workspace_bytes(options: HeadOptions, device: torch.device, *, function: bool = False) -> int:
+    """Return how much scratch memory a call may take, ``function``: one of `linear_apply`."""
     if options.workspace_mib is not None:
         return int(options.workspace_mib * MIB)
+    if device.type == "cpu":
+        return CPU_WORKSPACE
+    most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if function else (GPU_WORKSPACE, MOST_OF_A_GPU)
     if device.type == "cuda" and torch.cuda.is_available():
-        return min(GPU_WORKSPACE, int(torch.cuda.get_device_properties(device).total_memory * MOST_OF_A_GPU))
-    return CPU_WORKSPACE if device.type == "cpu" else GPU_WORKSPACE
+        return min(most, int(torch.cuda.get_device_properties(device).total_memory * share))
+    return most
 
 
-def _automatic_rows(N: int, most: int, device_type: str) -> int:
-    fewest = FEWEST_ROWS.get(device_type, FEWEST_ROWS["cuda"])
-    return max(1, min(most, max(fewest, -(-N // FEWEST_CHUNKS))))
+def _automatic_rows(N: int, device_type: str, function: bool) -> int:
+    """Return the rows of a chunk where memory is no matter."""
+    kind = device_type if device_type == "cpu" else "cuda"
+    chunks, fewest = (FUNCTION_CHUNKS[kind], FUNCTION_ROWS[kind]) if function else (FEWEST_CHUNKS, FEWEST_ROWS[kind])
+    return max(1, fewest, -(-N // chunks))
 
 
 def _piece_rows(N: int, V: int, most: int, device_type: str) -> int:
