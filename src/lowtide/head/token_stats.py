@@ -236,7 +236,7 @@ def _token_stats(
     if options.backend != "auto":
         K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
         V, D = linear_weight.shape
-        choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk="topk" in names)
+        choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk=topk)
     scale = logit_scale_tensor(logit_scale)
     if scale is not None and scale.requires_grad:  # as a factor of input and bias, where autograd finds its gradient
         input = scaled_rows(input, scale)
