@@ -60,12 +60,12 @@ class ExpStats:
         rows = self.plan.sum_rows
         sums_FCP = new(2 + len(wide), rows, self.tiles, dtype=torch.float32)
         id_CP = new(rows, self.tiles, dtype=torch.int32)
-        asked = {sums: name in want for name, sums in FIELDS.items()}
+        asked: dict[str, Any] = {sums: name in want for name, sums in FIELDS.items()}
+        finish: dict[str, Any] = {"bias_V": job.bias_V, "scale": job.logit_scale, "softcap": job.softcap}
         for part in slices(N, rows):
             C = part.stop - part.start
             x_CD = self._input(part)
             sums = sums_FCP.view(-1)[: len(sums_FCP) * C * self.tiles].view(len(sums_FCP), C, self.tiles)
-            finish: dict[str, Any] = {"bias_V": job.bias_V, "scale": job.logit_scale, "softcap": job.softcap}
             self.gemms.tile_stats(
                 x_CD, self.weight_VD, sums, id_CP, self.config, self.programs, **finish, **asked
             )  # fmt: skip

@@ -61,7 +61,7 @@ def gathered_logits(  # type: ignore[no-untyped-def]
     return z
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a tile's left and right half of the columns: finished one after the other, they need fewer registers."""
     return tl.split(tl.permute(tl.reshape(z, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
