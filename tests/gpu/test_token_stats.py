@@ -95,7 +95,8 @@ def test_many_targets_and_highest_logits() -> None:
             [getattr(stats, n) for n in DIFFERENTIABLE], (x, w, b), [upstream[n].float() for n in DIFFERENTIABLE]
         )
         errors[backend] = [relative_error(g, e) for g, e in zip(got, want, strict=True)]
-    assert all(e < 1.1 * t + 1e-5 for e, t in zip(errors["exp"], errors["torch"], strict=True)), errors
+    assert all(e < 1.1 * t for e, t in zip(errors["exp"][:2], errors["torch"][:2], strict=True)), errors
+    assert errors["exp"][2] < TOLERANCE[torch.bfloat16]  # the bias's is a sum of rounded numbers
 
 
 def test_what_the_kernels_take() -> None:

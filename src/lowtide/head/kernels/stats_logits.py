@@ -15,18 +15,29 @@ from lowtide.head.kernels.exp_logits import descriptor, finish_logits, halves, t
 from lowtide.head.kernels.launch import Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
+NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _piece_sums(z, at, top, top_id, HEAT: tl.constexpr, SQUARES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _exponential(z, reference, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """exp(z - reference), and z - reference in bits; ``reference`` is in bits. Only a bias makes a logit -inf."""
+    below = z * LOG2E - reference[:, None]
+    if BIAS:
+        below = tl.maximum(below, FLOOR)
+    return tl.exp2(below), below
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _piece_sums(z, at, reference, top_id, BIAS: tl.constexpr, HEAT: tl.constexpr, SQUARES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums over some of a tile's logits but its highest one: of e = exp(z - top), of e (z - top) and of e^2."""
-    below = z - top[:, None]
-    e = tl.where(at[None, :] == top_id[:, None], 0.0, tl.exp2(below * LOG2E))
+    e, below = _exponential(z, reference, BIAS)
+    e = tl.where(at[None, :] == top_id[:, None], 0.0, e)
     rest = tl.sum(e, 1)
     heat = rest
     if HEAT:
-        heat = tl.sum(e * tl.maximum(below, FLOOR), 1)
+        heat = tl.sum(e * below, 1) * LN2
     squares = rest
     if SQUARES:
         squares = tl.sum(e * e, 1)
@@ -59,16 +70,16 @@ def _tile_stats(  # type: ignore[no-untyped-def]
         if TOTAL:
             total = tl.sum(left, 1) + tl.sum(right, 1)  # beyond V logits are 0: no weight, no bias
         if BOUND:
-            left = tl.where((at_left < V)[None, :], left, float("-inf"))
-            right = tl.where((at_right < V)[None, :], right, float("-inf"))
+            left = tl.where((at_left < V)[None, :], left, NO_LOGIT)
+            right = tl.where((at_right < V)[None, :], right, NO_LOGIT)
         top = tl.maximum(tl.max(left, 1), tl.max(right, 1))
         top_id = tl.minimum(
             tl.min(tl.where(left == top[:, None], at_left[None, :], V), 1),
             tl.min(tl.where(right == top[:, None], at_right[None, :], V), 1),
         )
-        reference = tl.where(top == float("-inf"), 0.0, top)
-        rest, heat, squares = _piece_sums(left, at_left, reference, top_id, HEAT, SQUARES)
-        more_rest, more_heat, more_squares = _piece_sums(right, at_right, reference, top_id, HEAT, SQUARES)
+        reference = tl.where(top == float("-inf"), 0.0, top * LOG2E)
+        rest, heat, squares = _piece_sums(left, at_left, reference, top_id, BIAS, HEAT, SQUARES)
+        more_rest, more_heat, more_squares = _piece_sums(right, at_right, reference, top_id, BIAS, HEAT, SQUARES)
         rows = row + tl.arange(0, ROWS)
         inside = rows < C
         out = sums_ptr + rows.to(tl.int64) * stride + p
@@ -94,10 +105,9 @@ def _gradient_piece(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Turn accumulators of the classes ``at`` into the gradient."""
     z = finish_logits(z, at, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
-    below = z - lse[:, None]
-    gradient = tl.exp2(below * LOG2E)
+    gradient, below = _exponential(z, lse, BIAS)
     if HEAT:
-        gradient *= slope[:, None] - heat[:, None] * tl.maximum(below, FLOOR)
+        gradient *= slope[:, None] - heat[:, None] * below
     else:
         gradient *= slope[:, None]
     if EVEN:
@@ -124,9 +134,9 @@ def _stats_gradient(  # type: ignore[no-untyped-def]
         inside = rows < C
         at = numbers_ptr + rows
         alive = tl.load(at, mask=inside, other=0.0) != 0.0
-        lse = tl.load(at + plane, mask=inside, other=0.0)
+        lse = tl.load(at + plane, mask=inside, other=0.0) * LOG2E
         slope = tl.load(at + 2 * plane, mask=inside, other=0.0)
-        heat = tl.load(at + 3 * plane, mask=inside, other=0.0)
+        heat = tl.load(at + 3 * plane, mask=inside, other=0.0) * LN2
         even = tl.load(at + 4 * plane, mask=inside, other=0.0)
         if PIECES == 1:
             gradient = _gradient_piece(
