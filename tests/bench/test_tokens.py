@@ -199,6 +199,33 @@ def test_peers_without_entropy_say_so(name: str) -> None:
         STATS_PEERS[name].build(stats("logprob-entropy"))
 
 
+@pytest.mark.parametrize(
+    ("name", "work", "reason"),
+    [
+        ("trl", "targets", "one target a token"),
+        ("verl-style", "all-forward", "one target a token, and entropies"),
+        ("compile", "logprob-entropy-backward", "runs once"),
+    ],
+)
+def test_peers_of_the_statistics_say_what_they_cannot(name: str, work: str, reason: str) -> None:
+    with pytest.raises(CannotError, match=reason):
+        STATS_PEERS[name].build(stats(work))
+
+
+def test_forward_is_no_part_of_backward_alone() -> None:
+    task = stats("logprob-entropy-backward")
+    calls = []
+    naive = STATS_PEERS["naive"].build(task)
+    run = task.run_of(lambda: calls.append(1) or naive())
+    gradients = []
+    for _ in range(2):
+        run()
+        gradients.append((task.head.x.grad, task.head.w.grad))
+    assert calls == [1]
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(("name", "reason"), [("liger-jsd", "GPUs only"), ("liger-kl", "forward KL alone")])
 def test_peers_of_the_divergence_say_what_they_cannot(name: str, reason: str) -> None:
     with pytest.raises(CannotError, match=reason):

@@ -53,6 +53,8 @@ def _in_full(function: Callable[..., Values], task: StatsTask) -> Function:
 
 
 def _compiled(task: StatsTask) -> Function:
+    if task.backward_alone:
+        raise CannotError("gives its buffers away in backward, which runs once")
     torch.compiler.reset()  # else the second task is compiled for any shape, which is slower
     return _in_full(torch.compile(_naive, dynamic=False), task)
 

@@ -86,7 +86,7 @@ def linear_logprobs(
             that requires a gradient gets it, at the price of a copy of ``input`` that is multiplied with it.
         ignore_index: Targets of this value have log-probability 0 and contribute nothing, whatever the hidden state.
         options: Memory and implementation: see `HeadOptions`. With one target a token all backends of
-            `linear_cross_entropy` run here; with [..., K] ``"torch"``.
+            `linear_cross_entropy` run here; with [..., K] ``"torch"``, and ``"exp"`` for K up to 64.
 
     Returns:
         Tensor: Of the target's shape, float32, for float64 inputs float64; exactly 0 at ignored targets.
@@ -154,8 +154,8 @@ def linear_token_stats(
         topk: How many of the highest logits ``topk`` holds, from 1 to V. Given, that field is wanted; it is needed
             where ``want`` names it.
         options: Memory and implementation: see `HeadOptions`. Where nothing but ``logprob`` is wanted, with one target
-            a token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` but for ``topk``
-            and several targets.
+            a token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
+            ``topk`` up to 64.
 
     Returns:
         TokenStats: The wanted fields, None for the others.
