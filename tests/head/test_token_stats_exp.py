@@ -242,6 +242,15 @@ def test_highest_logits(name: str, N: int, D: int, V: int, rows: int, k: int) ->
     assert (found["topk_ids"].sort(1).values.diff(dim=1) > 0).all()
 
 
+def test_highest_logits_of_as_many_tiles() -> None:
+    x, w, b = torch.randn(3, 16), torch.randn(300, 16), torch.zeros(300)
+    peaks = torch.tensor([5, 33, 95, 128, 190, 255, 299])  # each in a tile of its own
+    b[peaks] = 100 + 20 * torch.arange(7.0)
+    found = ExpStats(make_job(x, w, None, ("topk",), {"bias_V": b}, 7), plan(3, 300, 2)).forward()
+    assert torch.equal(found["topk_ids"], (x @ w.T + b).topk(7, 1).indices)
+    assert torch.equal(found["topk_ids"].sort(1).values, peaks.expand(3, 7))
+
+
 def test_highest_logits_of_equals_and_of_nothing() -> None:
     w = torch.randint(-4, 5, (1, 16)).float().expand(75, 16).contiguous()  # whole numbers: products are exact
     x, b = torch.randint(-4, 5, (5, 16)).float(), torch.zeros(75)
