@@ -72,8 +72,8 @@ def linear_logprobs(
     """Return the log-probability of each token's target, differentiable, without the logits in memory.
 
     With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``: the value is
-    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. At most a chunk of the logits exists
-    at a time. Backward builds them once more (four products, 8NDV operations); nothing of size [N, V] is kept.
+    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. At most a chunk of the logits
+    exists at a time. Backward builds them once more (four products, 8NDV operations); nothing of size [N, V] is kept.
 
     Args:
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
