@@ -26,6 +26,7 @@ ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
 STATS_BYTES_PER_TOKEN = 128  # what is found and kept of each token, and in backward the upstream gradients
+STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first
 
 # The exponential path. Figures: benchmarks/results, one H100; docs/algorithm.md says what they mean.
 EXP_ROWS = 2048  # a chunk may have so many however few the tokens: W is read twice for each, dW read and written
@@ -292,10 +293,12 @@ def _plan_exp(
     *,
     token_bytes: int = BYTES_PER_TOKEN,
     tile_numbers: int = 1,
+    sum_row_bytes: int = 0,
 ) -> HeadPlan:
     """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short.
 
-    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row.
+    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row, and
+    ``sum_row_bytes`` what else a row takes where nothing but sums is computed.
     """
     fixed = N * token_bytes + 24 * V + 32 * D
     thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
@@ -321,10 +324,11 @@ def _plan_exp(
             many = -(-N // rows) > few
             accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
     blocked_schedule = gradient == "recompute" or columns < V
-    sum_rows = max(1, min(max(1, N), EXP_SUM_ROWS, _whole_tiles(room // (sums + 64 + 2 * D * input_is_copied))))
+    sum_row = sums + 64 + 2 * D * input_is_copied + sum_row_bytes
+    sum_rows = max(1, min(max(1, N), EXP_SUM_ROWS, _whole_tiles(room // sum_row)))
     scratch = fixed + rows * (thin + 2 * padded(columns) + (0 if blocked_schedule else sums))
     if blocked_schedule:
-        scratch = max(scratch, fixed + sum_rows * (sums + 64 + 2 * D * input_is_copied))
+        scratch = max(scratch, fixed + sum_rows * sum_row)
     return HeadPlan(
         backend="exp",
         reason=reason,
@@ -356,14 +360,18 @@ def plan_exp_stats(
     weight_frozen: bool,
     input_is_copied: bool,
     tile_numbers: int,
+    targets: int,
+    sum_row_bytes: int,
 ) -> HeadPlan:
     """Return the plan of `linear_token_stats` on the exponential path; arguments as in `plan_head`.
 
-    ``tile_numbers`` float32 are what each tile of the vocabulary leaves of a row.
+    ``tile_numbers`` float32 are what each tile of the vocabulary leaves of a row, ``sum_row_bytes`` are what else it
+    takes in forward. Each token has so many ``targets``.
     """
     return _plan_exp(
         N, D, V, device, options, reason, "recompute", weight_dtype, weight_frozen, input_is_copied,
-        token_bytes=STATS_BYTES_PER_TOKEN, tile_numbers=tile_numbers,
+        token_bytes=STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, targets - 1), tile_numbers=tile_numbers,
+        sum_row_bytes=sum_row_bytes,
     )  # fmt: skip
 
 
