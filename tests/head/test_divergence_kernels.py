@@ -43,7 +43,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         gemms: dict[str, Any] = {"logits_gemm": "same", "backward_gemm": "same"}
         if narrow:
             gemms = {"logits_gemm": "blocks", "backward_gemm": "narrow"}
-        changed = {"backend": "row", "chunk_rows": 7, "chunks": -(-N // 7), "block_rows": 11, **gemms}
+        rows = {"chunk_rows": 7, "chunks": -(-N // 7), "product_rows": 3 if narrow and kwargs["gradients"][0] else 7}
+        changed = {"backend": "row", "block_rows": 11, **rows, **gemms}
         of_teacher = {**changed, "logits_gemm": "same" if args[3] == torch.float32 else "blocks"}
         return replace(found[0], **changed), replace(found[1], **of_teacher)
 

@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import (
+    BYTES_PER_TOKEN,
+    EXP_FEW_CHUNKS,
+    GPU_TILE,
     HeadPlan,
     block_rows_of,
     choose_gemms,
@@ -15,6 +19,11 @@ from lowtide.head.plan import (
     plan_rows_of_logits,
     workspace_bytes,
 )
+
+# Where gradients are narrower than logits, and nobody bounds the memory. Figures: benchmarks/results, one H100.
+CHUNKS = 4  # the weight's gradient is added to so often
+FEWEST_CHUNK_ROWS = 1024
+FEWEST_PRODUCT_ROWS = 512  # below that, reading both weights for each takes longer than multiplying
 
 
 @lru_cache(maxsize=256)
@@ -30,7 +39,8 @@ def plan_pair(
     backend: str,
     reason: str,
     weight_dtype: torch.dtype,
-    weight_frozen: bool,
+    gradient: Literal["forward", "recompute"],
+    gradients: tuple[bool, bool],
 ) -> tuple[HeadPlan, HeadPlan]:
     """Return the plans of both sides of `linear_divergence`, for the same rows.
 
@@ -45,19 +55,20 @@ def plan_pair(
         backend: "row" or "torch", from `backends.choose_divergence_backend`.
         reason: Why it runs.
         weight_dtype: Of the student's weight.
-        weight_frozen: Whether neither the student's weight nor its bias needs a gradient.
+        gradient: When gradients are computed.
+        gradients: Whether this pass computes any, and whether that of the weight or bias is among them.
     """
     (D, V), (teacher_D, teacher_V) = student, teacher
     wide = 8 if dtype == torch.float64 else 4
     budget = workspace_bytes(options, device)
     logits_gemm, _ = choose_gemms(device, teacher_dtype, budget, backend)
     block_rows = block_rows_of(budget, teacher_D, teacher_V) if logits_gemm == "blocks" else 0
+    of_teacher = teacher_D * (wide + teacher_dtype.itemsize) + 16 * wide
     if backend == "row":
-        row = wide * padded(teacher_V) + teacher_D * (wide + teacher_dtype.itemsize) + 16 * wide
+        row = wide * padded(teacher_V) + of_teacher
     elif teacher_D:
         longer = padded(max(V, teacher_V))
-        row = wide * (2 * longer - padded(V) + 2 * columns_of(1, longer, device.type))
-        row += teacher_D * (wide + teacher_dtype.itemsize) + 16 * wide
+        row = wide * (2 * longer - padded(V) + 2 * columns_of(1, longer, device.type)) + of_teacher
     else:
         row = wide * (padded(V + 1) - padded(V)) + teacher_V * (8 + 16 * wide)  # ids, and both sides' outcomes
     plan = plan_rows_of_logits(
@@ -69,15 +80,20 @@ def plan_pair(
         options,
         backend=backend,
         reason=reason,
-        gradient="recompute",
+        gradient=gradient,
         weight_dtype=weight_dtype,
-        weight_frozen=weight_frozen,
+        weight_frozen=not gradients[1],
         beside=block_rows * teacher_D * (wide + teacher_dtype.itemsize) + 8 * teacher_V,
         beside_row=row,
     )
-    plan = replace(
-        plan, columns=max(1, plan.columns // 2)
-    )  # in plain PyTorch up to four blocks of columns are beside the logits
+    # in plain PyTorch up to four blocks of columns are beside the logits
+    plan = replace(plan, columns=max(1, plan.columns // 2), product_rows=plan.chunk_rows)
+    if backend == "row" and gradients[0] and dtype.itemsize < wide:
+        product_row = wide * (padded(V) + padded(teacher_V)) + of_teacher
+        row = dtype.itemsize * padded(V) + D * 2 * (wide + dtype.itemsize) + 16 * wide
+        plan = _with_narrow_gradients(plan, product_row, row, V + teacher_V, options, budget)
+        if options.accumulate == "auto" and weight_dtype == dtype == torch.bfloat16 and plan.chunks <= EXP_FEW_CHUNKS:
+            plan = replace(plan, accumulate="input", accumulator_bytes=0)
     others = replace(
         plan,
         logits_gemm=logits_gemm,
@@ -86,3 +102,26 @@ def plan_pair(
         accumulator_bytes=0,
     )
     return plan, others
+
+
+def _with_narrow_gradients(
+    plan: HeadPlan, product_row: int, row: int, classes: int, options: HeadOptions, budget: int
+) -> HeadPlan:
+    """Return the plan where both sides' float32 logits exist of a few rows, and the narrow gradient of more.
+
+    The weight's gradient is read and written once a chunk, and in its own dtype rounded as often: rows of the gradient,
+    which take a quarter of the bytes, make longer chunks than rows of logits would.
+    """
+    fixed = plan.rows * BYTES_PER_TOKEN + 16 * classes
+    room = max(0, budget - fixed)
+    products, rows = room // 2 // product_row, plan.rows
+    if options.workspace_mib is None:
+        products = min(products, max(FEWEST_PRODUCT_ROWS, rows // (4 * CHUNKS)))
+        rows = max(FEWEST_CHUNK_ROWS, -(-rows // CHUNKS))
+    if products > GPU_TILE:
+        products -= products % GPU_TILE
+    products = max(1, min(products, rows))
+    rows = min(rows, (room - products * product_row) // row)
+    rows = max(products, min(rows - rows % products, plan.rows))
+    scratch = fixed + products * product_row + rows * row
+    return replace(plan, chunk_rows=rows, chunks=-(-plan.rows // rows), product_rows=products, scratch_bytes=scratch)

@@ -68,7 +68,8 @@ class HeadPlan:
             the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
         block_columns: See there.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
-        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
+        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path and in
+            `linear_divergence`.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
     """
 
