@@ -242,11 +242,13 @@ def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
     for backend in ("row", "torch"):
         plans[backend], other = plan_pair(
             65536, (D, V), (D, U), dtype, dtype, CUDA, HeadOptions(workspace_mib=600), backend=backend, reason="",
-            weight_dtype=dtype, weight_frozen=False,
+            weight_dtype=dtype, gradient="forward", gradients=(True, True),
         )  # fmt: skip
         assert other.backend == plans[backend].backend == backend
         assert plans[backend].scratch_bytes <= 600 * 2**20
     row = plans["row"]
     assert row.chunk_rows >= 1.25 * plans["torch"].chunk_rows
-    assert row.chunk_rows * 4 * (V + U) < row.scratch_bytes
+    narrow = 0 if dtype == torch.float32 else row.chunk_rows * dtype.itemsize * V
+    assert row.product_rows * 4 * (V + U) + narrow < row.scratch_bytes
+    assert row.product_rows == row.chunk_rows if dtype == torch.float32 else 2 * row.product_rows <= row.chunk_rows
     assert row.backward_gemm == ("same" if dtype == torch.float32 else "narrow")

@@ -35,6 +35,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         "linear_logprobs",
         "linear_token_stats",
         "linear_divergence",
+        "plan_divergence",
         "plan_head",
         "patch",
         "unpatch",

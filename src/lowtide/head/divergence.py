@@ -23,7 +23,7 @@ from lowtide.head.arguments import (
 )
 from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import choose_gradient
+from lowtide.head.pair_plan import choose_divergence_gradient
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 TAILS = ("bucket", "renormalise", "drop")
@@ -102,7 +102,9 @@ def linear_divergence(
         mask: bool [...], True where the divergence is computed. Elsewhere it is 0 and contributes nothing, even if
             hidden states hold NaN or inf. None: everywhere.
         options: Memory and implementation: see `HeadOptions`. ``"row"`` (kernels over rows of both sides' logits, on
-            NVIDIA GPUs with Triton) takes a teacher's own head and no float64; there is no ``"exp"``.
+            NVIDIA GPUs with Triton) takes a teacher's own head and no float64; there is no ``"exp"``. With a value for
+            each token, gradients are computed in forward where ``gradient="forward"`` asks for it alone, and the
+            student's head is frozen.
         reduction: ``"none"``: one value a token. ``"sum"``, or ``"mean"`` over the tokens that ``mask`` keeps.
         num_items: Number above 0, or 0-d tensor (not inspected), that takes the place of the mean's denominator, as
             gradient accumulation needs. An error with the other reductions.
@@ -165,6 +167,7 @@ def linear_divergence(
         V, given = linear_weight.shape[0], teacher_topk is not None
         choose_divergence_backend(options, input.device, dtype, V, topk=given)
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
+    recompute = choose_divergence_gradient(options, reduction, frozen) == "recompute"
     value = divergence_autograd.run(
         divergence_autograd.DivergenceCall(
             input=input,
@@ -190,7 +193,7 @@ def linear_divergence(
             accumulate=options.accumulate,
             backend=options.backend,
         ),
-        recompute=choose_gradient(options, reduction, frozen) == "recompute",
+        recompute=recompute,
     )
     return value.view(input.shape[:-1]) if reduction == "none" else value
 

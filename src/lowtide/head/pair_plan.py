@@ -6,6 +6,9 @@ from typing import Literal
 
 import torch
 
+from lowtide.errors import ArgumentValueError, message
+from lowtide.head.arguments import check_reduction
+from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import (
     BYTES_PER_TOKEN,
@@ -14,6 +17,7 @@ from lowtide.head.plan import (
     HeadPlan,
     block_rows_of,
     choose_gemms,
+    choose_gradient,
     columns_of,
     padded,
     plan_rows_of_logits,
@@ -24,6 +28,98 @@ from lowtide.head.plan import (
 CHUNKS = 4  # the weight's gradient is added to so often
 FEWEST_CHUNK_ROWS = 1024
 FEWEST_PRODUCT_ROWS = 512  # below that, reading both weights for each takes longer than multiplying
+
+
+def plan_divergence(
+    N: int,
+    D: int,
+    V: int,
+    teacher_D: int | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    options: HeadOptions | None = None,
+    *,
+    teacher_V: int | None = None,
+    topk: int | None = None,
+    teacher_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    reduction: str = "none",
+    weight_frozen: bool = False,
+) -> HeadPlan:
+    """Say what `linear_divergence` will do with gradients for N tokens, and its bytes, as `plan_head` does.
+
+    Nothing is computed or allocated. On the CPU masked tokens are dropped first, so N counts the others; elsewhere N
+    counts all. ``chunk_rows`` are the rows whose gradients are multiplied at a time, ``product_rows`` those of which
+    both sides' logits exist.
+
+    Args:
+        N: Tokens that are computed.
+        D: The student's hidden size.
+        V: Its vocabulary.
+        teacher_D: The teacher's hidden size; None with ``topk``.
+        dtype: dtype of the student's GEMM operands: that of ``input``, or autocast's.
+        device: Where the tensors are.
+        options: As given to `linear_divergence`.
+        teacher_V: The teacher's vocabulary; None: the student's.
+        topk: How many of the teacher's log-probabilities there are for each token, where its head is not here.
+        teacher_dtype: dtype of the teacher's GEMM operands; None: the student's.
+        weight_dtype: dtype of ``linear_weight``, where autocast makes it differ from ``dtype``.
+        reduction: As given to `linear_divergence`.
+        weight_frozen: True if neither ``linear_weight`` nor ``linear_bias`` needs a gradient.
+
+    Returns:
+        HeadPlan: print it, or read its fields.
+
+    Raises:
+        ArgumentValueError: A negative size, a reduction that there is not, or not one of ``teacher_D`` and ``topk``.
+        UnsupportedError: ``options`` asks for what cannot run here.
+
+    Example:
+        >>> plan = plan_divergence(8192, 2048, 128256, 4096, torch.bfloat16, "cpu", reduction="mean")
+        >>> plan.chunk_rows, plan.gradient
+        (66, 'forward')
+    """
+    sizes = (("N", N), ("D", D), ("V", V), ("teacher_D", teacher_D), ("teacher_V", teacher_V), ("topk", topk))
+    for name, size in sizes:
+        if size is not None and (not isinstance(size, int) or size < 0):
+            raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
+    if (teacher_D is None) == (topk is None):
+        raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
+    check_reduction(reduction)
+    options, device = options or HeadOptions(), torch.device(device)
+    backend, reason = choose_divergence_backend(options, device, dtype, V, topk=topk is not None)
+    teacher = (teacher_D, V if teacher_V is None else teacher_V) if teacher_D is not None else (0, topk or 0)
+    plan, _ = plan_pair(
+        N,
+        (D, V),
+        teacher,
+        dtype,
+        teacher_dtype or dtype,
+        device,
+        options,
+        backend=backend,
+        reason=reason,
+        weight_dtype=weight_dtype or dtype,
+        gradient=choose_divergence_gradient(options, reduction, weight_frozen),
+        gradients=(True, not weight_frozen),
+    )
+    return plan
+
+
+def choose_divergence_gradient(
+    options: HeadOptions, reduction: str, weight_frozen: bool
+) -> Literal["forward", "recompute"]:
+    """Return when `linear_divergence` computes its gradients.
+
+    As `choose_gradient` says, but for a value of each token, where three numbers a token are kept and not the input's
+    gradient unless that is asked for.
+
+    Raises:
+        UnsupportedError: ``gradient="forward"`` was asked for where it cannot be right.
+    """
+    if reduction == "none" and options.gradient == "auto":
+        return "recompute"
+    return choose_gradient(options, reduction, weight_frozen)
 
 
 @lru_cache(maxsize=256)

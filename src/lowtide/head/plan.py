@@ -110,6 +110,8 @@ class HeadPlan:
         ]
         if self.schedule == "blocks":
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
+        if self.backend == "row" and 0 < self.product_rows < self.chunk_rows:
+            lines.append(f"both sides' logits exist of {self.product_rows} rows at a time, their gradient of a chunk's")
         if self.piece_rows:
             lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
         return "\n".join([*lines, self.note] if self.note else lines)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.divergence_terms import Kind, RowNumbers
-from lowtide.head.kernels.elementary import log1p, tanh
+from lowtide.head.kernels.elementary import log1p_near, tanh
 from lowtide.head.kernels.launch import Launcher
 from lowtide.head.kernels.row_softmax import (
     FP16_TOP,
@@ -28,6 +28,7 @@ from lowtide.head.kernels.row_softmax import (
 
 LONGEST_BLOCK = 2048  # columns of each side at a time: with two sides and their sums, what registers hold
 COLUMNS_A_WARP = 256
+MIXTURE_COLUMNS = 128  # the same of the jsd, whose terms take more registers
 LOWEST = tl.constexpr(-3.4028235e38)  # float32's lowest finite number
 TINY = tl.constexpr(2.0**-126)  # float32's smallest normal number
 NEAR = tl.constexpr(0.5)  # |x| below which a side is measured by the other: there the direct terms would cancel
@@ -104,7 +105,7 @@ def _above_mixture(a, b, s, t, beta):  # type: ignore[no-untyped-def]
     log_m = tl.log(tl.where(m < TINY, TINY, m))
     x = a - b
     near = tl.abs(x) < NEAR
-    of_student = -log1p(tl.where(near, beta * (_curve(x) - x), 0.0))  # of m / s - 1
+    of_student = -log1p_near(tl.where(near, beta * (_curve(x) - x), 0.0))  # of m / s - 1
     return tl.where(near, of_student, a - log_m), tl.where(near, of_student - x, b - log_m)
 
 
@@ -325,10 +326,10 @@ def pair_rows(
     C = _check(z_CV, teacher_CU, kept_C, *logits[:2])
     rows = RowNumbers(*(torch.empty(C, dtype=torch.float32, device=z_CV.device) for _ in RowNumbers._fields))
     if C:
-        block = _block(max(z_CV.shape[1], teacher_CU.shape[1]), longest_block)
+        block = _block(max(z_CV.shape[1], teacher_CU.shape[1]), longest_block, kind)
         _pair_rows[(C,)](
             *_sides(z_CV, teacher_CU), kept_C, *_numbers(logits, kind), *rows, None, 0, None, None,
-            **_constants(logits, kind), OUT=None, BLOCK=block, num_warps=_warps(block),
+            **_constants(logits, kind), OUT=None, BLOCK=block, num_warps=_warps(block, kind),
         )  # fmt: skip
     return rows
 
@@ -350,11 +351,11 @@ def pair_value_and_gradient(
     _check_out(z_CV, out_CV, factor_C, lift_C)
     value = torch.empty(C, dtype=torch.float32, device=z_CV.device)
     if C:
-        block = _block(max(z_CV.shape[1], teacher_CU.shape[1]), longest_block)
+        block = _block(max(z_CV.shape[1], teacher_CU.shape[1]), longest_block, kind)
         _pair_rows[(C,)](
             *_sides(z_CV, teacher_CU), kept_C, *_numbers(logits, kind), value, None, None, None, out_CV,
             out_CV.stride(0) // PAD.value, factor_C, lift_C, **_constants(logits, kind),
-            OUT=OUT_DTYPE[_NAMES[out_CV.dtype]], BLOCK=block, num_warps=_warps(block),
+            OUT=OUT_DTYPE[_NAMES[out_CV.dtype]], BLOCK=block, num_warps=_warps(block, kind),
         )  # fmt: skip
     return value
 
@@ -395,11 +396,11 @@ def pair_gradient(
     C = _check(z_CV, teacher_CU, kept_C, *logits[:2], factor_C, *rows[1:])
     _check_out(z_CV, out_CV, factor_C, lift_C)
     if C:
-        block = _block(z_CV.shape[1], longest_block)
+        block = _block(z_CV.shape[1], longest_block, kind)
         _pair_gradient[(C,)](
             *_sides(z_CV, teacher_CU), kept_C, *_numbers(logits, kind), *rows[1:], out_CV,
             out_CV.stride(0) // PAD.value, factor_C, lift_C, **_constants(logits, kind),
-            OUT=OUT_DTYPE[_NAMES[out_CV.dtype]], BLOCK=block, num_warps=_warps(block),
+            OUT=OUT_DTYPE[_NAMES[out_CV.dtype]], BLOCK=block, num_warps=_warps(block, kind),
         )  # fmt: skip
 
 
@@ -443,10 +444,10 @@ def _constants(logits: Logits, kind: Kind) -> dict[str, str | bool]:
     return {"KIND": kind.name, **capped}
 
 
-def _block(columns: int, longest: int) -> int:
+def _block(columns: int, longest: int, kind: Kind) -> int:
     power: int = triton.next_power_of_2(columns)
-    return min(max(power, 8), longest)
+    return min(max(power, 8), max(8, longest // 2) if kind.name == "jsd" else longest)
 
 
-def _warps(block: int) -> int:
-    return max(1, min(8, block // COLUMNS_A_WARP))
+def _warps(block: int, kind: Kind) -> int:
+    return max(1, min(8, block // (MIXTURE_COLUMNS if kind.name == "jsd" else COLUMNS_A_WARP)))
