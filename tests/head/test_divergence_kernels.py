@@ -20,7 +20,7 @@ from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.pair_plan import plan_pair
 from lowtide.head.plan import HeadPlan
-from support import divergence_oracle, head, relative_error
+from support import divergence_of, divergence_oracle, head, relative_error
 
 if torch.cuda.is_available():
     pytest.skip("on a GPU tests/gpu runs this path", allow_module_level=True)
@@ -116,6 +116,31 @@ def test_values_and_gradients(
     for g, e, leaf in zip(got, want, student, strict=True):
         assert g.dtype == leaf.dtype
         assert relative_error(g, e) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("caps", [{}, {"softcap": 2.5, "teacher_softcap": 1.5}])
+@pytest.mark.parametrize("gradient", ["auto", "recompute"])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_one_number(dtype: torch.dtype, caps: dict[str, float], gradient: Any, kind: str, beta: float) -> None:
+    student, teacher = case(dtype)
+    mask = torch.arange(20).view(2, 10) % 4 != 1
+    common = {"kind": kind, "beta": beta, "temperature": 1.3, "options": HeadOptions(gradient=gradient), **caps}
+    value = call(student, teacher, mask=mask, reduction="mean", **common)
+    true = [t.detach().double().requires_grad_() for t in student]
+    logps = []
+    for (x, w, b), cap in ((true, "softcap"), ([t.double() for t in teacher], "teacher_softcap")):
+        z = torch.nn.functional.linear(x, w, b)
+        logps.append(((caps[cap] * torch.tanh(z / caps[cap]) if caps else z) / 1.3).log_softmax(-1))
+    expected = divergence_of(*logps, kind, beta)[mask].mean()
+    assert relative_error(value, expected) < 1e-5
+    got, want = torch.autograd.grad(3 * value, student), torch.autograd.grad(3 * expected, true)
+    for g, e, leaf in zip(got, want, student, strict=True):
+        assert g.dtype == leaf.dtype
+        assert relative_error(g, e) < NEAR[dtype]
+    nothing = call(student, teacher, mask=mask & ~mask, reduction="mean", **common)
+    assert nothing.isnan()
+    assert all((g == 0).all() for g in torch.autograd.grad(nothing, student))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
