@@ -12,6 +12,7 @@ from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import (
     BYTES_PER_TOKEN,
+    EXP_FEW_ASKED_CHUNKS,
     EXP_FEW_CHUNKS,
     GPU_TILE,
     HeadPlan,
@@ -27,7 +28,7 @@ from lowtide.head.plan import (
 # Where gradients are narrower than logits, and nobody bounds the memory. Figures: benchmarks/results, one H100.
 CHUNKS = 4  # the weight's gradient is added to so often
 FEWEST_CHUNK_ROWS = 1024
-FEWEST_PRODUCT_ROWS = 512  # below that, reading both weights for each takes longer than multiplying
+FEWEST_PRODUCT_ROWS = 384  # 3% slower with 256, 50% with 128: reading both weights takes longer than multiplying
 
 
 def plan_divergence(
@@ -188,7 +189,8 @@ def plan_pair(
         product_row = wide * (padded(V) + padded(teacher_V)) + of_teacher
         row = dtype.itemsize * padded(V) + D * 2 * (wide + dtype.itemsize) + 16 * wide
         plan = _with_narrow_gradients(plan, product_row, row, V + teacher_V, options, budget)
-        if options.accumulate == "auto" and weight_dtype == dtype == torch.bfloat16 and plan.chunks <= EXP_FEW_CHUNKS:
+        few = EXP_FEW_CHUNKS if options.workspace_mib is None else EXP_FEW_ASKED_CHUNKS
+        if options.accumulate == "auto" and weight_dtype == dtype == torch.bfloat16 and plan.chunks <= few:
             plan = replace(plan, accumulate="input", accumulator_bytes=0)
     others = replace(
         plan,
@@ -212,12 +214,14 @@ def _with_narrow_gradients(
     room = max(0, budget - fixed)
     products, rows = room // 2 // product_row, plan.rows
     if options.workspace_mib is None:
-        products = min(products, max(FEWEST_PRODUCT_ROWS, rows // (4 * CHUNKS)))
+        products = min(products, max(FEWEST_PRODUCT_ROWS, rows // (6 * CHUNKS)))
         rows = max(FEWEST_CHUNK_ROWS, -(-rows // CHUNKS))
     if products > GPU_TILE:
         products -= products % GPU_TILE
     products = max(1, min(products, rows))
     rows = min(rows, (room - products * product_row) // row)
-    rows = max(products, min(rows - rows % products, plan.rows))
+    if rows > GPU_TILE:
+        rows -= rows % GPU_TILE
+    rows = max(products, min(rows, plan.rows))
     scratch = fixed + products * product_row + rows * row
     return replace(plan, chunk_rows=rows, chunks=-(-plan.rows // rows), product_rows=products, scratch_bytes=scratch)
