@@ -23,6 +23,7 @@ from lowtide.head.plan import (
     padded,
     plan_rows_of_logits,
     workspace_bytes,
+    workspace_note,
 )
 
 # Where gradients are narrower than logits, and nobody bounds the memory. Figures: benchmarks/results, one H100.
@@ -215,13 +216,20 @@ def _with_narrow_gradients(
     products, rows = room // 2 // product_row, plan.rows
     if options.workspace_mib is None:
         products = min(products, max(FEWEST_PRODUCT_ROWS, rows // (6 * CHUNKS)))
-        rows = max(FEWEST_CHUNK_ROWS, -(-rows // CHUNKS))
-    if products > GPU_TILE:
-        products -= products % GPU_TILE
-    products = max(1, min(products, rows))
-    rows = min(rows, (room - products * product_row) // row)
-    if rows > GPU_TILE:
-        rows -= rows % GPU_TILE
-    rows = max(products, min(rows, plan.rows))
+        share = -(-rows // CHUNKS)
+        rows = min(rows, max(FEWEST_CHUNK_ROWS, share + -share % GPU_TILE))
+    products = max(1, min(_whole_tiles(products), rows))
+    rows = max(products, min(_whole_tiles((room - products * product_row) // row), rows))
     scratch = fixed + products * product_row + rows * row
-    return replace(plan, chunk_rows=rows, chunks=-(-plan.rows // rows), product_rows=products, scratch_bytes=scratch)
+    return replace(
+        plan,
+        chunk_rows=rows,
+        chunks=-(-plan.rows // rows),
+        product_rows=products,
+        scratch_bytes=scratch,
+        note=workspace_note(options, plan.rows, scratch),
+    )
+
+
+def _whole_tiles(rows: int) -> int:
+    return rows - rows % GPU_TILE if rows > GPU_TILE else rows

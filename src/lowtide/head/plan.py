@@ -257,7 +257,7 @@ def plan_rows_of_logits(
         backward_gemm=backward_gemm,
         block_rows=block_rows,
         columns=columns_of(rows, V, device.type),
-        note=_note(options, N, scratch),
+        note=workspace_note(options, N, scratch),
         piece_rows=min(piece_rows, rows),
     )
 
@@ -320,7 +320,7 @@ def _plan_exp(
         scratch_bytes=scratch,
         accumulator_bytes=V * D * 4 if accumulate == "float32" and not weight_frozen else 0,
         cast_bytes=V * D * 2 if weight_dtype != torch.bfloat16 else 0,
-        note=_note(options, N, scratch),
+        note=workspace_note(options, N, scratch),
         schedule="blocks" if blocked_schedule else "chunks",
         block_columns=columns,
         sum_rows=sum_rows,
@@ -398,7 +398,8 @@ def _accumulate(
     return "float32" if options.accumulate == "float32" or (options.accumulate == "auto" and many) else "input"
 
 
-def _note(options: HeadOptions, N: int, scratch: int) -> str:
+def workspace_note(options: HeadOptions, N: int, scratch: int) -> str:
+    """Return what a plan says where the least that can be done takes more than was asked for; empty if it does not."""
     if options.workspace_mib is None or scratch <= options.workspace_mib * MIB:
         return ""
     return (
