@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.divergence_terms import Kind, RowNumbers
-from lowtide.head.kernels.elementary import log1p_near, tanh
+from lowtide.head.kernels.elementary import tanh
 from lowtide.head.kernels.launch import Launcher
+from lowtide.head.kernels.pair_terms import above_mixture, gradient_terms, kl_terms, signs, times
 from lowtide.head.kernels.row_softmax import (
     FP16_TOP,
     OUT_DTYPE,
@@ -30,12 +31,10 @@ from lowtide.head.kernels.row_softmax import (
 LONGEST_BLOCK = {"forward_kl": 2048, "reverse_kl": 1024, "jsd": 2048, "tv": 2048}
 COLUMNS_A_WARP = {"forward_kl": 256, "reverse_kl": 256, "jsd": 128, "tv": 128}
 LOWEST = tl.constexpr(-3.4028235e38)  # float32's lowest finite number
-TINY = tl.constexpr(2.0**-126)  # float32's smallest normal number
-NEAR = tl.constexpr(0.5)  # |x| below which a side is measured by the other: there the direct terms would cancel
 
 
 class Logits(NamedTuple):
-    """How logits come of products: ``cap((z + bias) * 1) * scale``, ``cap(z) = softcap * tanh(z / softcap)``."""
+    """How logits come of products: ``cap(z + bias) * scale``, ``cap(z) = softcap * tanh(z / softcap)``."""
 
     bias_V: Tensor | None = None  # float32, the student's
     teacher_bias_U: Tensor | None = None
@@ -79,60 +78,9 @@ def _log_sum(top, total):  # type: ignore[no-untyped-def]
     return highest, tl.log(tl.where(whole > 0.0, whole, float("nan"))), whole
 
 
-@triton.jit
-def _times(p, x):  # type: ignore[no-untyped-def]
-    """p x, with 0 inf = 0."""
-    return tl.where(p == 0.0, 0.0, p * x)
-
-
-@triton.jit
-def _curve(x):  # type: ignore[no-untyped-def]
-    """exp(-x) - 1 + x of |x| < NEAR, by its series."""
-    high = 1.0 / 5040.0 - x * (1.0 / 40320.0 - x * (1.0 / 362880.0))
-    return x * x * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0 - x * (1.0 / 720.0 - x * high)))))
-
-
-@triton.jit
-def _kl_terms(p, q, x):  # type: ignore[no-untyped-def]
-    """p x + q - p for x = log p - log q, never negative but for rounding; q and p sum to the same over a row."""
-    return tl.where(tl.abs(x) < NEAR, p * _curve(x), _times(p, x) + q - p)
-
-
-@triton.jit
-def _above_mixture(a, b, s, t, beta):  # type: ignore[no-untyped-def]
-    """a - log m and b - log m, for m = beta t + (1 - beta) s."""
-    m = s + beta * (t - s)
-    log_m = tl.log(tl.where(m < TINY, TINY, m))
-    x = a - b
-    near = tl.abs(x) < NEAR
-    of_student = -log1p_near(tl.where(near, beta * (_curve(x) - x), 0.0))  # of m / s - 1
-    return tl.where(near, of_student, a - log_m), tl.where(near, of_student - x, b - log_m)
-
-
-@triton.jit
-def _signs(x):  # type: ignore[no-untyped-def]
-    """1, 0 or -1, or NaN."""
-    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradient_terms(a, b, s, t, pivot, beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The divergence's derivative by the student's logits, but for the constant that `_constant` has."""
-    if KIND == "forward_kl":
-        g = s - t
-    elif KIND == "reverse_kl":
-        g = s * (tl.where(s == 0.0, 0.0, a - b) - pivot)
-    elif KIND == "jsd":
-        of_student, _ = _above_mixture(a, b, s, t, beta)
-        g = s * (tl.where(s == 0.0, 0.0, of_student) - pivot)
-    else:
-        g = s * (_signs(s - t) - pivot)
-    return g
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_factor(factor_ptr, lift_ptr, row, pivot, beta, scale, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `_gradient_terms` are multiplied with in this row; an fp16 row's lift is stored."""
+    """What `gradient_terms` are multiplied with in this row; an fp16 row's lift is stored."""
     factor = 1.0
     if lift_ptr is not None:
         bound = 1.0
@@ -227,18 +175,18 @@ def _pair_rows(  # type: ignore[no-untyped-def]
         a, b = (z - top) - log_total, (other - other_top) - other_log_total
         s, t = tl.exp(a), tl.exp(b)
         if KIND == "forward_kl":
-            value += _kl_terms(t, s, b - a)
+            value += kl_terms(t, s, b - a)
         elif KIND == "reverse_kl":
-            value += _kl_terms(s, t, a - b)
-            pivots += _times(s, a - b)
+            value += kl_terms(s, t, a - b)
+            pivots += times(s, a - b)
         elif KIND == "jsd":
-            of_student, of_teacher = _above_mixture(a, b, s, t, beta)
-            from_student = _times(s, of_student)
+            of_student, of_teacher = above_mixture(a, b, s, t, beta)
+            from_student = times(s, of_student)
             pivots += from_student
-            value += (1.0 - beta) * from_student + beta * _times(t, of_teacher)
+            value += (1.0 - beta) * from_student + beta * times(t, of_teacher)
         else:
             value += 0.5 * tl.abs(s - t)
-            pivots += s * _signs(s - t)
+            pivots += s * signs(s - t)
         if KIND != "forward_kl":
             mass += s
         if BOTH:
@@ -266,7 +214,7 @@ def _pair_rows(  # type: ignore[no-untyped-def]
             z = _side(row_ptr, at, n, bias_ptr, scale, softcap, CAPPED)
             other = _side(other_ptr, at, k, teacher_bias_ptr, scale, teacher_softcap, TEACHER_CAPPED)
             a, b = (z - top) - log_total, (other - other_top) - other_log_total
-            g = _gradient_terms(a, b, tl.exp(a), tl.exp(b), pivot, beta, KIND)
+            g = gradient_terms(a, b, tl.exp(a), tl.exp(b), pivot, beta, KIND)
             _put(out_ptr + row * out_pads_per_row * PAD, at, n, V, g, factor, row_ptr, bias_ptr, softcap, CAPPED, OUT)
 
 
@@ -296,7 +244,7 @@ def _pair_gradient(  # type: ignore[no-untyped-def]
         at = start + tl.arange(0, BLOCK)
         a = _side(row_ptr, at, n, bias_ptr, scale, softcap, CAPPED) - lse
         b = _side(other_ptr, at, k, teacher_bias_ptr, scale, teacher_softcap, TEACHER_CAPPED) - other_lse
-        g = _gradient_terms(a, b, tl.exp(a), tl.exp(b), pivot, beta, KIND)
+        g = gradient_terms(a, b, tl.exp(a), tl.exp(b), pivot, beta, KIND)
         _put(out_ptr + row * out_pads_per_row * PAD, at, n, V, g, factor, row_ptr, bias_ptr, softcap, CAPPED, OUT)
 
 
