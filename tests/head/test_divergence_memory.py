@@ -36,13 +36,14 @@ def test_no_quarter_of_the_logits_is_ever_allocated(dtype: torch.dtype, kind: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tv", "top k"])
 @pytest.mark.parametrize("case", ["plain", "frozen head", "larger teacher", "autocast"])
-@pytest.mark.parametrize(("workspace_mib", "reduction"), [(1, "none"), (10, "mean"), (1, "mean")])
+@pytest.mark.parametrize(("workspace_mib", "reduction"), [(10, "none"), (1, "mean")])
 def test_the_workspace_is_kept(workspace_mib: float, dtype: torch.dtype, kind: str, case: str, reduction: str) -> None:
-    N, D, V = 210, 48, 4099
+    T = 30 if workspace_mib > 1 else 8  # several chunks either way
+    N, D, V = 7 * T, 48, 4099
     stored = torch.float32 if case == "autocast" else dtype
     teacher_V = 5001 if case == "larger teacher" else V
-    x, w, b, _ = head((7, 30), D, V, dtype=stored)
-    tx, tw, _, _ = head((7, 30), 64, teacher_V, dtype=stored, seed=1)
+    x, w, b, _ = head((7, T), D, V, dtype=stored)
+    tx, tw, _, _ = head((7, T), 64, teacher_V, dtype=stored, seed=1)
     w.requires_grad_(case != "frozen head")
     b.requires_grad_(case != "frozen head")
     options = HeadOptions(workspace_mib=workspace_mib)
@@ -61,7 +62,7 @@ def test_the_workspace_is_kept(workspace_mib: float, dtype: torch.dtype, kind: s
         gradient="recompute" if reduction == "none" else "forward",
         gradients=(True, case != "frozen head"),
     )
-    known = (torch.arange(20).expand(7, 30, 20), torch.full((7, 30, 20), 0.04).log())
+    known = (torch.arange(20).expand(7, T, 20), torch.full((7, T, 20), 0.04).log())
     common = {"linear_bias": b, "options": options, "reduction": reduction, "softcap": 5.0, "temperature": 1.3}
     with track_allocations() as seen, torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         if kind == "top k":
