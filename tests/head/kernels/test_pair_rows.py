@@ -53,7 +53,7 @@ def run(z: Tensor, other: Tensor, kind: Kind, gradient: Any = "wide", **kwargs: 
     """
     rows, separate = run_one_way(z, other, kind, gradient, at_once=False, **kwargs)
     value, at_once = run_one_way(z, other, kind, gradient, at_once=True, **kwargs)
-    assert torch.equal(value.value.nan_to_num(-1), rows.value.nan_to_num(-1))
+    torch.testing.assert_close(value.value, rows.value, rtol=3e-6, atol=3e-7, equal_nan=True)  # compiled apart
     assert torch.equal(at_once.isnan(), separate.isnan()) or not z.abs().max() < 1e30
     size, floor = separate.nan_to_num().norm(dim=1), 5e-6 * (1 + value.value.nan_to_num(0, 0, 0))
     for name in ("factor_C", "scale"):
