@@ -59,7 +59,8 @@ def run(z: Tensor, other: Tensor, kind: Kind, gradient: Any = "wide", **kwargs: 
     for name in ("factor_C", "scale"):
         floor = floor * kwargs.get(name, torch.ones((), device=DEVICE)).abs()
     away = (at_once - separate).nan_to_num(0, 0, 0).norm(dim=1)
-    assert (away <= 2 * LOOSE[gradient] * size + floor).all()
+    near = 5e-3 if kind.name == "tv" else 2 * LOOSE[gradient]  # where s is t but for rounding, its sign is luck
+    assert (away <= near * size + floor).all()
     return rows, at_once if z[0, 0] < 0 else separate  # either is compared with the truth
 
 
