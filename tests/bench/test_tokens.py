@@ -106,8 +106,11 @@ def test_peers_that_run_here_agree(case: Any) -> None:
         got = task.step(function)
         assert set(got) == set(values), name
         for value in values:
-            assert got[value].shape == values[value].shape, name
-            assert relative_error(got[value], values[value]) < 1e-5, name
+            mean = got[value].dim() == 0
+            assert mean == (name in ("lowtide", "lowtide-float32") and "divergence" in type(task).__module__), name
+            expected_value = values[value].mean() if mean else values[value]
+            assert got[value].shape == expected_value.shape, name
+            assert relative_error(got[value], expected_value) < 1e-5, name
         for leaf, expected in ((task.head.x, dx), (task.head.w, dw)):
             assert (leaf.grad is None) == (expected is None), name
             if expected is not None:

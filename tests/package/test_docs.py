@@ -35,6 +35,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         "linear_logprobs",
         "linear_token_stats",
         "linear_divergence",
+        "plan_divergence",
         "plan_head",
         "patch",
         "unpatch",
@@ -72,9 +73,9 @@ def test_links_in_the_documents_lead_somewhere() -> None:
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-@pytest.mark.parametrize("page", ["token-stats", "divergence"])
-def test_the_examples_of_a_page_run(page: str) -> None:
+@pytest.mark.parametrize(("page", "count"), [("token-stats", 2), ("divergence", 3)])
+def test_the_examples_of_a_page_run(page: str, count: int) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == count
     for block in blocks:
         exec(compile(block, page, "exec"), {})

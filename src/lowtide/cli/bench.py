@@ -64,9 +64,9 @@ examples:
 _DIVERGENCE = """\
 Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student:
 forward KL, reverse KL and JSD(0.5), of lowtide and of everyone who can be imported, in one process and in turns with
-the limit: the bare matrix products, the logits of both sides twice and the student's two gradients. Peaks, errors and
-rows are those of lowtide bench stats. The result is DIR/<date>-divergence-<gpu>.json. Exit status 1 where lowtide
-itself failed."""
+the limit: the bare matrix products, the logits of both sides and the student's two gradients. lowtide's first row is
+of the mean, lowtide-none of a value for each token. Peaks, errors and rows are those of lowtide bench stats. The result
+is DIR/<date>-divergence-<gpu>.json. Exit status 1 where lowtide itself failed."""
 
 _DIVERGENCE_EXAMPLES = """\
 examples:

@@ -75,7 +75,8 @@ class HeadPlan:
             the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
         block_columns: See there.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
-        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
+        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path and in
+            `linear_divergence`.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
         bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
     """
@@ -118,6 +119,8 @@ class HeadPlan:
         ]
         if self.schedule == "blocks":
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
+        if self.backend == "row" and 0 < self.product_rows < self.chunk_rows:
+            lines.append(f"both sides' logits exist of {self.product_rows} rows at a time, their gradient of a chunk's")
         if self.piece_rows:
             lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
         return "\n".join([*lines, self.note] if self.note else lines)
@@ -273,7 +276,7 @@ def plan_rows_of_logits(
         backward_gemm=backward_gemm,
         block_rows=block_rows,
         columns=columns_of(rows, V, device.type),
-        note=_note(options, N, scratch),
+        note=workspace_note(options, N, scratch),
         piece_rows=-(-rows // -(-rows // piece_rows)) if function else 0,  # pieces of one size
         bias_column=bias_column,
     )
@@ -340,7 +343,7 @@ def _plan_exp(
         scratch_bytes=scratch,
         accumulator_bytes=V * D * 4 if accumulate == "float32" and not weight_frozen else 0,
         cast_bytes=V * D * 2 if weight_dtype != torch.bfloat16 else 0,
-        note=_note(options, N, scratch),
+        note=workspace_note(options, N, scratch),
         schedule="blocks" if blocked_schedule else "chunks",
         block_columns=columns,
         sum_rows=sum_rows,
@@ -422,7 +425,8 @@ def _accumulate(
     return "float32" if options.accumulate == "float32" or (options.accumulate == "auto" and many) else "input"
 
 
-def _note(options: HeadOptions, N: int, scratch: int) -> str:
+def workspace_note(options: HeadOptions, N: int, scratch: int) -> str:
+    """Return what a plan says where the least that can be done takes more than was asked for; empty if it does not."""
     if options.workspace_mib is None or scratch <= options.workspace_mib * MIB:
         return ""
     return (
