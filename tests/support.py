@@ -153,3 +153,18 @@ def divergence_oracle(
     log_t = F.log_softmax(F.linear(teacher_input, teacher_weight, teacher_bias) / temperature, -1)
     value = divergence_of(log_s, log_t.detach(), kind, beta)
     return value if mask is None else value.masked_fill(~mask, 0)
+
+
+def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """RMS normalisation from its definition, in the dtype of its inputs."""
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
+
+
+def rotary_oracle(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [B, H, T, d], the first r values of each as a matrix of r x r for each position."""
+    r = cos.shape[-1]
+    eye = torch.eye(r, dtype=x.dtype, device=x.device)
+    swap = torch.cat((-eye[r // 2 :], eye[: r // 2]))  # rows: rotate_half of the unit vectors
+    turn = torch.diag_embed(cos.to(x.dtype)) + torch.einsum("ij,bti->btij", swap, sin.to(x.dtype))
+    turned = torch.einsum("btij,bhtj->bhti", turn, x[..., :r])
+    return torch.cat((turned, x[..., r:]), -1)
