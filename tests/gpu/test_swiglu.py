@@ -1,4 +1,4 @@
-"""swiglu_mlp on a CUDA device: values and gradients, what is kept, peaks, no host synchronisation, compiled, sharded."""
+"""swiglu_mlp on a CUDA device: values and gradients, what is kept, peaks, no host waits, compiled, sharded."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ def test_kept_bytes_and_peaks(level: int) -> None:
     # above what is kept: the product's gradient (and at level 1 gate and up), dX, and the weights' gradients
     most = (F if level == 0 else 3 * F) * token + D * token + weights
     assert peak <= most + 2**20
-    del y
     for leaf in (x, *leaves[1:4]):
         leaf.grad = None
     peak = peak_above(lambda: step(x), "cuda")
