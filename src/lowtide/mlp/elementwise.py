@@ -49,9 +49,9 @@ def gated_backward(
         return
     for part in _pieces(gate):
         a, u, dp = (t[part].to(_wide(gate)) for t in (gate, up, grad))
-        s, slope = _sigmoid(a, activation)
+        s, bend = _sigmoid(a, activation)
         act = a * s
-        of_gate = None if gate_grad is None else (1 - s).mul_(a).mul_(slope).add_(1).mul_(s).mul_(u).mul_(dp)
+        of_gate = None if gate_grad is None else (1 - s).mul_(bend).add_(1).mul_(s).mul_(u).mul_(dp)
         of_up = None if up_grad is None else dp * act
         p = None if product is None else act.mul_(u)
         for into, value in ((gate_grad, of_gate), (up_grad, of_up), (product, p)):
@@ -59,14 +59,14 @@ def gated_backward(
                 into[part] = value
 
 
-def _sigmoid(a: Tensor, activation: str) -> tuple[Tensor, Tensor | float]:
-    """Return s, with which the activation is ``a s`` and its derivative ``s (1 + a (1 - s) slope)``, and the slope."""
+def _sigmoid(a: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return s and b, with which the activation is ``a s`` and its derivative ``s (1 + (1 - s) b)``."""
     if activation == "silu":
-        return torch.sigmoid(a), 1.0
-    c = a.clamp(-64, 64)  # s is 0 or 1 there, and a^3 stays finite
+        return torch.sigmoid(a), a
+    c = a.clamp(-64, 64)  # s is 0 or 1 outside, where a^3 would not stay finite
     square = c.square()
-    slope = (3 * _TWO_ROOTS * _CUBIC * square).add_(_TWO_ROOTS)
-    return square.mul_(_TWO_ROOTS * _CUBIC).add_(_TWO_ROOTS).mul_(c).sigmoid_(), slope
+    bend = (3 * _TWO_ROOTS * _CUBIC * square).add_(_TWO_ROOTS).mul_(c)
+    return square.mul_(_TWO_ROOTS * _CUBIC).add_(_TWO_ROOTS).mul_(c).sigmoid_(), bend
 
 
 def _pieces(rows_CF: Tensor) -> Iterator[slice]:

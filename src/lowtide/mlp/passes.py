@@ -17,7 +17,8 @@ def forward_tiles(call: SwigluCall, keep: bool) -> tuple[Tensor, Tensor, Tensor]
     """Return the output [..., D], and gate and up [N, F] where they are to be kept, else empty."""
     weights = _Weights(call, forward=True)
     x_ND, N, F = _rows(call.input), call.tokens, call.gate_weight.shape[0]
-    y_ND = x_ND.new_empty(N, call.down_weight.shape[0], dtype=call.dtype)
+    y = x_ND.new_empty((*call.input.shape[:-1], call.down_weight.shape[0]), dtype=call.dtype)
+    y_ND = _rows(y)
     gate_NF, up_NF = (y_ND.new_empty((N, F) if keep else 0) for _ in range(2))
     for tile in call.tiles():
         x_CD = _operand(x_ND[tile], call.dtype)
@@ -28,7 +29,7 @@ def forward_tiles(call: SwigluCall, keep: bool) -> tuple[Tensor, Tensor, Tensor]
         del gate, up
         _affine(p, weights.down, weights.down_bias, y_ND[tile])
         del p
-    return y_ND.view(*call.input.shape[:-1], y_ND.shape[-1]), gate_NF, up_NF
+    return y, gate_NF, up_NF  # y itself, not a view: FSDP2 warns of views that a module returns
 
 
 def backward_tiles(
@@ -48,7 +49,7 @@ def backward_tiles(
     weights = _Weights(call, recompute=not kept and wanted.projections, wanted=wanted)
     tiles = call.tiles()
     sums = [
-        _Sum(t, flag, call.wide if len(tiles) > 1 else t.dtype) if t is not None else None
+        _Sum(t, flag, call.wide if len(tiles) > 1 or t.dim() == 1 else t.dtype) if t is not None else None
         for t, flag in zip(call.trained[1:], wanted[1:], strict=True)
     ]
     x_ND, dy_ND = _rows(call.input), _rows(upstream)
@@ -161,7 +162,7 @@ class _Weights:
 
 @dataclass
 class _Sum:
-    """A gradient that tiles add up to, in ``dtype``: the weight's own for one tile, wide for several."""
+    """A gradient that tiles add up to, in ``dtype``: for one tile the weight's own, for several and biases the wide."""
 
     of: Tensor
     wanted: bool

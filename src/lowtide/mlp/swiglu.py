@@ -68,7 +68,8 @@ def swiglu_mlp(
     """
     tensors = (input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     names = ("input", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
-    refuse_transforms("swiglu_mlp", *(t for t in tensors if isinstance(t, Tensor)), instead=WRITTEN_OUT)
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    refuse_transforms("swiglu_mlp", *given, instead=WRITTEN_OUT, way="write it out for this one")
     _check_shapes(input, gate_weight, tensors, names)
     dtype = _check_dtypes(input, tensors, names)
     if activation not in ACTIVATIONS:

@@ -2,7 +2,7 @@
 
 Both activations are ``a sigmoid(w(a))``: SiLU with ``w = a``, GELU's tanh approximation with
 ``w = 2 sqrt(2 / pi) (a + 0.044715 a^3)``, as 1 + tanh(z) is 2 sigmoid(2 z), which does not cancel. So with
-``s = sigmoid(w)`` either derivative is ``s (1 + a (1 - s) w')``.
+``s = sigmoid(w)`` either derivative is ``s (1 + (1 - s) a w')``.
 """
 
 import triton
@@ -20,14 +20,15 @@ _CUBIC = tl.constexpr(0.044715)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid(a, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return ``s = sigmoid(w(a))`` and ``w'(a)``."""
+    """Return ``s = sigmoid(w(a))`` and ``a w'(a)``."""
     w = a
-    slope = tl.full(a.shape, 1.0, a.dtype)
+    bend = a
     if ACTIVATION == "gelu_tanh":
-        c = tl.minimum(tl.maximum(a, -64.0), 64.0)  # s is 0 or 1 there, and a^3 stays finite
+        # s is 0 or 1 outside, where a^3 would not stay finite
+        c = tl.clamp(a, -64.0, 64.0, propagate_nan=tl.PropagateNan.ALL)
         w = _TWO_ROOTS * c * (1.0 + _CUBIC * c * c)
-        slope = _TWO_ROOTS * (1.0 + 3.0 * _CUBIC * c * c)
-    return 1.0 / (1.0 + tl.exp(-w)), slope
+        bend = _TWO_ROOTS * c * (1.0 + 3.0 * _CUBIC * c * c)
+    return 1.0 / (1.0 + tl.exp(-w)), bend
 
 
 @Launcher
@@ -55,10 +56,10 @@ def _gated_backward(  # type: ignore[no-untyped-def]
     a = tl.load(gate_ptr + at, mask=inside, other=0.0).to(WIDE)
     u = tl.load(up_ptr + at, mask=inside, other=0.0).to(WIDE)
     dp = tl.load(dp_ptr + at, mask=inside, other=0.0).to(WIDE)
-    s, slope = _sigmoid(a, ACTIVATION)
+    s, bend = _sigmoid(a, ACTIVATION)
     act = a * s
     if GATE:
-        dgate = dp * u * (s * (1.0 + a * (1.0 - s) * slope))
+        dgate = dp * u * (s * (1.0 + (1.0 - s) * bend))
         tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
     if UP:
         tl.store(dup_ptr + at, (dp * act).to(dup_ptr.dtype.element_ty), mask=inside)
