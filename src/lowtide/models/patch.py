@@ -121,7 +121,7 @@ def patch(
         else:
             restore(target, part)
             state.report.add(part, "-", f"left as it is: {part}=False", patched=False)
-    if any(row.patched for row in state.report.parts.values()):
+    if part_of(target) is not None or any(row.patched for row in state.report.parts.values()):
         vars(target)[_STATE] = state
     else:
         vars(target).pop(_STATE, None)
