@@ -11,7 +11,7 @@ from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import Files
 from lowtide.bench.step_way import OUT_OF_MEMORY as OUT_OF_MEMORY
-from lowtide.bench.step_way import measure
+from lowtide.bench.step_way import VOCABULARY, measure
 from lowtide.measure import describe_machine, run_child, source_commit
 from lowtide.train.model import model_config
 
@@ -31,7 +31,7 @@ def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str,
     """
     device = chosen_device(config.device)
     dtype = str(chosen_dtype(config.dtype, device)).removeprefix("torch.")
-    model_config(config.model)
+    model_config(config.model, vocab_size=VOCABULARY)
     machine = describe_machine(["liger-kernel"])
     today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     files = Files.prepare(config.output, f"{today}-step", machine["gpu"] if device.type == "cuda" else None)

@@ -28,6 +28,7 @@ KEEP_ATTENTION = "-attention"  # ends the name of a way whose checkpoint keeps a
 NO_CHECKPOINT = "-all"
 OURS = "lowtide:"  # begins the name of a way; a policy follows
 LEARNING_RATE = 1e-5
+VOCABULARY = 1000  # of the model that has none of its own
 OUT_OF_MEMORY = "out of memory"
 
 _KERNELS = {
@@ -107,13 +108,14 @@ def _measured(
 
 def build(way: str, name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """Return the model of a way, with random weights, ready to train."""
+    config = model_config(name, vocab_size=VOCABULARY)
     if way.startswith(LIGER):
-        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(model_config(name).model_type)
+        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(model_config(name), dtype=dtype, attn_implementation="sdpa").train()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
     model.config.use_cache = False
     if way.startswith(OURS):
         patch(model, options=HeadOptions())

@@ -42,4 +42,4 @@ def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, .
         return False
     if torch.compiler.is_compiling():
         return True
-    return nn.Linear.forward is LINEAR_FORWARD and not nn_module._has_any_global_hook()
+    return nn.Linear.forward is LINEAR_FORWARD and not nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -169,7 +169,8 @@ def _patch_loss(target: Any, state: _Patch) -> None:
 
 
 def _unpatch_loss(target: Any, state: _Patch) -> None:
-    patched = [module for module in (target, state.head) if module is not None and part_of(module) is not None]
+    given: list[nn.Module] = [target] if state.head is None else [target, state.head]
+    patched = [module for module in given if part_of(module) is not None]
     for module in patched:
         check_nothing_on_top(module)
     for module in patched:
