@@ -24,8 +24,8 @@ PARTS = ("mlp", "norm", "rope")
 # What of each model of conftest's MODELS is fused.
 FUSED = {
     "llama": PARTS, "llama-tied": PARTS, "qwen3": PARTS, "qwen3-moe": ("norm", "rope"), "gemma2": PARTS,
-    "gemma3": PARTS, "cohere2": ("mlp",), "granite": PARTS, "phi3": ("norm", "rope"), "phi": ("rope",), "gpt2": (), "mistral": PARTS,
-    "bert": (), "roberta": (), "olmo2": PARTS, "qwen2": PARTS, "gpt-neox": ("rope",), "glm4": ("norm",),
+    "gemma3": PARTS, "cohere2": ("mlp",), "granite": PARTS, "phi3": ("norm", "rope"), "phi": ("rope",), "gpt2": (),
+    "mistral": PARTS, "bert": (), "roberta": (), "olmo2": PARTS, "qwen2": PARTS, "gpt-neox": ("rope",), "glm4": ("norm",),
 }  # fmt: skip
 
 
