@@ -25,7 +25,8 @@ PARTS = ("mlp", "norm", "rope")
 FUSED = {
     "llama": PARTS, "llama-tied": PARTS, "qwen3": PARTS, "qwen3-moe": ("norm", "rope"), "gemma2": PARTS,
     "gemma3": PARTS, "cohere2": ("mlp",), "granite": PARTS, "phi3": ("norm", "rope"), "phi": ("rope",), "gpt2": (),
-    "mistral": PARTS, "bert": (), "roberta": (), "olmo2": PARTS, "qwen2": PARTS, "gpt-neox": ("rope",), "glm4": ("norm",),
+    "mistral": PARTS, "bert": (), "roberta": (), "olmo2": PARTS, "qwen2": PARTS, "gpt-neox": ("rope",),
+    "glm4": ("norm",),
 }  # fmt: skip
 
 
