@@ -127,7 +127,8 @@ def build(way: str, name: str, dtype: torch.dtype, device: torch.device, seed: i
         patch(model, options=HeadOptions())
         apply_policy(model, parse_policies(way.removeprefix(OURS), model.config.num_hidden_layers))
     elif not way.endswith(NO_CHECKPOINT):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(way))
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(_checkpoint(way))  # the former name in transformers 5.23 and later
     return model
 
 
