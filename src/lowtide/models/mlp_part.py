@@ -43,7 +43,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str]] | str:
             return f"{name} is a {type(children[name]).__name__}, not a plain torch.nn.Linear"
     others = [child for name, child in children.items() if name not in _PROJECTIONS]
     if not are_plain_linears(tuple(children[name] for name in _PROJECTIONS), tuple(others)):
-        return "a child has hooks, a forward of its own or weights that are no plain Parameters"
+        return "a child has hooks or a forward of its own"
     if any(True for child in (*others, module) for _ in child.parameters(recurse=child is not module)):
         return "it has weights beside its three projections"
     if "forward" in vars(module):
@@ -107,6 +107,9 @@ def overrides(base: Any, activation: str) -> dict[str, Any]:
 
 def _is_ours(mlp: Any, x: Tensor) -> bool:
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if not is_ordinary((x,), ()) or not are_plain_linears(linears, tuple(mlp.children())):
+    if not are_plain_linears(linears, tuple(mlp.children())):
+        return False
+    biases = tuple(linear.bias for linear in linears if linear.bias is not None)
+    if not is_ordinary((x,), (*(linear.weight for linear in linears), *biases)):
         return False
     return x.is_floating_point() and (x.dtype == mlp.gate_proj.weight.dtype or torch.is_autocast_enabled(x.device.type))
