@@ -52,6 +52,8 @@ def upstream_of(out: Tensor, kind: str) -> Tensor:
     g = torch.Generator().manual_seed(1)
     if kind == "expanded":
         return torch.tensor(0.7).to(out.dtype).expand_as(out)
+    if kind == "rows apart":
+        return torch.randn(*out.shape[:-1], 2 * out.shape[-1], generator=g).to(out.dtype)[..., : out.shape[-1]]
     if kind == "strided":
         return torch.randn(*out.shape[:-1], 2 * out.shape[-1], generator=g).to(out.dtype)[..., ::2]
     return torch.randn(out.shape, generator=g).to(out.dtype)
@@ -80,7 +82,7 @@ def test_values_and_gradients(way: str, dtype: torch.dtype, shape: Any, offset: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("upstream", ["dense", "expanded", "strided"])
+@pytest.mark.parametrize("upstream", ["dense", "expanded", "strided", "rows apart"])
 @pytest.mark.parametrize("layout", ["dense", "rows of a wider matrix", "columns apart", "heads"])
 def test_strides(way: str, dtype: torch.dtype, upstream: str, layout: str) -> None:
     x, _, weight = leaves((4, 6, 24), dtype)
@@ -160,6 +162,16 @@ def test_on_a_cpu_rounds_as_transformers_does_to_the_bit(stock: str, rounding: A
     expected = norm(x)
     assert out.dtype == expected.dtype
     assert torch.equal(out, expected)
+
+
+def test_before_the_weight_it_is_rounded_to_the_inputs_dtype(way: str) -> None:
+    x, _, _ = leaves((9, 33), torch.bfloat16)
+    for rounding in ("before_weight", "after_weight"):
+        out = rms_norm(x, torch.ones(33), EPS, rounding=rounding)
+        assert torch.equal(out.bfloat16().to(out.dtype), out)
+        assert out.dtype == (torch.float32 if rounding == "before_weight" else torch.bfloat16)
+    wide = rms_norm(x.float(), torch.ones(33), EPS, rounding="before_weight")
+    assert not torch.equal(wide.bfloat16().float(), wide)
 
 
 def test_agrees_with_torchs_own_in_float32(way: str) -> None:
