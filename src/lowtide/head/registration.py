@@ -1,7 +1,7 @@
 """What the head's registered operators share: schemas, when to be an operator, scalars on devices, gradients."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_type_hints
 
 import torch
@@ -48,10 +48,11 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Enter a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
-    with (
-        torch.autocast(device_type=device.type, enabled=False),
-        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
-    ):
+    with ExitStack() as entered:  # what is so already is not entered: that takes the host longer than a small GEMM
+        if torch.is_autocast_enabled(device.type):
+            entered.enter_context(torch.autocast(device_type=device.type, enabled=False))
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            entered.enter_context(torch.cuda.device(device))
         yield
 
 
