@@ -18,7 +18,7 @@ from lowtide.measure import describe_machine, kept_above, mib, peak_above, sourc
 
 _COLUMNS = (
     f"{'':18}{'forward ms':>11}{'backward ms':>12}{'both ms':>9}{'limit ms':>9}{'over it':>9}"
-    f"{'kept MiB':>10}{'peak MiB':>10}{'all GB':>8}"
+    f"{'kept MiB':>10}{'peak MiB':>10}{'all GB':>8}{'again GB':>9}"
 )
 
 
@@ -36,6 +36,7 @@ class MlpRow:
         kept_bytes: the same, bytes a token and layer.
         peak_mib: most memory at once above input and weights, gradients included.
         all_gb: that with input and weights, in GB of 10**9 bytes.
+        again_gb: the same of a step that adds to the gradients of the one before, these counted.
         cannot: why it does not do the shape.
         failed: why else there are no figures.
     """
@@ -52,6 +53,7 @@ class MlpRow:
     kept_bytes: float | None = None
     peak_mib: float | None = None
     all_gb: float | None = None
+    again_gb: float | None = None
     cannot: str | None = None
     failed: str | None = None
 
@@ -81,11 +83,13 @@ def measure(peer: MlpPeer, stack: Stack, *, warm: int, reps: int) -> MlpRow:
         kept = kept_above(lambda: stack.forward(layer), device)
         kept += stack.x.nbytes - stack.upstream.nbytes  # the input, and not the output, which is of the same size
         peak = peak_above(lambda: stack.step(layer), device)
+        again = peak_above(lambda: stack.add(layer), device)
         row.forward_ms, row.ms, row.limit_ms = (timings[name].median_ms for name in ("forward", "step", "limit"))
         row.backward_ms, row.over = row.ms - row.forward_ms, row.ms / row.limit_ms - 1
         row.spread = timings["step"].spread
         row.kept_mib, row.kept_bytes = mib(kept), kept / (shape.N * shape.layers)
         row.peak_mib, row.all_gb = mib(peak), (peak + stack.bytes) / 1e9
+        row.again_gb = (again + 2 * stack.bytes) / 1e9
     except CannotError as cannot:
         row.cannot = str(cannot)
     except Exception as error:  # whatever a peer raises is its row
@@ -101,7 +105,7 @@ def line(row: MlpRow) -> str:
         return f"{row.name:18}{row.failed or row.cannot}\n"
     return (
         f"{row.name:18}{row.forward_ms:11.2f}{row.backward_ms:12.2f}{row.ms:9.2f}{row.limit_ms:9.2f}{row.over:9.1%}"
-        f"{row.kept_mib:10.1f}{row.peak_mib:10.1f}{row.all_gb:8.2f}\n"
+        f"{row.kept_mib:10.1f}{row.peak_mib:10.1f}{row.all_gb:8.2f}{row.again_gb:9.2f}\n"
     )
 
 

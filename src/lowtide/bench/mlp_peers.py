@@ -113,6 +113,10 @@ class Stack:
     def step(self, layer: Layer) -> None:
         """Run forward and backward, from no gradients."""
         self.clear()
+        self.add(layer)
+
+    def add(self, layer: Layer) -> None:
+        """Run forward and backward, which adds to the gradients that are there."""
         self.forward(layer).backward(self.upstream)  # type: ignore[no-untyped-call]
 
 

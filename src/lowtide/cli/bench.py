@@ -97,9 +97,10 @@ _MLP = """\
 Time and memory of the gated MLP of today's transformers, forward and backward, at both levels of swiglu_mlp and of
 everyone who can be imported, in one process and in turns with the limit: the bare matrix products, 9 a layer, or 11
 where gate and up are computed twice. "kept" is what is alive after forward for backward's sake, the input counted;
-peaks are above input and weights and include the gradients; "all" is everything. A peer that fails is a row that says
-why. The result is DIR/<date>-mlp-<dtype>-<gpu>.json with the hardware and the versions; set COMMIT in the environment
-where the source has no git history. Exit status 1 where lowtide itself failed."""
+peaks are above input and weights and include the gradients; "all" is everything, and "again" the same of a step that
+adds to the gradients of the one before. A peer that fails is a row that says why. The result is
+DIR/<date>-mlp-<dtype>-<gpu>.json with the hardware and the versions; set COMMIT in the environment where the source has
+no git history. Exit status 1 where lowtide itself failed."""
 
 _MLP_EXAMPLES = """\
 examples:
