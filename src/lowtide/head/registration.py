@@ -48,10 +48,10 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Enter a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
-    with ExitStack() as entered:  # what is so already is not entered: that takes the host longer than a small GEMM
-        if torch.is_autocast_enabled(device.type):
+    with ExitStack() as entered:
+        if torch.is_autocast_enabled(device.type):  # else it is not entered: that takes the host as long as a launch
             entered.enter_context(torch.autocast(device_type=device.type, enabled=False))
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        if device.type == "cuda":  # the current device too: autograd's threads have no context yet, and cuBLAS warns
             entered.enter_context(torch.cuda.device(device))
         yield
 
