@@ -1,7 +1,7 @@
 """What the head's registered operators share: schemas, when to be an operator, scalars on devices, gradients."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -48,11 +48,11 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Enter a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
-    with ExitStack() as entered:
-        if torch.is_autocast_enabled(device.type):  # else it is not entered: that takes the host as long as a launch
-            entered.enter_context(torch.autocast(device_type=device.type, enabled=False))
-        if device.type == "cuda":  # the current device too: autograd's threads have no context yet, and cuBLAS warns
-            entered.enter_context(torch.cuda.device(device))
+    autocast = torch.is_autocast_enabled(device.type)  # else not entered: that takes the host as long as a launch
+    with (
+        torch.autocast(device_type=device.type, enabled=False) if autocast else nullcontext(),
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+    ):
         yield
 
 
