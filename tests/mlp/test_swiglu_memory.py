@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide import swiglu_mlp
 from lowtide.measure import track_allocations
+from lowtide.mlp import elementwise
 from support import mlp
 
 N, D, FF = 512, 48, 160
@@ -21,8 +22,6 @@ SLACK = 2**16  # the plain pieces of rows, and what is small
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.mlp import elementwise
-
     monkeypatch.setattr(elementwise, "PIECE", 2**11)
 
 
@@ -68,6 +67,13 @@ def test_the_input_is_kept_where_backward_reads_it(frozen: bool, level: int) -> 
     assert after_forward(forward) == (2 * FF * (level == 0) + D * needed) * 2 * N + few
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_bias_of_the_down_projection_alone_keeps_nothing(level: int) -> None:
+    x, *weights = (t.detach() for t in leaves_of())
+    bias = torch.randn(D).bfloat16().requires_grad_()
+    assert after_forward(lambda: swiglu_mlp(x.clone(), *weights, down_bias=bias, checkpoint_level=level)) == 2
+
+
 def test_nothing_is_kept_without_gradients() -> None:
     leaves = leaves_of()
     with torch.no_grad():
@@ -90,6 +96,32 @@ def test_peaks(level: int, tile: int | None) -> None:
     beside = rows * FF * (1 if level == 0 else 3)
     assert seen.peak_bytes <= token * (beside + D * N) + weights + SLACK
     assert seen.peak_bytes > token * (beside + D * N) - SLACK, "the bound is not loose"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_each_buffer_is_let_go_after_the_last_product_that_reads_it(
+    level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where weights are larger than a tile's buffers, so that the peak is at the end."""
+    monkeypatch.setattr(elementwise, "PIECE", 1)
+    rows, hidden, wide = 64, 256, 160
+    leaves = mlp(rows, hidden, wide, bias=False)[:4]
+    y = swiglu_mlp(*leaves, checkpoint_level=level)
+    upstream = torch.randn(rows, hidden)
+    with track_allocations() as seen:
+        y.backward(upstream)
+    buffer, weight, dx = (4 * a * b for a, b in ((rows, wide), (hidden, wide), (rows, hidden)))
+    own = 2 * buffer if level == 1 else 0  # gate and up
+    most = max(own + buffer + weight, own + 2 * weight, own / 2 + 3 * weight) + dx
+    assert most - 2**13 < seen.peak_bytes < most + 2**13 < most + buffer
+
+
+def test_a_strided_upstream_gradient_is_copied_once() -> None:
+    leaves = leaves_of(torch.float32)
+    y = swiglu_mlp(*leaves)
+    with track_allocations() as seen:
+        y.backward(torch.ones(()).expand(N, D))
+    assert sum(event.bytes == N * D * 4 for event in seen.events) == 2, "that, and the input's gradient"
 
 
 def test_a_retained_graph_costs_the_gradients_of_gate_and_up() -> None:

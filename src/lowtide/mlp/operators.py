@@ -113,7 +113,7 @@ class _SwigluMlp(torch.autograd.Function):
         keep = call.checkpoint_level == 0 and wanted.projections
         y, gate, up = _run(call, keep=keep)
         tensors = list(call.trained)
-        ctx.input_kept = not keep or wanted.reads_input
+        ctx.input_kept = wanted.reads_input if keep else wanted.projections
         if not ctx.input_kept:
             tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one number in memory
         ctx.save_for_backward(*tensors, gate, up)

@@ -138,10 +138,9 @@ class _Weights:
         projected = forward or recompute
         side = projected or (wanted is not None and wanted.input)
         through = forward or (wanted is not None and (wanted.gate or wanted.up))
-        empty = call.gate_weight.new_empty(0)
 
         def cast(tensor: Tensor, needed: bool) -> Tensor:
-            return _operand(tensor, call.dtype) if needed else empty
+            return _operand(tensor, call.dtype) if needed else tensor
 
         self.gate, self.up = cast(call.gate_weight, side), cast(call.up_weight, side)
         self.down = cast(call.down_weight, through)
