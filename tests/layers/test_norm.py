@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.layers import add_rms_norm, rms_norm
 from support import relative_error, rms_norm_oracle
 
+ROOT = Path(__file__).parents[2]
 EPS = 1e-5
 # One rounding of a value at random, and of the interpreter, which cuts off; float32's sums on top.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -306,3 +309,8 @@ def test_every_argument_is_documented(name: str) -> None:
     text = inspect.getdoc(function) or ""
     for argument in inspect.signature(function).parameters:
         assert f"{argument}:" in text, f"{name}: {argument}"
+
+
+def test_the_examples_of_the_page_run() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "layers.md").read_text(), re.DOTALL)
+    exec(compile(block, "layers", "exec"), {})
