@@ -56,7 +56,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def swiglu_backward(*args: Any) -> tuple[Tensor, ...]:
     """Compute the gradients that are wanted from the output's, and from what forward kept."""
     call, wanted, upstream, gate, up = _split(args)
-    return _backward(call, wanted, upstream, gate, up, in_place=False)
+    return _backward(call, wanted, upstream, [gate, up], in_place=False)
 
 
 @swiglu_backward.register_fake
@@ -80,10 +80,10 @@ def _forward(call: SwigluCall, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(
-    call: SwigluCall, wanted: Wanted, upstream: Tensor, gate: Tensor, up: Tensor, *, in_place: bool
+    call: SwigluCall, wanted: Wanted, upstream: Tensor, kept: list[Tensor], *, in_place: bool
 ) -> tuple[Tensor, ...]:
     with torch.no_grad(), undisturbed(call.input.device):
-        return backward_tiles(call, wanted, upstream, gate, up, in_place=in_place)
+        return backward_tiles(call, wanted, upstream, kept, in_place=in_place)
 
 
 def run(call: SwigluCall) -> Tensor:
@@ -125,6 +125,8 @@ class _SwigluMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         *tensors, gate, up = ctx.saved_tensors
+        kept = [gate, up]
+        del gate, up
         if torch.is_grad_enabled() and not (ctx.input_kept or torch.compiler.is_compiling()):
             raise UnsupportedError(TWICE)  # the input is not there for a derivative by it to be refused later
         fields = list(ctx.scalars)
@@ -132,12 +134,13 @@ class _SwigluMlp(torch.autograd.Function):
             fields[i] = tensor
         call = SwigluCall(*fields)
         wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TENSORS))
-        args = (*call, *wanted, upstream, gate, up)
-        if watched(args):
+        if watched((*call, upstream, *kept)):
             with torch.no_grad():
-                found = swiglu_backward(*args)
+                found = swiglu_backward(*call, *wanted, upstream, *kept)
         else:
-            found = _backward(call, wanted, upstream, gate, up, in_place=is_last_backward() and not ctx.shared)
+            last = is_last_backward()
+            ctx.maybe_clear_saved_tensors()  # in the last backward: gate and up are not held until the node is done
+            found = _backward(call, wanted, upstream, kept, in_place=last and not ctx.shared)
         grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
         placed: list[Tensor | None] = [None] * len(fields)
         for i, grad in zip(_TENSORS, differentiable_once(grads, (*tensors, upstream), TWICE), strict=True):

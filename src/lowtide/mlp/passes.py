@@ -33,7 +33,7 @@ def forward_tiles(call: SwigluCall, keep: bool) -> tuple[Tensor, Tensor, Tensor]
 
 
 def backward_tiles(
-    call: SwigluCall, wanted: Wanted, upstream: Tensor, gate_NF: Tensor, up_NF: Tensor, *, in_place: bool
+    call: SwigluCall, wanted: Wanted, upstream: Tensor, kept: list[Tensor], *, in_place: bool
 ) -> tuple[Tensor, ...]:
     """Return the gradients of the call's tensors in their shapes and dtypes, empty where not wanted.
 
@@ -41,12 +41,12 @@ def backward_tiles(
         call: What was asked.
         wanted: Which.
         upstream: The output's gradient [..., D].
-        gate_NF: What forward kept; empty where it kept nothing.
-        up_NF: The same.
+        kept: Gate and up [N, F], or empty tensors where forward kept neither. Taken out of the list before the last
+            tile, so that they are let go where nobody else holds them.
         in_place: Whether these may be overwritten.
     """
-    kept = gate_NF.dim() == 2
-    weights = _Weights(call, recompute=not kept and wanted.projections, wanted=wanted)
+    kept_any = kept[0].dim() == 2
+    weights = _Weights(call, recompute=not kept_any and wanted.projections, wanted=wanted)
     tiles = call.tiles()
     sums = [
         _Sum(t, flag, call.wide if len(tiles) > 1 or t.dim() == 1 else t.dtype) if t is not None else None
@@ -55,9 +55,11 @@ def backward_tiles(
     x_ND, dy_ND = _rows(call.input), _rows(upstream)
     dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted.input else None
     for tile in tiles:
-        gate, up = (gate_NF[tile], up_NF[tile]) if kept else (None, None)
+        sides = [t[tile] for t in kept] if kept_any else []
+        if tile is tiles[-1]:
+            kept.clear()
         dx = None if dx_ND is None else dx_ND[tile]
-        _backward_tile(call, wanted, weights, sums, x_ND[tile], dy_ND[tile], gate, up, dx, in_place)
+        _backward_tile(call, wanted, weights, sums, x_ND[tile], dy_ND[tile], sides, dx, in_place)
     dx = x_ND.new_empty(0) if dx_ND is None else dx_ND.view(call.input.shape)
     return (dx, *(x_ND.new_empty(0) if total is None else total.finished() for total in sums))
 
@@ -69,21 +71,25 @@ def _backward_tile(
     sums: "list[_Sum | None]",
     x: Tensor,
     dy: Tensor,
-    gate: Tensor | None,
-    up: Tensor | None,
+    sides: list[Tensor],
     dx: Tensor | None,
     in_place: bool,
 ) -> None:
-    """Add one tile's part to every gradient; each buffer is let go after the last GEMM that reads it."""
+    """Add one tile's part to every gradient; each buffer is let go after the last GEMM that reads it.
+
+    ``sides`` are gate and up, which are taken out of it, or nothing where they are to be computed.
+    """
     gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = sums
     dy = _operand(dy, call.dtype)
     if wanted.down_bias and down_bias is not None:
         down_bias.add_rows(dy)
     if not wanted.projections:
         return
-    if wanted.reads_input or gate is None:
+    if wanted.reads_input or not sides:
         x = _operand(x, call.dtype)
-    if gate is None or up is None:
+    if sides:
+        up, gate = sides.pop(), sides.pop()
+    else:
         gate, up = weights.projections(x, None, None)
         in_place = True
     p: Tensor | None = None
