@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowtide import swiglu_mlp
 from lowtide.measure import track_allocations
@@ -145,3 +148,24 @@ def test_the_casts_of_autocast_are_made_once_a_pass(level: int) -> None:
         with track_allocations() as seen:
             y.sum().backward()
         assert 3 <= sum(event.bytes == cast for event in seen.events) <= 3 + 3 * len(range(0, N, tile or N))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_checkpoint_recomputes_no_more_than_backward_needs(level: int, selective: bool) -> None:
+    leaves = leaves_of(torch.float32)
+
+    def block(*tensors: Tensor) -> Tensor:
+        return swiglu_mlp(*tensors, checkpoint_level=level) + tensors[0]
+
+    def products(y: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            grads = torch.autograd.grad(y.sum(), leaves)
+        return sum(event.name in ("aten::mm", "aten::addmm") for event in profiler.events()), grads
+
+    how = {"context_fn": partial(create_selective_checkpoint_contexts, [])} if selective else {}
+    count, grads = products(checkpoint(block, *leaves, use_reentrant=False, **how))
+    plain_count, plain = products(block(*leaves))
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+    assert plain_count == (6 if level == 0 else 8)
+    assert count == 8, "gate and up are computed once more, and the down projection is not"

@@ -13,23 +13,34 @@ from lowtide.mlp.call import SwigluCall, Wanted
 from lowtide.mlp.elementwise import gated, gated_backward
 
 
-def forward_tiles(call: SwigluCall, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output [..., D], and gate and up [N, F] where they are to be kept, else empty."""
-    weights = _Weights(call, forward=True)
-    x_ND, N, F = _rows(call.input), call.tokens, call.gate_weight.shape[0]
-    y = x_ND.new_empty((*call.input.shape[:-1], call.down_weight.shape[0]), dtype=call.dtype)
-    y_ND = _rows(y)
-    gate_NF, up_NF = (y_ND.new_empty((N, F) if keep else 0) for _ in range(2))
+def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
+    """Return gate and up [N, F]."""
+    weights = _Weights(call, recompute=True)
+    x_ND = _rows(call.input)
+    gate_NF, up_NF = (x_ND.new_empty((call.tokens, len(call.gate_weight)), dtype=call.dtype) for _ in range(2))
     for tile in call.tiles():
-        x_CD = _operand(x_ND[tile], call.dtype)
-        gate, up = (gate_NF[tile], up_NF[tile]) if keep else (None, None)
-        gate, up = weights.projections(x_CD, gate, up)
-        p = torch.empty_like(gate) if keep else gate
+        weights.projections(_operand(x_ND[tile], call.dtype), gate_NF[tile], up_NF[tile])
+    return gate_NF, up_NF
+
+
+def forward_tiles(call: SwigluCall, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    """Return the output [..., D] from gate and up [N, F], or where these are empty from the input."""
+    kept = gate_NF.dim() == 2
+    weights = _Weights(call, forward=not kept, output=kept)
+    x_ND = _rows(call.input)
+    y = x_ND.new_empty(call.output_shape, dtype=call.dtype)
+    y_ND = _rows(y)
+    for tile in call.tiles():
+        if kept:
+            gate, up = gate_NF[tile], up_NF[tile]
+        else:
+            gate, up = weights.projections(_operand(x_ND[tile], call.dtype), None, None)
+        p = torch.empty_like(gate) if kept else gate
         gated(gate, up, call.activation, p)
         del gate, up
         _affine(p, weights.down, weights.down_bias, y_ND[tile])
         del p
-    return y, gate_NF, up_NF  # y itself, not a view: FSDP2 warns of views that a module returns
+    return y  # itself, not a view: FSDP2 warns of views that a module returns
 
 
 def backward_tiles(
@@ -139,11 +150,17 @@ class _Weights:
     """The weights and biases in the operands' dtype: themselves, or under autocast their casts, one of each a call."""
 
     def __init__(
-        self, call: SwigluCall, *, forward: bool = False, recompute: bool = False, wanted: Wanted | None = None
+        self,
+        call: SwigluCall,
+        *,
+        forward: bool = False,
+        recompute: bool = False,
+        output: bool = False,
+        wanted: Wanted | None = None,
     ) -> None:
         projected = forward or recompute
         side = projected or (wanted is not None and wanted.input)
-        through = forward or (wanted is not None and (wanted.gate or wanted.up))
+        through = forward or output or (wanted is not None and (wanted.gate or wanted.up))
 
         def cast(tensor: Tensor, needed: bool) -> Tensor:
             return _operand(tensor, call.dtype) if needed else tensor
@@ -152,7 +169,7 @@ class _Weights:
         self.down = cast(call.down_weight, through)
         biases = (call.gate_bias, call.up_bias, call.down_bias)
         self.gate_bias, self.up_bias, self.down_bias = (
-            bias.to(call.dtype) if bias is not None and projected else None for bias in biases
+            bias.to(call.dtype) if bias is not None and (projected or output) else None for bias in biases
         )
 
     def projections(self, x_CD: Tensor, gate: Tensor | None, up: Tensor | None) -> tuple[Tensor, Tensor]:
