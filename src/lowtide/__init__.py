@@ -6,7 +6,7 @@ Hugging Face model (`patch`), and one that puts log-probabilities, entropies and
 trainers (`patch_trl`).
 """
 
-from lowtide import errors, losses, nn
+from lowtide import errors, layers, losses, memory, nn
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
@@ -14,6 +14,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import plan_divergence
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
+from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
@@ -28,17 +29,20 @@ __all__ = [
     "TrlReport",
     "__version__",
     "errors",
+    "layers",
     "linear_apply",
     "linear_cross_entropy",
     "linear_divergence",
     "linear_logprobs",
     "linear_token_stats",
     "losses",
+    "memory",
     "nn",
     "patch",
     "patch_trl",
     "plan_divergence",
     "plan_head",
+    "swiglu_mlp",
     "unpatch",
     "unpatch_trl",
 ]

@@ -37,6 +37,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         "linear_divergence",
         "plan_divergence",
         "plan_head",
+        "swiglu_mlp",
         "patch",
         "unpatch",
         "patch_trl",
@@ -58,6 +59,7 @@ def test_every_argument_is_documented(name: str) -> None:
         lowtide.TeacherTopK,
         lowtide.TrlReport,
         lowtide.nn.LinearCrossEntropyLoss,
+        lowtide.nn.SwiGLU,
     ],
 )
 def test_every_field_is_documented(kind: type) -> None:
@@ -73,9 +75,9 @@ def test_links_in_the_documents_lead_somewhere() -> None:
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-@pytest.mark.parametrize(("page", "count"), [("token-stats", 2), ("divergence", 3)])
-def test_the_examples_of_a_page_run(page: str, count: int) -> None:
+@pytest.mark.parametrize(("page", "examples"), [("token-stats", 2), ("divergence", 3), ("mlp", 1)])
+def test_the_examples_of_a_page_run(page: str, examples: int) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
-    assert len(blocks) == count
+    assert len(blocks) == examples
     for block in blocks:
         exec(compile(block, page, "exec"), {})

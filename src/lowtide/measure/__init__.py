@@ -4,13 +4,14 @@ from lowtide.measure.allocations import Allocation, Allocations, track_allocatio
 from lowtide.measure.child import ChildResult, run_child, run_command
 from lowtide.measure.machine import describe_machine, source_commit
 from lowtide.measure.resident import (
+    available_bytes,
     cuda_peak_bytes,
     peak_resident_bytes,
     reset_cuda_peak,
     reset_peak_resident,
     resident_bytes,
 )
-from lowtide.measure.timing import Timing, peak_above, time_side_by_side
+from lowtide.measure.timing import Timing, kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import gib, mib
 
 __all__ = [
@@ -18,9 +19,11 @@ __all__ = [
     "Allocations",
     "ChildResult",
     "Timing",
+    "available_bytes",
     "cuda_peak_bytes",
     "describe_machine",
     "gib",
+    "kept_above",
     "mib",
     "peak_above",
     "peak_resident_bytes",

@@ -1,0 +1,158 @@
+"""One layer's forward that keeps less: ``torch.utils.checkpoint`` around it, with attention's outputs kept or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.errors import UnsupportedError, message
+from lowtide.memory.attention import KeptAttention, Store, contexts_under_compile, stay
+from lowtide.memory.offload import Offloader
+from lowtide.memory.policy import ActivationPolicy
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class LayerState:
+    """What a layer under a policy carries.
+
+    Args:
+        name: The layer's name inside the model.
+        policy: Its policy.
+        offloader: With ``offload=True``, what its stack shares.
+        moves: Whether what it keeps goes to the host: not the last layers'.
+        levels: The ``checkpoint_level`` that submodules had before the policy set it, by their names.
+    """
+
+    name: str
+    policy: ActivationPolicy
+    offloader: Offloader | None = None
+    moves: bool = False
+    levels: dict[str, int] = field(default_factory=dict)
+
+
+def run_layer(
+    layer: nn.Module, state: LayerState, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a layer's own ``forward`` so that its graph keeps what the policy says, and recomputes the rest in backward.
+
+    Args:
+        layer: The layer.
+        state: Its policy, with ``keep`` "attention" or "input".
+        forward: The layer's stock forward, bound to it.
+        args: What the layer was called with.
+        kwargs: The same, by name.
+
+    Raises:
+        UnsupportedError: The layer is checkpointed by transformers already; it was called with a cache that holds keys;
+            ``keep="attention"``, and no fused attention ran; offloading, from a device that is none or to a host
+            without room.
+    """
+    if getattr(layer, "gradient_checkpointing", False) and layer.training:
+        raise double_recompute(state.name)
+    args, kwargs, cached = _without_cache(layer, state.name, args, kwargs)
+    if cached or not _needs_graph(layer, args, kwargs):
+        return forward(*args, **kwargs)
+    run, hidden = _of_hidden_states(state.name, forward, args, kwargs)
+    if state.offloader is None:
+        return _run(state, run, hidden, stay)
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()  # copies on streams run in eager; what the layer calls is compiled by itself
+    record = state.offloader.begin(moves=state.moves)
+    # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
+    with saved_tensors_hooks(lambda t: record.put(t) if t.numel() else stay(t), lambda get: get()):
+        return _run(state, run, hidden, record.put)
+
+
+def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store: Store) -> Any:
+    """Checkpoint ``run(hidden)``, with attention's outputs in ``store`` if they are kept."""
+    if state.policy.keep == "input":
+        return checkpoint(run, hidden, use_reentrant=False)
+    if torch.compiler.is_compiling():
+        return checkpoint(run, hidden, use_reentrant=False, context_fn=contexts_under_compile)
+    kept = KeptAttention(store)
+    outputs = checkpoint(run, hidden, use_reentrant=False, context_fn=kept.contexts)
+    if not kept.calls:
+        raise _no_attention(state.name)
+    return outputs
+
+
+def _needs_graph(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether backward can reach the layer at all: frozen layers before the first that trains keep nothing anyway."""
+    tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    return any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
+
+
+def double_recompute(name: str) -> UnsupportedError:
+    """Return the error for a layer that transformers checkpoints as well."""
+    expected = "a layer that nothing else recomputes"
+    got = "transformers' gradient checkpointing switched on, so that it would be recomputed twice"
+    return UnsupportedError(message(name, expected, got, "Call model.gradient_checkpointing_disable()."))
+
+
+def _no_attention(name: str) -> UnsupportedError:
+    hint = (
+        "Take a fused attention (attn_implementation='sdpa' or 'flash_attention_2' with a mask and a dtype that its "
+        "kernels know), or keep='input' for this layer. What torch.compile has compiled inside the layer cannot be "
+        "looked into: compile the whole layer, or its other parts alone."
+    )
+    got = "none (eager attention, the math path of scaled_dot_product_attention, or no attention at all)"
+    return UnsupportedError(message(name, "a fused attention operator for keep='attention' to keep", got, hint))
+
+
+def _of_hidden_states(
+    name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[Tensor], Any], Tensor]:
+    """Return the layer as a function of its hidden states alone, and these: they are the input that is kept.
+
+    They are the first floating-point tensor among what the layer was called with. The rest (positions, masks, another
+    stack's output) is shared by the layers and stays as it is.
+    """
+    at = next((index for index, value in enumerate(args) if _is_hidden(value)), None)
+    if at is not None:
+        before, after = args[:at], args[at + 1 :]
+        return lambda hidden: forward(*before, hidden, *after, **kwargs), args[at]
+    key = next((key for key, value in kwargs.items() if _is_hidden(value)), None)
+    if key is None:
+        raise UnsupportedError(message(name, "hidden states: a floating-point tensor", "none among its arguments"))
+    rest = {other: value for other, value in kwargs.items() if other != key}
+    return lambda hidden: forward(*args, **{key: hidden}, **rest), kwargs[key]
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _without_cache(
+    layer: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the arguments without a cache of keys and values, which a recompute would fill twice.
+
+    transformers makes an empty one for every forward unless it is told not to, also in training, where nothing reads
+    it. In evaluation somebody may: the third value says that the layer must run as it is.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches or getattr(layer, "_can_checkpoint_with_cache", False):
+        return args, kwargs, False
+    if not layer.training:
+        return args, kwargs, True
+    index = next((m.layer_idx for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
+    if any(cache.get_seq_length(index) for cache in caches):
+        hint = "Train without past_key_values, or give this layer keep='all'."
+        raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))
+    kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kwargs, False
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")

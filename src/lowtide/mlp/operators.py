@@ -1,0 +1,190 @@
+"""`lowtide.swiglu_mlp` as registered operators and in autograd's graph.
+
+`torch.ops.lowtide.swiglu_projections` computes gate and up, `torch.ops.lowtide.swiglu` the output, and
+`torch.ops.lowtide.swiglu_backward` every gradient. All begin with the fields of `SwigluCall`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import UnsupportedError
+from lowtide.head.graph import differentiable_once, is_last_backward
+from lowtide.head.registration import schema_of, tensor_fields, undisturbed, watched
+from lowtide.mlp.call import SwigluCall, Wanted
+from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
+
+WRITTEN_OUT = (
+    "torch.nn.functional.linear(torch.nn.functional.silu(torch.nn.functional.linear(input, gate_weight))"
+    " * torch.nn.functional.linear(input, up_weight), down_weight)"
+)
+TWICE = (
+    "lowtide.swiglu_mlp: expected to be differentiated once, got a second derivative. Its gradients are computed"
+    f" without a graph of their own; for second derivatives write it out: {WRITTEN_OUT}."
+)
+
+_TENSORS = tensor_fields(SwigluCall)
+_CALL = schema_of(SwigluCall)
+_WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
+_SEVERAL = ", ".join(["Tensor"] * len(Wanted._fields))
+assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in _TENSORS)
+
+
+@torch.library.custom_op("lowtide::swiglu_projections", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
+def swiglu_projections(*args: Any) -> tuple[Tensor, Tensor]:
+    """Compute gate and up [N, F]."""
+    return _project(SwigluCall(*args))
+
+
+@swiglu_projections.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    call = SwigluCall(*args)
+    shape = (call.tokens, call.gate_weight.shape[0])
+    return call.input.new_empty(shape, dtype=call.dtype), call.input.new_empty(shape, dtype=call.dtype)
+
+
+@torch.library.custom_op("lowtide::swiglu", mutates_args=(), schema=f"({_CALL}, Tensor gate, Tensor up) -> Tensor")
+def swiglu(*args: Any) -> Tensor:
+    """Compute the output [..., D] from gate and up, or where these are empty from the input."""
+    *fields, gate, up = args
+    return _forward(SwigluCall(*fields), gate, up)
+
+
+@swiglu.register_fake
+def _(*args: Any) -> Tensor:
+    call = SwigluCall(*args[:-2])
+    return call.input.new_empty(call.output_shape, dtype=call.dtype)
+
+
+@torch.library.custom_op(
+    "lowtide::swiglu_backward",
+    mutates_args=(),
+    schema=f"({_CALL}, {_WANTED}, Tensor upstream, Tensor gate, Tensor up) -> ({_SEVERAL})",
+)
+def swiglu_backward(*args: Any) -> tuple[Tensor, ...]:
+    """Compute the gradients that are wanted from the output's, and from what forward kept."""
+    call, wanted, upstream, gate, up = _split(args)
+    return _backward(call, wanted, upstream, [gate, up], in_place=False)
+
+
+@swiglu_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    call, wanted, *_ = _split(args)
+    return tuple(
+        call.input.new_empty(0) if t is None or not flag else t.new_empty(t.shape)
+        for t, flag in zip(call.trained, wanted, strict=True)
+    )
+
+
+def _split(args: Sequence[Any]) -> tuple[SwigluCall, Wanted, Tensor, Tensor, Tensor]:
+    fields, flags = len(SwigluCall._fields), len(Wanted._fields)
+    upstream, gate, up = args[fields + flags :]
+    return SwigluCall(*args[:fields]), Wanted(*args[fields : fields + flags]), upstream, gate, up
+
+
+def _project(call: SwigluCall) -> tuple[Tensor, Tensor]:
+    with torch.no_grad(), undisturbed(call.input.device):
+        return project_tiles(call)
+
+
+def _forward(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
+    with torch.no_grad(), undisturbed(call.input.device):
+        return forward_tiles(call, gate, up)
+
+
+def _backward(
+    call: SwigluCall, wanted: Wanted, upstream: Tensor, kept: list[Tensor], *, in_place: bool
+) -> tuple[Tensor, ...]:
+    with torch.no_grad(), undisturbed(call.input.device):
+        return backward_tiles(call, wanted, upstream, kept, in_place=in_place)
+
+
+def run(call: SwigluCall) -> Tensor:
+    """Return the output, connected to whichever of the tensors need a gradient.
+
+    In autograd's graph this is two nodes. The first keeps what backward needs, and has the gradients; the second
+    computes the output and keeps nothing. A checkpoint recomputes until the last tensor is kept that backward needs: it
+    stops between the two, before the down projection, at level 1 before any product.
+    """
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in call.trained):
+        none = call.input.new_empty(0)
+        return _run(call, none, none)
+    stand_in, gate, up = _SwigluMlp.apply(*call)  # type: ignore[no-untyped-call]
+    fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
+    y: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _run(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
+    """Run `swiglu`: as an operator where something watches operators, else without that detour."""
+    if watched(call):
+        y: Tensor = swiglu(*call, gate, up)
+        return y
+    return _forward(call, gate, up)
+
+
+class _Output(torch.autograd.Function):
+    """The output; its gradient goes to the stand-in as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, gate: Tensor, up: Tensor, *fields: Any) -> Tensor:  # noqa: ARG004
+        return _run(SwigluCall(*fields), gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:  # noqa: ARG004
+        return upstream, None, None, *[None] * len(SwigluCall._fields)
+
+
+class _SwigluMlp(torch.autograd.Function):
+    """Level 0 saves gate and up, and the input where a weight's gradient will read it; level 1 the input alone.
+
+    Returns a tensor of the output's shape without memory of its own, gate and up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        call = SwigluCall(*args)
+        wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TENSORS))
+        keep = call.checkpoint_level == 0 and wanted.projections
+        if keep:
+            gate, up = swiglu_projections(*call) if watched(call) else _project(call)
+        else:
+            gate, up = call.input.new_empty(0), call.input.new_empty(0)
+        tensors = list(call.trained)
+        ctx.input_kept = wanted.reads_input if keep else wanted.projections
+        if not ctx.input_kept:
+            tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one number in memory
+        ctx.save_for_backward(*tensors, gate, up)
+        ctx.mark_non_differentiable(gate, up)
+        ctx.set_materialize_grads(False)  # of gate and up there are none, and zeros would take as much memory
+        ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
+        # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
+        ctx.shared = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
+        *tensors, gate, up = ctx.saved_tensors
+        kept = [gate, up]
+        del gate, up
+        if torch.is_grad_enabled() and not (ctx.input_kept or torch.compiler.is_compiling()):
+            raise UnsupportedError(TWICE)  # the input is not there for a derivative by it to be refused later
+        fields = list(ctx.scalars)
+        for i, tensor in zip(_TENSORS, tensors, strict=True):
+            fields[i] = tensor
+        call = SwigluCall(*fields)
+        wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TENSORS))
+        if watched((*call, upstream, *kept)):
+            with torch.no_grad():
+                found = swiglu_backward(*call, *wanted, upstream, *kept)
+        else:
+            last = is_last_backward()
+            ctx.maybe_clear_saved_tensors()  # in the last backward: gate and up are not held until the node is done
+            found = _backward(call, wanted, upstream, kept, in_place=last and not ctx.shared)
+        grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
+        placed: list[Tensor | None] = [None] * len(fields)
+        for i, grad in zip(_TENSORS, differentiable_once(grads, (*tensors, upstream), TWICE), strict=True):
+            placed[i] = grad
+        return tuple(placed)

@@ -1,0 +1,171 @@
+"""What swiglu_mlp really allocates: what stays after forward, and the most that is there at once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lowtide import swiglu_mlp
+from lowtide.measure import track_allocations
+from lowtide.mlp import elementwise
+from support import mlp
+
+N, D, FF = 512, 48, 160
+SLACK = 2**16  # the plain pieces of rows, and what is small
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "PIECE", 2**11)
+
+
+def leaves_of(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    return mlp(N, D, FF, dtype=dtype, bias=False)[:4]
+
+
+def after_forward(function: Callable[[], Tensor]) -> int:
+    """Return the bytes that stay after forward beyond the output, as the allocator counts them."""
+    function()
+    gc.collect()
+    with track_allocations() as seen:
+        y = function()
+        gc.collect()
+    return seen.events[-1].total_bytes - y.numel() * y.element_size()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tile", [None, 100])
+def test_kept_after_forward(dtype: torch.dtype, tile: int | None) -> None:
+    leaves = leaves_of(dtype)
+    token = N * dtype.itemsize
+    levels = [after_forward(lambda k=k: swiglu_mlp(*leaves, checkpoint_level=k, tile_tokens=tile)) for k in (0, 1)]
+    assert levels == [2 * FF * token, 0]
+    textbook = after_forward(
+        lambda: F.linear(F.silu(F.linear(leaves[0], leaves[1])) * F.linear(leaves[0], leaves[2]), leaves[3])
+    )
+    assert textbook == 4 * FF * token, "the measure must see the textbook's four"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_input_is_kept_where_backward_reads_it(frozen: bool, level: int) -> None:
+    x, *weights = leaves_of()
+    for weight in weights:
+        weight.requires_grad_(not frozen)
+
+    def forward() -> Tensor:
+        return swiglu_mlp(x.clone(), *weights, checkpoint_level=level)  # nobody else keeps the copy
+
+    needed = level == 1 or not frozen
+    few = 0 if needed else 2  # one number of the input's shape and dtype
+    assert after_forward(forward) == (2 * FF * (level == 0) + D * needed) * 2 * N + few
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_bias_of_the_down_projection_alone_keeps_nothing(level: int) -> None:
+    x, *weights = (t.detach() for t in leaves_of())
+    bias = torch.randn(D).bfloat16().requires_grad_()
+    assert after_forward(lambda: swiglu_mlp(x.clone(), *weights, down_bias=bias, checkpoint_level=level)) == 2
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    leaves = leaves_of()
+    with torch.no_grad():
+        assert after_forward(lambda: swiglu_mlp(*leaves, checkpoint_level=0)) == 0
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("tile", [None, 128])
+def test_peaks(level: int, tile: int | None) -> None:
+    leaves = leaves_of(torch.float32)  # the CPU's narrow GEMMs have scratch of their own
+    rows, token, weights = tile or N, 4, 3 * D * FF * 4
+    with track_allocations() as seen:
+        y = swiglu_mlp(*leaves, checkpoint_level=level, tile_tokens=tile)
+    kept = 2 * FF * N if level == 0 else 0
+    beside = rows * FF * (1 if level == 0 else 2)
+    assert seen.peak_bytes <= token * (kept + beside + D * N) + SLACK
+    upstream = torch.randn(N, D)
+    with track_allocations() as seen:
+        y.backward(upstream)
+    beside = rows * FF * (1 if level == 0 else 3)
+    assert seen.peak_bytes <= token * (beside + D * N) + weights + SLACK
+    assert seen.peak_bytes > token * (beside + D * N) - SLACK, "the bound is not loose"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_each_buffer_is_let_go_after_the_last_product_that_reads_it(
+    level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where weights are larger than a tile's buffers, so that the peak is at the end."""
+    monkeypatch.setattr(elementwise, "PIECE", 1)
+    rows, hidden, wide = 64, 256, 160
+    leaves = mlp(rows, hidden, wide, bias=False)[:4]
+    upstream = torch.randn(rows, hidden)
+    with track_allocations() as seen:  # forward too: of what was there before, no free is seen
+        y = swiglu_mlp(*leaves, checkpoint_level=level)
+        y.backward(upstream)
+    buffer, weight, dx = (4 * a * b for a, b in ((rows, wide), (hidden, wide), (rows, hidden)))
+    most = max(3 * buffer + weight, 2 * buffer + 2 * weight, buffer + 3 * weight) + dx + y.nbytes
+    assert most - 2**13 < seen.peak_bytes < most + 2**13 < most + buffer
+
+
+def test_a_strided_upstream_gradient_is_copied_once() -> None:
+    leaves = leaves_of(torch.float32)
+    y = swiglu_mlp(*leaves)
+    with track_allocations() as seen:
+        y.backward(torch.ones(()).expand(N, D))
+    assert sum(event.bytes == N * D * 4 for event in seen.events) == 2, "that, and the input's gradient"
+
+
+def test_a_retained_graph_costs_the_gradients_of_gate_and_up() -> None:
+    leaves = leaves_of()
+    peaks = []
+    for retain in (False, True):
+        y = swiglu_mlp(*leaves, checkpoint_level=0)
+        with track_allocations() as seen:
+            torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=retain)
+        peaks.append(seen.peak_bytes)
+    assert 2 * FF * N * 2 * 0.9 < peaks[1] - peaks[0] <= 2 * FF * N * 2
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_casts_of_autocast_are_made_once_a_pass(level: int) -> None:
+    leaves = leaves_of(torch.float32)
+    cast = D * FF * 2
+    for tile in (None, 100):
+        with track_allocations() as seen, torch.autocast("cpu", torch.bfloat16):
+            y = swiglu_mlp(*leaves, checkpoint_level=level, tile_tokens=tile)
+        assert sum(event.bytes == cast for event in seen.events) == 3
+        with track_allocations() as seen:
+            y.sum().backward()
+        assert 3 <= sum(event.bytes == cast for event in seen.events) <= 3 + 3 * len(range(0, N, tile or N))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_checkpoint_recomputes_no_more_than_backward_needs(level: int, selective: bool) -> None:
+    leaves = leaves_of(torch.float32)
+
+    def block(*tensors: Tensor) -> Tensor:
+        return swiglu_mlp(*tensors, checkpoint_level=level) + tensors[0]
+
+    def products(y: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            grads = torch.autograd.grad(y.sum(), leaves)
+        return sum(event.name in ("aten::mm", "aten::addmm") for event in profiler.events()), grads
+
+    how = {"context_fn": partial(create_selective_checkpoint_contexts, [])} if selective else {}
+    count, grads = products(checkpoint(block, *leaves, use_reentrant=False, **how))
+    plain_count, plain = products(block(*leaves))
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+    assert plain_count == (6 if level == 0 else 8)
+    assert count == 8, "gate and up are computed once more, and the down projection is not"
