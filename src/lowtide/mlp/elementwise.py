@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.head.backends import why_no_triton
 
-PIECE = 2**18  # elements: temporaries of plain PyTorch stay in the CPU's caches
+PIECE = 2**16  # elements: plain PyTorch holds about seven such temporaries in float32, in the CPU's caches
 _TWO_ROOTS = 1.5957691216057308  # 2 sqrt(2 / pi)
 _CUBIC = 0.044715
 
@@ -24,9 +24,7 @@ def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
         kernels.gated(gate, up, activation, out)
         return
     for part in _pieces(gate):
-        a = gate[part].to(_wide(gate))
-        s, _ = _sigmoid(a, activation)
-        out[part] = s.mul_(a).mul_(up[part])
+        out[part] = _act(gate[part].to(_wide(gate)), activation).mul_(up[part])
 
 
 def gated_backward(
@@ -49,9 +47,8 @@ def gated_backward(
         return
     for part in _pieces(gate):
         a, u, dp = (t[part].to(_wide(gate)) for t in (gate, up, grad))
-        s, bend = _sigmoid(a, activation)
-        act = a * s
-        of_gate = None if gate_grad is None else (1 - s).mul_(bend).add_(1).mul_(s).mul_(u).mul_(dp)
+        act = _act(a, activation)
+        of_gate = None if gate_grad is None else _act_backward(dp * u, a, activation)
         of_up = None if up_grad is None else dp * act
         p = None if product is None else act.mul_(u)
         for into, value in ((gate_grad, of_gate), (up_grad, of_up), (product, p)):
@@ -59,11 +56,28 @@ def gated_backward(
                 into[part] = value
 
 
-def _sigmoid(a: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return s and b, with which the activation is ``a s`` and its derivative ``s (1 + (1 - s) b)``."""
+def _act(a: Tensor, activation: str) -> Tensor:
     if activation == "silu":
-        return torch.sigmoid(a), a
-    c = a.clamp(-64, 64)  # s is 0 or 1 outside, where a^3 would not stay finite
+        return torch.nn.functional.silu(a)
+    s, _ = _gelu_sigmoid(a)
+    return s.mul_(a)
+
+
+def _act_backward(grad: Tensor, a: Tensor, activation: str) -> Tensor:
+    """Return ``grad`` times the activation's derivative at ``a``."""
+    if activation == "silu":
+        result: Tensor = torch.ops.aten.silu_backward(grad, a)
+        return result
+    s, bend = _gelu_sigmoid(a)
+    return (1 - s).mul_(bend).add_(1).mul_(s).mul_(grad)
+
+
+def _gelu_sigmoid(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return s and b, with which GELU's tanh approximation is ``a s`` and its derivative ``s (1 + (1 - s) b)``.
+
+    PyTorch's own adds 1 to a tanh, which cancels, and its derivative is NaN where a^3 overflows.
+    """
+    c = a.clamp(-64, 64)  # s is 0 or 1 outside
     square = c.square()
     bend = (3 * _TWO_ROOTS * _CUBIC * square).add_(_TWO_ROOTS).mul_(c)
     return square.mul_(_TWO_ROOTS * _CUBIC).add_(_TWO_ROOTS).mul_(c).sigmoid_(), bend

@@ -5,6 +5,7 @@ C rows of a tile (all N tokens, or ``tile_tokens`` of them), D hidden size, F in
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lowtide.mlp.elementwise import gated, gated_backward
 
 def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
     """Return gate and up [N, F]."""
-    weights = _Weights(call, recompute=True)
+    weights = _Weights(call)
     x_ND = _rows(call.input)
     gate_NF, up_NF = (x_ND.new_empty((call.tokens, len(call.gate_weight)), dtype=call.dtype) for _ in range(2))
     for tile in call.tiles():
@@ -26,7 +27,7 @@ def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
 def forward_tiles(call: SwigluCall, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     """Return the output [..., D] from gate and up [N, F], or where these are empty from the input."""
     kept = gate_NF.dim() == 2
-    weights = _Weights(call, forward=not kept, output=kept)
+    weights = _Weights(call)
     x_ND = _rows(call.input)
     y = x_ND.new_empty(call.output_shape, dtype=call.dtype)
     y_ND = _rows(y)
@@ -38,7 +39,7 @@ def forward_tiles(call: SwigluCall, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
         p = torch.empty_like(gate) if kept else gate
         gated(gate, up, call.activation, p)
         del gate, up
-        _affine(p, weights.down, weights.down_bias, y_ND[tile])
+        _affine(p, weights.down, call.down_bias, y_ND[tile])
         del p
     return y  # itself, not a view: FSDP2 warns of views that a module returns
 
@@ -57,7 +58,7 @@ def backward_tiles(
         in_place: Whether these may be overwritten.
     """
     kept_any = kept[0].dim() == 2
-    weights = _Weights(call, recompute=not kept_any and wanted.projections, wanted=wanted)
+    weights = _Weights(call)
     tiles = call.tiles()
     sums = [
         _Sum(t, flag, call.wide if len(tiles) > 1 or t.dim() == 1 else t.dtype) if t is not None else None
@@ -121,10 +122,10 @@ def _backward_tile(
         down_weight.add_product(dy.T, p)
     del p, dy
     if dgate is not None:
-        _add_side(dgate, x, gate_weight, gate_bias, weights.gate, dx, first=True)
+        _add_side(dgate, x, gate_weight, gate_bias, None if dx is None else (weights.gate, dx), first=True)
     del dgate
     if dup is not None:
-        _add_side(dup, x, up_weight, up_bias, weights.up, dx, first=False)
+        _add_side(dup, x, up_weight, up_bias, None if dx is None else (weights.up, dx), first=False)
 
 
 def _add_side(
@@ -132,53 +133,50 @@ def _add_side(
     x: Tensor,
     weight_sum: "_Sum | None",
     bias_sum: "_Sum | None",
-    weight: Tensor,
-    dx: Tensor | None,
+    back: tuple[Tensor, Tensor] | None,
     *,
     first: bool,
 ) -> None:
-    """Add what the gradient [C, F] of gate or up brings to the projection's weight and bias and to the input."""
+    """Add what the gradient [C, F] of gate or up brings to the projection's weight and bias and to the input.
+
+    ``back`` is the projection's weight, and the input's gradient.
+    """
     if weight_sum is not None and weight_sum.wanted:
         weight_sum.add_product(grad.T, x)
     if bias_sum is not None and bias_sum.wanted:
         bias_sum.add_rows(grad)
-    if dx is not None:
-        multiply(grad, weight, dx, add=not first)
+    if back is not None:
+        multiply(grad, *back, add=not first)
 
 
 class _Weights:
     """The weights and biases in the operands' dtype: themselves, or under autocast their casts, one of each a call."""
 
-    def __init__(
-        self,
-        call: SwigluCall,
-        *,
-        forward: bool = False,
-        recompute: bool = False,
-        output: bool = False,
-        wanted: Wanted | None = None,
-    ) -> None:
-        projected = forward or recompute
-        side = projected or (wanted is not None and wanted.input)
-        through = forward or output or (wanted is not None and (wanted.gate or wanted.up))
+    def __init__(self, call: SwigluCall) -> None:
+        self._call = call
 
-        def cast(tensor: Tensor, needed: bool) -> Tensor:
-            return _operand(tensor, call.dtype) if needed else tensor
+    @cached_property
+    def gate(self) -> Tensor:
+        """Return Wg; not cast before it is read, as the others, so that the first GEMM need not wait for all."""
+        return _operand(self._call.gate_weight, self._call.dtype)
 
-        self.gate, self.up = cast(call.gate_weight, side), cast(call.up_weight, side)
-        self.down = cast(call.down_weight, through)
-        biases = (call.gate_bias, call.up_bias, call.down_bias)
-        self.gate_bias, self.up_bias, self.down_bias = (
-            bias.to(call.dtype) if bias is not None and (projected or output) else None for bias in biases
-        )
+    @cached_property
+    def up(self) -> Tensor:
+        """Return Wu."""
+        return _operand(self._call.up_weight, self._call.dtype)
+
+    @cached_property
+    def down(self) -> Tensor:
+        """Return Wd."""
+        return _operand(self._call.down_weight, self._call.dtype)
 
     def projections(self, x_CD: Tensor, gate: Tensor | None, up: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return gate and up [C, F], in the memory that is given."""
-        shape = (len(x_CD), len(self.gate))
+        shape = (x_CD.shape[0], self.gate.shape[0])
         gate = x_CD.new_empty(shape) if gate is None else gate
+        _affine(x_CD, self.gate, self._call.gate_bias, gate)
         up = x_CD.new_empty(shape) if up is None else up
-        _affine(x_CD, self.gate, self.gate_bias, gate)
-        _affine(x_CD, self.up, self.up_bias, up)
+        _affine(x_CD, self.up, self._call.up_bias, up)
         return gate, up
 
 
@@ -228,7 +226,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
     if bias is None:
         torch.mm(x, weight.T, out=out)
     else:
-        torch.addmm(bias, x, weight.T, out=out)
+        torch.addmm(bias.to(x.dtype), x, weight.T, out=out)
 
 
 def _rows(tensor: Tensor) -> Tensor:
