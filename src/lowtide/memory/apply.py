@@ -161,7 +161,7 @@ def _adopt(layer: nn.Module, state: LayerState) -> None:
     vars(layer)[_STATE] = state
     if state.policy.keep != "all" and not any(_BASE in vars(cls) for cls in type(layer).__mro__):
         cls: Any = type(layer)
-        layer.__class__ = child_class(cls, _BASE, _overrides)
+        layer.__class__ = child_class(cls, _overrides, _BASE)
 
 
 def _restore(layer: nn.Module) -> None:
