@@ -54,6 +54,7 @@ def test_the_math_path_is_refused() -> None:
 
 
 def live_after_forward(model: Plain, ids: torch.Tensor) -> int:
+    gc.collect()  # what other tests have left
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     loss = model(ids)
@@ -74,7 +75,7 @@ def test_bytes_that_stay_after_forward(keep: Any) -> None:
     kept = 2 * D + (2 * D + 4 * D // 64) * (keep == "attention")
     assert live[False] >= layers * tokens * kept
     moved = (layers - offload.ON_DEVICE) * tokens * kept
-    assert abs(live[False] - live[True] - moved) < 64 * 1024
+    assert abs(live[False] - live[True] - moved) < 64 * 1024, (live, moved)
 
 
 def test_peak_is_lower_and_the_copies_cost_little() -> None:
@@ -154,6 +155,7 @@ def test_a_budget_that_does_not_suffice() -> None:
         step(model, ids)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler's own doing
 def test_inside_torch_compile() -> None:
     """Attention's kernel is called once there as well."""
     model, ids = model_and_ids(3, 128, 512)
