@@ -80,7 +80,8 @@ def test_bytes_that_stay_after_forward(keep: Any) -> None:
 
 def test_peak_is_lower_and_the_copies_cost_little() -> None:
     """A step of a model whose layers compute for longer than their copies take."""
-    model, ids = model_and_ids(12, 1024, 16384)
+    layers, tokens, D = 8, 32768, 1024
+    model, ids = model_and_ids(layers, D, tokens)
     peaks, times = {}, {}
     for offloaded in (False, True):
         apply_policy(model, ActivationPolicy(keep="attention", offload=offloaded))
@@ -91,8 +92,8 @@ def test_peak_is_lower_and_the_copies_cost_little() -> None:
 
         times[offloaded] = time_side_by_side({"step": one}, "cuda", warm=2, reps=5)["step"].median_ms
         peaks[offloaded] = peak_above(one, "cuda")
-    kept = (12 - offload.ON_DEVICE) * 16384 * (4 * 1024 + 64)
-    assert peaks[True] < peaks[False] - 0.7 * kept
+    moved = (layers - offload.ON_DEVICE) * tokens * (4 * D + 4 * D // 64)
+    assert peaks[True] < peaks[False] - 0.5 * moved, (peaks, moved)  # gradients have grown where the peak is then
     assert times[True] < 1.1 * times[False], times
 
 
