@@ -58,6 +58,32 @@ class Plain(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@torch.library.custom_op("lowtide_test_flash_attn::fwd", mutates_args=())
+def fwd(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Stand in for a flash-attn package: an operator of its own name, with dropout inside.
+
+    The last of what it returns is what the fused kernels return as well: a mask that nobody asked for, of no size.
+    """
+    mask = torch.rand(q.shape) >= dropout_p
+    out = nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).to(q.dtype)
+    return torch.where(mask, out, 0).contiguous(), mask.to(q.dtype), q.new_empty(0)
+
+
+class Flash(torch.autograd.Function):
+    """Attention of such a package, with a backward that depends on everything that was kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, mask, _ = torch.ops.lowtide_test_flash_attn.fwd(q, k, v, 0.4)
+        ctx.save_for_backward(q, k, v, out, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, mask = ctx.saved_tensors
+        return gradient * mask * k, gradient * out * q, gradient * mask * v
+
+
 class CountAttention(TorchDispatchMode):
     """Counts the calls of attention's fused forward that reach a kernel."""
 

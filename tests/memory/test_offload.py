@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.errors import UnsupportedError
 from lowtide.measure import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, offload, pinned, remove_policy
-from memory.models import VOCAB, CountAttention, LazySide, Plain, assert_same, step
+from memory.models import VOCAB, CountAttention, Flash, LazySide, Plain, assert_same, step
 
 ATTENTION = ActivationPolicy(keep="attention", offload=True)
 INPUT = ActivationPolicy(keep="input", offload=True)
@@ -73,6 +73,16 @@ def test_dropout_and_autocast(side: LazySide, ids: Tensor) -> None:
         apply_policy(model, policy)
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(step(model, ids), step(stock, ids))
+
+
+def test_a_packages_operator_with_dropout(side: LazySide, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    model = Plain(dropout=0.3)
+    stock = copy.deepcopy(model)
+    for block in [*model.blocks, *stock.blocks]:
+        monkeypatch.setattr(block, "attend", Flash.apply)
+    apply_policy(model, ATTENTION)
+    assert_same(step(model, ids), step(stock, ids))
+    assert side.copies == 3 * 3  # input, output and mask, of three layers
 
 
 def test_graphs_side_by_side(pair: tuple[Any, Any], side: LazySide, ids: Tensor) -> None:
@@ -203,6 +213,17 @@ def test_layouts_of_every_kind_come_back_as_they_were(side: LazySide) -> None:
         assert got.dtype == tensor.dtype
         if tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize:
             assert got.stride() == tensor.stride()
+
+
+def test_tensors_of_another_class_are_refused(side: LazySide) -> None:
+    class Other(Tensor):
+        pass
+
+    for moves in (True, False):  # not only where it matters
+        record = offload.Offloader(None, 1, 1).begin(moves=moves)
+        with pytest.raises(UnsupportedError, match="plain tensors to keep, got Other"):
+            record.put(torch.randn(3).as_subclass(Other))
+        assert torch.equal(record.put(torch.nn.Parameter(torch.ones(3)))(), torch.ones(3))
 
 
 def test_copies_of_a_model_have_memory_of_their_own(side: LazySide, ids: Tensor) -> None:

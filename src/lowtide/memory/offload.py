@@ -14,7 +14,7 @@ from collections import deque
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import Get, changed_in_place, detached, stay
@@ -174,7 +174,14 @@ class Record:
         self._moves = moves
 
     def put(self, tensor: Tensor) -> Get:
-        """Keep a tensor, and return the function that backward gets it by."""
+        """Keep a tensor, and return the function that backward gets it by.
+
+        Raises:
+            UnsupportedError: It is of a class of its own, such as DTensor; or as `Offloader.store`.
+        """
+        if type(tensor) not in (Tensor, nn.Parameter):
+            hint = "Take offload=False for this layer."
+            raise UnsupportedError(message("offload", "plain tensors to keep", type(tensor).__name__, hint))
         if self._moves:
             item = self._offloader.store(tensor, slot=len(self._items))
             self._items.append(item)
