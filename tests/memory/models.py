@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -115,14 +116,16 @@ def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[
 
 
 class LazySide:
-    """Host memory beside the host: every copy is made as late as a wait for it allows, and pinned memory is counted.
+    """Host memory beside the host: every copy is made as late as a wait for it allows, and everything is counted.
 
-    What is used without waiting for its copy is NaN; what is freed before its copy out is lost.
+    What is used without waiting for its copy is NaN; what is freed while its copy is under way is counted as lost.
     """
 
     def __init__(self) -> None:
         self.pinned = 0
         self.copies = 0
+        self.begun_back = 0
+        self.lost = 0
 
     def pin(self, nbytes: int) -> Tensor:
         self.pinned += nbytes
@@ -133,27 +136,33 @@ class LazySide:
 
     def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
         self.copies += 1
-        return _once(lambda: host.copy_(tensor))
+        return self._later(tensor, lambda t: host.copy_(t))
 
     def copy_back(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
+        self.begun_back += 1
         tensor.data.fill_(float("nan"))
 
-        def run() -> None:
+        def run(back: Tensor) -> None:
             after()
-            tensor.data.copy_(host)
+            back.data.copy_(host)
 
-        return _once(run)
+        return self._later(tensor, run)
 
     def wait(self, event: Any) -> None:
         event()
 
+    def _later(self, tensor: Tensor, run: Callable[[Tensor], object]) -> Callable[[], None]:
+        pending = [run]
 
-def _once(function: Callable[[], object]) -> Callable[[], None]:
-    pending = [function]
+        def on_death(_: object) -> None:
+            self.lost += len(pending)
 
-    def run() -> None:
-        if pending:
-            with torch.no_grad():
-                pending.pop()()
+        device = weakref.ref(tensor, on_death)
 
-    return run
+        def event() -> None:
+            while pending:
+                with torch.no_grad():
+                    alive = device()
+                    pending.pop()(alive) if alive is not None else pending.pop()
+
+        return event

@@ -200,6 +200,27 @@ class InPlace(torch.nn.Module):
         return self.norm(x.mul_(1.01))
 
 
+def test_each_layer_is_brought_back_while_the_one_after_it_computes(side: LazySide) -> None:
+    offloader = offload.Offloader(None, 6, 6)
+    tensors = [torch.randn(3) for _ in range(6)]
+    records, gets = [], []
+    for k, tensor in enumerate(tensors):
+        records.append(offloader.begin(moves=k < 4))
+        gets.append([records[-1].put(tensor), records[-1].put(2 * tensor)])
+    assert (side.copies, side.begun_back) == (8, 0)
+    for k, begun in ((5, 0), (4, 2), (3, 4), (2, 6), (1, 8), (0, 8)):
+        assert torch.equal(gets[k][0](), tensors[k])
+        assert side.begun_back == begun, k
+        assert torch.equal(gets[k][1](), 2 * tensors[k])
+        gets.pop()
+        records.pop()
+    # A record that is brought back and never asked for gives its memory back all the same.
+    assert side.pinned > 0
+    del offloader
+    gc.collect()
+    assert side.pinned == 0
+
+
 def test_layouts_of_every_kind_come_back_as_they_were(side: LazySide) -> None:
     offloader = offload.Offloader(None, 10, 10)
     base = torch.randn(6, 8, 10)
