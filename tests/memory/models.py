@@ -138,15 +138,10 @@ class LazySide:
         self.copies += 1
         return self._later(tensor, lambda t: host.copy_(t))
 
-    def copy_back(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
         self.begun_back += 1
         tensor.data.fill_(float("nan"))
-
-        def run(back: Tensor) -> None:
-            after()
-            back.data.copy_(host)
-
-        return self._later(tensor, run)
+        return self._later(tensor, lambda back: back.data.copy_(host))
 
     def wait(self, event: Any) -> None:
         event()

@@ -56,6 +56,21 @@ def test_device_memory_after_forward(policy: Any, side: LazySide) -> None:
     assert abs((live[False] - live[True]) / tokens - (layers - offload.ON_DEVICE) * kept) < 16
 
 
+def test_device_memory_with_a_graph_that_is_kept(side: LazySide) -> None:
+    """After backward with retain_graph only the layers that backward ended with are on the device."""
+    tokens, D, layers = 512, 64, 9
+    model, ids = Plain(layers, D, heads=4), torch.randint(3, VOCAB, (1, 512))
+    apply_policy(model, INPUT)
+    step(model, ids)
+    with track_allocations() as seen:
+        loss = model(ids)
+    after_forward = seen.events[-1].total_bytes
+    with track_allocations() as seen:
+        loss.backward(retain_graph=True)
+    assert seen.events[-1].total_bytes <= 2 * tokens * 4 * D + 20_000, after_forward
+    loss.backward()
+
+
 def test_layers_mixed(pair: tuple[Any, Any], side: LazySide, ids: Tensor) -> None:
     model, stock = pair
     policies = [INPUT, ATTENTION, ALL, ATTENTION, ActivationPolicy(keep="input")]
@@ -266,13 +281,14 @@ def test_copies_of_a_model_have_memory_of_their_own(side: LazySide, ids: Tensor)
 def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> None:
     model = Plain()
     stock = copy.deepcopy(model)
-    apply_policy(model, ATTENTION)
+    report = apply_policy(model, ATTENTION)
     loss = model(ids)
     remove_policy(model)
+    assert report.host_bytes > 0
     loss.backward()
     del loss
     stock(ids).backward()
-    assert side.pinned == 0
+    assert side.pinned == report.host_bytes == 0
     for a, b in zip(model.parameters(), stock.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
