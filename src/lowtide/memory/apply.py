@@ -41,8 +41,8 @@ def apply_policy(
     Weights, their names and what ``save_pretrained`` writes do not change. Works before and after `lowtide.patch`,
     ``fully_shard`` and ``torch.compile`` of the model or of its layers.
 
-    With ``offload=True`` what is kept lies in pinned host memory meanwhile, but for the last two of those layers, and is
-    brought back a layer ahead of backward. The first forward pins the memory; later ones use it again.
+    With ``offload=True`` what is kept lies in pinned host memory meanwhile, but for the last two of those layers, and
+    is brought back a layer ahead of backward. The first forward pins the memory; later ones use it again.
 
     A recomputing layer fills no cache in training: the empty one that transformers makes for every forward is left out
     (``outputs.past_key_values`` stays empty), and one that holds keys raises. In evaluation, a layer that is given a
@@ -61,8 +61,8 @@ def apply_policy(
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, or a
             negative ``host_gib``.
-        UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a layer's
-            ``forward`` was replaced on the instance, ``mlp_level`` is asked of a layer without a fused MLP, or
+        UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
+            layer's ``forward`` was replaced on the instance, ``mlp_level`` is asked of a layer without a fused MLP, or
             ``offload`` of a machine without a CUDA device. At a layer's first forward: ``keep="attention"`` where no
             fused attention ran, or host memory that does not suffice.
 
