@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 import subprocess
 import sys
@@ -42,10 +43,12 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         "unpatch",
         "patch_trl",
         "unpatch_trl",
+        "memory.apply_policy",
+        "memory.remove_policy",
     ],
 )
 def test_every_argument_is_documented(name: str) -> None:
-    function = getattr(lowtide, name)
+    function = operator.attrgetter(name)(lowtide)
     text = inspect.getdoc(function) or ""
     for argument in inspect.signature(function).parameters:
         assert f"{argument}:" in text, f"{name}: {argument}"
@@ -59,6 +62,8 @@ def test_every_argument_is_documented(name: str) -> None:
         lowtide.TeacherTopK,
         lowtide.TrlReport,
         lowtide.nn.LinearCrossEntropyLoss,
+        lowtide.memory.ActivationPolicy,
+        lowtide.memory.PolicyReport,
         lowtide.nn.SwiGLU,
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,9 @@ def apply_policy(
     Weights, their names and what ``save_pretrained`` writes do not change. Works before and after `lowtide.patch`,
     ``fully_shard`` and ``torch.compile`` of the model or of its layers.
 
+    With ``offload=True`` what is kept lies in pinned host memory meanwhile, but for the last two of those layers, and
+    is brought back a layer ahead of backward. The first forward pins the memory; later ones use it again.
+
     A recomputing layer fills no cache in training: the empty one that transformers makes for every forward is left out
     (``outputs.past_key_values`` stays empty), and one that holds keys raises. In evaluation, a layer that is given a
     cache runs as it is.
@@ -57,8 +61,10 @@ def apply_policy(
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, or a
             negative ``host_gib``.
-        UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), or
-            ``mlp_level`` is asked of a layer without a fused MLP.
+        UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
+            layer's ``forward`` was replaced on the instance, ``mlp_level`` is asked of a layer without a fused MLP, or
+            ``offload`` of a machine without a CUDA device. At a layer's first forward: ``keep="attention"`` where no
+            fused attention ran, or host memory that does not suffice.
 
     Example:
         >>> report = lowtide.memory.apply_policy(model, ActivationPolicy(keep="attention"))
@@ -135,6 +141,10 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
             hint = "Take offload=False, or a machine with a CUDA device."
             raise UnsupportedError(message("policy", "a GPU to offload from, with offload=True", "none", hint))
         if policy.keep != "all":
+            if "forward" in vars(layer):
+                hint = "Undo it (accelerate.hooks.remove_hook_from_module), and put it back after apply_policy."
+                got = "one replaced on the instance, which would pass the policy by"
+                raise UnsupportedError(message(name, "a layer with the forward of its class", got, hint))
             if hasattr(layer, "_checkpoint_wrapped_module"):
                 hint = "Leave torch's checkpoint_wrapper out."
                 raise UnsupportedError(
@@ -185,7 +195,7 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = getattr(self, _STATE, None)
-        stock = base.forward.__get__(self)
+        stock = functools.partial(base.forward, self)  # not a bound method: dynamo may look that up again, and find us
         if state is None or not torch.is_grad_enabled():
             return stock(*args, **kwargs)
         return run_layer(self, state, stock, args, kwargs)
