@@ -1,0 +1,320 @@
+"""What one training step holds in memory, and when: bytes by phase, from a model's shape and what its layers keep.
+
+N tokens of a batch, h hidden size, f intermediate size, e bytes of an element. Layers are those of a patched model
+(`lowtide.patch`: fused norms, rotary embedding and MLP), with attention that builds no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.memory.planner_gpus import Gpu
+from lowtide.memory.planner_shapes import ModelShape
+from lowtide.memory.policy import ActivationPolicy
+
+MIB = 2**20
+WORKSPACES = 64 * MIB  # cuBLAS takes 32 MiB on Hopper in each of the two threads that multiply
+IN_FLIGHT = 2  # offloaded layers that are on the GPU at a time besides the one at work: leaving, or fetched ahead
+FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes an optimizer takes for each byte, or each number, of the parameters.
+
+    Attributes:
+        states: Tensors of the parameters' size and dtype that it keeps.
+        bytes_each: Bytes it keeps for each number besides.
+        temporary: Tensors of all parameters' size that its step makes.
+        traffic: Times that the parameters' bytes are read or written in a step, gradients and ``states`` included.
+    """
+
+    states: int
+    bytes_each: float = 0.0
+    temporary: int = 0
+    traffic: float = 3.0
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(2, traffic=7),
+    "adamw-foreach": Optimizer(2, temporary=1, traffic=16),
+    "adamw-8bit": Optimizer(0, bytes_each=2 + 2 * 4 / 256, traffic=5),
+    "sgd": Optimizer(0, traffic=3),
+    "sgd-momentum": Optimizer(1, traffic=5),
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step that is planned: what of, how long, and with what.
+
+    Attributes:
+        shape: The model.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences.
+        gpu: Where.
+        dtype: Of parameters, activations, gradients and optimizer states.
+        optimizer: A name of `OPTIMIZERS`.
+        keep_gradients: Whether gradients stay between backward passes, as they do where they are accumulated.
+        head: How the loss is to run.
+    """
+
+    shape: ModelShape
+    seq_len: int
+    batch_size: int
+    gpu: Gpu
+    dtype: torch.dtype
+    optimizer: str
+    keep_gradients: bool = False
+    head: HeadOptions | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step."""
+        return self.seq_len * self.batch_size
+
+    @property
+    def element(self) -> int:
+        """Return the bytes of a number."""
+        return self.dtype.itemsize
+
+    @cached_property
+    def head_plan(self) -> HeadPlan:
+        """Return what the output layer will do, by its own reckoning."""
+        return plan_head(
+            self.tokens,
+            self.shape.hidden,
+            self.shape.vocab,
+            self.dtype,
+            "cuda",
+            self.head,
+            capability=self.gpu.capability,
+            device_bytes=self.gpu.memory_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A moment of a step: its name, what it holds by kind, and the layer that is at work, where one is.
+
+    Attributes:
+        name: "forward", "head", "backward", "embedding" or "optimizer".
+        layer: Index of the layer, -1 where it is none's.
+        weights: Bytes of the parameters.
+        optimizer: Bytes of the optimizer's states.
+        gradients: Bytes of gradients that exist by then.
+        activations: Bytes that layers keep for backward, and what of one was recomputed.
+        head: Bytes of the output layer's scratch, and of the gradients that it holds.
+        transients: Bytes that live within the phase alone.
+        other: Workspaces, position embeddings, token ids.
+    """
+
+    name: str
+    layer: int
+    weights: int
+    optimizer: int
+    gradients: int
+    activations: int
+    head: int
+    transients: int
+    other: int
+
+    @property
+    def bytes(self) -> int:
+        """Return the sum."""
+        held = self.weights + self.optimizer + self.gradients + self.activations
+        return held + self.head + self.transients + self.other
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes by kind."""
+        names = ("weights", "optimizer", "gradients", "activations", "head", "transients", "other")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return self.name if self.layer < 0 else f"{self.name} of layer {self.layer}"
+
+
+def kept_by_operation(shape: ModelShape, element: int, mlp_level: int) -> dict[str, int]:
+    """Return the bytes a token that a layer keeps when it keeps all, by what they are; each tensor once.
+
+    The layer's output is the next one's input and not counted; a norm keeps its input and a float32 a row, the rotary
+    embedding nothing, attention what it reads and writes and a float32 a head.
+    """
+    stream, queries, keys = shape.hidden * element, shape.query_width * element, shape.kv_width * element
+    kept = {
+        "layer input": stream,
+        "norms' statistics": 4 * shape.layer_norms,
+        "attention's input": stream,
+        "queries, keys, values": queries + 2 * keys,
+        "attention's output": queries + 4 * shape.heads,
+        "MLP's input": 2 * stream,  # before its norm and behind it
+    }
+    if shape.head_norms:
+        kept["queries and keys before their norms"] = queries + keys + 4 * (shape.heads + shape.kv_heads)
+    if shape.layer_norms > 2:
+        kept["outputs of attention and MLP before their norms"] = (shape.layer_norms - 2) * stream
+    if shape.experts:
+        visits = shape.experts_per_token
+        kept["experts' inputs, outputs and factors"] = 2 * visits * stream + 8 * shape.experts
+        kept["experts' gate, up and their products"] = visits * 5 * shape.intermediate * element
+    elif mlp_level == 0:
+        kept["gate and up"] = 2 * shape.intermediate * element
+    return kept
+
+
+def full_bytes(job: Job, mlp_level: int) -> int:
+    """Return the bytes that a layer keeps when it keeps all."""
+    return job.tokens * sum(kept_by_operation(job.shape, job.element, mlp_level).values())
+
+
+def checkpoint_bytes(job: Job, policy: ActivationPolicy) -> int:
+    """Return the bytes that a layer keeps for backward by a policy, wherever they lie."""
+    if policy.keep == "all":
+        return full_bytes(job, level_of(policy))
+    kept = kept_by_operation(job.shape, job.element, 0)
+    names = ["layer input", "attention's output"] if policy.keep == "attention" else ["layer input"]
+    return job.tokens * sum(kept[name] for name in names)
+
+
+def level_of(policy: ActivationPolicy) -> int:
+    """Return the level of the layer's MLP: 0 where the policy leaves it as it is."""
+    return policy.mlp_level or 0
+
+
+def forward_transients(job: Job, policy: ActivationPolicy) -> int:
+    """Return the most that a layer's forward holds beyond what it keeps, in its MLP: the product and the output.
+
+    Level 1 has gate and up besides, and the product in gate's place; a layer that is to be recomputed has all three,
+    and what the MLP reads and is added to.
+    """
+    shape, level = job.shape, level_of(policy)
+    whole = policy.keep == "all"
+    wide = (1 if whole else 3) if level == 0 else 2
+    streams = 1 if whole else 3
+    return job.tokens * job.element * (wide * shape.token_mlp_width() + streams * shape.hidden)
+
+
+def backward_transients(job: Job, policy: ActivationPolicy) -> int:
+    """Return the most that a layer's backward holds beyond its activations and its weights' gradients.
+
+    In the MLP: the gradients of its output and input, and that of the product, in whose place the product comes; level
+    1 builds gate and up besides. In attention, when the MLP's activations are gone: the gradients of the stream, of its
+    output, of queries (summed in float32 beside), keys and values.
+    """
+    shape, level = job.shape, level_of(policy)
+    width = shape.token_mlp_width()
+    mlp = width * (1 if level == 0 else 3) + 2 * shape.hidden
+    sums = (shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads) // job.element
+    freed = (2 * width if level == 0 else 0) + 2 * shape.hidden
+    attention = 2 * shape.query_width + 2 * shape.kv_width + shape.hidden + sums - freed
+    return job.tokens * job.element * max(mlp, attention)
+
+
+Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
+
+
+class Memory:
+    """The bytes of one job, whichever policies its layers have."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        shape, e, N = job.shape, job.element, job.tokens
+        self.kind = OPTIMIZERS[job.optimizer]
+        self.weights = shape.params * e
+        self.states = int(shape.params * (self.kind.states * e + self.kind.bytes_each))
+        self.layer_gradients = shape.layer_params * e
+        self.vocab_gradients = shape.vocab_params * e
+        self.all_gradients = shape.params * e
+        ids = 3 * 8 * N  # ids, labels, positions
+        self.other = WORKSPACES + ids + 2 * N * shape.head_dim * e
+        self.stream = N * shape.hidden * e
+        self._of: dict[ActivationPolicy, _LayerBytes] = {}
+
+    def peak(self, groups: Groups) -> Phase:
+        """Return the phase that holds the most."""
+        return max(self.phases(groups), key=lambda phase: phase.bytes)
+
+    def of(self, policy: ActivationPolicy) -> _LayerBytes:
+        """Return the bytes of one layer."""
+        found = self._of.get(policy)
+        if found is None:
+            found = self._of[policy] = _LayerBytes(self.job, policy)
+        return found
+
+    def kept(self, groups: Groups) -> int:
+        """Return the bytes that all layers keep on the GPU between forward and backward."""
+        return sum(n * self.of(policy).on_gpu for policy, n in groups)
+
+    def host(self, groups: Groups) -> int:
+        """Return the bytes that layers keep in host memory."""
+        return sum(n * self.of(policy).on_host for policy, n in groups)
+
+    def phases(self, groups: Groups) -> list[Phase]:
+        """Return the phases that can hold the most: in a run of equal layers that is its first or its last."""
+        head = self.job.head_plan
+        kept = self.kept(groups) + 2 * self.stream  # and the final norm's input and output
+        held = (
+            self.stream + self.vocab_gradients
+        )  # by the head until its backward: gradients of hidden states and weight
+        twice = self.job.shape.tied or self.job.keep_gradients
+        found = self._layers(groups)
+        found.append(self._phase("head", -1, 0, kept, held + head.scratch_bytes + head.accumulator_bytes))
+        beside = self.stream + (self.vocab_gradients if twice else 0)
+        found.append(self._phase("embedding", -1, self.all_gradients, 0, 0, beside))
+        temporary = self.kind.temporary * self.all_gradients
+        found.append(self._phase("optimizer", -1, self.all_gradients, 0, 0, temporary))
+        return found
+
+    def _layers(self, groups: Groups) -> list[Phase]:
+        layers, mlp = self.job.shape.layers, self.job.shape.mlp_params * self.job.element
+        found, first, upto, flying = [], 0, 0, 0
+        for policy, n in groups:
+            one = self.of(policy)
+            for layer in sorted({first, first + n - 1}):
+                kept = upto + (layer + 1 - first) * one.on_gpu
+                buffers = max(flying, min(IN_FLIGHT, layer - first) * one.on_host)
+                found.append(self._phase("forward", layer, 0, kept + buffers, 0, one.forward))
+                # the gradients of the MLP's weights exist when its transients do, those of attention's not yet
+                done = (layers - 1 - layer) * self.layer_gradients + mlp + self.vocab_gradients
+                again = kept + one.again + buffers
+                new = mlp if self.job.keep_gradients else 0
+                found.append(self._phase("backward", layer, done, again, 0, one.backward + new))
+            flying = min(IN_FLIGHT, n) * one.on_host
+            upto += n * one.on_gpu
+            first += n
+        return found
+
+    def _phase(
+        self, name: str, layer: int, gradients: int, activations: int, head: int = 0, transients: int = 0
+    ) -> Phase:
+        if self.job.keep_gradients:
+            gradients = self.all_gradients
+        return Phase(
+            name=name,
+            layer=layer,
+            weights=self.weights,
+            optimizer=self.states,
+            gradients=gradients,
+            activations=activations,
+            head=head,
+            transients=transients,
+            other=self.other,
+        )
+
+
+class _LayerBytes:
+    """The bytes of a layer with one policy: kept on the GPU and on the host, recomputed, and within its phases."""
+
+    def __init__(self, job: Job, policy: ActivationPolicy) -> None:
+        kept = checkpoint_bytes(job, policy)
+        self.on_gpu, self.on_host = (0, kept) if policy.offload else (kept, 0)
+        self.again = 0 if policy.keep == "all" else full_bytes(job, level_of(policy)) - self.on_gpu
+        self.forward = forward_transients(job, policy)
+        self.backward = backward_transients(job, policy)

@@ -1,0 +1,152 @@
+"""How long a training step takes: floating-point operations over rates, bytes over bandwidths, and the host's floor.
+
+Symbols as in `planner_bytes`. A GEMM's operations are counted as 2 a multiplication; causal attention's without the
+half that is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lowtide.memory.planner_bytes import OPTIMIZERS, Groups, Job, checkpoint_bytes, level_of
+from lowtide.memory.policy import ActivationPolicy
+
+HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three products: benchmarks/results, lowtide bench head
+BACKWARD_ATTENTION = 2.5  # products of attention's backward for each of its forward's
+# What the host takes to launch a layer, in seconds: below this no GPU is faster. Measured with an H100.
+HOST_FORWARD, HOST_BACKWARD = 0.6e-3, 0.6e-3
+THIN = 0.8  # share of the copy's bandwidth that norms, rotary embedding and additions reach
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer.
+
+    Attributes:
+        forward: Of its forward.
+        backward: Of its backward, with what it recomputes.
+        recompute: The part of ``backward`` that is recomputed.
+        transfer: Of its checkpoint's way to the host, and as much for the way back; 0 where it stays.
+        flop: Operations of the part that is recomputed.
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    transfer: float
+    flop: float
+
+
+def gemm_rate(job: Job) -> float:
+    """Return the FLOP a second of products in the job's dtype."""
+    return job.gpu.gemm32 if job.dtype == torch.float32 else job.gpu.gemm
+
+
+def attention_flop(job: Job) -> float:
+    """Return the operations of one layer's attention in forward: the mean over layers, whose windows may differ."""
+    shape, T = job.shape, job.seq_len
+    pairs = 0.0
+    for window in shape.windows or (0,):
+        w = min(window or T, T)
+        pairs += w * T - w * (w - 1) / 2 if w < T else T * T / 2
+    return 4 * job.batch_size * shape.query_width * pairs / len(shape.windows or (0,))
+
+
+def _attention_rates(job: Job) -> tuple[float, float]:
+    wide = job.gpu.wide_head if job.shape.head_dim >= 96 else 1.0
+    share = 1.0 if job.dtype.itemsize == 2 else job.gpu.gemm32 / job.gpu.gemm
+    return job.gpu.attention * wide * share, job.gpu.attention_backward * wide * share
+
+
+def projection_flop(job: Job) -> float:
+    """Return the operations of the products to queries, keys, values and out of attention, in forward."""
+    shape = job.shape
+    return 2 * job.tokens * shape.hidden * (2 * shape.query_width + 2 * shape.kv_width)
+
+
+def mlp_flop(job: Job) -> float:
+    """Return the operations of an MLP's three products in forward."""
+    shape = job.shape
+    return 6 * job.tokens * shape.hidden * shape.token_mlp_width() + 2 * job.tokens * shape.hidden * shape.experts
+
+
+def thin_bytes(job: Job) -> tuple[float, float]:
+    """Return the bytes that a layer's operations between the products read and write, in forward and backward."""
+    shape, width = job.shape, job.shape.token_mlp_width()
+    rope = 2 * (shape.query_width + shape.kv_width)
+    norms = 2 * shape.hidden * shape.layer_norms + rope * shape.head_norms
+    forward = norms + rope + 2 * 3 * shape.hidden + 3 * width
+    backward = 1.5 * norms + rope + 2 * 3 * shape.hidden + 6 * width
+    return forward * job.tokens * job.element, backward * job.tokens * job.element
+
+
+def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
+    """Return the seconds of one layer with a policy."""
+    rate, thin_rate = gemm_rate(job), job.gpu.bandwidth * THIN
+    forward_rate, backward_rate = _attention_rates(job)
+    thin, thin_back = (size / thin_rate for size in thin_bytes(job))
+    products = projection_flop(job) + mlp_flop(job)
+    attention = attention_flop(job)
+    forward = products / rate + attention / forward_rate + thin
+    backward = 2 * products / rate + BACKWARD_ATTENTION * attention / backward_rate + thin_back
+    recompute = flop = 0.0
+    if policy.keep != "all":
+        again = attention if policy.keep == "input" else 0.0
+        recompute = products / rate + again / forward_rate + thin
+        flop = products + again
+    if level_of(policy) == 1:
+        gate_and_up = mlp_flop(job) * 2 / 3
+        recompute += gate_and_up / rate
+        flop += gate_and_up
+    transfer = checkpoint_bytes(job, policy) / job.gpu.pcie if policy.offload else 0.0
+    host_again = HOST_FORWARD if policy.keep != "all" else 0.0
+    return LayerTime(
+        max(forward, HOST_FORWARD), max(backward + recompute, HOST_BACKWARD + host_again), recompute, transfer, flop
+    )
+
+
+def head_seconds(job: Job) -> float:
+    """Return the seconds of the output layer and its loss, forward and backward."""
+    plan = job.head_plan
+    products = 4 if plan.schedule == "blocks" or plan.gradient == "recompute" else 3
+    flop = 2 * products * job.tokens * job.shape.vocab_params
+    passes = 0 if plan.backend == "exp" else 3 * 4 * job.tokens * job.shape.vocab  # float32 logits, read and written
+    return flop / (gemm_rate(job) * HEAD_SHARE) + passes / job.gpu.bandwidth
+
+
+def optimizer_seconds(job: Job) -> float:
+    """Return the seconds of the optimizer's step."""
+    return OPTIMIZERS[job.optimizer].traffic * job.shape.params * job.element / job.gpu.bandwidth
+
+
+def embedding_seconds(job: Job) -> float:
+    """Return the seconds of the embedding's gradient: a table of zeros, and where tied its sum with the head's."""
+    passes = 4 if job.shape.tied else 1
+    return passes * job.shape.vocab_params * job.element / job.gpu.bandwidth
+
+
+class Times:
+    """The seconds of one job, whichever policies its layers have."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.fixed = head_seconds(job) + optimizer_seconds(job) + embedding_seconds(job)
+        self._layers: dict[ActivationPolicy, LayerTime] = {}
+
+    def of(self, policy: ActivationPolicy) -> LayerTime:
+        """Return the seconds of a layer with a policy."""
+        if policy not in self._layers:
+            self._layers[policy] = layer_time(self.job, policy)
+        return self._layers[policy]
+
+    def step(self, groups: Groups) -> float:
+        """Return the seconds of a step.
+
+        Copies to the host run beside forward's work and copies back beside backward's: the longer of the two counts.
+        """
+        forward = sum(n * self.of(policy).forward for policy, n in groups)
+        backward = sum(n * self.of(policy).backward for policy, n in groups)
+        transfer = sum(n * self.of(policy).transfer for policy, n in groups)
+        return max(forward, transfer) + max(backward, transfer) + self.fixed
