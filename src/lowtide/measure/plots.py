@@ -99,6 +99,32 @@ def draw_shares(file: Path, title: str, lines: Mapping[str, Sequence[tuple[float
     figure.savefig(file, dpi=150, format="png")
 
 
+def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point, budget: float) -> None:
+    """Draw what each peak of memory costs in time, the choice on it, and the budget.
+
+    Args:
+        file: where to, as PNG.
+        title: above it.
+        front: the line's points; those with a name are labelled.
+        chosen: the choice.
+        budget: MiB, a line.
+    """
+    figure, axes = _figure(title)
+    line = sorted(front, key=lambda point: point.mib)
+    axes.plot([p.mib for p in line], [p.ms for p in line], ".-", color=_OWN, label="fastest at each peak")
+    axes.plot([chosen.mib], [chosen.ms], "*", ms=15, color=_OTHERS, label="the choice")
+    axes.axvline(budget, color=_QUIET, linestyle="--", linewidth=1, label=f"budget: {budget / 1024:.3g} GiB")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:,.6g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.4g}")
+    axes.set_xlabel("peak memory, GiB")
+    axes.set_ylabel("time of a step, s")
+    axes.margins(0.12)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    labels = [(p, _OWN, 7) for p in line if p.name] + [(chosen, _OTHERS, 9)]
+    _label(figure, axes, [label for label in labels if label[0].name])
+    figure.savefig(file, dpi=150, format="png")
+
+
 def _figure(title: str) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -149,8 +149,7 @@ def read_shape(model_or_config: Any) -> ModelShape:
     if isinstance(model_or_config, ModelShape):
         return model_or_config
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
-    config = getattr(model, "config", None) if model is not None else model_or_config
-    settings = _settings(config, model_or_config)
+    settings = read_settings(model_or_config)
     shape = _from_settings(settings)
     if model is not None:
         _compare(shape, model)
@@ -159,8 +158,18 @@ def read_shape(model_or_config: Any) -> ModelShape:
     return shape
 
 
-def _settings(config: Any, given: Any) -> dict[str, Any]:
-    """Return a config's fields, completed by transformers' defaults where it is installed."""
+def read_settings(model_or_config: Any) -> dict[str, Any]:
+    """Return a config's fields, completed by transformers' defaults where it is installed.
+
+    Args:
+        model_or_config: As for `read_shape`.
+
+    Raises:
+        ArgumentTypeError: As there.
+        ArgumentValueError: As there.
+    """
+    given = model_or_config
+    config: Any = getattr(given, "config", None) if isinstance(given, nn.Module) else given
     if isinstance(config, (str, Path)):
         config = _read_file(Path(config).expanduser())
     if callable(getattr(config, "get_text_config", None)):
