@@ -6,7 +6,7 @@ Hugging Face model (`patch`), and one that puts log-probabilities, entropies and
 trainers (`patch_trl`).
 """
 
-from lowtide import errors, losses, nn
+from lowtide import errors, losses, memory, nn
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
@@ -33,6 +33,7 @@ __all__ = [
     "linear_logprobs",
     "linear_token_stats",
     "losses",
+    "memory",
     "nn",
     "patch",
     "patch_trl",

@@ -13,7 +13,7 @@ import lowtide
 
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
-    "errors", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "trl",
+    "errors", "swap", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "trl",
     "train", "bench", "cli",
 ]  # fmt: skip
 

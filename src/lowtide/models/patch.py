@@ -1,8 +1,7 @@
 """`patch` and `unpatch`: a model's loss without its logits, one instance at a time.
 
 Both the model and its output embedding get a class made for the purpose: a child of their own, of the same name, that
-overrides what has to change and nothing else. A class, and not a replaced ``forward`` on the instance, because it goes
-wherever the module goes: copies, pickles, replicas, adapters, engines that call ``model.forward``.
+overrides what has to change and nothing else.
 """
 
 import functools
@@ -29,6 +28,7 @@ from lowtide.models.eligibility import (
 from lowtide.models.head_call import HeadCall, InsideHead
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.report import PatchReport
+from lowtide.swap import child_class
 
 _STATE = "_lowtide_patch"
 _FUSED = "the loss that follows is computed without logits; they are built where anything else reads them"
@@ -264,19 +264,6 @@ def _score(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return loss(*args, **kwargs)
 
 
-@functools.cache
 def _patched_class(base: Any, overrides: Callable[[Any], dict[str, Any]]) -> Any:
-    """Return the child of ``base`` that a patched module gets: the same name, ``overrides``, and how to copy it."""
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        # Pickles by the stock class and makes the child again when read.
-        rebuild, _, *state = base.__reduce_ex__(self, protocol)
-        return (_rebuilt, (base, overrides), *state) if rebuild.__name__ == "__newobj__" else (rebuild, _, *state)
-
-    # The same names: transformers writes them to config.json and keys its registries by them.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), {**names, "__reduce_ex__": reduce, BASE: base, **overrides(base)})
-
-
-def _rebuilt(base: Any, overrides: Callable[[Any], dict[str, Any]]) -> Any:
-    return object.__new__(_patched_class(base, overrides))
+    """Return the class that a patched module gets."""
+    return child_class(base, overrides, BASE)

@@ -1,0 +1,217 @@
+"""`apply_policy` and `remove_policy`: what each decoder layer of a model keeps, one instance at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.memory.checkpoint import double_recompute, run_layer
+from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.report import PolicyReport
+from lowtide.memory.stack import Stack, find_stack
+from lowtide.swap import child_class
+
+_STATE = "_lowtide_policy"
+_BASE = "_lowtide_policy_base"
+_LEVEL = "checkpoint_level"
+
+
+class _LayerState:
+    """What a layer under a policy carries: one attribute of the instance."""
+
+    def __init__(self, name: str, policy: ActivationPolicy) -> None:
+        self.name = name
+        self.policy = policy
+        self.levels: dict[str, int] = {}  # of its submodules, as they were before
+
+
+def apply_policy(
+    model: nn.Module, policy: ActivationPolicy | Sequence[ActivationPolicy], *, host_gib: float | None = None
+) -> PolicyReport:
+    """Set what each decoder layer of a model keeps between its forward and its backward; change this instance only.
+
+    A layer that keeps less is run again in backward, up to the last value that backward needs, by PyTorch's
+    non-reentrant checkpoint and with all that it promises: random state and autocast as in forward, any inputs and
+    outputs, values and gradients equal to the bit where the layer's kernels are deterministic. With
+    ``keep="attention"`` the recompute takes attention's output from what was kept and does not call its kernel; a layer
+    that runs no fused attention operator raises. A policy acts wherever gradients are recorded; without them the layer
+    runs as it is.
+
+    The layers are found by structure: the longest ``ModuleList`` or ``Sequential`` of modules of one class, or of
+    transformers' ``GradientCheckpointingLayer``, whatever the model's family; the report names it. For a model with
+    several (an encoder and a decoder), call this for each part. Applying again replaces what was applied before.
+    Weights, their names and what ``save_pretrained`` writes do not change. Works before and after `lowtide.patch`,
+    ``fully_shard`` and ``torch.compile`` of the model or of its layers.
+
+    A recomputing layer fills no cache in training: the empty one that transformers makes for every forward is left out
+    (``outputs.past_key_values`` stays empty), and one that holds keys raises. In evaluation, a layer that is given a
+    cache runs as it is.
+
+    Args:
+        model: A module with decoder layers: of transformers, peft, or any other.
+        policy: One `ActivationPolicy` for all layers, or a sequence with one for each.
+        host_gib: The most pinned host memory that ``offload=True`` may take in this process, in GiB. None: whatever
+            the host has free.
+
+    Returns:
+        A `PolicyReport`: print it for a table.
+
+    Raises:
+        ArgumentTypeError: An argument of another type.
+        ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, or a
+            negative ``host_gib``.
+        UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), or
+            ``mlp_level`` is asked of a layer without a fused MLP.
+
+    Example:
+        >>> report = lowtide.memory.apply_policy(model, ActivationPolicy(keep="attention"))
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> print(report)
+        >>> lowtide.memory.remove_policy(model)
+    """
+    _check(model, policy, host_gib)
+    stack = find_stack(model)
+    policies = [policy] * len(stack.layers) if isinstance(policy, ActivationPolicy) else list(policy)
+    if len(policies) != len(stack.layers):
+        hint = "Pass one ActivationPolicy for all layers, or a sequence with one for each."
+        expected = f"{len(stack.layers)} policies, one for each layer of {stack.name!r}"
+        raise ArgumentValueError(message("policy", expected, f"{len(policies)}", hint))
+    chosen = dict(zip(stack.layers, policies, strict=True))
+    _check_layers(model, stack, chosen)
+    for layer in stack.layers.values():
+        _restore(layer)
+    for name, layer in stack.layers.items():
+        _adopt(layer, _LayerState(name, chosen[name]))
+    sizes = _Sizes(model)
+    kept = {name: sizes.bytes_per_token(stack.layers[name], chosen[name]) for name in chosen}
+    return PolicyReport(stack.name, chosen, kept, others=stack.others)
+
+
+def remove_policy(model: nn.Module) -> None:
+    """Undo `apply_policy`: every layer below ``model`` runs as it did before, and pinned host memory is given back.
+
+    A model without a policy is left as it is, so that cleaning up twice does no harm.
+
+    Args:
+        model: What `apply_policy` was given, or anything that contains it.
+
+    Raises:
+        ArgumentTypeError: ``model`` is no module.
+
+    Example:
+        >>> lowtide.memory.remove_policy(model)
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    for module in model.modules():
+        _restore(module)
+
+
+def _check(model: object, policy: object, host_gib: object) -> None:
+    """Raise unless the arguments are what they must be on their own."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    each = policy if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
+    for one in each:
+        if not isinstance(one, ActivationPolicy):
+            expected = "a lowtide.memory.ActivationPolicy, or a sequence of them"
+            raise ArgumentTypeError(message("policy", expected, f"{one!r} of type {type(one).__name__}"))
+    if host_gib is None:
+        return
+    if isinstance(host_gib, bool) or not isinstance(host_gib, int | float):
+        raise ArgumentTypeError(message("host_gib", "a number of GiB or None", type(host_gib).__name__))
+    if not host_gib >= 0:
+        raise ArgumentValueError(message("host_gib", "a number of GiB, at least 0", f"{host_gib}"))
+
+
+def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, ActivationPolicy]) -> None:
+    """Raise before anything has changed if a layer cannot do what its policy says."""
+    for name, policy in policies.items():
+        layer = stack.layers[name]
+        if policy.keep != "all":
+            if hasattr(layer, "_checkpoint_wrapped_module"):
+                hint = "Leave torch's checkpoint_wrapper out."
+                raise UnsupportedError(
+                    message(name, "a layer that nothing else recomputes", type(layer).__name__, hint)
+                )
+            # Any module of the model: some keep the switch in the list's owner and not in the layers.
+            if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+                raise double_recompute(name)
+        if policy.mlp_level is not None and not _leveled(layer):
+            hint = "Call lowtide.patch(model, mlp=True) first, or leave mlp_level at None."
+            raise UnsupportedError(message(name, f"a submodule with {_LEVEL} for mlp_level to set", "none", hint))
+
+
+def _leveled(layer: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in layer.named_modules() if hasattr(module, _LEVEL)}
+
+
+def _adopt(layer: nn.Module, state: _LayerState) -> None:
+    """Put a layer under its policy."""
+    if state.policy.mlp_level is not None:
+        for name, module in _leveled(layer).items():
+            state.levels[name] = module.checkpoint_level
+            module.checkpoint_level = state.policy.mlp_level
+    vars(layer)[_STATE] = state
+    if state.policy.keep != "all" and not any(_BASE in vars(cls) for cls in type(layer).__mro__):
+        cls: Any = type(layer)
+        layer.__class__ = child_class(cls, _overrides, _BASE)
+
+
+def _restore(layer: nn.Module) -> None:
+    """Give a layer back what `_adopt` took; one that has no policy is left as it is."""
+    state: _LayerState | None = vars(layer).pop(_STATE, None)
+    if state is None:
+        return
+    modules: dict[str, Any] = dict(layer.named_modules())
+    for name, level in state.levels.items():
+        if hasattr(modules.get(name), _LEVEL):  # unpatched since, it has none
+            modules[name].checkpoint_level = level
+    # A class that something else put on top (fully_shard) stays, and ours inside it runs the stock forward from now on.
+    if _BASE in vars(type(layer)):
+        layer.__class__ = vars(type(layer))[_BASE]
+
+
+def _overrides(base: type[nn.Module]) -> dict[str, Any]:
+    """Return what a layer under a policy does differently from ``base``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(self, _STATE, None)
+        stock = base.forward.__get__(self)
+        if state is None or not torch.is_grad_enabled():
+            return stock(*args, **kwargs)
+        return run_layer(self, state.name, state.policy, stock, args, kwargs)
+
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = base.forward.__doc__
+    return {"forward": forward}
+
+
+class _Sizes:
+    """The widths that the bytes of the report need, where a model's config tells them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
+        self._hidden: int | None = getattr(config, "hidden_size", None)
+        self._heads: int | None = getattr(config, "num_attention_heads", None)
+        self._head_dim: int | None = getattr(config, "head_dim", None)
+
+    def bytes_per_token(self, layer: nn.Module, policy: ActivationPolicy) -> int | None:
+        """Return what a layer keeps for a token, or None where it is not known."""
+        dtypes = [p.dtype for p in layer.parameters() if p.is_floating_point()]
+        if policy.keep == "all" or not isinstance(self._hidden, int) or not dtypes:
+            return None
+        hidden = self._hidden * dtypes[0].itemsize
+        if policy.keep == "input":
+            return hidden
+        if not isinstance(self._heads, int):
+            return None
+        head_dim = self._head_dim if isinstance(self._head_dim, int) else self._hidden // self._heads
+        return hidden + self._heads * (head_dim * dtypes[0].itemsize + 4)  # a float32 logsumexp for each head
