@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -153,3 +155,29 @@ def divergence_oracle(
     log_t = F.log_softmax(F.linear(teacher_input, teacher_weight, teacher_bias) / temperature, -1)
     value = divergence_of(log_s, log_t.detach(), kind, beta)
     return value if mask is None else value.masked_fill(~mask, 0)
+
+
+def mlp(
+    N: int | tuple[int, ...], D: int, F_: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, bias: bool = True
+) -> list[Tensor | None]:
+    """Return random hidden states [..., D], the three weights and the three biases of a gated MLP, as leaves."""
+    g = torch.Generator().manual_seed(seed)
+    leading = (N,) if isinstance(N, int) else N
+    shapes = ((*leading, D), (F_, D), (F_, D), (D, F_), (F_,), (F_,), (D,))
+    scales = (1.0, *(2 / max(D, 1) ** 0.5,) * 2, 1 / max(F_, 1) ** 0.5, 1.0, 1.0, 1.0)
+    leaves: list[Tensor | None] = [
+        (scale * torch.randn(*shape, generator=g, dtype=torch.float64)).to(dtype).requires_grad_()
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    return leaves if bias else [*leaves[:4], None, None, None]
+
+
+def mlp_oracle(leaves: Sequence[Tensor | None], activation: str = "silu") -> Tensor:
+    """The gated MLP from its definition, in the dtype of its inputs, for what `mlp` returns."""
+    x, wg, wu, wd, bg, bu, bd = leaves
+    gate, up = F.linear(x, wg, bg), F.linear(x, wu, bu)
+    if activation == "silu":
+        act = gate / (1 + torch.exp(-gate))
+    else:
+        act = 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    return F.linear(act * up, wd, bd)

@@ -13,6 +13,7 @@ from lowtide.head.divergence import TeacherTopK, linear_divergence
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
+from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
@@ -38,6 +39,7 @@ __all__ = [
     "patch",
     "patch_trl",
     "plan_head",
+    "swiglu_mlp",
     "unpatch",
     "unpatch_trl",
 ]

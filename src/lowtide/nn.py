@@ -8,8 +8,10 @@ from torch import Tensor
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.multi_output import multi_output_cross_entropy
 from lowtide.head.options import HeadOptions
+from lowtide.mlp.projections import check_plain
+from lowtide.mlp.swiglu import check_level, swiglu_mlp
 
-__all__ = ["LinearCrossEntropyLoss"]
+__all__ = ["LinearCrossEntropyLoss", "SwiGLU"]
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -102,3 +104,61 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             f" bias={self.linear.bias is not None}, reduction={self.reduction}, ignore_index={self.ignore_index},"
             f" label_smoothing={self.label_smoothing}, options={self.options}"
         )
+
+
+class SwiGLU(torch.nn.Module):
+    """The gated MLP ``(SiLU(x Wg^T) * x Wu^T) Wd^T``, which keeps for backward what ``checkpoint_level`` says.
+
+    The projections are bias-free `torch.nn.Linear` modules under the names of Hugging Face's Llama MLP, so that state
+    dicts go either way. Their weights are read in this module's own forward: under FSDP2 wrap this module or what holds
+    it, not the projections. Only plain linear layers are taken: where one was replaced (by a LoRA layer, a quantised
+    one) or has hooks, forward raises.
+
+    Args:
+        hidden: Size D of each hidden state.
+        intermediate: Size F of gate and up.
+        checkpoint_level: 0 keeps the input, gate and up, 1 the input alone: see `lowtide.swiglu_mlp`. An attribute,
+            which may be set at any time.
+        device: Device of the weights.
+        dtype: dtype of the weights.
+
+    Shape:
+        ``input`` [..., D], the output of the same shape.
+
+    Example:
+        >>> mlp = SwiGLU(16, 40, checkpoint_level=0)
+        >>> mlp(torch.randn(2, 5, 16)).sum().backward()
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        checkpoint_level: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_level = check_level(checkpoint_level)
+        self.gate_proj = torch.nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
+        self.up_proj = torch.nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
+        self.down_proj = torch.nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the MLP's output for hidden states ``input``."""
+        gate, up, down = check_plain(gate_proj=self.gate_proj, up_proj=self.up_proj, down_proj=self.down_proj)
+        return swiglu_mlp(
+            input,
+            gate.weight,
+            up.weight,
+            down.weight,
+            gate_bias=gate.bias,
+            up_bias=up.bias,
+            down_bias=down.bias,
+            checkpoint_level=self.checkpoint_level,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what differs from one such module to the next and is not a submodule's."""
+        return f"checkpoint_level={self.checkpoint_level}"

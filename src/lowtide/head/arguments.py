@@ -200,18 +200,21 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)
 
 
-def refuse_transforms(function: str, *tensors: Tensor | None, instead: str = NAIVE) -> None:
+def refuse_transforms(
+    function: str, *tensors: Tensor | None, instead: str = NAIVE, way: str = "build the logits for this one"
+) -> None:
     """Raise where ``function`` would be differentiated in a way that it has no formula for.
 
     Args:
         function: Its name.
         tensors: What it would differentiate.
-        instead: The same with logits.
+        instead: The same by autograd's own derivatives.
+        way: What to do for that, in words.
 
     Raises:
         UnsupportedError: Forward-mode derivatives, or a transform of torch.func.
     """
-    way_out = f"Call .backward() or torch.autograd.grad on its result, or build the logits for this one: {instead}."
+    way_out = f"Call .backward() or torch.autograd.grad on its result, or {way}: {instead}."
     if torch.compiler.is_compiling():  # its own use of these transforms cannot be told from the user's, but for one
         if _forward_level() >= 0:
             raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))

@@ -154,7 +154,7 @@ def why_not_exp(
     capability: tuple[int, int] | None = None,
 ) -> str | None:
     """Return why the exponential path cannot run, or None if it can. Arguments as in `choose_backend`."""
-    no_triton = _why_no_triton(device)
+    no_triton = why_no_triton(device)
     if no_triton:
         return no_triton
     if dtype != torch.bfloat16:
@@ -175,7 +175,7 @@ def why_not_exp(
 
 def why_not_row(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
     """Return why the row kernel cannot run, or None if it can. Arguments as in `choose_backend`."""
-    no_triton = _why_no_triton(device)
+    no_triton = why_no_triton(device)
     if no_triton:
         return no_triton
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -183,7 +183,8 @@ def why_not_row(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
     return "the vocabulary is empty" if V < 1 else None
 
 
-def _why_no_triton(device: torch.device) -> str | None:
+def why_no_triton(device: torch.device) -> str | None:
+    """Return why no Triton kernel can run on ``device``, or None if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"its kernels are for NVIDIA GPUs, and the tensors are on {device.type}"
     if torch.cuda.is_available() and not _has_triton():  # without a GPU this is a plan for a machine that has both

@@ -11,7 +11,7 @@ from lowtide.head.schedules import Gradients
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
-    float: "float", float | None: "float?", bool: "bool",
+    float: "float", float | None: "float?", bool: "bool", int | None: "SymInt?",
 }  # fmt: skip
 
 

@@ -1,0 +1,76 @@
+"""What `lowtide.swiglu_mlp` was asked, as its operators take it. N tokens, D hidden size, F intermediate size."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SwigluCall(NamedTuple):
+    """The arguments of `lowtide.swiglu_mlp`, validated, as plain tensors and scalars."""
+
+    input: Tensor  # [..., D]
+    gate_weight: Tensor  # [F, D]
+    up_weight: Tensor  # [F, D]
+    down_weight: Tensor  # [D, F]
+    gate_bias: Tensor | None  # [F]
+    up_bias: Tensor | None  # [F]
+    down_bias: Tensor | None  # [D]
+    dtype: torch.dtype  # of the GEMMs' operands and of the output
+    activation: str
+    checkpoint_level: int
+    tile_tokens: int | None
+
+    @property
+    def trained(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors, each of which may get a gradient, in the order of the fields."""
+        return self[:7]
+
+    @property
+    def tokens(self) -> int:
+        """Return N."""
+        return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of sums over tiles."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def tiles(self) -> list[slice]:
+        """Return the rows of each tile, in order; one tile of none where there are no tokens."""
+        N = self.tokens
+        step = max(1, min(N, self.tile_tokens or N))
+        return [slice(start, min(start + step, N)) for start in range(0, max(1, N), step)]
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted: a flag for each tensor of `SwigluCall`, in the same order."""
+
+    input: bool
+    gate_weight: bool
+    up_weight: bool
+    down_weight: bool
+    gate_bias: bool
+    up_bias: bool
+    down_bias: bool
+
+    @property
+    def gate(self) -> bool:
+        """Return whether the gradient of ``gate = x Wg^T + bg`` is needed for one that is wanted."""
+        return self.input or self.gate_weight or self.gate_bias
+
+    @property
+    def up(self) -> bool:
+        """Return the same of ``up = x Wu^T + bu``."""
+        return self.input or self.up_weight or self.up_bias
+
+    @property
+    def projections(self) -> bool:
+        """Return whether backward needs gate and up; the gradient of the down projection's bias alone does not."""
+        return self.gate or self.up or self.down_weight
+
+    @property
+    def reads_input(self) -> bool:
+        """Return whether backward reads the input where gate and up were kept."""
+        return self.gate_weight or self.up_weight

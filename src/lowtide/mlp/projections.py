@@ -1,0 +1,39 @@
+"""Which projections `lowtide.swiglu_mlp` may stand for: those that are their weight and bias and nothing else."""
+
+from torch import nn
+
+from lowtide.errors import UnsupportedError, message
+
+
+def why_not_plain(projection: object) -> str | None:
+    """Return why a module's output is not ``x W^T + b`` of its own ``weight`` and ``bias``, or None if it is.
+
+    A parametrised weight is: reading it computes it. A LoRA layer, a quantised one, a forward of another class or one
+    that was put on the instance, and hooks that would not run are reasons.
+    """
+    if not isinstance(projection, nn.Linear):
+        return f"it is a {type(projection).__name__}"
+    if type(projection).forward is not nn.Linear.forward or "forward" in projection.__dict__:
+        return f"it is a {type(projection).__name__} with a forward of its own"
+    hooks = (projection._forward_hooks, projection._forward_pre_hooks, projection._backward_hooks)
+    if any(hooks) or projection._backward_pre_hooks:
+        return "it has hooks, which would not run"
+    return None
+
+
+def check_plain(**projections: object) -> list[nn.Linear]:
+    """Return the projections, given by name, each of them a plain `torch.nn.Linear`.
+
+    Raises:
+        UnsupportedError: One is not.
+    """
+    found = []
+    for name, projection in projections.items():
+        reason = why_not_plain(projection)
+        if reason or not isinstance(projection, nn.Linear):
+            hint = "Adapters and wrappers go around the projections of an MLP that calls them one by one."
+            raise UnsupportedError(
+                message(name, "a plain torch.nn.Linear, whose weight is all it does", f"{reason}", hint)
+            )
+        found.append(projection)
+    return found

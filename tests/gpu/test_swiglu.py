@@ -1,0 +1,217 @@
+"""swiglu_mlp on a CUDA device: values and gradients, what is kept, peaks, no host waits, compiled, sharded."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide import nn, swiglu_mlp
+from lowtide.measure import peak_above
+from support import mlp, mlp_oracle, relative_error
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [((3, 43), 37, 101), ((1,), 64, 8), ((2, 300), 128, 344), ((0, 5), 16, 40)]
+
+
+@pytest.fixture(autouse=True)
+def _full_float32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
+    return [t if t is None else t.detach().cuda().requires_grad_() for t in mlp(*args, **kwargs)]
+
+
+def in_float64(leaves: list[Any]) -> list[Any]:
+    return [t if t is None else t.detach().double().requires_grad_() for t in leaves]
+
+
+def call(leaves: list[Any], **options: Any) -> Tensor:
+    names = ("gate_bias", "up_bias", "down_bias")
+    return swiglu_mlp(*leaves[:4], **dict(zip(names, leaves[4:], strict=True)), **options)
+
+
+def gradients(y: Tensor, leaves: list[Any], upstream: Tensor, **kwargs: Any) -> list[Tensor]:
+    trained = [t for t in leaves if t is not None]
+    return [y.detach(), *torch.autograd.grad(y, trained, upstream.to(y.dtype), **kwargs)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_values_and_gradients_err_no_more_than_plain_pytorch(dtype: torch.dtype, shape: Any, activation: str) -> None:
+    leaves = on_gpu(*shape, dtype=dtype)
+    true = in_float64(leaves)
+    upstream = torch.randn(leaves[0].shape, device="cuda")
+    expected = gradients(mlp_oracle(true, activation), true, upstream)
+    plain = gradients(mlp_oracle(leaves, activation), leaves, upstream)
+    for level, tile in itertools.product((0, 1), (None, 100)):
+        y = call(leaves, activation=activation, checkpoint_level=level, tile_tokens=tile)
+        twice = gradients(y, leaves, upstream, retain_graph=True)
+        got = gradients(y, leaves, upstream)  # in place now
+        for g, again, p, e in zip(got, twice, plain, expected, strict=True):
+            assert g.dtype == dtype
+            assert torch.equal(g, again)
+            assert relative_error(g, e) <= 1.3 * relative_error(p, e) + 4 * torch.finfo(dtype).eps ** 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [None, 50])
+def test_autocast_returns_gradients_in_the_weights_dtype(dtype: torch.dtype, tile: int | None) -> None:
+    leaves = on_gpu((2, 77), 64, 168)
+    true = in_float64(leaves)
+    upstream = torch.randn(2, 77, 64, device="cuda")
+    expected = gradients(mlp_oracle(true), true, upstream)
+    with torch.autocast("cuda", dtype):
+        y, z = call(leaves, tile_tokens=tile), mlp_oracle(leaves)
+    assert y.dtype == z.dtype == dtype
+    got, plain = gradients(y, leaves, upstream), gradients(z, leaves, upstream)
+    for g, p, e in zip(got[1:], plain[1:], expected[1:], strict=True):
+        assert g.dtype == torch.float32
+        assert relative_error(g, e) <= 1.3 * relative_error(p, e)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_kept_bytes_and_peaks(level: int) -> None:
+    N, D, F = 4096, 512, 1408
+    leaves = on_gpu(N, D, F, dtype=torch.bfloat16, bias=False)
+    token = 2 * N  # bytes of a bfloat16 number a token
+    upstream = torch.randn(N, D, device="cuda", dtype=torch.bfloat16)
+
+    def step(x: Tensor) -> Any:
+        return call([x, *leaves[1:]], checkpoint_level=level)
+
+    step(leaves[0]).backward(upstream)
+    for leaf in leaves[:4]:
+        leaf.grad = None
+    x = (leaves[0] * 1).detach().requires_grad_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = step(x)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    assert kept == (2 * F * token if level == 0 else 0)
+    weights = 3 * D * F * 2
+    peak = peak_above(lambda: y.backward(upstream), "cuda")
+    # above what is kept: the product's gradient (and at level 1 gate and up), dX, and the weights' gradients
+    most = (F if level == 0 else 3 * F) * token + D * token + weights
+    assert peak <= most + 2**20
+    for leaf in (x, *leaves[1:4]):
+        leaf.grad = None
+    peak = peak_above(lambda: step(x), "cuda")
+    assert peak <= (3 * F if level == 0 else 2 * F) * token + D * token + 2**20
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_tile_bounds_what_a_step_holds(level: int) -> None:
+    N, D, F, C = 8192, 256, 2048, 1024
+    leaves = on_gpu(N, D, F, dtype=torch.bfloat16, bias=False)
+
+    def step(tile: int | None) -> None:
+        for leaf in leaves[:4]:
+            leaf.grad = None
+        call(leaves, checkpoint_level=level, tile_tokens=tile).sum().backward()
+
+    peaks = []
+    for tile in (None, C):
+        step(tile)
+        for leaf in leaves[:4]:
+            leaf.grad = None
+        peaks.append(peak_above(lambda tile=tile: step(tile), "cuda"))
+    saved = (1 if level == 0 else 3) * F * (N - C) * 2 - 3 * D * F * 6  # the sums are in float32
+    assert peaks[0] - peaks[1] > 0.9 * saved
+
+
+def test_no_host_synchronisation() -> None:
+    leaves = on_gpu((2, 100), 64, 168, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 100, 64, device="cuda", dtype=torch.bfloat16)
+    for level, tile in itertools.product((0, 1), (None, 64)):
+        call(leaves, checkpoint_level=level, tile_tokens=tile).backward(upstream)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for level, tile in itertools.product((0, 1), (None, 64)):
+            call(leaves, checkpoint_level=level, tile_tokens=tile).backward(upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_same_bits_from_run_to_run(level: int) -> None:
+    leaves = on_gpu((2, 700), 256, 688, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 700, 256, device="cuda")
+    first, second = (
+        gradients(call(leaves, checkpoint_level=level, tile_tokens=512), leaves, upstream) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_nothing_outside_the_tensors_is_written() -> None:
+    """Odd sizes, whose last block of a kernel goes beyond the end."""
+    from lowtide.mlp.kernels import gated as kernels
+
+    for n in (1, 37, kernels.BLOCK - 1, kernels.BLOCK + 5):
+        room = torch.full((3, n + 16), torch.nan, device="cuda", dtype=torch.bfloat16)
+        room[:, :n] = torch.randn(3, n, device="cuda")
+        gate, up, grad = room[:, :n].clone().unbind(0)
+        kernels.gated_backward(*(room[i, :n] for i in range(3)), "silu", *(room[i, :n] for i in range(3)))
+        true = in_float64([gate, up])
+        p = true[0] * torch.sigmoid(true[0]) * true[1]
+        wanted = [*torch.autograd.grad(p, true, grad.double()), p]
+        for got, e in zip(room, wanted, strict=True):
+            torch.testing.assert_close(got[:n].double(), e, rtol=2**-8, atol=1e-7)
+        assert room[:, n:].isnan().all()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_compiled_whole(level: int) -> None:
+    torch._dynamo.reset()
+    leaves = on_gpu((2, 60), 64, 168, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 60, 64, device="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(lambda *t: call(list(t), checkpoint_level=level) * 2, fullgraph=True)
+        got = gradients(compiled(*leaves), leaves, upstream)
+    expected = gradients(call(leaves, checkpoint_level=level) * 2, leaves, upstream)
+    for g, e in zip(got, expected, strict=True):
+        assert relative_error(g, e) < 4e-3
+
+
+def test_checkpointed_and_offloaded() -> None:
+    leaves = on_gpu((2, 60), 64, 168, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 60, 64, device="cuda")
+    expected = gradients(call(leaves, checkpoint_level=0), leaves, upstream)
+    again = torch.utils.checkpoint.checkpoint(
+        lambda *t: call(list(t), checkpoint_level=0), *leaves, use_reentrant=False
+    )
+    with torch.autograd.graph.save_on_cpu():
+        offloaded = call(leaves, checkpoint_level=0)
+    for y in (again, offloaded):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(y, leaves, upstream), expected, strict=True))
+
+
+def test_the_module_under_fsdp2(tmp_path: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain, sharded = (nn.SwiGLU(64, 168, device="cuda") for _ in range(2))
+        sharded.load_state_dict(plain.state_dict())
+        fully_shard(sharded, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        x = torch.randn(2, 30, 64, device="cuda")
+        for _ in range(2):
+            sharded(x.requires_grad_()).float().square().sum().backward()
+        with torch.autocast("cuda", torch.bfloat16):
+            y = plain(x)
+        (2 * y.float().square().sum()).backward()
+        for p, s in zip(plain.parameters(), sharded.parameters(), strict=True):
+            assert relative_error(s.grad.full_tensor(), p.grad) < 1e-2
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,189 @@
+"""lowtide.nn.SwiGLU: a Llama's MLP by its state dict and its values, refusing what it would leave out, and sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils import parametrizations
+
+from lowtide import nn, swiglu_mlp
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from lowtide.mlp.projections import why_not_plain
+
+
+def written_out(mlp: nn.SwiGLU, x: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, mlp.gate_proj.weight)) * F.linear(x, mlp.up_proj.weight), mlp.down_proj.weight)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_values_and_gradients(level: int) -> None:
+    mlp = nn.SwiGLU(7, 11, checkpoint_level=level, dtype=torch.float64)
+    x = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
+    leaves = (x, *mlp.parameters())
+    got, expected = (torch.autograd.grad(f(x).square().sum(), leaves) for f in (mlp, lambda x: written_out(mlp, x)))
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_it_is_a_llamas_mlp() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=40, num_attention_heads=2)
+    theirs, ours = LlamaMLP(config), nn.SwiGLU(16, 40)
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_arguments() -> None:
+    mlp = nn.SwiGLU(7, 11, device="meta", dtype=torch.bfloat16)
+    assert mlp.checkpoint_level == 1
+    assert [tuple(p.shape) for p in mlp.parameters()] == [(11, 7), (11, 7), (7, 11)]
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in mlp.parameters())
+    assert "checkpoint_level=1" in repr(mlp)
+    with pytest.raises(ArgumentValueError, match="checkpoint_level"):
+        nn.SwiGLU(7, 11, checkpoint_level=3)
+
+
+def test_the_level_is_an_attribute_that_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def watch(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs["checkpoint_level"])
+        return swiglu_mlp(*args, **kwargs)
+
+    monkeypatch.setattr(nn, "swiglu_mlp", watch)
+    mlp = nn.SwiGLU(7, 11)
+    for level in (1, 0):
+        mlp.checkpoint_level = level
+        mlp(torch.randn(3, 7))
+    assert seen == [1, 0]
+
+
+class LoraLinear(torch.nn.Module):
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.weight = base.weight
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def _lora(mlp: nn.SwiGLU) -> None:
+    mlp.up_proj = LoraLinear(mlp.up_proj)
+
+
+def _subclass(mlp: nn.SwiGLU) -> None:
+    mlp.up_proj = Scaled(7, 11, bias=False)
+
+
+def _own_forward(mlp: nn.SwiGLU) -> None:
+    mlp.up_proj.forward = lambda x: x  # as accelerate's hooks do
+
+
+def _hook(mlp: nn.SwiGLU) -> None:
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+
+
+def _pre_hook(mlp: nn.SwiGLU) -> None:
+    mlp.up_proj.register_forward_pre_hook(lambda *_: None)
+
+
+def _backward_hook(mlp: nn.SwiGLU) -> None:
+    mlp.up_proj.register_full_backward_hook(lambda *_: None)
+
+
+def _backward_pre_hook(mlp: nn.SwiGLU) -> None:
+    mlp.up_proj.register_full_backward_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_lora, "a LoraLinear"), (_subclass, "a Scaled with a forward"), (_own_forward, "a forward of its own"),
+        (_hook, "hooks"), (_pre_hook, "hooks"), (_backward_hook, "hooks"), (_backward_pre_hook, "hooks"),
+    ],
+)  # fmt: skip
+def test_what_would_be_left_out_is_refused(change: Any, reason: str) -> None:
+    mlp = nn.SwiGLU(7, 11)
+    change(mlp)
+    with pytest.raises(UnsupportedError, match=rf"up_proj: expected a plain torch.nn.Linear.*got.*{reason}"):
+        mlp(torch.randn(3, 7))
+
+
+def test_peft_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    mlp = nn.SwiGLU(7, 11)
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["down_proj"]), mlp)
+    with pytest.raises(UnsupportedError, match="down_proj"):
+        adapted(torch.randn(3, 7))
+
+
+def test_a_parametrised_weight_and_a_bias_are_taken() -> None:
+    mlp = nn.SwiGLU(7, 11, dtype=torch.float64)
+    parametrizations.weight_norm(mlp.gate_proj)
+    mlp.down_proj = torch.nn.Linear(11, 7, dtype=torch.float64)
+    assert why_not_plain(mlp.gate_proj) is None
+    x = torch.randn(3, 7, dtype=torch.float64)
+    leaves = list(mlp.parameters())
+    expected = written_out(mlp, x) + mlp.down_proj.bias
+    torch.testing.assert_close(mlp(x), expected)
+    for g, e in zip(
+        torch.autograd.grad(mlp(x).sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.fixture
+def _one_rank(tmp_path: Path) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("level", [0, 1])
+def test_under_ddp_and_fsdp2(level: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    x = torch.randn(2, 5, 8)
+    plain, replicated, sharded, in_layer = (nn.SwiGLU(8, 12, checkpoint_level=level) for _ in range(4))
+    for other in (replicated, sharded, in_layer):
+        other.load_state_dict(plain.state_dict())
+    wrapped = DistributedDataParallel(replicated)
+    fully_shard(sharded)
+    layer = fully_shard(torch.nn.Sequential(torch.nn.LayerNorm(8), in_layer))
+    for _ in range(2):  # the second step finds what the first one left
+        plain(x).square().sum().backward()
+        wrapped(x).square().sum().backward()
+        sharded(x).square().sum().backward()
+        layer(x).square().sum().backward()
+    for p, r, s in zip(plain.parameters(), replicated.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(r.grad, p.grad)
+        torch.testing.assert_close(s.grad.full_tensor(), p.grad)
+    assert all(p.grad.full_tensor().abs().sum() > 0 for p in in_layer.parameters())
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_projections_that_are_sharded_by_themselves_are_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mlp = nn.SwiGLU(8, 12)
+    for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        fully_shard(projection)
+    with pytest.raises((UnsupportedError, ArgumentTypeError), match=r"gate_proj|gate_weight"):
+        mlp(torch.randn(3, 8))

@@ -1,0 +1,294 @@
+"""swiglu_mlp in autograd's graph: frozen subsets, retained graphs, checkpoints, autocast, hooks, refusals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lowtide import swiglu_mlp
+from lowtide.errors import LowtideError, UnsupportedError
+from lowtide.mlp import passes
+from support import mlp, mlp_oracle, relative_error
+
+BIASES = ("gate_bias", "up_bias", "down_bias")
+MODES = [{"checkpoint_level": level, "tile_tokens": tile} for level, tile in itertools.product((0, 1), (None, 4))]
+
+
+@pytest.fixture(params=MODES, ids=lambda mode: f"level{mode['checkpoint_level']}-tile{mode['tile_tokens']}")
+def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+def call(leaves: list[Any], **options: Any) -> Tensor:
+    return swiglu_mlp(*leaves[:4], **dict(zip(BIASES, leaves[4:], strict=True)), **options)
+
+
+def grads(y: Tensor, leaves: list[Any], upstream: Tensor | None = None, **kwargs: Any) -> list[Tensor]:
+    trained = [t for t in leaves if t is not None and t.requires_grad]
+    return list(torch.autograd.grad(y, trained, upstream, **kwargs))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gradcheck(mode: dict[str, Any], activation: str) -> None:
+    leaves = mlp((2, 3), 4, 5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda *t: call(list(t), activation=activation, **mode), leaves)
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_every_subset_of_tensors_frozen(mode: dict[str, Any], biases: bool) -> None:
+    whole = mlp((2, 3), 4, 5, dtype=torch.float64)
+    leaves = whole if biases else [*whole[:4], None, None, None]
+    present = [t for t in leaves if t is not None]
+    upstream = torch.randn(2, 3, 4, dtype=torch.float64)
+    for trained in itertools.product((False, True), repeat=len(present)):
+        for tensor, flag in zip(present, trained, strict=True):
+            tensor.requires_grad_(flag)
+        if not any(trained):
+            assert not call(leaves, **mode).requires_grad
+            continue
+        expected = grads(mlp_oracle(leaves), leaves, upstream)
+        y = call(leaves, **mode)
+        first, second = grads(y, leaves, upstream, retain_graph=True), grads(y, leaves, upstream)
+        for g, again, e in zip(first, second, expected, strict=True):
+            torch.testing.assert_close(g, e)
+            torch.testing.assert_close(again, e)
+
+
+def test_a_subset_of_the_gradients_is_asked_for(mode: dict[str, Any]) -> None:
+    leaves = mlp(5, 4, 6, dtype=torch.float64)
+    everything = grads(mlp_oracle(leaves).sum(), leaves)
+    for i, expected in enumerate(everything):
+        torch.testing.assert_close(grads(call(leaves, **mode).sum(), [leaves[i]])[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_retained_graph_gives_the_same_each_time(mode: dict[str, Any], dtype: torch.dtype) -> None:
+    leaves = mlp((2, 5), 7, 11, dtype=dtype)
+    y = call(leaves, **mode)
+    first = grads(y, leaves, torch.ones_like(y), retain_graph=True)
+    doubled = grads(y, leaves, torch.full_like(y, 2.0), retain_graph=True)
+    last = grads(y, leaves, torch.ones_like(y))
+    for a, b, c in zip(first, doubled, last, strict=True):
+        assert torch.equal(a, c)
+        torch.testing.assert_close(b, 2 * a)
+
+
+def test_a_second_backward_through_a_freed_graph_is_an_error(mode: dict[str, Any]) -> None:
+    leaves = mlp(5, 4, 6)
+    y = call(leaves, **mode).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        y.backward()
+
+
+def test_gate_and_up_are_overwritten_by_the_last_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    original = passes.gated_backward
+
+    def watch(gate: Tensor, up: Tensor, grad: Tensor, activation: str, into: Any, *rest: Any) -> None:
+        seen.append(into is gate)
+        original(gate, up, grad, activation, into, *rest)
+
+    monkeypatch.setattr(passes, "gated_backward", watch)
+    leaves = mlp(5, 4, 6)
+    y = call(leaves, checkpoint_level=0).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    call(leaves, checkpoint_level=1).sum().backward(retain_graph=True)
+    assert seen == [False, True, True]
+
+
+def test_level_1_computes_two_projections_again_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[list[int]] = []
+    original = passes._affine
+
+    def watch(x: Tensor, weight: Tensor, *rest: Any) -> None:
+        shapes.append(list(weight.shape))
+        original(x, weight, *rest)
+
+    monkeypatch.setattr(passes, "_affine", watch)
+    leaves = mlp(5, 4, 6)
+    for level in (0, 1):
+        y = call(leaves, checkpoint_level=level)
+        assert shapes == [[6, 4], [6, 4], [4, 6]]
+        shapes.clear()
+        y.sum().backward()
+        assert shapes == [[6, 4]] * 2 * level
+        shapes.clear()
+
+
+def test_hooks_fire_once_and_gradients_accumulate(mode: dict[str, Any]) -> None:
+    leaves = mlp((2, 5), 7, 11)
+    fired = [0] * len(leaves)
+
+    def count(i: int, _: Tensor) -> None:
+        fired[i] += 1
+
+    for i, leaf in enumerate(leaves):
+        leaf.register_hook(partial(count, i))
+        leaf.grad = torch.full_like(leaf, 0.5)
+    call(leaves, **mode).sum().backward()
+    assert fired == [1] * 7
+    expected = torch.autograd.grad(mlp_oracle(leaves).sum(), leaves)
+    for leaf, e in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, 0.5 + e)
+
+
+def test_the_same_weights_twice_and_one_weight_in_both_places(mode: dict[str, Any]) -> None:
+    leaves = mlp(5, 4, 6, dtype=torch.float64)
+    x, gate, _, down, *biases = leaves
+    other = [x, gate, gate, down, *biases]
+
+    def both(f: Callable[..., Tensor]) -> list[Tensor]:
+        first = f(leaves)
+        y = first + f([first, *leaves[1:]]) + f(other)
+        return list(torch.autograd.grad(y.square().sum(), leaves))
+
+    for g, e in zip(both(partial(call, **mode)), both(mlp_oracle), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_a_checkpoint(mode: dict[str, Any], reentrant: bool) -> None:
+    leaves = mlp((2, 5), 7, 11)
+    again = checkpoint(lambda *t: call(list(t), **mode), *leaves, use_reentrant=reentrant)
+    expected = grads(call(leaves, **mode).sum(), leaves)
+    again.sum().backward()
+    assert all(torch.equal(t.grad, e) for t, e in zip(leaves, expected, strict=True))
+
+
+@pytest.mark.parametrize("keep", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_inside_a_selective_checkpoint(mode: dict[str, Any], keep: CheckpointPolicy) -> None:
+    leaves = mlp((2, 5), 7, 11)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return keep if op is torch.ops.lowtide.swiglu.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    y = checkpoint(lambda *t: call(list(t), **mode), *leaves, use_reentrant=False, context_fn=contexts)
+    expected = grads(call(leaves, **mode).sum(), leaves)
+    assert all(torch.equal(g, e) for g, e in zip(grads(y.sum(), leaves), expected, strict=True))
+
+
+def test_saved_tensors_may_be_moved_away(mode: dict[str, Any]) -> None:
+    leaves = mlp((2, 5), 7, 11)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+        y = call(leaves, **mode)
+    expected = grads(call(leaves, **mode).sum(), leaves)
+    assert all(torch.equal(g, e) for g, e in zip(grads(y.sum(), leaves), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("weights", "inputs"), list(itertools.product([torch.float32, torch.bfloat16], repeat=2)))
+def test_autocast(mode: dict[str, Any], dtype: torch.dtype, weights: torch.dtype, inputs: torch.dtype) -> None:
+    x, *rest = mlp((4, 25), 32, 48)
+    leaves = [t.detach().to(d).requires_grad_() for t, d in zip((x, *rest), (inputs, *[weights] * 6), strict=True)]
+    true = [t.detach().double().requires_grad_() for t in leaves]
+    upstream = torch.randn(4, 25, 32)
+    with torch.autocast("cpu", dtype):
+        y, plain = call(leaves, **mode), mlp_oracle(leaves)
+    assert y.dtype == plain.dtype == dtype
+    exact = mlp_oracle(true)
+    wanted = [exact, *grads(exact, true, upstream.double())]
+    theirs = [plain, *grads(plain, leaves, upstream.to(dtype))]
+    ours = [y, *grads(y, leaves, upstream.to(dtype))]
+    for tensor, g, p, e in zip((y, *leaves), ours, theirs, wanted, strict=True):
+        assert g.dtype == tensor.dtype
+        assert relative_error(g, e) <= 1.5 * relative_error(p, e) + torch.finfo(dtype).eps / 2
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    leaves = mlp(5, 4, 6, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(leaves)
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, mlp_oracle(leaves))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("by", [0, 1, 2, 3, 4])
+def test_a_second_derivative_is_an_error_that_names_the_way_out(mode: dict[str, Any], frozen: bool, by: int) -> None:
+    """By each tensor alone: a derivative that does not pass here would be 0 in silence."""
+    leaves = mlp(5, 4, 6)
+    if frozen and by:
+        return
+    for leaf in leaves[1:]:
+        leaf.requires_grad_(not frozen)
+    upstream = torch.ones(5, 4, requires_grad=True)
+
+    def twice() -> None:
+        (dx,) = torch.autograd.grad(call(leaves, **mode), leaves[0], upstream, create_graph=True)
+        torch.autograd.grad(dx.square().sum(), leaves[by])
+
+    with pytest.raises(UnsupportedError, match=r"second derivative.*functional\.silu") as told:
+        twice()
+    assert isinstance(told.value, RuntimeError)
+
+
+def test_a_graph_of_gradients_that_nobody_differentiates_is_no_error(mode: dict[str, Any]) -> None:
+    leaves = mlp(5, 4, 6)
+    with_graph = grads(call(leaves, **mode).sum(), leaves, create_graph=True)
+    assert all(torch.equal(g, e) for g, e in zip(with_graph, grads(call(leaves, **mode).sum(), leaves), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode
+def test_transforms_and_forward_mode_are_errors_that_name_the_way_out() -> None:
+    leaves = mlp(5, 4, 6, bias=False)[:4]
+    x, *weights = leaves
+    calls: list[Callable[[], object]] = [
+        lambda: torch.func.grad(lambda x: swiglu_mlp(x, *weights).sum())(x),
+        lambda: torch.func.vmap(lambda x: swiglu_mlp(x, *weights))(x),
+        lambda: torch.func.jvp(lambda x: swiglu_mlp(x, *weights), (x,), (x,)),
+    ]
+    for forbidden in calls:
+        with pytest.raises(LowtideError, match=r"swiglu_mlp: expected reverse-mode.*write it out.*linear"):
+            forbidden()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            swiglu_mlp(dual, *weights)
+
+
+def test_a_weight_changed_before_backward_is_noticed() -> None:
+    leaves = mlp(5, 4, 6)
+    y = call(leaves)
+    with torch.no_grad():
+        leaves[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_no_grad_and_inference_mode(mode: dict[str, Any]) -> None:
+    leaves = mlp(5, 4, 6)
+    expected = call(leaves, **mode).detach()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            y = call(leaves, **mode)
+        assert not y.requires_grad
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_the_input_is_not_changed(mode: dict[str, Any]) -> None:
+    leaves = mlp((2, 5), 7, 11)
+    before = [t.detach().clone() for t in leaves]
+    upstream = torch.randn(2, 5, 7)
+    kept = upstream.clone()
+    call(leaves, **mode).backward(upstream)
+    assert torch.equal(upstream, kept)
+    assert all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
+
+
+def test_it_is_the_mlp_of_the_field() -> None:
+    """As a Llama's: down(silu(gate(x)) * up(x)), with nn.Linear's own layout."""
+    gate, up, down = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+    x = torch.randn(3, 4)
+    got = call([x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias])
+    torch.testing.assert_close(got, down(F.silu(gate(x)) * up(x)))

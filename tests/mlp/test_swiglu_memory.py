@@ -1,0 +1,116 @@
+"""What swiglu_mlp really allocates: what stays after forward, and the most that is there at once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide import swiglu_mlp
+from lowtide.measure import track_allocations
+from support import mlp
+
+N, D, FF = 512, 48, 160
+SLACK = 2**16  # the plain pieces of rows, and what is small
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.mlp import elementwise
+
+    monkeypatch.setattr(elementwise, "PIECE", 2**11)
+
+
+def leaves_of(dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    return mlp(N, D, FF, dtype=dtype, bias=False)[:4]
+
+
+def after_forward(function: Callable[[], Tensor]) -> int:
+    """Return the bytes that stay after forward beyond the output, as the allocator counts them."""
+    function()
+    gc.collect()
+    with track_allocations() as seen:
+        y = function()
+        gc.collect()
+    return seen.events[-1].total_bytes - y.numel() * y.element_size()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tile", [None, 100])
+def test_kept_after_forward(dtype: torch.dtype, tile: int | None) -> None:
+    leaves = leaves_of(dtype)
+    token = N * dtype.itemsize
+    levels = [after_forward(lambda k=k: swiglu_mlp(*leaves, checkpoint_level=k, tile_tokens=tile)) for k in (0, 1)]
+    assert levels == [2 * FF * token, 0]
+    textbook = after_forward(
+        lambda: F.linear(F.silu(F.linear(leaves[0], leaves[1])) * F.linear(leaves[0], leaves[2]), leaves[3])
+    )
+    assert textbook == 4 * FF * token, "the measure must see the textbook's four"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_input_is_kept_where_backward_reads_it(frozen: bool, level: int) -> None:
+    x, *weights = leaves_of()
+    for weight in weights:
+        weight.requires_grad_(not frozen)
+
+    def forward() -> Tensor:
+        return swiglu_mlp(x.clone(), *weights, checkpoint_level=level)  # nobody else keeps the copy
+
+    needed = level == 1 or not frozen
+    few = 0 if needed else 2  # one number of the input's shape and dtype
+    assert after_forward(forward) == (2 * FF * (level == 0) + D * needed) * 2 * N + few
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    leaves = leaves_of()
+    with torch.no_grad():
+        assert after_forward(lambda: swiglu_mlp(*leaves, checkpoint_level=0)) == 0
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("tile", [None, 128])
+def test_peaks(level: int, tile: int | None) -> None:
+    leaves = leaves_of(torch.float32)  # the CPU's narrow GEMMs have scratch of their own
+    rows, token, weights = tile or N, 4, 3 * D * FF * 4
+    with track_allocations() as seen:
+        y = swiglu_mlp(*leaves, checkpoint_level=level, tile_tokens=tile)
+    kept = 2 * FF * N if level == 0 else 0
+    beside = rows * FF * (1 if level == 0 else 2)
+    assert seen.peak_bytes <= token * (kept + beside + D * N) + SLACK
+    upstream = torch.randn(N, D)
+    with track_allocations() as seen:
+        y.backward(upstream)
+    beside = rows * FF * (1 if level == 0 else 3)
+    assert seen.peak_bytes <= token * (beside + D * N) + weights + SLACK
+    assert seen.peak_bytes > token * (beside + D * N) - SLACK, "the bound is not loose"
+
+
+def test_a_retained_graph_costs_the_gradients_of_gate_and_up() -> None:
+    leaves = leaves_of()
+    peaks = []
+    for retain in (False, True):
+        y = swiglu_mlp(*leaves, checkpoint_level=0)
+        with track_allocations() as seen:
+            torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=retain)
+        peaks.append(seen.peak_bytes)
+    assert 2 * FF * N * 2 * 0.9 < peaks[1] - peaks[0] <= 2 * FF * N * 2
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_casts_of_autocast_are_made_once_a_pass(level: int) -> None:
+    leaves = leaves_of(torch.float32)
+    cast = D * FF * 2
+    for tile in (None, 100):
+        with track_allocations() as seen, torch.autocast("cpu", torch.bfloat16):
+            y = swiglu_mlp(*leaves, checkpoint_level=level, tile_tokens=tile)
+        assert sum(event.bytes == cast for event in seen.events) == 3
+        with track_allocations() as seen:
+            y.sum().backward()
+        assert 3 <= sum(event.bytes == cast for event in seen.events) <= 3 + 3 * len(range(0, N, tile or N))

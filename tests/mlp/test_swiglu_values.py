@@ -1,0 +1,166 @@
+"""swiglu_mlp against float64 from its definition: no dtype errs more than plain PyTorch in the same dtype."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide import swiglu_mlp
+from lowtide.mlp import elementwise
+from lowtide.mlp.reference import swiglu_mlp as reference
+from support import mlp, mlp_oracle, relative_error
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LEVELS_AND_TILES = list(itertools.product((0, 1), (None, 1, 4)))
+
+
+def call(leaves: list[Any], **options: Any) -> Tensor:
+    names = ("gate_bias", "up_bias", "down_bias")
+    return swiglu_mlp(*leaves[:4], **dict(zip(names, leaves[4:], strict=True)), **options)
+
+
+def doubled(leaves: list[Any]) -> list[Any]:
+    return [t if t is None else t.detach().double().requires_grad_() for t in leaves]
+
+
+def everything(y: Tensor, leaves: list[Any], upstream: Tensor) -> list[Tensor]:
+    return [y.detach(), *torch.autograd.grad(y, [t for t in leaves if t is not None], upstream.to(y.dtype))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [((), 7, 5), ((1,), 3, 1), ((2, 5), 7, 11), ((3, 1, 13), 33, 70)])
+def test_values_and_gradients(dtype: torch.dtype, activation: str, bias: bool, shape: Any) -> None:
+    torch.manual_seed(0)
+    leaves = mlp(*shape, dtype=dtype, bias=bias)
+    true = doubled(leaves)
+    upstream = torch.randn(leaves[0].shape, dtype=torch.float64).to(dtype)
+    expected = everything(mlp_oracle(true, activation), true, upstream)
+    twin = reference(*leaves[:4], **dict(zip(("gate_bias", "up_bias", "down_bias"), leaves[4:], strict=True)),
+                     activation=activation)  # fmt: skip
+    plain = everything(twin, leaves, upstream)
+    # of a few numbers plain PyTorch may be lucky with all; the wide dtypes have no sums that are wider
+    few, wide = leaves[1].numel() < 1000, dtype in (torch.float64, torch.float32)
+    slack = torch.finfo(dtype).eps * ((20 if wide else 4) if few else (6 if wide else 0.1))
+    for level, tile in LEVELS_AND_TILES:
+        y = call(leaves, activation=activation, checkpoint_level=level, tile_tokens=tile)
+        assert y.dtype == dtype
+        assert y.shape == leaves[0].shape
+        for got, p, e in zip(everything(y, leaves, upstream), plain, expected, strict=True):
+            assert got.dtype == dtype
+            assert relative_error(got, e) <= 1.3 * relative_error(p, e) + slack
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_bfloat16_product_is_rounded_once(activation: str) -> None:
+    """Where the down projection is the identity, the output is the product itself: half a unit in the last place."""
+    n = 64
+    gate, up = (torch.randn(50, n, dtype=torch.float64).bfloat16() for _ in range(2))
+    eye, zero = torch.eye(n, dtype=torch.bfloat16), torch.zeros(n, n, dtype=torch.bfloat16)
+    x = torch.cat((gate, up), 1)
+    first, second = torch.cat((eye, zero), 1), torch.cat((zero, eye), 1)
+    down = torch.cat((eye, zero), 0)
+    got = swiglu_mlp(x, first, second, down, activation=activation)[:, :n].double()
+    act = F.silu(gate.double()) if activation == "silu" else F.gelu(gate.double(), approximate="tanh")
+    exact = act * up.double()
+    assert ((got - exact).abs() <= 2**-8 * exact.abs() * 1.0001).all()
+
+
+def test_no_tokens() -> None:
+    for level, tile in LEVELS_AND_TILES:
+        leaves = mlp((2, 0), 7, 11)
+        y = call(leaves, checkpoint_level=level, tile_tokens=tile)
+        assert y.shape == (2, 0, 7)
+        y.sum().backward()
+        assert leaves[0].grad.shape == (2, 0, 7)
+        assert all(torch.equal(t.grad, torch.zeros_like(t)) for t in leaves[1:])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gates_of_any_size(activation: str, dtype: torch.dtype) -> None:
+    """Far out the activation is its argument or 0, and its derivative 1 or 0: no overflow on the way."""
+    a = torch.tensor([-1e30, -1e13, -3e4, -90.0, -20.0, -5.0, 0.0, 5.0, 20.0, 90.0, 3e4, 1e13, 1e30], dtype=dtype)
+    one = torch.ones(1, 1, dtype=dtype)
+    for level in (0, 1):
+        x = torch.stack((a, torch.ones_like(a)), 1).requires_grad_()
+        first, second = torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([[0.0, 1.0]], dtype=dtype)
+        down = torch.cat((one, 0 * one), 0)
+        y = swiglu_mlp(x, first, second, down, activation=activation, checkpoint_level=level)
+        (grad,) = torch.autograd.grad(y[:, 0].sum(), x)
+        exact = a.detach().double().clamp(-1e4, 1e4).requires_grad_()
+        act = F.silu(exact) if activation == "silu" else F.gelu(exact, approximate="tanh")
+        (slope,) = torch.autograd.grad(act.sum(), exact)
+        inside = a.abs() < 1e4
+        tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-30}
+        # PyTorch's own tanh cancels where GELU is about -1e-6
+        tolerance |= {"atol": 1e-5} if activation == "gelu_tanh" else {}
+        torch.testing.assert_close(y[inside, 0].double(), act[inside], **tolerance)
+        torch.testing.assert_close(grad[:, 0].double(), slope, **tolerance)
+        torch.testing.assert_close(y[~inside, 0], a[~inside].clamp(min=0))
+
+
+def test_a_poisoned_token_stays_its_own() -> None:
+    leaves = mlp((2, 9), 7, 11)
+    with torch.no_grad():
+        leaves[0][1, 3] = torch.nan
+    for level, tile in LEVELS_AND_TILES:
+        y = call(leaves, checkpoint_level=level, tile_tokens=tile)
+        (dx,) = torch.autograd.grad(y, leaves[0], torch.randn(y.shape))
+        for rows in (y, dx):
+            assert rows[1, 3].isnan().all()
+            assert rows.isnan().sum() == 7
+
+
+@pytest.mark.parametrize("kind", ["transposed", "every second", "expanded rows", "expanded columns", "sliced"])
+def test_strides(kind: str) -> None:
+    x, *rest = mlp((6, 8), 6, 10, dtype=torch.float64)
+    strided = {
+        "transposed": lambda: x.detach().transpose(0, 2).contiguous().transpose(0, 2),
+        "every second": lambda: torch.randn(6, 8, 12, dtype=torch.float64)[..., ::2],
+        "expanded rows": lambda: torch.randn(6, dtype=torch.float64).expand(6, 8, 6),
+        "expanded columns": lambda: torch.randn(6, 8, 1, dtype=torch.float64).expand(6, 8, 6),
+        "sliced": lambda: torch.randn(6, 20, 9, dtype=torch.float64)[:, 3:11, 1:7],
+    }[kind]()
+    strided.requires_grad_()
+    weights = [t.detach().T.contiguous().T.requires_grad_() if t.dim() == 2 else t for t in rest]
+    weights[0] = torch.randn(20, 12, dtype=torch.float64)[::2, ::2].requires_grad_()
+    leaves = [strided, *weights]
+    copies = [t.detach().contiguous().clone().requires_grad_() for t in leaves]
+    for upstream in (
+        torch.randn(8, 6, 6).transpose(0, 1).double(),
+        torch.ones((), dtype=torch.float64).expand(6, 8, 6),
+    ):
+        expected = everything(mlp_oracle(copies), copies, upstream)
+        for level, tile in LEVELS_AND_TILES:
+            got = everything(call(leaves, checkpoint_level=level, tile_tokens=tile), leaves, upstream)
+            for g, e in zip(got, expected, strict=True):
+                torch.testing.assert_close(g, e)
+
+
+def test_pieces_of_rows_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = mlp(13, 7, 11, dtype=torch.float64)
+    upstream = torch.randn(13, 7)
+    whole = everything(call(leaves), leaves, upstream)
+    monkeypatch.setattr(elementwise, "PIECE", 25)
+    for g, e in zip(everything(call(leaves), leaves, upstream), whole, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-14, atol=1e-14)  # vector units take the ends of rows in another way
+
+
+def test_tiles_sum_narrow_gradients_in_float32() -> None:
+    leaves = mlp(512, 16, 24, dtype=torch.bfloat16, bias=False)
+    true = doubled(leaves)
+    upstream = torch.randn(512, 16).bfloat16()
+    expected = everything(mlp_oracle(true), true, upstream)
+    errors = [
+        [relative_error(g, e) for g, e in zip(everything(y, leaves, upstream), expected, strict=True)]
+        for y in (call(leaves), call(leaves, tile_tokens=2))
+    ]
+    for whole, tiled in zip(*errors, strict=True):
+        assert tiled < 1.2 * whole
