@@ -181,3 +181,18 @@ def mlp_oracle(leaves: Sequence[Tensor | None], activation: str = "silu") -> Ten
     else:
         act = 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     return F.linear(act * up, wd, bd)
+
+
+def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """RMS normalisation from its definition, in the dtype of its inputs."""
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
+
+
+def rotary_oracle(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [B, H, T, d], the first r values of each as a matrix of r x r for each position."""
+    r = cos.shape[-1]
+    eye = torch.eye(r, dtype=x.dtype, device=x.device)
+    swap = torch.cat((-eye[r // 2 :], eye[: r // 2]))  # rows: rotate_half of the unit vectors
+    turn = torch.diag_embed(cos.to(x.dtype)) + torch.einsum("ij,bti->btij", swap, sin.to(x.dtype))
+    turned = torch.einsum("btij,bhtj->bhti", turn, x[..., :r])
+    return torch.cat((turned, x[..., r:]), -1)

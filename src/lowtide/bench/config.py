@@ -173,6 +173,46 @@ class ApplyBenchConfig(_Settings):
         return _command("apply", self)
 
 
+LAYER_OPS = ("norm", "add-norm", "rotary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersBenchConfig(_Settings):
+    """What `lowtide.bench.layers.run` measures; each field is the option of ``lowtide bench layers`` of the same name.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    op: tuple[str, ...] = _setting((), "these operations alone: {ops}", metavar="OP")
+    only: tuple[str, ...] = _setting((), "these peers alone, by the names in the tables", metavar="PEER")
+    tokens: int = _setting(32768, "N")
+    hidden: int = _setting(2048, "D, of the norms")
+    heads: int = _setting(32, "of the queries")
+    kv_heads: int = _setting(8, "of the keys")
+    head_dim: int = _setting(64, "of a head; all of it is rotated")
+    warm: int = _setting(3, "rounds that do not count")
+    reps: int = _setting(10, "rounds that count; all peers of an operation take turns")
+    dtype: Dtype = _setting("auto", "of all inputs; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
+    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
+    seed: int = _setting(0, "of the random inputs")
+    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        least = {"warm": 0, "reps": 1, "seed": 0, "tokens": 64, "hidden": 1, "heads": 1, "kv_heads": 1, "head_dim": 2}
+        for name, value in least.items():
+            self._require(name, getattr(self, name) >= value, f"a whole number of at least {value}")
+        self._require("head_dim", self.head_dim % 2 == 0, "an even number")
+        self._require("op", set(self.op) <= set(LAYER_OPS), f"names out of {', '.join(LAYER_OPS)}")
+        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
+        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
+        self._require("output", self.output != "", "a name that is not empty")
+
+    def command(self) -> str:
+        """Return the command that says the same."""
+        return _command("layers", self)
+
+
 def _command(benchmark: str, config: Any) -> str:
     words = ["lowtide", "bench", benchmark]
     for setting in dataclasses.fields(config):

@@ -9,9 +9,11 @@ from typing import Any
 
 from lowtide.bench.config import (
     APPLY_FUNCTIONS,
+    LAYER_OPS,
     ApplyBenchConfig,
     DivergenceBenchConfig,
     HeadBenchConfig,
+    LayersBenchConfig,
     StatsBenchConfig,
     TokenBenchConfig,
     TuneConfig,
@@ -92,6 +94,21 @@ examples:
   lowtide bench apply --no-table --train --grpo
       50 steps of a Llama of 1B, with the stock loss and linear_apply; then with GRPO's objective"""
 
+_LAYERS = """\
+Time and bandwidth of what stands between a decoder layer's matrix products, forward and backward: RMS normalisation,
+the same with a residual sum before it, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own fused
+operation) and Liger. GB/s counts what has to be read and written, not what is. "kept" is what stays for backward beyond
+inputs and the residual stream. The result is DIR/<date>-layers-<gpu>.json. Exit status 1 where lowtide failed."""
+
+_LAYERS_EXAMPLES = """\
+examples:
+  lowtide bench layers
+      32768 tokens of a Llama-3.2-1B
+  lowtide bench layers --hidden 4096 --head-dim 128
+      of a Llama-3-8B
+  lowtide bench layers --tokens 256 --hidden 64 --device cpu
+      a look at it without a GPU"""
+
 _TUNE = """\
 Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
 table does not know. It serves every head that takes that path, but for one without bias, scale and soft cap on Hopper,
@@ -142,6 +159,15 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add_options(apply, ApplyBenchConfig, {"shapes": ", ".join(APPLY_SHAPES), "functions": ", ".join(APPLY_FUNCTIONS)})
     apply.set_defaults(main=main_apply, parser=apply)
+    layers = kinds.add_parser(
+        "layers",
+        help="norm and rotary embedding",
+        description=_LAYERS,
+        epilog=_LAYERS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(layers, LayersBenchConfig, {"ops": ", ".join(LAYER_OPS)})
+    layers.set_defaults(main=main_layers, parser=layers)
     tune = kinds.add_parser(
         "tune",
         help="tile sizes of the head's GEMM for this GPU",
@@ -209,6 +235,18 @@ def main_tokens(arguments: argparse.Namespace) -> int:
     config = arguments.config(**_given(arguments, arguments.config))
     run = token_run.run_stats if isinstance(config, StatsBenchConfig) else token_run.run_divergence
     return int(any(row.failed and row.own for row in run(config, _say)))
+
+
+def main_layers(arguments: argparse.Namespace) -> int:
+    """Measure norm and rotary embedding, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.layers import run
+
+    rows = run(LayersBenchConfig(**_given(arguments, LayersBenchConfig)), _say)
+    return int(any("failed" in row for row in rows if row["peer"] == "lowtide"))
 
 
 def main_tune(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,248 @@
+"""The benchmark of what stands between the matrix products: norm, norm with a residual sum, rotary embedding.
+
+N tokens, D hidden size; Hq and Hk heads of d values.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.bench.config import LayersBenchConfig
+from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.reference import relative_error
+from lowtide.bench.results import Files
+from lowtide.bench.rows import reason_of, release
+from lowtide.layers import add_rms_norm, rms_norm, rotary
+from lowtide.measure import describe_machine, source_commit, time_side_by_side
+
+EPS = 1e-5
+Function = Callable[..., tuple[Tensor, ...]]
+_COLUMNS = f"{'':16}{'forward ms':>12}{'GB/s':>7}{'both ms':>10}{'GB/s':>7}{'kept MiB':>10}{'error':>9}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation and who can do it.
+
+    Attributes:
+        inputs: its tensors; those that require a gradient get one.
+        exact: the same in float64, from the inputs.
+        forward_bytes: what its forward has to read and write.
+        backward_bytes: the same of its backward.
+        peers: makers of the functions, by name; a maker imports its peer.
+    """
+
+    inputs: tuple[Tensor, ...]
+    exact: Function
+    forward_bytes: int
+    backward_bytes: int
+    peers: dict[str, Callable[[], Function]]
+
+
+def _hf_norm(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    wide = x.float()
+    return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype),)
+
+
+def _hf_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return *_hf_norm(total, weight), total
+
+
+def _hf_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return x * cos.unsqueeze(1) + torch.cat((-x[..., half:], x[..., :half]), -1) * sin.unsqueeze(1)
+
+    return turned(q), turned(k)
+
+
+def _exact_norm(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    return (x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight,)
+
+
+def _exact_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return *_exact_norm(x + residual, weight), x + residual
+
+
+def _compiled(function: Function) -> Callable[[], Function]:
+    def build() -> Function:
+        torch._dynamo.reset()
+        return torch.compile(function)
+
+    return build
+
+
+def _liger_norm() -> Function:
+    norm = importlib.import_module("liger_kernel.transformers.functional").liger_rms_norm
+    return lambda x, weight: (norm(x, weight, EPS, 0.0, "llama", False),)
+
+
+def _liger_add_norm() -> Function:
+    norm = importlib.import_module("liger_kernel.transformers.functional").liger_fused_add_rms_norm
+    return lambda x, residual, weight: norm(x, residual, weight, EPS, 0.0, "llama", False)
+
+
+def _liger_rotary() -> Function:
+    turn: Function = importlib.import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb
+    return turn
+
+
+def ops(config: LayersBenchConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Op]:
+    """Return the operations, with random inputs."""
+    N, D, d = config.tokens, config.hidden, config.head_dim
+    g = torch.Generator(device).manual_seed(config.seed)
+
+    def random(*shape: int, grad: bool = True) -> Tensor:
+        return torch.randn(*shape, generator=g, device=device, dtype=torch.float32).to(dtype).requires_grad_(grad)
+
+    def heads(H: int) -> Tensor:
+        return random(1, N, H, d, grad=False).transpose(1, 2).requires_grad_()
+
+    x, residual, weight = random(N, D), random(N, D), random(D)
+    q, k = heads(config.heads), heads(config.kv_heads)
+    angles = torch.arange(N, device=device)[:, None] * 1e-2 ** torch.linspace(0, 2, d // 2, device=device)
+    table = torch.cat((angles, angles), -1)[None]
+    cos, sin = table.cos().to(dtype), table.sin().to(dtype)
+    row, turned = x.nbytes, q.nbytes + k.nbytes
+    return {
+        "norm": Op(
+            inputs=(x, weight),
+            exact=_exact_norm,
+            forward_bytes=2 * row,
+            backward_bytes=3 * row,
+            peers={
+                "lowtide": lambda: lambda x, w: (rms_norm(x, w, EPS, rounding="before_weight"),),
+                "F.rms_norm": lambda: lambda x, w: (F.rms_norm(x, (D,), w, EPS),),
+                "liger": _liger_norm,
+                "compile": _compiled(_hf_norm),
+                "eager": lambda: _hf_norm,
+            },
+        ),
+        "add-norm": Op(
+            inputs=(x, residual, weight),
+            exact=_exact_add_norm,
+            forward_bytes=4 * row,
+            backward_bytes=4 * row,
+            peers={
+                "lowtide": lambda: lambda x, r, w: add_rms_norm(x, r, w, EPS, rounding="before_weight"),
+                "liger": _liger_add_norm,
+                "compile": _compiled(_hf_add_norm),
+                "eager": lambda: _hf_add_norm,
+            },
+        ),
+        "rotary": Op(
+            inputs=(q, k, cos, sin),
+            exact=_hf_rotary,
+            forward_bytes=2 * turned,
+            backward_bytes=2 * turned,
+            peers={
+                "lowtide": lambda: rotary,
+                "compile": _compiled(_hf_rotary),
+                "eager": lambda: _hf_rotary,
+                "liger": _liger_rotary,  # last: it turns its inputs in place
+            },
+        ),
+    }
+
+
+def _both(function: Function, inputs: Sequence[Tensor], trained: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
+    torch.autograd.grad(function(*inputs), trained, upstream)
+
+
+def measure(op: Op, config: LayersBenchConfig, device: torch.device, name: str) -> list[dict[str, Any]]:
+    """Return a row for each peer of an operation, all timed in turns."""
+    rows: list[dict[str, Any]] = []
+    trained = [t for t in op.inputs if t.requires_grad]
+    exact = [t.detach()[..., :64, :].double() if t.dim() > 1 else t.detach().double() for t in op.inputs]
+    expected = op.exact(*exact)
+    upstream: list[Tensor] | None = None
+    timed: dict[str, Callable[[], object]] = {}
+    for peer, build in op.peers.items():
+        if config.only and peer not in config.only:
+            continue
+        row: dict[str, Any] = {"op": name, "peer": peer}
+        rows.append(row)
+        try:
+            function = build()
+            kept: dict[int, int] = {}
+
+            def keep(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                return t
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                outs = function(*op.inputs)
+            if upstream is None:
+                upstream = [torch.randn_like(out) for out in outs]
+            own = {t.untyped_storage().data_ptr() for t in (*op.inputs, *outs[1:])}  # the sum is the residual stream
+            row["kept_mib"] = sum(n for where, n in kept.items() if where not in own) / 2**20
+            row["error"] = relative_error(outs[0][..., :64, :].double(), expected[0])
+            torch.autograd.grad(outs, trained, upstream)
+            timed[f"{peer} forward"] = partial(function, *op.inputs)
+            timed[peer] = partial(_both, function, op.inputs, trained, upstream)
+        except Exception as error:
+            row["failed"] = reason_of(error)
+        release(device)
+    times = time_side_by_side(timed, device, warm=config.warm, reps=config.reps)
+    for row in rows:
+        if "failed" not in row:
+            row["forward_ms"] = times[f"{row['peer']} forward"].median_ms
+            row["ms"] = times[row["peer"]].median_ms
+            row["forward_gb_per_s"] = op.forward_bytes / row["forward_ms"] / 1e6
+            row["gb_per_s"] = (op.forward_bytes + op.backward_bytes) / row["ms"] / 1e6
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row as text."""
+    if "failed" in row:
+        return f"{row['peer']:16}{row['failed']}\n"
+    return (
+        f"{row['peer']:16}{row['forward_ms']:12.3f}{row['forward_gb_per_s']:7.0f}{row['ms']:10.3f}"
+        f"{row['gb_per_s']:7.0f}{row['kept_mib']:10.1f}{row['error']:9.1e}\n"
+    )
+
+
+def run(config: LayersBenchConfig, say: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Measure, tell each table as it is known, write the result, and return its rows.
+
+    Args:
+        config: what.
+        say: gets the text.
+
+    Raises:
+        UnsupportedError: there is no such device.
+        ArgumentValueError: the folder for the results cannot be written.
+    """
+    device = chosen_device(config.device)
+    dtype = chosen_dtype(config.dtype, device)
+    machine = describe_machine(["liger-kernel"])
+    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    files = Files.prepare(config.output, f"{today}-layers", machine["gpu"] if device.type == "cuda" else None)
+    rows: list[dict[str, Any]] = []
+    for name, op in ops(config, dtype, device).items():
+        if config.op and name not in config.op:
+            continue
+        shape = (
+            f"{config.tokens} x {config.hidden}"
+            if name != "rotary"
+            else f"{config.tokens} x ({config.heads} + {config.kv_heads}) x {config.head_dim}"
+        )
+        say(f"\n{name}: {shape}, {str(dtype).removeprefix('torch.')}\n{_COLUMNS}")
+        for row in measure(op, config, device, name):
+            rows.append(row)
+            say(line(row))
+        told = {"command": config.command(), "date": today, "commit": source_commit(), "machine": machine}
+        files.write_json({**told, "dtype": str(dtype).removeprefix("torch."), "config": vars(config), "rows": rows})
+    say(f"written: {files.json}\n")
+    return rows

@@ -1,0 +1,1 @@
+"""Triton kernels over rows and heads: tensors in, tensors out."""

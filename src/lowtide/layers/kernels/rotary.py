@@ -1,0 +1,97 @@
+"""Rotary position embedding of queries and keys by one kernel, forward and backward.
+
+B batch, T positions, H heads of queries or keys, d size of a head, of which the first r are rotated.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.head.kernels.launch import Launcher
+
+TILE = 1024  # values of half a tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _heads(  # type: ignore[no-untyped-def]
+    x_ptr, x_stride_h, out_ptr, out_stride_h, H, half, d, cos_1, cos_2, sin_1, sin_2,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Rotate all heads of one token, HEADS at a time."""
+    column = tl.arange(0, HALF)
+    for start in range(0, H, HEADS):
+        head = start + tl.arange(0, HEADS)
+        inside = (head < H)[:, None] & (column < half)[None, :]
+        x_at = x_ptr + head[:, None] * x_stride_h + column[None, :]
+        out_at = out_ptr + head[:, None] * out_stride_h + column[None, :]
+        first = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x_at + half, mask=inside, other=0.0).to(tl.float32)
+        if INVERSE:
+            one = first * cos_1 + second * sin_2
+            two = second * cos_2 - first * sin_1
+        else:
+            one = first * cos_1 - second * sin_1
+            two = second * cos_2 + first * sin_2
+        tl.store(out_at, one.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_at + half, two.to(out_ptr.dtype.element_ty), mask=inside)
+        if REST:
+            rest = 2 * half + tl.arange(0, REST)
+            within = (head < H)[:, None] & (rest < d)[None, :]
+            kept = tl.load(x_ptr + head[:, None] * x_stride_h + rest[None, :], mask=within, other=0.0)
+            kept = kept.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + head[:, None] * out_stride_h + rest[None, :], kept, mask=within)
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotary(  # type: ignore[no-untyped-def]
+    q_ptr, q_stride_b, q_stride_h, q_stride_t, k_ptr, k_stride_b, k_stride_h, k_stride_t,
+    q_out_ptr, q_out_stride_b, q_out_stride_h, q_out_stride_t, k_out_ptr, k_out_stride_b, k_out_stride_h,
+    k_out_stride_t, cos_ptr, cos_stride_b, cos_stride_t, sin_ptr, sin_stride_b, sin_stride_t, T, Hq, Hk, half, d,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    b, t = token // T, token % T
+    column = tl.arange(0, HALF)
+    within = column < half
+    cos_at = cos_ptr + b * cos_stride_b + t * cos_stride_t + column
+    sin_at = sin_ptr + b * sin_stride_b + t * sin_stride_t + column
+    cos_1 = tl.load(cos_at, mask=within, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos_at + half, mask=within, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(sin_at, mask=within, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin_at + half, mask=within, other=0.0).to(tl.float32)[None, :]
+    _heads(
+        q_ptr + b * q_stride_b + t * q_stride_t, q_stride_h, q_out_ptr + b * q_out_stride_b + t * q_out_stride_t,
+        q_out_stride_h, Hq, half, d, cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, REST, INVERSE,
+    )  # fmt: skip
+    _heads(
+        k_ptr + b * k_stride_b + t * k_stride_t, k_stride_h, k_out_ptr + b * k_out_stride_b + t * k_out_stride_t,
+        k_out_stride_h, Hk, half, d, cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, REST, INVERSE,
+    )  # fmt: skip
+
+
+def rotate_heads(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, q_out: Tensor, k_out: Tensor, inverse: bool
+) -> None:
+    """Write ``x * cos + rotate_half(x) * sin``, or the transpose of that map, computed in float32.
+
+    Args:
+        q: [B, Hq, T, d], strided; a head's values lie beside each other.
+        k: [B, Hk, T, d], likewise.
+        cos: [B or 1, T, r], r even and at most d; the last axis contiguous.
+        sin: Likewise.
+        q_out: Takes the result; of q's shape, strided.
+        k_out: Likewise.
+        inverse: Apply the transpose, which takes gradients back.
+    """
+    B, Hq, T, d = q.shape
+    r = cos.shape[-1]
+    half = triton.next_power_of_2(r // 2)
+    heads = max(1, TILE // half)
+    per_batch = [0 if table.shape[0] == 1 else table.stride(0) for table in (cos, sin)]
+    _rotary[(B * T,)](
+        q, *q.stride()[:3], k, *k.stride()[:3], q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
+        cos, per_batch[0], cos.stride(1), sin, per_batch[1], sin.stride(1), T, Hq, k.shape[1], r // 2, d,
+        Q_HEADS=min(heads, triton.next_power_of_2(Hq)), K_HEADS=min(heads, triton.next_power_of_2(k.shape[1])),
+        HALF=half, REST=0 if r == d else triton.next_power_of_2(d - r), INVERSE=inverse, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,313 @@
+"""`rms_norm` and `add_rms_norm`: a row over its root mean square, times a weight.
+
+Legend: x [..., D] or, as rows, [N, D]; weight [D]. rstd [N] is the factor of each row.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.head.arguments import check_tensor
+from lowtide.head.backends import why_not_row
+from lowtide.head.graph import differentiable_once
+from lowtide.head.registration import schema_of, undisturbed, watched
+
+Rounding = Literal["before_weight", "after_weight"]
+
+_LONGEST = 32768  # of the kernels, whose module needs Triton
+_TWICE = (
+    "lowtide: expected the gradients of a norm to be differentiated no further, got a second derivative. For those take"
+    " torch.nn.functional.rms_norm."
+)
+
+
+def rms_norm(
+    input: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, rounding: Rounding = "after_weight"
+) -> Tensor:
+    """Return each row over its root mean square, times a weight: ``x / sqrt(mean(x**2) + eps) * (weight + offset)``.
+
+    The arithmetic is float32 (float64 for float64 inputs). For backward it keeps ``input`` itself and one float32 a
+    row; no wider copy of the input is made on an NVIDIA GPU, where forward and backward are one kernel each. Elsewhere
+    it is plain PyTorch, which rounds as transformers' own modules do, to the bit. The weight's gradient is summed in a
+    fixed order: the same from run to run.
+
+    Args:
+        input: [..., D], floating point.
+        weight: [D], floating point, on the same device.
+        eps: Added to the mean square.
+        offset: Added to the weight: 1 for Gemma, whose weights are kept less 1.
+        rounding: ``"after_weight"``: the result is rounded once, to the dtype of ``input``, as in
+            `torch.nn.functional.rms_norm`, Gemma and OLMo. ``"before_weight"``: the normalised row is rounded to the
+            dtype of ``input`` and then multiplied, and the result has the dtype that PyTorch promotes to, as in
+            transformers' Llama, Mistral and Qwen.
+
+    Returns:
+        Tensor: [..., D].
+
+    Raises:
+        ArgumentTypeError: Not tensors, not floating point, or ``eps`` or ``offset`` no number.
+        ArgumentValueError: Shapes or devices that do not fit, or an unknown ``rounding``.
+        UnsupportedError: A second derivative is asked for.
+
+    Example:
+        >>> hidden = rms_norm(hidden, norm.weight, norm.variance_epsilon, rounding="before_weight")
+
+    References:
+        Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
+    """
+    _check(input, weight, None, eps, offset, rounding)
+    return _run(_Call(input, None, weight, float(eps), float(offset), rounding == "before_weight"))[0]
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    rounding: Rounding = "after_weight",
+) -> tuple[Tensor, Tensor]:
+    """Return ``rms_norm(input + residual, ...)`` and the sum itself, in one pass over both.
+
+    The sum is rounded to its dtype before it is normalised, as if it had been computed by itself. In backward the
+    gradient that reaches the sum is added in the same pass. What is kept is the sum and one float32 a row.
+
+    Args:
+        input: [..., D].
+        residual: Of the same shape, dtype and device.
+        weight: As in `rms_norm`, and so are the arguments after it.
+        eps: See there.
+        offset: See there.
+        rounding: See there.
+
+    Returns:
+        tuple[Tensor, Tensor]: The normalised sum, and the sum.
+
+    Raises:
+        ArgumentTypeError: As in `rms_norm`, or ``residual`` has another dtype than ``input``.
+        ArgumentValueError: As in `rms_norm`, or ``residual`` has another shape than ``input``.
+        UnsupportedError: A second derivative is asked for.
+
+    Example:
+        >>> normed, hidden = add_rms_norm(attention_output, hidden, norm.weight, norm.variance_epsilon)
+    """
+    _check(input, weight, residual, eps, offset, rounding)
+    return _run(_Call(input, residual, weight, float(eps), float(offset), rounding == "before_weight"))
+
+
+class _Call(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    eps: float
+    offset: float
+    round_first: bool
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Return the result's dtype."""
+        return torch.promote_types(self.x.dtype, self.weight.dtype) if self.round_first else self.x.dtype
+
+
+class _BackwardCall(NamedTuple):
+    g: Tensor
+    g_sum: Tensor | None
+    x: Tensor
+    weight: Tensor
+    rstd: Tensor
+    offset: float
+    wants_x: bool
+    wants_weight: bool
+
+
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None, eps: object, offset: object, rounding: object) -> None:
+    for name, tensor in (("input", x), ("weight", weight)):
+        if not check_tensor(name, tensor).is_floating_point():
+            raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+    if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+        raise ArgumentValueError(
+            message("weight", "shape [D], D the last axis of input", f"{list(weight.shape)} for {list(x.shape)}")
+        )
+    if weight.device != x.device:
+        raise ArgumentValueError(message("weight", f"a tensor on {x.device}, as input is", str(weight.device)))
+    if residual is not None:
+        check_tensor("residual", residual)
+        if residual.dtype != x.dtype:
+            raise ArgumentTypeError(message("residual", f"{x.dtype}, as input has", str(residual.dtype)))
+        if residual.shape != x.shape or residual.device != x.device:
+            expected, got = (f"shape {list(t.shape)} on {t.device}" for t in (x, residual))
+            raise ArgumentValueError(message("residual", f"{expected}, as input has", got))
+    for name, number in (("eps", eps), ("offset", offset)):
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise ArgumentTypeError(message(name, "a number", type(number).__name__))
+    if rounding not in ("before_weight", "after_weight"):
+        raise ArgumentValueError(message("rounding", "'before_weight' or 'after_weight'", repr(rounding)))
+
+
+def why_no_kernel(x: Tensor, weight: Tensor) -> str | None:
+    """Return why rows like those of ``x`` are normalised in plain PyTorch, or None where a kernel does it."""
+    for tensor in (x, weight):
+        why = why_not_row(tensor.device, tensor.dtype, 1)
+        if why:
+            return why
+    if not 0 < x.shape[-1] <= _LONGEST:
+        return f"its kernels hold rows of 1 to {_LONGEST} values, and these have {x.shape[-1]}"
+    return None
+
+
+_FORWARD = "Tensor, Tensor, Tensor"  # result, sum (empty without a residual), rstd
+
+
+@torch.library.custom_op("lowtide::rms_norm", mutates_args=(), schema=f"({schema_of(_Call)}) -> ({_FORWARD})")
+def _operator(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise rows."""
+    return _normalized(_Call(*args))
+
+
+@_operator.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(_Call(*args))
+
+
+@torch.library.custom_op(
+    "lowtide::rms_norm_backward", mutates_args=(), schema=f"({schema_of(_BackwardCall)}) -> (Tensor, Tensor)"
+)
+def _backward_operator(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and of the weight, empty where not wanted."""
+    return _gradients(_BackwardCall(*args))
+
+
+@_backward_operator.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    return _gradient_outputs(_BackwardCall(*args))
+
+
+def _outputs(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    x = call.x
+    return (
+        x.new_empty(x.shape, dtype=call.out_dtype),
+        x.new_empty(0 if call.residual is None else x.shape),
+        x.new_empty(math.prod(x.shape[:-1]), dtype=_wide(x)),
+    )
+
+
+def _gradient_outputs(call: _BackwardCall) -> tuple[Tensor, Tensor]:
+    x, weight = call.x, call.weight
+    return x.new_empty(x.shape if call.wants_x else 0), weight.new_empty(weight.shape if call.wants_weight else 0)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return ``x`` as rows, their columns beside each other: a view where there is one."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _normalized(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.no_grad(), undisturbed(call.x.device):
+        out, sum_, rstd = _outputs(call)
+        if call.x.numel() == 0:
+            return out, sum_, rstd
+        if why_no_kernel(call.x, call.weight) is None:
+            from lowtide.layers.kernels.rms_norm import normalize_rows
+
+            normalize_rows(
+                _rows(call.x),
+                call.weight.contiguous(),
+                call.eps,
+                call.offset,
+                round_first=call.round_first,
+                residual_ND=None if call.residual is None else _rows(call.residual),
+                out_ND=out.view(-1, out.shape[-1]),
+                sum_ND=None if call.residual is None else sum_.view(-1, sum_.shape[-1]),
+                rstd_N=rstd,
+            )
+            return out, sum_, rstd
+        x = call.x if call.residual is None else torch.add(call.residual, call.x, out=sum_)
+        wide = x.to(_wide(x))
+        factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + call.eps)
+        normed = wide * factor
+        if call.round_first:
+            normed = normed.to(x.dtype).to(wide.dtype)
+        out.copy_(normed.mul_(call.weight.to(wide.dtype) + call.offset))
+        return out, sum_, factor.view(-1)
+
+
+def _gradients(call: _BackwardCall) -> tuple[Tensor, Tensor]:
+    x, weight = call.x, call.weight
+    with torch.no_grad(), undisturbed(x.device):
+        dx, dw = _gradient_outputs(call)
+        if x.numel() == 0:
+            return dx, dw.zero_()
+        if why_no_kernel(x, weight) is None:
+            from lowtide.layers.kernels.rms_norm import normalize_rows_backward
+
+            normalize_rows_backward(
+                _rows(call.g),
+                _rows(x),
+                weight.contiguous(),
+                call.rstd,
+                call.offset,
+                g_sum_ND=None if call.g_sum is None else _rows(call.g_sum),
+                dx_ND=dx.view(-1, dx.shape[-1]) if call.wants_x else None,
+                dw_D=dw if call.wants_weight else None,
+            )
+            return dx, dw
+        g, rstd = call.g.to(_wide(x)), call.rstd.view(*x.shape[:-1], 1)
+        normed = x.to(_wide(x)) * rstd
+        if call.wants_weight:
+            dw.copy_((g * normed).reshape(-1, x.shape[-1]).sum(0))
+        if call.wants_x:
+            g = g * (weight.to(g.dtype) + call.offset)
+            into_rows = normed.mul_((g * normed).mean(-1, keepdim=True)).sub_(g).mul_(-rstd)
+            dx.copy_(into_rows if call.g_sum is None else into_rows.add_(call.g_sum))
+        return dx, dw
+
+
+def _run(call: _Call) -> tuple[Tensor, Tensor]:
+    trained = any(t is not None and t.requires_grad for t in call[:3])
+    if torch.is_grad_enabled() and trained:
+        out: tuple[Tensor, Tensor] = _RmsNorm.apply(*call)  # type: ignore[no-untyped-call]
+        return out
+    return _forward(call)[:2]
+
+
+def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    return _operator(*call) if watched(call) else _normalized(call)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps the rows that were normalised (an input, or the sum), and a factor of each."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        call = _Call(*args)
+        out, sum_, rstd = _forward(call)
+        ctx.save_for_backward(call.x if call.residual is None else sum_, call.weight, rstd)
+        ctx.added, ctx.offset = call.residual is not None, call.offset
+        if call.residual is None:
+            ctx.mark_non_differentiable(sum_)
+        return out, sum_
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        g, g_sum = upstream
+        x, weight, rstd = ctx.saved_tensors
+        wants_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        call = _BackwardCall(
+            g, g_sum if ctx.added else None, x, weight, rstd, ctx.offset, wants_x, ctx.needs_input_grad[2]
+        )
+        with torch.no_grad():
+            dx, dw = _backward_operator(*call) if watched(call) else _gradients(call)
+        sources: Sequence[Tensor | None] = (x, weight, g, call.g_sum)
+        wanted = [dx if wants_x else None, dw if call.wants_weight else None]
+        dx, dw = differentiable_once(wanted, sources, _TWICE)
+        return (dx if ctx.needs_input_grad[0] else None), (dx if ctx.needs_input_grad[1] else None), dw, *[None] * 3

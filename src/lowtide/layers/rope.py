@@ -1,0 +1,187 @@
+"""`rotary`: rotary position embedding of queries and keys.
+
+Legend: q [B, Hq, T, d], k [B, Hk, T, d]; cos and sin [B or 1, T, r], r the part of a head that is rotated.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.head.arguments import check_tensor
+from lowtide.head.backends import why_not_row
+from lowtide.head.graph import differentiable_once
+from lowtide.head.registration import schema_of, undisturbed, watched
+
+_TWICE = (
+    "lowtide: expected the gradients of rotary to be differentiated no further, got a second derivative. For those"
+    " rotate in plain PyTorch."
+)
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, promote: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys turned by their positions' angles: ``x * cos + rotate_half(x) * sin`` of every head.
+
+    ``rotate_half`` takes (a, b), the halves of a head's first r values, to (-b, a); values from r on pass through. That
+    is transformers' convention for Llama, Mistral, Qwen, Gemma, OLMo, Phi and most others; a factor for attention
+    (YaRN, LongRoPE) is part of ``cos`` and ``sin``, as there. Models that interleave pairs (Cohere, GLM) are not of
+    that form.
+
+    On an NVIDIA GPU one kernel turns queries and keys, and one takes their gradients back, in float32, each result
+    rounded once. Elsewhere, and in float64, it is PyTorch's own arithmetic. Only ``cos`` and ``sin`` are kept for
+    backward. Results lie in memory as their inputs do, where those have no gaps.
+
+    Args:
+        q: [B, Hq, T, d], floating point; views of any strides are read as they are where d is contiguous.
+        k: [B, Hk, T, d], of the same dtype.
+        cos: [B, T, r] or [1, T, r], floating point, r even and at most d. Not differentiated.
+        sin: Of the same shape and dtype.
+        unsqueeze_dim: 1; or 2 where ``q`` and ``k`` are [B, T, H, d].
+        promote: Return the dtype that PyTorch promotes q and cos to, in place of q's.
+
+    Returns:
+        tuple[Tensor, Tensor]: The new queries and keys, of the shapes of ``q`` and ``k``.
+
+    Raises:
+        ArgumentTypeError: Not tensors, or dtypes that do not fit.
+        ArgumentValueError: Shapes or devices that do not fit, or an ``unsqueeze_dim`` that is neither 1 nor 2.
+        UnsupportedError: ``cos`` or ``sin`` requires a gradient, or a second derivative is asked for.
+
+    Example:
+        >>> cos, sin = model.model.rotary_emb(hidden, position_ids)
+        >>> q, k = rotary(q, k, cos, sin)
+
+    References:
+        Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.
+    """
+    _check(q, k, cos, sin, unsqueeze_dim)
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, False)
+    trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    turned: tuple[Tensor, Tensor] = _Rotary.apply(*call) if trained else _run(call)  # type: ignore[no-untyped-call]
+    return (turned[0].transpose(1, 2), turned[1].transpose(1, 2)) if unsqueeze_dim == 2 else turned
+
+
+class _Call(NamedTuple):
+    q: Tensor
+    k: Tensor
+    cos: Tensor
+    sin: Tensor
+    dtype: torch.dtype  # of the results
+    inverse: bool
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object) -> None:
+    named = {"q": q, "k": k, "cos": cos, "sin": sin}
+    for name, tensor in named.items():
+        if not check_tensor(name, tensor).is_floating_point():
+            raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+        if tensor.device != q.device:
+            raise ArgumentValueError(message(name, f"a tensor on {q.device}, as q is", str(tensor.device)))
+        if tensor.requires_grad and name in ("cos", "sin"):
+            hint = "Detach it, or rotate in plain PyTorch."
+            raise UnsupportedError(message(name, "a table of numbers", "one that requires a gradient", hint))
+    if unsqueeze_dim not in (1, 2):
+        raise ArgumentValueError(message("unsqueeze_dim", "1 or 2", repr(unsqueeze_dim)))
+    if q.dim() != 4 or k.dim() != 4:
+        raise ArgumentValueError(message("q", "4 axes, and 4 of k", f"{list(q.shape)} and {list(k.shape)}"))
+    heads = 1 if unsqueeze_dim == 1 else 2
+    rest = [[size for axis, size in enumerate(x.shape) if axis != heads] for x in (q, k)]
+    if rest[0] != rest[1]:
+        raise ArgumentValueError(message("k", f"q's sizes {list(q.shape)} but for the heads", str(list(k.shape))))
+    for name, other in (("k", q), ("sin", cos)):
+        if named[name].dtype != other.dtype:
+            raise ArgumentTypeError(message(name, str(other.dtype), str(named[name].dtype)))
+    B, T, d = rest[0]
+    if cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != T or cos.shape[2] > d or cos.shape[2] % 2:
+        expected = f"shape [{B} or 1, {T}, r], r even and at most {d}"
+        raise ArgumentValueError(message("cos", expected, str(list(cos.shape))))
+    if sin.shape != cos.shape:
+        raise ArgumentValueError(message("sin", f"shape {list(cos.shape)}, as cos has", str(list(sin.shape))))
+
+
+@torch.library.custom_op("lowtide::rotary", mutates_args=(), schema=f"({schema_of(_Call)}) -> (Tensor, Tensor)")
+def _operator(*args: Any) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys, or take their gradients back."""
+    return _turned(_Call(*args))
+
+
+@_operator.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*args)
+    return _like(call.q, call.dtype), _like(call.k, call.dtype)
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)  # of the same strides where x has no gaps
+
+
+def _last_beside(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _turned(call: _Call) -> tuple[Tensor, Tensor]:
+    with torch.no_grad(), undisturbed(call.q.device):
+        q_out, k_out = _like(call.q, call.dtype), _like(call.k, call.dtype)
+        if call.q.numel() and why_no_kernel(call.q, call.cos) is None:
+            from lowtide.layers.kernels.rotary import rotate_heads
+
+            q, k, cos, sin = map(_last_beside, call[:4])
+            into_q, into_k = _last_beside(q_out), _last_beside(k_out)
+            rotate_heads(q, k, cos, sin, q_out=into_q, k_out=into_k, inverse=call.inverse)
+            for out, filled in ((q_out, into_q), (k_out, into_k)):
+                if out is not filled:  # its last axis is not contiguous, as its input's is not
+                    out.copy_(filled)
+            return q_out, k_out
+        for x, out in ((call.q, q_out), (call.k, k_out)):
+            _turn_into(out, x, call.cos.unsqueeze(1), call.sin.unsqueeze(1), inverse=call.inverse)
+        return q_out, k_out
+
+
+def why_no_kernel(q: Tensor, cos: Tensor) -> str | None:
+    """Return why heads like those of ``q`` are turned in plain PyTorch, or None where a kernel does it."""
+    why = why_not_row(q.device, q.dtype, 1) or why_not_row(cos.device, cos.dtype, 1)
+    if why:
+        return why
+    return "nothing is to be turned" if cos.shape[-1] == 0 else None
+
+
+def _turn_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> None:
+    half = cos.shape[-1] // 2
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos_1, cos_2, sin_1, sin_2 = (part for table in (cos, sin) for part in (table[..., :half], table[..., half:]))
+    if inverse:
+        out[..., :half] = first * cos_1 + second * sin_2
+        out[..., half : 2 * half] = second * cos_2 - first * sin_1
+    else:
+        out[..., :half] = first * cos_1 - second * sin_1
+        out[..., half : 2 * half] = second * cos_2 + first * sin_2
+    out[..., 2 * half :] = rest
+
+
+def _run(call: _Call) -> tuple[Tensor, Tensor]:
+    return _operator(*call) if watched(call) else _turned(call)
+
+
+class _Rotary(torch.autograd.Function):
+    """Keeps the tables; the gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        call = _Call(*args)
+        ctx.save_for_backward(call.cos, call.sin)
+        ctx.dtype = call.q.dtype
+        return _run(call)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        g_q, g_k = upstream
+        with torch.no_grad():
+            dq, dk = _run(_Call(g_q, g_k, cos, sin, ctx.dtype, True))
+        wanted = [grad if want else None for grad, want in zip((dq, dk), ctx.needs_input_grad, strict=False)]
+        return *differentiable_once(wanted, upstream, _TWICE), None, None, None, None

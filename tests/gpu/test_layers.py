@@ -1,0 +1,197 @@
+"""rms_norm, add_rms_norm and rotary on a CUDA device: values, memory, no host synchronisation, compiled, bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.layers import add_rms_norm, rms_norm, rotary
+from lowtide.layers.norm import why_no_kernel
+from lowtide.measure import peak_above
+from support import relative_error, rms_norm_oracle, rotary_oracle
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+EPS = 1e-5
+# Roundings of float32 sums, and one rounding at random of a result
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2.2e-3, torch.float16: 2.8e-4}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, grad: bool = True) -> Tensor:
+    g = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    x = torch.randn(*shape, generator=g, device="cuda", dtype=torch.float64).to(dtype)
+    return x.requires_grad_(grad)
+
+
+def doubled(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "shape", [(7, 37), (1, 64), (2, 300, 8, 128), (1000, 2048), (33, 5003), (9, 32768), (3, 40000)]
+)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
+def test_norm(dtype: torch.dtype, shape: tuple[int, ...], offset: float, rounding: Any) -> None:
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    out = rms_norm(x, weight, EPS, offset=offset, rounding=rounding)
+    true = doubled(x, weight)
+    expected = rms_norm_oracle(*true, EPS, offset)
+    loose = TOLERANCE[dtype] * (1.5 if rounding == "before_weight" else 1)
+    assert relative_error(out, expected) < loose
+    upstream = random(*shape, dtype=dtype, seed=2, grad=False)
+    got = torch.autograd.grad(out, (x, weight), upstream)
+    want = torch.autograd.grad(expected, true, upstream.double())
+    for g, e in zip(got, want, strict=True):
+        assert g.dtype == dtype
+        assert relative_error(g, e) < loose
+    assert (why_no_kernel(x, weight) is None) == (dtype != torch.float64 and shape[-1] <= 32768)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 37), (2, 511, 2048), (5, 4097)])
+def test_norm_of_a_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, residual = (random(*shape, dtype=dtype, seed=s) for s in (0, 1))
+    weight = random(shape[-1], dtype=dtype, seed=2)
+    normed, total = add_rms_norm(x, residual, weight, EPS, rounding="before_weight")
+    assert torch.equal(total, residual + x)
+    true = doubled(total, weight)
+    expected = rms_norm_oracle(*true, EPS)
+    assert relative_error(normed, expected) < 1.5 * TOLERANCE[dtype]
+    upstream = [random(*shape, dtype=dtype, seed=s, grad=False) for s in (3, 4)]
+    got = torch.autograd.grad((normed, total), (x, residual, weight), upstream)
+    want = torch.autograd.grad((expected, true[0]), true, [u.double() for u in upstream])
+    for g, e in zip(got, (want[0], want[0], want[1]), strict=True):
+        assert relative_error(g, e) < 1.5 * TOLERANCE[dtype]
+
+
+def test_norm_errs_no_more_than_pytorchs_own() -> None:
+    x, weight = random(4096, 2048, dtype=torch.bfloat16), random(2048, dtype=torch.bfloat16, seed=1)
+    true = doubled(x, weight)
+    expected = rms_norm_oracle(*true, EPS)
+    upstream = random(4096, 2048, dtype=torch.bfloat16, seed=2, grad=False)
+    want = (expected, *torch.autograd.grad(expected, true, upstream.double()))
+    errors = []
+    for out in (rms_norm(x, weight, EPS), F.rms_norm(x, (2048,), weight, EPS)):
+        got = (out, *torch.autograd.grad(out, (x, weight), upstream))
+        errors.append([relative_error(g, e) for g, e in zip(got, want, strict=True)])
+    for ours, theirs in zip(*errors, strict=True):
+        assert ours < 1.02 * theirs
+
+
+@pytest.mark.parametrize("layout", ["rows of a wider matrix", "heads", "expanded upstream"])
+def test_norm_of_strided_rows(layout: str) -> None:
+    x, weight = random(6, 50, 96), random(96, seed=1)
+    with torch.no_grad():
+        laid = {
+            "rows of a wider matrix": torch.cat((x, x * torch.nan), -1)[..., :96],
+            "heads": x.transpose(0, 1).contiguous().transpose(0, 1),
+        }.get(layout, x)
+    laid.requires_grad_()
+    true = doubled(x, weight)
+    g = torch.full((), 0.5, device="cuda").expand(6, 50, 96)
+    if layout != "expanded upstream":
+        g = random(6, 50, 192, grad=False)[..., ::2]
+    got = torch.autograd.grad(rms_norm(laid, weight, EPS), (laid, weight), g)
+    want = torch.autograd.grad(rms_norm_oracle(*true, EPS), true, g.double())
+    assert all(relative_error(a, b) < 2e-6 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("Hq", "Hk", "d", "r"),
+    [(32, 8, 64, 64), (14, 2, 64, 64), (3, 1, 80, 32), (8, 8, 128, 128), (5, 5, 96, 96), (2, 1, 256, 256)],
+)
+def test_rotary(dtype: torch.dtype, Hq: int, Hk: int, d: int, r: int) -> None:
+    q, k = (random(2, 131, H, d, dtype=dtype, grad=False).transpose(1, 2).requires_grad_() for H in (Hq, Hk))
+    cos, sin = (random(2, 131, r, dtype=dtype, seed=s, grad=False) for s in (5, 6))
+    outs = rotary(q, k, cos, sin)
+    true = doubled(q, k)
+    expected = [rotary_oracle(t, cos.double(), sin.double()) for t in true]
+    upstream = [random(*e.shape, dtype=dtype, seed=7, grad=False) for e in expected]
+    got = torch.autograd.grad(outs, (q, k), upstream)
+    want = torch.autograd.grad(expected, true, [u.double() for u in upstream])
+    for g, e in zip((*outs, *got), (*expected, *want), strict=True):
+        assert relative_error(g, e) < TOLERANCE[dtype]
+    assert outs[0].stride() == q.stride()
+
+
+def test_rotary_of_pieces_of_one_projection_and_wider_tables() -> None:
+    parts = random(2, 77, 8, 64, dtype=torch.bfloat16, grad=False).transpose(1, 2)
+    q, k = parts[:, :5], parts[:, 6:]
+    cos, sin = (random(1, 77, 64, seed=s, grad=False) for s in (5, 6))
+    for promote, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        for out, x in zip(rotary(q, k, cos, sin, promote=promote), (q, k), strict=True):
+            assert out.dtype == dtype
+            assert relative_error(out, rotary_oracle(x.double(), cos.double(), sin.double())) < TOLERANCE[dtype]
+
+
+def layer(x: Tensor, residual: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    normed, total = add_rms_norm(x, residual, weight, EPS, rounding="before_weight")
+    heads = rms_norm(total, weight, EPS).view(1, -1, 8, 64).transpose(1, 2)
+    q, k = rotary(heads[:, :6], heads[:, 6:], cos, sin)
+    return (normed.float().square().sum() + torch.cat((q, k), 1).float().square().sum()) / x.numel()
+
+
+def layer_inputs(N: int = 300) -> tuple[Tensor, ...]:
+    x, residual = (random(N, 512, dtype=torch.bfloat16, seed=s) for s in (0, 1))
+    weight = random(512, dtype=torch.bfloat16, seed=2)
+    cos, sin = (random(1, N, 64, seed=s, grad=False) for s in (3, 4))
+    return x, residual, weight, cos, sin
+
+
+def test_bitwise_the_same_and_no_synchronisation() -> None:
+    inputs = layer_inputs()
+    first = torch.autograd.grad(layer(*inputs), inputs[:3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = torch.autograd.grad(layer(*inputs), inputs[:3])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
+def test_compiled_by_inductor() -> None:
+    inputs = layer_inputs()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    got = torch.autograd.grad(compiled(*inputs), inputs[:3])
+    want = torch.autograd.grad(layer(*inputs), inputs[:3])
+    for g, e in zip(got, want, strict=True):
+        assert relative_error(g, e) < 5e-3
+
+
+def kept_and_peak(forward: Callable[[], Any]) -> tuple[int, int]:
+    forward()  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    held = forward()
+    return torch.cuda.memory_allocated() - before, peak_above(forward, "cuda") + 0 * len(held)
+
+
+def test_memory() -> None:
+    N, D = 8192, 2048
+    x, residual = (random(N, D, dtype=torch.bfloat16, seed=s) for s in (0, 1))
+    weight = random(D, dtype=torch.bfloat16, seed=2)
+    row = x.nbytes
+    kept, peak = kept_and_peak(lambda: (rms_norm(x, weight, EPS),))
+    assert kept == row + 4 * N
+    assert peak == kept
+    kept, peak = kept_and_peak(lambda: add_rms_norm(x, residual, weight, EPS))
+    assert kept == 2 * row + 4 * N
+    assert peak == kept
+    q, k = (random(1, N, H, 64, dtype=torch.bfloat16, grad=False).transpose(1, 2).requires_grad_() for H in (32, 8))
+    cos, sin = (random(1, N, 64, dtype=torch.bfloat16, grad=False) for _ in range(2))
+    kept, peak = kept_and_peak(lambda: rotary(q, k, cos, sin))
+    assert kept == q.nbytes + k.nbytes
+    assert peak == kept
+    out = rms_norm(x, weight, EPS)
+    partial = 4 * torch.cuda.get_device_properties(0).multi_processor_count * D * 4
+    extra = peak_above(lambda: torch.autograd.grad(out, (x, weight), out, retain_graph=True), "cuda")
+    assert extra <= row + partial + 64 * D

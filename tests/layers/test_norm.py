@@ -1,0 +1,286 @@
+"""rms_norm and add_rms_norm: values and gradients against float64, by PyTorch and by the kernels' interpreter."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import lowtide.layers.norm as module
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from lowtide.layers import add_rms_norm, rms_norm
+from support import relative_error, rms_norm_oracle
+
+EPS = 1e-5
+# One rounding of a value at random, and of the interpreter, which cuts off; float32's sums on top.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Plain PyTorch, or the kernels in Triton's interpreter (on the GPU where there is one, see tests/gpu)."""
+    if request.param == "kernel":
+        if torch.cuda.is_available():
+            pytest.skip("compiled kernels take no tensors of a CPU")
+        pytest.importorskip("triton")
+        monkeypatch.setattr(module, "why_no_kernel", lambda x, weight: None)
+    return request.param
+
+
+def leaves(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> list[Tensor]:
+    g = torch.Generator().manual_seed(sum(shape))
+    x, residual = (3 * torch.randn(*shape, generator=g, dtype=torch.float64) for _ in range(2))
+    weight = 1 + torch.randn(shape[-1], generator=g, dtype=torch.float64)
+    return [t.requires_grad_() for t in (x.to(dtype), residual.to(dtype), weight.to(weight_dtype or dtype))]
+
+
+def doubled(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def upstream_of(out: Tensor, kind: str) -> Tensor:
+    g = torch.Generator().manual_seed(1)
+    if kind == "expanded":
+        return torch.tensor(0.7).to(out.dtype).expand_as(out)
+    if kind == "strided":
+        return torch.randn(*out.shape[:-1], 2 * out.shape[-1], generator=g).to(out.dtype)[..., ::2]
+    return torch.randn(out.shape, generator=g).to(out.dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(7, 37), (1, 64), (2, 3, 5, 16), (3, 3), (0, 5), (131, 24)])
+@pytest.mark.parametrize(("offset", "rounding"), [*product((0.0, 1.0), ("before_weight", "after_weight"))])
+def test_values_and_gradients(way: str, dtype: torch.dtype, shape: Any, offset: float, rounding: Any) -> None:
+    if way == "kernel" and dtype == torch.float64:
+        pytest.skip("the kernels compute in float32")
+    x, _, weight = leaves(shape, dtype)
+    out = rms_norm(x, weight, EPS, offset=offset, rounding=rounding)
+    true = doubled(x, weight)
+    expected = rms_norm_oracle(*true, EPS, offset)
+    loose = TOLERANCE[dtype] * (2 if rounding == "before_weight" or way == "kernel" else 1)
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    assert relative_error(out, expected) < loose
+    upstream = upstream_of(out, "dense")
+    got = torch.autograd.grad(out, (x, weight), upstream)
+    want = torch.autograd.grad(expected, true, upstream.double())
+    for g, e, like in zip(got, want, (x, weight), strict=True):
+        assert g.dtype == like.dtype
+        assert relative_error(g, e) < 2 * loose
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("upstream", ["dense", "expanded", "strided"])
+@pytest.mark.parametrize("layout", ["dense", "rows of a wider matrix", "columns apart", "heads"])
+def test_strides(way: str, dtype: torch.dtype, upstream: str, layout: str) -> None:
+    x, _, weight = leaves((4, 6, 24), dtype)
+    with torch.no_grad():
+        laid = {
+            "dense": x,
+            "rows of a wider matrix": torch.cat((x, x * torch.nan), -1)[..., :24],
+            "columns apart": torch.stack((x, x * torch.nan), -1)[..., 0],
+            "heads": x.transpose(0, 1).contiguous().transpose(0, 1),
+        }[layout].requires_grad_()
+    out = rms_norm(laid, weight, EPS)
+    true = doubled(x, weight)
+    expected = rms_norm_oracle(*true, EPS)
+    g = upstream_of(out, upstream)
+    got = torch.autograd.grad(out, (laid, weight), g)
+    want = torch.autograd.grad(expected, true, g.double())
+    loose = 4 * TOLERANCE[dtype]
+    assert relative_error(out, expected) < loose
+    assert all(relative_error(a, b) < loose for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("needs", [p for p in product((False, True), repeat=3) if any(p)])
+@pytest.mark.parametrize("use", ["both", "normed", "sum"])
+def test_residual_sum(way: str, dtype: torch.dtype, needs: tuple[bool, ...], use: str) -> None:
+    if way == "kernel" and dtype == torch.float64:
+        pytest.skip("the kernels compute in float32")
+    tensors = [t.detach().requires_grad_(need) for t, need in zip(leaves((3, 5, 20), dtype), needs, strict=True)]
+    x, residual, weight = tensors
+    normed, total = add_rms_norm(x, residual, weight, EPS, rounding="before_weight")
+    assert torch.equal(total, x + residual) or way == "kernel"  # the interpreter cuts off
+    true = doubled(*tensors)
+    # the sum is rounded before it is normalised; its rounding is not differentiated
+    exact = true[0] + true[1] + (total.double() - true[0] - true[1]).detach()
+    expected = (rms_norm_oracle(exact, true[2], EPS), exact)
+    loose = 2 * TOLERANCE[dtype] * (2 if way == "kernel" else 1)
+    assert relative_error(normed, expected[0]) < loose
+    outs, wants = ([normed], expected[:1]) if use == "normed" else ([total], expected[1:])
+    if use == "both":
+        outs, wants = [normed, total], expected
+    if not any(needs[:2]):  # the sum depends on nothing that needs a gradient
+        if use == "sum":
+            return
+        outs, wants = [normed], expected[:1]
+    upstream = [upstream_of(out, "dense") for out in outs]
+    inputs = [t for t in tensors if t.requires_grad]
+    got = torch.autograd.grad(outs, inputs, upstream)
+    want = torch.autograd.grad(
+        wants, [t for t in true if t.requires_grad], [u.double() for u in upstream], materialize_grads=True
+    )
+    for g, e in zip(got, want, strict=True):
+        assert relative_error(g, e) < 2 * loose
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_only_what_needs_a_gradient_gets_one(way: str, needs: tuple[bool, bool]) -> None:
+    x, _, weight = leaves((5, 12), torch.float32)
+    x, weight = (t.detach().requires_grad_(need) for t, need in zip((x, weight), needs, strict=True))
+    out = rms_norm(x, weight, EPS)
+    assert out.requires_grad == any(needs)
+    if any(needs):
+        out.sum().backward()
+    assert [t.grad is not None for t in (x, weight)] == list(needs)
+
+
+@pytest.mark.parametrize(
+    ("stock", "rounding"), [("Llama", "before_weight"), ("Olmo2", "after_weight"), ("Gemma2", "after_weight")]
+)
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+def test_on_a_cpu_rounds_as_transformers_does_to_the_bit(stock: str, rounding: Any, dtypes: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    modeling = getattr(transformers.models, stock.lower())
+    norm = getattr(getattr(modeling, f"modeling_{stock.lower()}"), f"{stock}RMSNorm")(33, eps=EPS)
+    x, _, weight = leaves((9, 33), *dtypes)
+    norm.weight.data = weight.detach()
+    out = rms_norm(x, weight, EPS, offset=float(stock == "Gemma2"), rounding=rounding)
+    expected = norm(x)
+    assert out.dtype == expected.dtype
+    assert torch.equal(out, expected)
+
+
+def test_agrees_with_torchs_own_in_float32(way: str) -> None:
+    x, _, weight = leaves((9, 33), torch.float32)
+    torch.testing.assert_close(rms_norm(x, weight, EPS), F.rms_norm(x, (33,), weight, EPS))
+
+
+def test_poison_stays_in_its_row(way: str) -> None:
+    x, _, weight = leaves((6, 40), torch.float32)
+    with torch.no_grad():
+        x[2, 3], x[4, 0] = torch.nan, torch.inf
+    out = rms_norm(x, weight, EPS)
+    (dx,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    clean = torch.tensor([0, 1, 3, 5])
+    assert out[clean].isfinite().all()
+    assert dx[clean].isfinite().all()
+    assert out[2].isnan().all()
+
+
+def test_kept_for_backward_is_the_input_and_a_number_a_row(way: str) -> None:
+    x, residual, weight = leaves((64, 128), torch.bfloat16)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        rms_norm(x, weight, EPS)
+        own = [t for t in kept if t.data_ptr() not in (x.data_ptr(), weight.data_ptr())]
+        assert sum(t.nbytes for t in own) == 64 * 4
+        kept.clear()
+        _, total = add_rms_norm(x, residual, weight, EPS)
+    own = [t for t in kept if t.data_ptr() not in (total.data_ptr(), weight.data_ptr())]
+    assert sum(t.nbytes for t in own) == 64 * 4
+
+
+def test_twice_through_the_same_graph_and_bitwise_the_same(way: str) -> None:
+    x, residual, weight = leaves((130, 24), torch.float32)
+    normed, total = add_rms_norm(x, residual, weight, EPS)
+    loss = (normed * normed).sum() + total.sum()
+    first = torch.autograd.grad(loss, (x, residual, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (x, residual, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_second_derivative_is_an_error(way: str) -> None:
+    x, _, weight = leaves((3, 8), torch.float32)
+    (dx,) = torch.autograd.grad(rms_norm(x, weight, EPS).square().sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_and_autocast(way: str, reentrant: bool) -> None:
+    x, residual, weight = leaves((6, 16), torch.float32)
+
+    def block(x: Tensor, residual: Tensor) -> Tensor:
+        normed, total = add_rms_norm(x, residual, weight, EPS)
+        return rms_norm(F.linear(normed, torch.eye(16)), weight, EPS, rounding="before_weight") + total
+
+    results = []
+    for kept in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = block(x, residual) if kept else checkpoint(block, x, residual, use_reentrant=reentrant)
+        assert out.dtype == torch.float32  # the weight is: as with transformers' own module
+        results.append((out, *torch.autograd.grad(out.sum(), (x, residual, weight))) if kept or not reentrant else None)
+        if results[-1] is None:
+            out.sum().backward()
+            results[-1] = (out, x.grad, residual.grad, weight.grad)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_whole_and_for_any_length(backend: str) -> None:
+    torch._dynamo.reset()
+
+    def f(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        normed, total = add_rms_norm(x, residual, weight, EPS)
+        return (rms_norm(total, weight, EPS, offset=1.0) * normed).sum()
+
+    compiled = torch.compile(f, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (5, 9):
+        tensors = leaves((2, rows, 24), torch.float32)
+        got = torch.autograd.grad(compiled(*tensors), tensors)
+        want = torch.autograd.grad(f(*tensors), tensors)
+        for g, e in zip(got, want, strict=True):
+            torch.testing.assert_close(g, e)
+
+
+def test_operators_are_registered_rightly() -> None:
+    x, residual, weight = leaves((3, 8), torch.float32)
+    call = module._Call(x.detach(), residual.detach(), weight.detach(), EPS, 0.0, True)
+    torch.library.opcheck(torch.ops.lowtide.rms_norm.default, tuple(call))
+    for rest in ((None, *call[1:]), call[1:]):
+        g_sum = rest[0]
+        args = (call.x, g_sum, call.x, call.weight, torch.ones(3), 0.0, True, True)
+        torch.library.opcheck(torch.ops.lowtide.rms_norm_backward.default, args)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"input": [1.0]}, ArgumentTypeError, "input: expected a torch.Tensor"),
+        ({"input": torch.ones(2, 8, dtype=torch.int64)}, ArgumentTypeError, "input: expected a floating-point dtype"),
+        ({"weight": torch.ones(8, dtype=torch.bool)}, ArgumentTypeError, "weight: expected a floating-point dtype"),
+        ({"weight": torch.ones(7)}, ArgumentValueError, r"weight: expected shape \[D\]"),
+        ({"weight": torch.ones(1, 8)}, ArgumentValueError, r"weight: expected shape \[D\]"),
+        ({"weight": torch.ones(8, device="meta")}, ArgumentValueError, "weight: expected a tensor on cpu"),
+        ({"eps": "small"}, ArgumentTypeError, "eps: expected a number"),
+        ({"offset": True}, ArgumentTypeError, "offset: expected a number"),
+        ({"rounding": "never"}, ArgumentValueError, "rounding: expected 'before_weight' or 'after_weight'"),
+        ({"residual": torch.ones(2, 8).double()}, ArgumentTypeError, "residual: expected torch.float32"),
+        ({"residual": torch.ones(8)}, ArgumentValueError, r"residual: expected shape \[2, 8\]"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    arguments = {"input": torch.ones(2, 8), "weight": torch.ones(8), "eps": EPS, "residual": torch.ones(2, 8), **change}
+    with pytest.raises(error, match=text):
+        add_rms_norm(**arguments)
+    if "residual" not in change:
+        with pytest.raises(error, match=text):
+            rms_norm(**{k: v for k, v in arguments.items() if k != "residual"})
+
+
+def test_where_the_kernels_run() -> None:
+    x, weight = torch.ones(2, 8, device="meta"), torch.ones(8, device="meta")
+    assert "meta" in (module.why_no_kernel(x, weight) or "")
+    assert copy.copy(module._LONGEST) == __import__("lowtide.layers.kernels.rms_norm", fromlist=["LONGEST"]).LONGEST
