@@ -126,7 +126,7 @@ def test_a_model_with_parts_that_are_not_planned_for_is_refused() -> None:
         read_shape(model)
     del model.model.layers[1].extra
     model.model.embed_tokens.weight.requires_grad_(False)
-    with pytest.raises(ArgumentValueError, match="embed_tokens.weight frozen"):
+    with pytest.raises(ArgumentValueError, match=r"embed_tokens\.weight frozen"):
         read_shape(model)
 
 
@@ -138,12 +138,12 @@ def test_a_type_nobody_compared_is_refused_where_its_parameters_differ() -> None
 
 @pytest.mark.parametrize("given", [3, None, ["llama"], torch.nn.Linear(2, 3)])
 def test_something_else_is_refused(given: object) -> None:
-    with pytest.raises(ArgumentTypeError, match="^model_or_config: expected"):
+    with pytest.raises(ArgumentTypeError, match=r"^model_or_config: expected"):
         read_shape(given)
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     for path in (tmp_path / "config.json", tmp_path / "absent.json"):
-        with pytest.raises(ArgumentValueError, match="^model_or_config: expected"):
+        with pytest.raises(ArgumentValueError, match=r"^model_or_config: expected"):
             read_shape(path)

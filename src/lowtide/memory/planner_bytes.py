@@ -32,7 +32,7 @@ class Optimizer:
         states: Tensors of the parameters' size and dtype that it keeps.
         bytes_each: Bytes it keeps for each number besides.
         temporary: Tensors of all parameters' size that its step makes.
-        traffic: Times that the parameters' bytes are read or written in a step, gradients and ``states`` included.
+        traffic: Times that a copy would read or write the parameters' bytes in the time of a step, as measured.
     """
 
     states: int
@@ -42,11 +42,11 @@ class Optimizer:
 
 
 OPTIMIZERS = {
-    "adamw": Optimizer(2, traffic=7),
-    "adamw-foreach": Optimizer(2, temporary=1, traffic=16),
-    "adamw-8bit": Optimizer(0, bytes_each=2 + 2 * 4 / 256, traffic=5),
+    "adamw": Optimizer(2, traffic=8.1),
+    "adamw-foreach": Optimizer(2, temporary=1, traffic=21),
+    "adamw-8bit": Optimizer(0, bytes_each=2 + 2 * 4 / 256, traffic=6),
     "sgd": Optimizer(0, traffic=3),
-    "sgd-momentum": Optimizer(1, traffic=5),
+    "sgd-momentum": Optimizer(1, traffic=8.2),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -212,8 +212,11 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     width = shape.token_mlp_width()
     mlp = width * (1 if level == 0 else 3) + 2 * shape.hidden
     sums = (shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads) // job.element
+    each_query = (
+        2 * shape.query_width if shape.kv_heads < shape.heads else 0
+    )  # keys' and values', before they are added
     freed = (2 * width if level == 0 else 0) + 2 * shape.hidden
-    attention = 2 * shape.query_width + 2 * shape.kv_width + shape.hidden + sums - freed
+    attention = 2 * shape.query_width + 2 * shape.kv_width + shape.hidden + sums + each_query - freed
     return job.tokens * job.element * max(mlp, attention)
 
 
@@ -265,8 +268,13 @@ class Memory:
         )  # by the head until its backward: gradients of hidden states and weight
         twice = self.job.shape.tied or self.job.keep_gradients
         found = self._layers(groups)
-        found.append(self._phase("head", -1, 0, kept, held + head.scratch_bytes + head.accumulator_bytes))
-        beside = self.stream + (self.vocab_gradients if twice else 0)
+        if head.accumulator_bytes:  # the gradient itself is made from it when the scratch is gone
+            held += head.accumulator_bytes + max(0, head.scratch_bytes - self.vocab_gradients)
+        else:
+            held += head.scratch_bytes
+        found.append(self._phase("head", -1, 0, kept, held))
+        # its kernel adds up the rows of each token in float32 first
+        beside = self.stream + 4 * self.job.tokens * self.job.shape.hidden + (self.vocab_gradients if twice else 0)
         found.append(self._phase("embedding", -1, self.all_gradients, 0, 0, beside))
         temporary = self.kind.temporary * self.all_gradients
         found.append(self._phase("optimizer", -1, self.all_gradients, 0, 0, temporary))

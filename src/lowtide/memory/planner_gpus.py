@@ -66,22 +66,22 @@ def _gpu(
     pcie_gb_s: float,
     capability: tuple[int, int],
     *,
-    gemm: float = 0.65,
-    attention: float = 0.45,
-    attention_backward: float = 0.35,
-    wide_head: float = 1.15,
+    gemm: float = 0.74,
+    attention: float = 0.515,
+    attention_backward: float = 0.445,
+    wide_head: float = 1.25,
 ) -> Gpu:
     """Return a GPU from its data sheet and the shares of it that are reached."""
     return Gpu(
         name=name,
         memory_gib=memory_gib,
-        bandwidth=gb_s * 1e9 * 0.88,
+        bandwidth=gb_s * 1e9 * 0.755,
         gemm=tflops * 1e12 * gemm,
         gemm32=tflops32 * 1e12 * 0.8,
         attention=tflops * 1e12 * attention,
         attention_backward=tflops * 1e12 * attention_backward,
         wide_head=wide_head,
-        pcie=pcie_gb_s * 1e9 * 0.85,
+        pcie=pcie_gb_s * 1e9 * 0.86,
         capability=capability,
     )
 
@@ -90,7 +90,7 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         _gpu("h100", 79.2, 3350, 989, 67, 64, (9, 0)),
-        _gpu("h100-pcie", 79.2, 2000, 756, 51, 64, (9, 0), gemm=0.6),
+        _gpu("h100-pcie", 79.2, 2000, 756, 51, 64, (9, 0), gemm=0.68),
         _gpu("h200", 139.8, 4800, 989, 67, 64, (9, 0)),
         _gpu("b200", 178.3, 8000, 2250, 80, 64, (10, 0)),
         _gpu("a100-80gb", 79.1, 2039, 312, 19.5, 32, (8, 0), gemm=0.8, attention=0.58, attention_backward=0.48),

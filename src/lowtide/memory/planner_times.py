@@ -15,9 +15,12 @@ from lowtide.memory.policy import ActivationPolicy
 
 HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three products: benchmarks/results, lowtide bench head
 BACKWARD_ATTENTION = 2.5  # products of attention's backward for each of its forward's
-# What the host takes to launch a layer, in seconds: below this no GPU is faster. Measured with an H100.
-HOST_FORWARD, HOST_BACKWARD = 0.6e-3, 0.6e-3
-THIN = 0.8  # share of the copy's bandwidth that norms, rotary embedding and additions reach
+HALF_RATE = 1.2e6  # numbers of a weight at which a product runs at half the rate of large ones
+HALF_LENGTH = 1500  # tokens of a sequence at which causal attention runs at half its rate
+BESIDE = 0.12  # share of a transfer's time that it takes from the products it runs beside
+# What the host takes to launch a layer's forward, backward and recompute, in seconds: below this no GPU is faster.
+HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.2e-3, 1.3e-3, 1.6e-3
+THIN = 0.9  # share of the copy's bandwidth that norms, rotary embedding and additions reach
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,14 @@ class LayerTime:
         backward: Of its backward, with what it recomputes.
         recompute: The part of ``backward`` that is recomputed.
         transfer: Of its checkpoint's way to the host, and as much for the way back; 0 where it stays.
-        flop: Operations of the part that is recomputed.
+        work: Operations of the part that is recomputed, small products counted up by how much slower they are.
     """
 
     forward: float
     backward: float
     recompute: float
     transfer: float
-    flop: float
+    work: float
 
 
 def gemm_rate(job: Job) -> float:
@@ -55,21 +58,30 @@ def attention_flop(job: Job) -> float:
 
 
 def _attention_rates(job: Job) -> tuple[float, float]:
-    wide = job.gpu.wide_head if job.shape.head_dim >= 96 else 1.0
-    share = 1.0 if job.dtype.itemsize == 2 else job.gpu.gemm32 / job.gpu.gemm
-    return job.gpu.attention * wide * share, job.gpu.attention_backward * wide * share
+    share = job.gpu.wide_head if job.shape.head_dim >= 96 else 1.0
+    share *= 1.0 if job.dtype.itemsize == 2 else job.gpu.gemm32 / job.gpu.gemm
+    share *= job.seq_len / (job.seq_len + HALF_LENGTH)
+    return job.gpu.attention * share, job.gpu.attention_backward * share
 
 
-def projection_flop(job: Job) -> float:
-    """Return the operations of the products to queries, keys, values and out of attention, in forward."""
+def product_work(job: Job, inputs: int, outputs: int) -> float:
+    """Return the operations of all tokens' product with a weight, counted up by how much slower a small one is."""
+    return 2 * job.tokens * (inputs * outputs + HALF_RATE)
+
+
+def projection_work(job: Job) -> float:
+    """Return the work of the products to queries, keys, values and out of attention, in forward."""
     shape = job.shape
-    return 2 * job.tokens * shape.hidden * (2 * shape.query_width + 2 * shape.kv_width)
+    square = product_work(job, shape.hidden, shape.query_width)
+    return 2 * square + 2 * product_work(job, shape.hidden, shape.kv_width)
 
 
-def mlp_flop(job: Job) -> float:
-    """Return the operations of an MLP's three products in forward."""
+def mlp_work(job: Job) -> float:
+    """Return the work of an MLP's three products in forward, with a mixture's router."""
     shape = job.shape
-    return 6 * job.tokens * shape.hidden * shape.token_mlp_width() + 2 * job.tokens * shape.hidden * shape.experts
+    visits = max(1, shape.experts_per_token)
+    router = product_work(job, shape.hidden, shape.experts) if shape.experts else 0.0
+    return 3 * visits * product_work(job, shape.hidden, shape.intermediate) + router
 
 
 def thin_bytes(job: Job) -> tuple[float, float]:
@@ -87,23 +99,27 @@ def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
     rate, thin_rate = gemm_rate(job), job.gpu.bandwidth * THIN
     forward_rate, backward_rate = _attention_rates(job)
     thin, thin_back = (size / thin_rate for size in thin_bytes(job))
-    products = projection_flop(job) + mlp_flop(job)
+    products = projection_work(job) + mlp_work(job)
     attention = attention_flop(job)
     forward = products / rate + attention / forward_rate + thin
     backward = 2 * products / rate + BACKWARD_ATTENTION * attention / backward_rate + thin_back
-    recompute = flop = 0.0
+    recompute = work = 0.0
     if policy.keep != "all":
         again = attention if policy.keep == "input" else 0.0
         recompute = products / rate + again / forward_rate + thin
-        flop = products + again
+        work = products + again
     if level_of(policy) == 1:
-        gate_and_up = mlp_flop(job) * 2 / 3
+        gate_and_up = mlp_work(job) * 2 / 3
         recompute += gate_and_up / rate
-        flop += gate_and_up
+        work += gate_and_up
     transfer = checkpoint_bytes(job, policy) / job.gpu.pcie if policy.offload else 0.0
-    host_again = HOST_FORWARD if policy.keep != "all" else 0.0
+    host_again = HOST_RECOMPUTE if policy.keep != "all" else 0.0
     return LayerTime(
-        max(forward, HOST_FORWARD), max(backward + recompute, HOST_BACKWARD + host_again), recompute, transfer, flop
+        forward=max(forward, HOST_FORWARD),
+        backward=max(backward + recompute, HOST_BACKWARD + host_again),
+        recompute=recompute,
+        transfer=transfer,
+        work=work,
     )
 
 
@@ -149,4 +165,5 @@ class Times:
         forward = sum(n * self.of(policy).forward for policy, n in groups)
         backward = sum(n * self.of(policy).backward for policy, n in groups)
         transfer = sum(n * self.of(policy).transfer for policy, n in groups)
-        return max(forward, transfer) + max(backward, transfer) + self.fixed
+        slowed = 2 * BESIDE * transfer
+        return max(forward, transfer) + max(backward, transfer) + slowed + self.fixed
