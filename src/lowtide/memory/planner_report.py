@@ -245,7 +245,7 @@ def rung_of(job: Job, policy: ActivationPolicy, kept_bytes: int, time: LayerTime
         bytes_per_token=each,
         hidden_multiples=each / job.shape.hidden,
         kept_bytes=kept_bytes,
-        recompute_flop=time.work,
+        recompute_flop=time.flop,
         time=time,
     )
 

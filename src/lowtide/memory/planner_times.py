@@ -32,14 +32,14 @@ class LayerTime:
         backward: Of its backward, with what it recomputes.
         recompute: The part of ``backward`` that is recomputed.
         transfer: Of its checkpoint's way to the host, and as much for the way back; 0 where it stays.
-        work: Operations of the part that is recomputed, small products counted up by how much slower they are.
+        flop: Operations of the part that is recomputed.
     """
 
     forward: float
     backward: float
     recompute: float
     transfer: float
-    work: float
+    flop: float
 
 
 def gemm_rate(job: Job) -> float:
@@ -64,24 +64,32 @@ def _attention_rates(job: Job) -> tuple[float, float]:
     return job.gpu.attention * share, job.gpu.attention_backward * share
 
 
-def product_work(job: Job, inputs: int, outputs: int) -> float:
-    """Return the operations of all tokens' product with a weight, counted up by how much slower a small one is."""
-    return 2 * job.tokens * (inputs * outputs + HALF_RATE)
+def projection_flop(job: Job) -> float:
+    """Return the operations of the products to queries, keys, values and out of attention, in forward."""
+    return 2 * job.tokens * sum(_projections(job))
 
 
-def projection_work(job: Job) -> float:
-    """Return the work of the products to queries, keys, values and out of attention, in forward."""
+def mlp_flop(job: Job) -> float:
+    """Return the operations of an MLP's products in forward, a mixture's router among them."""
+    return 2 * job.tokens * sum(_mlp_weights(job))
+
+
+def _projections(job: Job) -> list[int]:
+    """Return the numbers of the weights that a token is multiplied with in attention, a number for each product."""
     shape = job.shape
-    square = product_work(job, shape.hidden, shape.query_width)
-    return 2 * square + 2 * product_work(job, shape.hidden, shape.kv_width)
+    return [shape.hidden * width for width in (shape.query_width, shape.kv_width, shape.kv_width, shape.query_width)]
 
 
-def mlp_work(job: Job) -> float:
-    """Return the work of an MLP's three products in forward, with a mixture's router."""
+def _mlp_weights(job: Job) -> list[int]:
+    """Return the same of the MLP, or of the experts that a token visits."""
     shape = job.shape
-    visits = max(1, shape.experts_per_token)
-    router = product_work(job, shape.hidden, shape.experts) if shape.experts else 0.0
-    return 3 * visits * product_work(job, shape.hidden, shape.intermediate) + router
+    products = [shape.hidden * shape.intermediate] * (3 * max(1, shape.experts_per_token))
+    return products + ([shape.hidden * shape.experts] if shape.experts else [])
+
+
+def _seconds(job: Job, weights: list[int]) -> float:
+    """Return the seconds of all tokens' products with weights of so many numbers; small ones run slower."""
+    return 2 * job.tokens * sum(numbers + HALF_RATE for numbers in weights) / gemm_rate(job)
 
 
 def thin_bytes(job: Job) -> tuple[float, float]:
@@ -96,22 +104,21 @@ def thin_bytes(job: Job) -> tuple[float, float]:
 
 def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
     """Return the seconds of one layer with a policy."""
-    rate, thin_rate = gemm_rate(job), job.gpu.bandwidth * THIN
+    thin_rate = job.gpu.bandwidth * THIN
     forward_rate, backward_rate = _attention_rates(job)
     thin, thin_back = (size / thin_rate for size in thin_bytes(job))
-    products = projection_work(job) + mlp_work(job)
+    mlp, products = _seconds(job, _mlp_weights(job)), _seconds(job, _projections(job) + _mlp_weights(job))
     attention = attention_flop(job)
-    forward = products / rate + attention / forward_rate + thin
-    backward = 2 * products / rate + BACKWARD_ATTENTION * attention / backward_rate + thin_back
-    recompute = work = 0.0
+    forward = products + attention / forward_rate + thin
+    backward = 2 * products + BACKWARD_ATTENTION * attention / backward_rate + thin_back
+    recompute = flop = 0.0
     if policy.keep != "all":
         again = attention if policy.keep == "input" else 0.0
-        recompute = products / rate + again / forward_rate + thin
-        work = products + again
-    if level_of(policy) == 1:
-        gate_and_up = mlp_work(job) * 2 / 3
-        recompute += gate_and_up / rate
-        work += gate_and_up
+        recompute = products + again / forward_rate + thin
+        flop = projection_flop(job) + mlp_flop(job) + again
+    if level_of(policy) == 1:  # gate and up
+        recompute += mlp * 2 / 3
+        flop += mlp_flop(job) * 2 / 3
     transfer = checkpoint_bytes(job, policy) / job.gpu.pcie if policy.offload else 0.0
     host_again = HOST_RECOMPUTE if policy.keep != "all" else 0.0
     return LayerTime(
@@ -119,7 +126,7 @@ def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
         backward=max(backward + recompute, HOST_BACKWARD + host_again),
         recompute=recompute,
         transfer=transfer,
-        work=work,
+        flop=flop,
     )
 
 

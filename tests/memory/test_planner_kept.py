@@ -1,0 +1,76 @@
+"""What the planner says that layers keep, beside what the allocator says, for tiny models on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.measure import track_allocations
+from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory.planner_bytes import Job, checkpoint_bytes
+from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner_shapes import read_shape
+
+transformers = pytest.importorskip("transformers")
+
+B, T = 2, 96
+SIZES = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 8, "head_dim": 8,
+    "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False, "pad_token_id": 0,
+}  # fmt: skip
+POLICIES = {
+    "all/0": ActivationPolicy(mlp_level=0),
+    "all/1": ActivationPolicy(mlp_level=1),
+    "attention/0": ActivationPolicy(keep="attention", mlp_level=0),
+    "attention/1": ActivationPolicy(keep="attention", mlp_level=1),
+    "input/0": ActivationPolicy(keep="input", mlp_level=0),
+}
+
+
+def live_after_forward(model_type: str, layers: int, dtype: torch.dtype, policy: ActivationPolicy) -> int:
+    """Return the bytes that a second forward leaves behind, everything that is made once made in the first."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, "num_hidden_layers": layers})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).train()
+    report = lowtide.patch(model)
+    if not any("checkpoint_level" in vars(module) for module in model.modules()):
+        pytest.skip(f"the MLP is not patched:\n{report}")
+    apply_policy(model, policy)
+    ids = torch.randint(1, 160, (B, T))
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    gc.collect()
+    with track_allocations() as seen:
+        loss = model(input_ids=ids, labels=ids).loss
+    assert loss.requires_grad
+    return seen.events[-1].total_bytes
+
+
+def kept_by_a_layer(model_type: str, dtype: torch.dtype, policy: ActivationPolicy) -> float:
+    """Return the bytes by which two layers more make a forward leave more, for one."""
+    few, more = (live_after_forward(model_type, layers, dtype, policy) for layers in (2, 4))
+    random_state = 0 if policy.keep == "all" else torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
+    return (more - few) / 2 - random_state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_llama_layer_keeps_what_is_planned_to_the_byte(name: str, dtype: torch.dtype) -> None:
+    policy = POLICIES[name]
+    config: Any = transformers.AutoConfig.for_model("llama", **{**SIZES, "num_hidden_layers": 2})
+    job = Job(read_shape(config), T, B, GPUS["h100"], dtype, "sgd")
+    assert kept_by_a_layer("llama", dtype, policy) == checkpoint_bytes(job, policy)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gemma", "gemma3_text"])
+@pytest.mark.parametrize("name", ["all/0", "all/1", "attention/0"])
+def test_layers_of_other_kinds_keep_what_is_planned(model_type: str, name: str) -> None:
+    policy = POLICIES[name]
+    settings = {**SIZES, "num_hidden_layers": 2}
+    shape = read_shape(transformers.AutoConfig.for_model(model_type, **settings))
+    job = Job(shape, T, B, GPUS["h100"], torch.bfloat16, "sgd")
+    assert kept_by_a_layer(model_type, torch.bfloat16, policy) == pytest.approx(checkpoint_bytes(job, policy), rel=0.02)
