@@ -4,6 +4,7 @@ from lowtide.measure.allocations import Allocation, Allocations, track_allocatio
 from lowtide.measure.child import ChildResult, run_child, run_command
 from lowtide.measure.machine import describe_machine, source_commit
 from lowtide.measure.resident import (
+    available_bytes,
     cuda_peak_bytes,
     peak_resident_bytes,
     reset_cuda_peak,
@@ -18,6 +19,7 @@ __all__ = [
     "Allocations",
     "ChildResult",
     "Timing",
+    "available_bytes",
     "cuda_peak_bytes",
     "describe_machine",
     "gib",

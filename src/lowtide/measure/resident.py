@@ -10,6 +10,8 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def resident_bytes() -> int:
@@ -49,6 +51,38 @@ def reset_peak_resident() -> bool:
     return True
 
 
+def available_bytes() -> int:
+    """Return the host memory that can still be taken without swapping, in bytes; 0 where the system does not tell.
+
+    The least of what the machine has (Linux's MemAvailable, elsewhere psutil's) and of what the control group that a
+    container or a scheduler put this process in leaves, its file cache not counted as used.
+    """
+    machine = _field_bytes(_MEMINFO, "MemAvailable")
+    if machine is None:
+        try:
+            import psutil
+        except ImportError:
+            return 0
+        return int(psutil.virtual_memory().available)
+    return min(machine, _left_in_cgroup(machine))
+
+
+def _left_in_cgroup(unlimited: int) -> int:
+    """Return what the control group leaves, version 2's files or version 1's; ``unlimited`` without a limit."""
+    for folder, limit, usage, cache in (
+        (_CGROUP, "memory.max", "memory.current", "inactive_file"),
+        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+            fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if most.isdigit():  # version 2 says "max" where there is none, version 1 a number near 2**63
+            return max(int(most) - used + int(fields.get(cache, 0)), 0)
+    return unlimited
+
+
 def cuda_peak_bytes() -> int:
     """Return the most memory that tensors took on the current CUDA device since the last reset; 0 without CUDA."""
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0
@@ -62,8 +96,13 @@ def reset_cuda_peak() -> None:
 
 def _status_bytes(name: str) -> int | None:
     """Return one field of /proc/self/status in bytes, None where there is no such file or field."""
+    return _field_bytes(_STATUS, name)
+
+
+def _field_bytes(file: Path, name: str) -> int | None:
+    """Return one field of a file of /proc that counts in kB, in bytes; None where there is no such file or field."""
     try:
-        lines = _STATUS.read_text().splitlines()
+        lines = file.read_text().splitlines()
     except OSError:
         return None
     for line in lines:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.memory.checkpoint import double_recompute, run_layer
+from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer
+from lowtide.memory.offload import ON_DEVICE, Offloader, available
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.report import PolicyReport
 from lowtide.memory.stack import Stack, find_stack
@@ -19,15 +20,6 @@ from lowtide.swap import child_class
 _STATE = "_lowtide_policy"
 _BASE = "_lowtide_policy_base"
 _LEVEL = "checkpoint_level"
-
-
-class _LayerState:
-    """What a layer under a policy carries: one attribute of the instance."""
-
-    def __init__(self, name: str, policy: ActivationPolicy) -> None:
-        self.name = name
-        self.policy = policy
-        self.levels: dict[str, int] = {}  # of its submodules, as they were before
 
 
 def apply_policy(
@@ -85,11 +77,17 @@ def apply_policy(
     _check_layers(model, stack, chosen)
     for layer in stack.layers.values():
         _restore(layer)
+    offloaded = [name for name, one in chosen.items() if one.offload]
+    moving = offloaded[: max(len(offloaded) - ON_DEVICE, 0)]
+    keeping_attention = sum(chosen[name].keep == "attention" for name in moving)
+    limit = None if host_gib is None else int(host_gib * 2**30)
+    offloader = Offloader(limit, len(moving), keeping_attention) if offloaded else None
     for name, layer in stack.layers.items():
-        _adopt(layer, _LayerState(name, chosen[name]))
+        own = offloader if chosen[name].offload else None
+        _adopt(layer, LayerState(name, chosen[name], own, moves=name in moving))
     sizes = _Sizes(model)
     kept = {name: sizes.bytes_per_token(stack.layers[name], chosen[name]) for name in chosen}
-    return PolicyReport(stack.name, chosen, kept, others=stack.others)
+    return PolicyReport(stack.name, chosen, kept, tuple(offloaded[len(moving) :]), stack.others, offloader)
 
 
 def remove_policy(model: nn.Module) -> None:
@@ -133,6 +131,9 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
     """Raise before anything has changed if a layer cannot do what its policy says."""
     for name, policy in policies.items():
         layer = stack.layers[name]
+        if policy.offload and not available():
+            hint = "Take offload=False, or a machine with a CUDA device."
+            raise UnsupportedError(message("policy", "a GPU to offload from, with offload=True", "none", hint))
         if policy.keep != "all":
             if hasattr(layer, "_checkpoint_wrapped_module"):
                 hint = "Leave torch's checkpoint_wrapper out."
@@ -151,7 +152,7 @@ def _leveled(layer: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in layer.named_modules() if hasattr(module, _LEVEL)}
 
 
-def _adopt(layer: nn.Module, state: _LayerState) -> None:
+def _adopt(layer: nn.Module, state: LayerState) -> None:
     """Put a layer under its policy."""
     if state.policy.mlp_level is not None:
         for name, module in _leveled(layer).items():
@@ -165,13 +166,15 @@ def _adopt(layer: nn.Module, state: _LayerState) -> None:
 
 def _restore(layer: nn.Module) -> None:
     """Give a layer back what `_adopt` took; one that has no policy is left as it is."""
-    state: _LayerState | None = vars(layer).pop(_STATE, None)
+    state: LayerState | None = vars(layer).pop(_STATE, None)
     if state is None:
         return
     modules: dict[str, Any] = dict(layer.named_modules())
     for name, level in state.levels.items():
         if hasattr(modules.get(name), _LEVEL):  # unpatched since, it has none
             modules[name].checkpoint_level = level
+    if state.offloader is not None:
+        state.offloader.close()
     # A class that something else put on top (fully_shard) stays, and ours inside it runs the stock forward from now on.
     if _BASE in vars(type(layer)):
         layer.__class__ = vars(type(layer))[_BASE]
@@ -185,7 +188,7 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
         stock = base.forward.__get__(self)
         if state is None or not torch.is_grad_enabled():
             return stock(*args, **kwargs)
-        return run_layer(self, state.name, state.policy, stock, args, kwargs)
+        return run_layer(self, state, stock, args, kwargs)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__

@@ -49,14 +49,22 @@ def is_attention(operator: Any) -> bool:
 
 def stay(tensor: Tensor) -> Get:
     """Keep a tensor where it is, and give it back unless somebody has written to it since."""
-    version = tensor._version
+    kept = detached(tensor)
+    version = kept._version
 
     def get() -> Tensor:
-        if tensor._version != version:
+        if kept._version != version:
             raise changed_in_place()
-        return tensor.detach()  # an alias each time: what autograd hangs on it must not hang on what is kept
+        return kept.detach()  # an alias each time: what autograd hangs on it must not hang on what is kept
 
     return get
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return an alias that has the tensor's version counter and not its graph, also below autograd."""
+    # There, the key that shares counters between a tensor and its views is switched off.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def changed_in_place() -> UnsupportedError:
@@ -95,9 +103,11 @@ class KeptAttention:
 
     def keep(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put aside what an operator returned."""
-        stored = tree_map_only(
-            Tensor, lambda t: _Kept((self._store if t.is_floating_point() else stay)(t.detach())), outputs
-        )
+
+        def store(tensor: Tensor) -> _Kept:  # the rest is small: seeds, lengths
+            return _Kept(self._store(tensor) if tensor.is_floating_point() else stay(tensor))
+
+        stored = tree_map_only(Tensor, store, outputs)
         self.calls.append(_Call(operator, stored, _rng_state_after(operator, outputs, args, kwargs)))
 
     def give_back(self, index: int, operator: Any) -> Any:

@@ -3,56 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.memory.attention import KeptAttention, contexts_under_compile
+from lowtide.memory.attention import KeptAttention, Store, contexts_under_compile, stay
+from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
 
 Forward = Callable[..., Any]
 
 
+@dataclass
+class LayerState:
+    """What a layer under a policy carries.
+
+    Args:
+        name: The layer's name inside the model.
+        policy: Its policy.
+        offloader: With ``offload=True``, what its stack shares.
+        moves: Whether what it keeps goes to the host: not the last layers'.
+        levels: The ``checkpoint_level`` that submodules had before the policy set it, by their names.
+    """
+
+    name: str
+    policy: ActivationPolicy
+    offloader: Offloader | None = None
+    moves: bool = False
+    levels: dict[str, int] = field(default_factory=dict)
+
+
 def run_layer(
-    layer: nn.Module,
-    name: str,
-    policy: ActivationPolicy,
-    forward: Forward,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    layer: nn.Module, state: LayerState, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a layer's own ``forward`` so that its graph keeps what the policy says, and recomputes the rest in backward.
 
     Args:
         layer: The layer.
-        name: Its name inside the model, for errors.
-        policy: With ``keep`` "attention" or "input".
+        state: Its policy, with ``keep`` "attention" or "input".
         forward: The layer's stock forward, bound to it.
         args: What the layer was called with.
         kwargs: The same, by name.
 
     Raises:
         UnsupportedError: The layer is checkpointed by transformers already; it was called with a cache that holds keys;
-            or ``keep="attention"``, and no fused attention ran.
+            ``keep="attention"``, and no fused attention ran; offloading, from a device that is none or to a host
+            without room.
     """
     if getattr(layer, "gradient_checkpointing", False) and layer.training:
-        raise double_recompute(name)
-    args, kwargs, cached = _without_cache(layer, name, args, kwargs)
-    if cached:
+        raise double_recompute(state.name)
+    args, kwargs, cached = _without_cache(layer, state.name, args, kwargs)
+    if cached or not _needs_graph(layer, args, kwargs):
         return forward(*args, **kwargs)
-    run, hidden = _of_hidden_states(name, forward, args, kwargs)
-    if policy.keep == "input":
+    run, hidden = _of_hidden_states(state.name, forward, args, kwargs)
+    if state.offloader is None:
+        return _run(state, run, hidden, stay)
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()  # copies on streams run in eager; what the layer calls is compiled by itself
+    record = state.offloader.begin(moves=state.moves)
+    # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
+    with saved_tensors_hooks(lambda t: record.put(t) if t.numel() else stay(t), lambda get: get()):
+        return _run(state, run, hidden, record.put)
+
+
+def _run(state: LayerState, run: Callable[[Tensor], Any], hidden: Tensor, store: Store) -> Any:
+    """Checkpoint ``run(hidden)``, with attention's outputs in ``store`` if they are kept."""
+    if state.policy.keep == "input":
         return checkpoint(run, hidden, use_reentrant=False)
     if torch.compiler.is_compiling():
         return checkpoint(run, hidden, use_reentrant=False, context_fn=contexts_under_compile)
-    kept = KeptAttention()
+    kept = KeptAttention(store)
     outputs = checkpoint(run, hidden, use_reentrant=False, context_fn=kept.contexts)
     if not kept.calls:
-        raise _no_attention(name)
+        raise _no_attention(state.name)
     return outputs
+
+
+def _needs_graph(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether backward can reach the layer at all: frozen layers before the first that trains keep nothing anyway."""
+    tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    return any(x.requires_grad for x in tensors) or any(p.requires_grad for p in layer.parameters())
 
 
 def double_recompute(name: str) -> UnsupportedError:

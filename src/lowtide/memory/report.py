@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
 
 _KEPT = {
@@ -24,13 +25,20 @@ class PolicyReport:
             operations (``keep="all"``) or the model does not tell its sizes.
         on_device: The names of layers with ``offload=True`` that stay on the GPU, since backward begins with them.
         others: Further lists of layers, left as they were.
+        offloader: What the layers with ``offload=True`` share; None without any.
     """
 
     stack: str
     policies: dict[str, ActivationPolicy]
     bytes_per_token: dict[str, int | None]
     on_device: tuple[str, ...] = ()
-    others: tuple[str, ...] = field(default=())
+    others: tuple[str, ...] = ()
+    offloader: Offloader | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that is pinned for these layers now; it grows in the first forward and stays."""
+        return self.offloader.host_bytes if self.offloader is not None else 0
 
     def __str__(self) -> str:
         header = ("layers", "keeps", "where", "mlp level", "bytes a token")

@@ -1,0 +1,284 @@
+"""What layers keep, in host memory from forward until shortly before backward.
+
+A record holds what one call of one layer keeps. As soon as a tensor is kept it is copied to a page-locked buffer on a
+side stream; two layers later the compute stream waits for that copy, which has long been made, and the GPU's memory is
+free. When backward asks for a record, the one before it is brought back on another side stream, so that it is there
+when backward gets to it. Nothing is known of layers: two forwards before one backward have records of their own, and a
+record gives its memory back when its graph dies, used or not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import UnsupportedError, message
+from lowtide.memory.attention import Get, changed_in_place, detached, stay
+from lowtide.memory.pinned import Buffer, HostPool
+
+IN_FLIGHT = 2  # layers whose copies may be under way: the one that runs and the one before it
+ON_DEVICE = IN_FLIGHT  # the last layers that are offloaded stay: they would still be in flight when backward begins
+
+
+class Side(Protocol):
+    """What offloading needs of a device: memory that it copies from and to beside its computing."""
+
+    def pin(self, nbytes: int) -> Tensor:
+        """Return page-locked host memory, as uint8."""
+        ...
+
+    def unpin(self, memory: Tensor) -> None:
+        """Take it back."""
+        ...
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
+        """Copy to the host after what computes now; return the event of its end."""
+        ...
+
+    def copy_back(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
+        """Copy from the host after what computes now and after an event; return the event of its end."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Let what computes from now on wait for an event, but not the caller."""
+        ...
+
+
+class CudaSide:
+    """Two streams of a CUDA device, one for each way: its copy engines work both at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def pin(self, nbytes: int) -> Tensor:
+        """Return page-locked host memory, in whole pages."""
+        # Not torch's pinned allocator: it rounds up to powers of two and keeps what is freed, and this is a budget.
+        page = 4096
+        memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8, device="cpu")
+        start = -memory.data_ptr() % page
+        aligned = memory[start : start + memory.numel() - page]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(aligned.data_ptr(), aligned.numel(), 0))
+        if code:
+            hint = "Offload fewer layers, or lower host_gib to what the system lets a process lock."
+            raise UnsupportedError(message("offload", f"{nbytes} bytes of memory to lock", f"CUDA error {code}", hint))
+        return aligned
+
+    def unpin(self, memory: Tensor) -> None:
+        """Unlock it, once no copy is under way."""
+        torch.cuda.synchronize(self._device)  # rare: when batches grow, and at the end
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
+        """Copy on the stream for the way out."""
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            host.copy_(tensor, non_blocking=True)
+        return self._out.record_event()
+
+    def copy_back(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
+        """Copy on the stream for the way back."""
+        self._back.wait_stream(torch.cuda.current_stream(self._device))  # whatever had the memory before
+        self._back.wait_event(after)
+        with torch.cuda.stream(self._back):
+            tensor.copy_(host, non_blocking=True)
+        return self._back.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def available() -> bool:
+    """Whether there is a device to offload from."""
+    return torch.cuda.is_available()
+
+
+def side_for(device: torch.device) -> Side:
+    """Return the side of a device.
+
+    Raises:
+        UnsupportedError: There is nothing to offload from.
+    """
+    if device.type != "cuda":
+        hint = "Move the model and its inputs to the GPU, or take offload=False."
+        raise UnsupportedError(message("offload", "hidden states on a CUDA device", f"some on {device}", hint))
+    return CudaSide(device)
+
+
+class _Item:
+    """One tensor that a record keeps: on the device, in a host buffer, or both."""
+
+    def __init__(self, tensor: Tensor, buffer: Buffer, side: Side) -> None:
+        self._side = side
+        self._version = tensor._version
+        self._changed = False
+        self._tensor: Tensor | None = detached(tensor)
+        self.buffer = buffer
+        strides = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        flat = buffer.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        self._host = flat.as_strided(tensor.shape, strides)
+        self._device = tensor.device
+        self._copied = self._arrived = side.copy_out(self._host, self._tensor)
+
+    def let_go(self) -> None:
+        """Free the device's memory as soon as no copy needs it."""
+        if self._tensor is None:
+            return
+        self._changed = self._changed or self._tensor._version != self._version
+        self._side.wait(self._arrived)
+        self._tensor = None
+
+    def bring_back(self) -> None:
+        """Begin to copy to the device, unless it is there."""
+        if self._tensor is None:
+            self._tensor = torch.empty_strided(
+                self._host.shape, self._host.stride(), dtype=self._host.dtype, device=self._device
+            )
+            self._arrived = self._side.copy_back(self._tensor, self._host, self._copied)
+            self._version = self._tensor._version
+
+    def get(self) -> Tensor:
+        """Return the tensor as it was kept."""
+        self.bring_back()
+        assert self._tensor is not None
+        if self._changed or self._tensor._version != self._version:
+            raise changed_in_place()
+        self._side.wait(self._arrived)
+        return self._tensor.detach()
+
+
+class Record:
+    """What one call of one layer keeps for its backward.
+
+    Args:
+        offloader: Whose buffers it uses.
+        before: The record of the layer that ran before, whose backward comes next.
+        moves: Whether its tensors go to the host. The last layers' stay; they take part so that the ones before them
+            come back in time.
+    """
+
+    def __init__(self, offloader: Offloader, before: Record | None, *, moves: bool) -> None:
+        self._items: list[_Item] = []
+        self._offloader = offloader
+        self._before = weakref.ref(before) if before is not None else None
+        self._after: weakref.ref[Record] | None = None
+        if before is not None:
+            before._after = weakref.ref(self)
+        self._moves = moves
+
+    def put(self, tensor: Tensor) -> Get:
+        """Keep a tensor, and return the function that backward gets it by."""
+        if self._moves:
+            item = self._offloader.store(tensor, slot=len(self._items))
+            self._items.append(item)
+            get = item.get
+        else:
+            get = stay(tensor)
+
+        def prefetching() -> Tensor:
+            back = get()
+            after = self._after and self._after()
+            before = self._before and self._before()
+            if after:  # its backward is over, and retain_graph keeps it alive
+                after.let_go()
+            if before:
+                before.bring_back()
+            return back
+
+        return prefetching
+
+    def let_go(self) -> None:
+        """Free the device's memory of what is on the host."""
+        for item in self._items:
+            item.let_go()
+
+    def bring_back(self) -> None:
+        """Begin to copy everything back to the device."""
+        for item in self._items:
+            item.bring_back()
+
+    def __del__(self) -> None:
+        for item in self._items:
+            item.let_go()
+            self._offloader.take_back(item.buffer)
+
+
+class Offloader:
+    """What the layers of one model share: streams, host memory, and the order in which they ran.
+
+    Args:
+        limit_bytes: The most host memory, or None for what the host has free.
+        layers: How many layers move what they keep to the host.
+        attention_layers: How many of them keep attention's output besides their input.
+    """
+
+    def __init__(self, limit_bytes: int | None, layers: int, attention_layers: int) -> None:
+        self._settings = (limit_bytes, layers, attention_layers)
+        self._sides: dict[torch.device, Side] = {}
+        self._pool: HostPool | None = None
+        self._largest: dict[int, int] = {}  # bytes by slot: 0 is the layer's input, the others are attention's
+        self._in_flight: deque[weakref.ref[Record]] = deque()
+        self._last: weakref.ref[Record] | None = None
+
+    def __reduce__(self) -> Any:
+        return Offloader, self._settings  # a copy of the model has buffers and streams of its own
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that is pinned now."""
+        return self._pool.nbytes if self._pool is not None else 0
+
+    def begin(self, *, moves: bool) -> Record:
+        """Return the record for a layer that is about to run, and free the device's memory of the ones before."""
+        while len(self._in_flight) >= IN_FLIGHT:
+            record = self._in_flight.popleft()()
+            if record is not None:
+                record.let_go()
+        record = Record(self, self._last() if self._last is not None else None, moves=moves)
+        self._last = weakref.ref(record)
+        self._in_flight.append(self._last)
+        return record
+
+    def store(self, tensor: Tensor, slot: int) -> _Item:
+        """Begin to copy a tensor to the host.
+
+        Raises:
+            UnsupportedError: There is no device to offload from, or the host memory does not suffice: at the first
+                layer of the first forward, if all layers keep as much as this one.
+        """
+        side = self._sides.get(tensor.device)
+        if side is None:
+            side = self._sides[tensor.device] = side_for(tensor.device)
+        limit, layers, attention_layers = self._settings
+        if self._pool is None:
+            self._pool = HostPool(limit, side.pin, side.unpin)
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > self._largest.get(slot, 0):
+            largest = {**self._largest, slot: nbytes}
+            total = sum(size * (attention_layers if at else layers) for at, size in largest.items())
+            self._pool.check(total, f"{layers} offloaded layers")
+            self._largest = largest
+        return _Item(tensor, self._pool.take(slot, nbytes), side)
+
+    def take_back(self, buffer: Buffer) -> None:
+        """Take back the buffer of a record that is gone."""
+        if self._pool is not None:
+            self._pool.give(buffer)
+
+    def close(self) -> None:
+        """Give the host memory back, that of graphs which are alive as soon as they are not."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in whatever order: then a copy can have the same strides."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and span == tensor.numel()

@@ -1,0 +1,109 @@
+"""A pool of host memory: page-locked buffers that serve step after step, under a budget."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lowtide.errors import UnsupportedError, message
+from lowtide.measure.resident import available_bytes
+from lowtide.measure.units import gib
+
+_LEFT_FREE = 1 << 30  # of what the host has free, for everything else
+
+
+class Buffer:
+    """Bytes of host memory, given back to the system when nothing refers to them any more."""
+
+    def __init__(self, slot: int, memory: Tensor, unpin: Callable[[Tensor], None]) -> None:
+        self.slot = slot
+        self.memory = memory
+        # Not at exit: the process's memory goes then anyway, and the device's driver may be gone before.
+        weakref.finalize(self, unpin, memory).atexit = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.memory.numel()
+
+
+class HostPool:
+    """Buffers for what layers keep, reused as soon as a graph lets go of them.
+
+    Each slot (a layer's input, attention's output, its logsumexp) has buffers of its own, all of one size where the
+    batches are. One that is too small is replaced, so there are never more than were in use at once.
+
+    Args:
+        limit_bytes: The most that it may hold, or None for what the host has free.
+        pin: Returns page-locked memory of that many bytes, as uint8.
+        unpin: Takes it back.
+    """
+
+    def __init__(self, limit_bytes: int | None, pin: Callable[[int], Tensor], unpin: Callable[[Tensor], None]) -> None:
+        self.nbytes = 0
+        self._limit_bytes = limit_bytes
+        self._pin = pin
+        self._unpin = unpin
+        self._free: dict[int, list[Buffer]] = defaultdict(list)
+        self._returned: deque[Buffer] = deque()
+        self._closed = False
+        self._lock = threading.RLock()  # a graph may die, and give a buffer back, while this thread is inside
+
+    def check(self, needed: int, what: str) -> None:
+        """Raise unless the pool may hold ``needed`` bytes in all.
+
+        Raises:
+            UnsupportedError: It may not: the bytes, the budget and what to do.
+        """
+        free = available_bytes()
+        host = max(self.nbytes + free - _LEFT_FREE, 0) if free else None
+        limits = [limit for limit in (self._limit_bytes, host) if limit is not None]
+        if not limits or needed <= min(limits):
+            return
+        whose = "host_gib" if min(limits) == self._limit_bytes else "what the host has free, less 1 GiB"
+        hint = "Offload fewer layers, keep='input' instead of 'attention', train on fewer tokens, or raise the budget."
+        got = f"{gib(min(limits)):.3f} GiB ({whose})"
+        raise UnsupportedError(message("host_gib", f"{gib(needed):.3f} GiB of host memory for {what}", got, hint))
+
+    def take(self, slot: int, nbytes: int) -> Buffer:
+        """Return a buffer of at least ``nbytes``, an old one where one is large enough.
+
+        Raises:
+            UnsupportedError: A new one does not fit beside those in use.
+        """
+        with self._lock:
+            self._collect()
+            fitting = [buffer for buffer in self._free[slot] if buffer.nbytes >= nbytes]
+            if fitting:
+                best = min(fitting, key=lambda buffer: buffer.nbytes)
+                self._free[slot].remove(best)
+                return best
+            if self._free[slot]:  # too small for the batches that come now
+                self.nbytes -= self._free[slot].pop().nbytes
+            self.check(self.nbytes + nbytes, "what the graphs that are alive keep (more than one forward?)")
+            buffer = Buffer(slot, self._pin(nbytes), self._unpin)
+            self.nbytes += buffer.nbytes
+            return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back. Graphs die in any thread at any time: this only notes it, unless the pool is closed."""
+        self._returned.append(buffer)
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        """Give what is not in use back to the system, and from now on whatever comes back."""
+        self._closed = True
+        with self._lock:
+            self._collect()
+            self.nbytes -= sum(buffer.nbytes for free in self._free.values() for buffer in free)
+            self._free.clear()
+
+    def _collect(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._free[buffer.slot].append(buffer)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.memory import apply, offload
+from memory.models import SHAPE, VOCAB, LazySide, Plain
+
+
+@pytest.fixture
+def llama() -> Callable[..., Any]:
+    """A tiny Llama, in training, with its stock use_cache=True."""
+    transformers = pytest.importorskip("transformers")
+
+    def build(**settings: Any) -> Any:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **settings})).train()
+
+    return build
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(3, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> LazySide:
+    """Offloading from the CPU, with copies that come as late as they may."""
+    lazy = LazySide()
+    monkeypatch.setattr(apply, "available", lambda: True)
+    monkeypatch.setattr(offload, "side_for", lambda device: lazy)
+    return lazy
+
+
+@pytest.fixture(params=["llama", "plain"])
+def model(request: pytest.FixtureRequest, llama: Callable[..., Any]) -> Any:
+    return llama() if request.param == "llama" else Plain()
+
+
+@pytest.fixture
+def pair(model: Any) -> tuple[Any, Any]:
+    """A model and its copy, which stays stock."""
+    return model, copy.deepcopy(model)

@@ -1,0 +1,133 @@
+"""What the tests of this folder share: a model of no library, a step, a count of kernels, a host beside the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.memory import attention
+
+VOCAB = 61
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 5, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+class Layer(nn.Module):
+    """A decoder layer of no library: attention by SDPA, an MLP, dropout after both."""
+
+    def __init__(self, D: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D)
+        self.mlp = nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+        self.heads = heads
+        self.dropout = dropout
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
+        x = x + nn.functional.dropout(y, self.dropout, self.training)
+        return x + nn.functional.dropout(self.mlp(x), self.dropout, self.training)
+
+
+class Plain(nn.Module):
+    """A model of no library."""
+
+    def __init__(self, layers: int = 5, D: int = 24, heads: int = 3, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(VOCAB, D)
+        self.blocks = nn.ModuleList(Layer(D, heads, dropout) for _ in range(layers))
+        self.head = nn.Linear(D, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class CountAttention(TorchDispatchMode):
+    """Counts the calls of attention's fused forward that reach a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += attention.is_attention(func)
+        return func(*args, **(kwargs or {}))
+
+
+def step(model: Any, ids: Tensor, seed: int = 3, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """One forward and backward from a fixed random state: the loss and every gradient."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = model(ids) if isinstance(model, Plain) else model(input_ids=ids, labels=ids, **kwargs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """To the bit."""
+    assert torch.equal(got[0], want[0])
+    assert got[1].keys() == want[1].keys()
+    assert len(got[1]) > 0
+    for name, gradient in got[1].items():
+        assert torch.equal(gradient, want[1][name]), name
+
+
+class LazySide:
+    """Host memory beside the host: every copy is made as late as a wait for it allows, and pinned memory is counted.
+
+    What is used without waiting for its copy is NaN; what is freed before its copy out is lost.
+    """
+
+    def __init__(self) -> None:
+        self.pinned = 0
+        self.copies = 0
+
+    def pin(self, nbytes: int) -> Tensor:
+        self.pinned += nbytes
+        return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN in every dtype
+
+    def unpin(self, memory: Tensor) -> None:
+        self.pinned -= memory.numel()
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
+        self.copies += 1
+        return _once(lambda: host.copy_(tensor))
+
+    def copy_back(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
+        tensor.data.fill_(float("nan"))
+
+        def run() -> None:
+            after()
+            tensor.data.copy_(host)
+
+        return _once(run)
+
+    def wait(self, event: Any) -> None:
+        event()
+
+
+def _once(function: Callable[[], object]) -> Callable[[], None]:
+    pending = [function]
+
+    def run() -> None:
+        if pending:
+            with torch.no_grad():
+                pending.pop()()
+
+    return run
