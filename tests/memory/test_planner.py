@@ -45,7 +45,9 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     """All orders-by-memory mixtures of a model of 5 layers, one by one: 12**5 policies, alike ones counted once."""
     found = plan(FEW, seq_len, budget=9 if seq_len == 1024 else 12, host_gib=host_gib)
     search = Search(found.job, int(host_gib * GIB))
-    by_memory = sorted(ladder(found.job, offload=host_gib > 0), key=lambda p: search.memory.of(p).on_gpu)
+    by_memory = sorted(
+        ladder(found.job, offload=host_gib > 0), key=lambda p: search.memory.of(p, moves=p.offload).on_gpu
+    )
     fastest, least = float("inf"), float("inf")
     for layers in itertools.combinations_with_replacement(by_memory, 5):
         groups = [(policy, len(list(same))) for policy, same in itertools.groupby(layers)]

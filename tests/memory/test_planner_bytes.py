@@ -10,8 +10,8 @@ import torch
 from lowtide import HeadOptions, plan_head
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner_bytes import (
-    IN_FLIGHT,
     OPTIMIZERS,
+    PAGES,
     WORKSPACES,
     Job,
     Memory,
@@ -101,12 +101,18 @@ def test_a_recomputed_layer_is_whole_while_its_backward_runs() -> None:
 def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
     memory = Memory(LLAMA)
     away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
-    one = checkpoint_bytes(LLAMA, ATTENTION)
+    one, whole = checkpoint_bytes(LLAMA, ATTENTION), checkpoint_bytes(LLAMA, ALL)
     groups = [(away, 20), (ALL, 12)]
-    assert memory.host(groups) == 20 * one
-    assert memory.kept(groups) == 12 * checkpoint_bytes(LLAMA, ALL)
+    assert memory.host(groups) == 18 * (one + PAGES)  # the last two offloaded layers stay
+    assert memory.kept(groups) == 2 * one + 12 * whole
     phases = {str(phase): phase for phase in memory.phases(groups)}
-    assert phases["backward of layer 19"].activations == checkpoint_bytes(LLAMA, ALL) + IN_FLIGHT * one
+    assert phases["backward of layer 17"].activations == whole + one + PAGES  # the next one is on its way back
+    assert phases["backward of layer 19"].activations == one + whole
+    assert phases["backward of layer 0"].activations == whole
+    assert memory.host([(away, 2), (ALL, 30)]) == 0
+    assert memory.host([(away, 1), (ActivationPolicy(keep="input", offload=True), 3), (ALL, 28)]) == (
+        one + checkpoint_bytes(LLAMA, INPUT) + 2 * PAGES
+    )
 
 
 def test_gradients_that_stay_are_there_in_every_phase() -> None:

@@ -14,13 +14,14 @@ import torch
 
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner_gpus import Gpu
 from lowtide.memory.planner_shapes import ModelShape
 from lowtide.memory.policy import ActivationPolicy
 
 MIB = 2**20
 WORKSPACES = 64 * MIB  # cuBLAS takes 32 MiB on Hopper in each of the two threads that multiply
-IN_FLIGHT = 2  # offloaded layers that are on the GPU at a time besides the one at work: leaving, or fetched ahead
+PAGES = 6 * 4096  # what a layer's buffers in host memory are rounded up by, at most
 FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum
 
 
@@ -223,6 +224,17 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
 Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
 
 
+def placed(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
+    """Return the runs with whether what they keep goes to the host: not that of the last offloaded layers."""
+    to_move = max(0, sum(n for policy, n in groups if policy.offload) - ON_DEVICE)
+    found = []
+    for policy, n in groups:
+        moved = min(n, to_move) if policy.offload else 0
+        to_move -= moved
+        found += [(policy, m, moves) for m, moves in ((moved, True), (n - moved, False)) if m]
+    return found
+
+
 class Memory:
     """The bytes of one job, whichever policies its layers have."""
 
@@ -238,26 +250,26 @@ class Memory:
         ids = 3 * 8 * N  # ids, labels, positions
         self.other = WORKSPACES + ids + 2 * N * shape.head_dim * e
         self.stream = N * shape.hidden * e
-        self._of: dict[ActivationPolicy, _LayerBytes] = {}
+        self._of: dict[tuple[ActivationPolicy, bool], _LayerBytes] = {}
 
     def peak(self, groups: Groups) -> Phase:
         """Return the phase that holds the most."""
         return max(self.phases(groups), key=lambda phase: phase.bytes)
 
-    def of(self, policy: ActivationPolicy) -> _LayerBytes:
-        """Return the bytes of one layer."""
-        found = self._of.get(policy)
+    def of(self, policy: ActivationPolicy, *, moves: bool = False) -> _LayerBytes:
+        """Return the bytes of one layer, whose checkpoint goes to the host where it ``moves``."""
+        found = self._of.get((policy, moves))
         if found is None:
-            found = self._of[policy] = _LayerBytes(self.job, policy)
+            found = self._of[policy, moves] = _LayerBytes(self.job, policy, moves=moves)
         return found
 
     def kept(self, groups: Groups) -> int:
         """Return the bytes that all layers keep on the GPU between forward and backward."""
-        return sum(n * self.of(policy).on_gpu for policy, n in groups)
+        return sum(n * self.of(policy, moves=moves).on_gpu for policy, n, moves in placed(groups))
 
     def host(self, groups: Groups) -> int:
         """Return the bytes that layers keep in host memory."""
-        return sum(n * self.of(policy).on_host for policy, n in groups)
+        return sum(n * self.of(policy, moves=moves).on_host for policy, n, moves in placed(groups))
 
     def phases(self, groups: Groups) -> list[Phase]:
         """Return the phases that can hold the most: in a run of equal layers that is its first or its last."""
@@ -282,19 +294,20 @@ class Memory:
 
     def _layers(self, groups: Groups) -> list[Phase]:
         layers, mlp = self.job.shape.layers, self.job.shape.mlp_params * self.job.element
-        found, first, upto, flying = [], 0, 0, 0
-        for policy, n in groups:
-            one = self.of(policy)
+        found, first, upto, leaving = [], 0, 0, 0
+        for policy, n, moves in placed(groups):
+            one = self.of(policy, moves=moves)
             for layer in sorted({first, first + n - 1}):
                 kept = upto + (layer + 1 - first) * one.on_gpu
-                buffers = max(flying, min(IN_FLIGHT, layer - first) * one.on_host)
-                found.append(self._phase("forward", layer, 0, kept + buffers, 0, one.forward))
+                # Checkpoints on their way: that of the layer before, in backward fetched ahead, in forward beside its own.
+                before = leaving if layer == first else one.on_host
+                away = one.on_host + before
+                found.append(self._phase("forward", layer, 0, kept + away, 0, one.forward))
                 # the gradients of the MLP's weights exist when its transients do, those of attention's not yet
                 done = (layers - 1 - layer) * self.layer_gradients + mlp + self.vocab_gradients
-                again = kept + one.again + buffers
                 new = mlp if self.job.keep_gradients else 0
-                found.append(self._phase("backward", layer, done, again, 0, one.backward + new))
-            flying = min(IN_FLIGHT, n) * one.on_host
+                found.append(self._phase("backward", layer, done, kept + one.again + before, 0, one.backward + new))
+            leaving = one.on_host
             upto += n * one.on_gpu
             first += n
         return found
@@ -320,9 +333,9 @@ class Memory:
 class _LayerBytes:
     """The bytes of a layer with one policy: kept on the GPU and on the host, recomputed, and within its phases."""
 
-    def __init__(self, job: Job, policy: ActivationPolicy) -> None:
+    def __init__(self, job: Job, policy: ActivationPolicy, *, moves: bool) -> None:
         kept = checkpoint_bytes(job, policy)
-        self.on_gpu, self.on_host = (0, kept) if policy.offload else (kept, 0)
+        self.on_gpu, self.on_host = (0, kept + PAGES) if moves else (kept, 0)
         self.again = 0 if policy.keep == "all" else full_bytes(job, level_of(policy)) - self.on_gpu
         self.forward = forward_transients(job, policy)
         self.backward = backward_transients(job, policy)

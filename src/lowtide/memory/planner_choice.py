@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
+from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner_bytes import Job, Memory
 from lowtide.memory.planner_times import Times
 from lowtide.memory.policy import ActivationPolicy
@@ -74,7 +75,7 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """Return every mixture of one or two policies, and of three that matter, that the host has room for."""
         layers = self.job.shape.layers
-        lean_first = sorted(self.ladder, key=lambda policy: self.memory.of(policy).on_gpu)
+        lean_first = sorted(self.ladder, key=lambda policy: self.memory.of(policy, moves=policy.offload).on_gpu)
         pairs = [self.candidate([(policy, layers)]) for policy in lean_first]
         for a, b in combinations(lean_first, 2):
             pairs += [self.candidate([(a, n), (b, layers - n)]) for n in range(1, layers)]
@@ -109,11 +110,11 @@ class Search:
     def _lean(self) -> Iterator[Candidate]:
         layers = self.job.shape.layers
         for policy in self.ladder:
-            each = self.memory.of(policy).on_host
-            room = layers if not each else min(layers, self.host_bytes // each)
+            each = self.memory.of(policy, moves=policy.offload).on_host
+            room = layers if not each else min(layers, self.host_bytes // each + ON_DEVICE)
             if room == layers:
                 yield self.candidate([(policy, layers)])
-            elif room:
+            else:
                 for other in self.ladder:
                     if not other.offload:
                         yield self.candidate([(policy, room), (other, layers - room)])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.memory.planner_bytes import OPTIMIZERS, Groups, Job, checkpoint_bytes, level_of
+from lowtide.memory.planner_bytes import OPTIMIZERS, Groups, Job, checkpoint_bytes, level_of, placed
 from lowtide.memory.policy import ActivationPolicy
 
 HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three products: benchmarks/results, lowtide bench head
@@ -167,10 +167,12 @@ class Times:
     def step(self, groups: Groups) -> float:
         """Return the seconds of a step.
 
-        Copies to the host run beside forward's work and copies back beside backward's: the longer of the two counts.
+        A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
+        from the other's rate.
         """
-        forward = sum(n * self.of(policy).forward for policy, n in groups)
-        backward = sum(n * self.of(policy).backward for policy, n in groups)
-        transfer = sum(n * self.of(policy).transfer for policy, n in groups)
-        slowed = 2 * BESIDE * transfer
-        return max(forward, transfer) + max(backward, transfer) + slowed + self.fixed
+        seconds = self.fixed
+        for policy, n, moves in placed(groups):
+            one = self.of(policy)
+            transfer = one.transfer if moves else 0.0
+            seconds += n * (max(one.forward, transfer) + max(one.backward, transfer) + 2 * BESIDE * transfer)
+        return seconds
