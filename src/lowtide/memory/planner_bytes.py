@@ -299,7 +299,7 @@ class Memory:
             one = self.of(policy, moves=moves)
             for layer in sorted({first, first + n - 1}):
                 kept = upto + (layer + 1 - first) * one.on_gpu
-                # Checkpoints on their way: that of the layer before, in backward fetched ahead, in forward beside its own.
+                # On their way: the checkpoint of the layer before, fetched ahead; in forward its own as well.
                 before = leaving if layer == first else one.on_host
                 away = one.on_host + before
                 found.append(self._phase("forward", layer, 0, kept + away, 0, one.forward))
