@@ -157,6 +157,21 @@ def divergence_oracle(
     return value if mask is None else value.masked_fill(~mask, 0)
 
 
+def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """RMS normalisation from its definition, in the dtype of its inputs."""
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
+
+
+def rotary_oracle(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [B, H, T, d], the first r values of each as a matrix of r x r for each position."""
+    r = cos.shape[-1]
+    eye = torch.eye(r, dtype=x.dtype, device=x.device)
+    swap = torch.cat((-eye[r // 2 :], eye[: r // 2]))  # rows: rotate_half of the unit vectors
+    turn = torch.diag_embed(cos.to(x.dtype)) + torch.einsum("ij,bti->btij", swap, sin.to(x.dtype))
+    turned = torch.einsum("btij,bhtj->bhti", turn, x[..., :r])
+    return torch.cat((turned, x[..., r:]), -1)
+
+
 def mlp(
     N: int | tuple[int, ...], D: int, F_: int, *, dtype: torch.dtype = torch.float32, seed: int = 0, bias: bool = True
 ) -> list[Tensor | None]:
@@ -172,6 +187,17 @@ def mlp(
     return leaves if bias else [*leaves[:4], None, None, None]
 
 
+def mlp_slack(dtype: torch.dtype, leaves: Sequence[Tensor | None]) -> float:
+    """Return how far beyond 1.3 times plain PyTorch's an error of what `mlp` returns may be.
+
+    Of a few numbers plain PyTorch may be lucky with all; the wide dtypes have no sums that are wider.
+    """
+    few = all(t is None or t.numel() < 1000 for t in leaves[1:])
+    if dtype in (torch.float64, torch.float32):
+        return torch.finfo(dtype).eps * (20 if few else 6)
+    return torch.finfo(dtype).eps * (4 if few else 0.1)
+
+
 def mlp_oracle(leaves: Sequence[Tensor | None], activation: str = "silu") -> Tensor:
     """The gated MLP from its definition, in the dtype of its inputs, for what `mlp` returns."""
     x, wg, wu, wd, bg, bu, bd = leaves
@@ -181,18 +207,3 @@ def mlp_oracle(leaves: Sequence[Tensor | None], activation: str = "silu") -> Ten
     else:
         act = 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     return F.linear(act * up, wd, bd)
-
-
-def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """RMS normalisation from its definition, in the dtype of its inputs."""
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
-
-
-def rotary_oracle(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [B, H, T, d], the first r values of each as a matrix of r x r for each position."""
-    r = cos.shape[-1]
-    eye = torch.eye(r, dtype=x.dtype, device=x.device)
-    swap = torch.cat((-eye[r // 2 :], eye[: r // 2]))  # rows: rotate_half of the unit vectors
-    turn = torch.diag_embed(cos.to(x.dtype)) + torch.einsum("ij,bti->btij", swap, sin.to(x.dtype))
-    turned = torch.einsum("btij,bhtj->bhti", turn, x[..., :r])
-    return torch.cat((turned, x[..., r:]), -1)

@@ -145,6 +145,7 @@ def layer_inputs(N: int = 300) -> tuple[Tensor, ...]:
     return x, residual, weight, cos, sin
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_bitwise_the_same_and_no_synchronisation() -> None:
     inputs = layer_inputs()
     first = torch.autograd.grad(layer(*inputs), inputs[:3])

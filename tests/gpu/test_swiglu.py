@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide import nn, swiglu_mlp
 from lowtide.measure import peak_above
-from support import mlp, mlp_oracle, relative_error
+from support import mlp, mlp_oracle, mlp_slack, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -59,7 +59,7 @@ def test_values_and_gradients_err_no_more_than_plain_pytorch(dtype: torch.dtype,
         for g, again, p, e in zip(got, twice, plain, expected, strict=True):
             assert g.dtype == dtype
             assert torch.equal(g, again)
-            assert relative_error(g, e) <= 1.3 * relative_error(p, e) + 4 * torch.finfo(dtype).eps ** 1.5
+            assert relative_error(g, e) <= 1.3 * relative_error(p, e) + mlp_slack(dtype, leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -80,7 +80,7 @@ def test_autocast_returns_gradients_in_the_weights_dtype(dtype: torch.dtype, til
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_kept_bytes_and_peaks(level: int) -> None:
-    N, D, F = 4096, 512, 1408
+    N, D, F = 4096, 512, 1536  # whole MiB: the allocator does not split off less than one
     leaves = on_gpu(N, D, F, dtype=torch.bfloat16, bias=False)
     token = 2 * N  # bytes of a bfloat16 number a token
     upstream = torch.randn(N, D, device="cuda", dtype=torch.bfloat16)
@@ -134,8 +134,9 @@ def test_no_host_synchronisation() -> None:
     for level, tile in itertools.product((0, 1), (None, 64)):
         call(leaves, checkpoint_level=level, tile_tokens=tile).backward(upstream)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         for level, tile in itertools.product((0, 1), (None, 64)):
             call(leaves, checkpoint_level=level, tile_tokens=tile).backward(upstream)
     finally:
@@ -169,15 +170,15 @@ def test_nothing_outside_the_tensors_is_written() -> None:
         assert room[:, n:].isnan().all()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("level", [0, 1])
 def test_compiled_whole(level: int) -> None:
     torch._dynamo.reset()
     leaves = on_gpu((2, 60), 64, 168, dtype=torch.bfloat16)
     upstream = torch.randn(2, 60, 64, device="cuda")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled = torch.compile(lambda *t: call(list(t), checkpoint_level=level) * 2, fullgraph=True)
-        got = gradients(compiled(*leaves), leaves, upstream)
+    compiled = torch.compile(lambda *t: call(list(t), checkpoint_level=level) * 2, fullgraph=True)
+    got = gradients(compiled(*leaves), leaves, upstream)
     expected = gradients(call(leaves, checkpoint_level=level) * 2, leaves, upstream)
     for g, e in zip(got, expected, strict=True):
         assert relative_error(g, e) < 4e-3

@@ -14,7 +14,7 @@ from lowtide.errors import ArgumentTypeError, UnsupportedError
 @pytest.mark.parametrize("how", ["fused", "foreach", "plain", "sgd", "data.mul_", "data ="])
 def test_logits_are_not_read_after_the_weights_changed(how, build, batch):
     model = build("llama")
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=False)
     outputs = model(**batch)
     outputs.loss.backward()
     if how == "data.mul_":
@@ -38,7 +38,7 @@ def double_in_place_of_forward(head):
 @pytest.mark.parametrize("change", ["head.forward", "hook", "nn.Linear.forward", "function mode"])
 def test_what_the_head_does_besides_is_followed(change, pair, batch, assert_same_gradients, monkeypatch):
     model, stock = pair("llama")
-    report = lowtide.patch(model)
+    report = lowtide.patch(model, mlp=False)
     if change == "nn.Linear.forward":
         old = nn.Linear.forward
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: old(self, x) * 2)
@@ -69,7 +69,7 @@ def test_what_the_head_does_besides_is_followed(change, pair, batch, assert_same
 
 def test_a_hook_that_came_after_the_forward_is_an_error(build, batch):
     model = build("llama")
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=False)
     outputs = model(**batch)
     model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(UnsupportedError, match="has a hook"):
@@ -79,7 +79,7 @@ def test_a_hook_that_came_after_the_forward_is_an_error(build, batch):
 @pytest.mark.parametrize("change", ["unpatch", "double"])
 def test_reading_after_the_model_changed_is_one_clear_error(change, build, batch):
     model = build("llama")
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=False)
     outputs = model(**batch)
     if change == "unpatch":
         lowtide.unpatch(model)
@@ -92,7 +92,7 @@ def test_reading_after_the_model_changed_is_one_clear_error(change, build, batch
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_logits_out_of_a_checkpoint_carry_their_gradient(reentrant, pair, batch, assert_same_gradients):
     model, stock = pair("llama")
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=False)
     for m in (model, stock):
         embedded = m.get_input_embeddings()(batch["input_ids"])
 
@@ -107,7 +107,7 @@ def test_logits_out_of_a_checkpoint_carry_their_gradient(reentrant, pair, batch,
 
 def test_a_metric_under_inference_mode_leaves_the_graph_alone(pair, batch, assert_same_gradients):
     model, stock = pair("llama")
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=False)
     for m in (model, stock):
         outputs = m(**batch)
         with torch.inference_mode():
@@ -118,7 +118,7 @@ def test_a_metric_under_inference_mode_leaves_the_graph_alone(pair, batch, asser
 
 def test_hooking_read_logits_that_the_loss_went_past_is_an_error(build, batch):
     model = build("llama")
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=False)
     outputs = model(**batch)
     outputs.logits.argmax(-1)
     for attempt in (lambda: outputs.logits.register_hook(print), outputs.logits.retain_grad):
@@ -128,7 +128,7 @@ def test_hooking_read_logits_that_the_loss_went_past_is_an_error(build, batch):
 
 def test_an_instance_of_the_patched_class_is_a_stock_model(build, batch):
     model = build("llama")
-    report = lowtide.patch(model)
+    report = lowtide.patch(model, mlp=False)
     other = type(model)(model.config)
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other(**batch).loss, model(**batch).loss)
@@ -148,7 +148,7 @@ def test_an_instance_of_the_patched_class_is_a_stock_model(build, batch):
 )
 def test_arguments_that_lazy_logits_do_not_know(read, pair, batch):
     model, stock = pair("llama")
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=False)
     with torch.no_grad():
         assert torch.equal(read(model(**batch).logits), read(stock(**batch).logits))
 
@@ -173,7 +173,7 @@ def test_a_teacher_inside_a_student_is_its_own_affair(build, batch):
 
 def test_patching_again_without_the_loss_undoes_the_first(build, batch):
     model = build("llama")
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=False)
     report = lowtide.patch(model, loss=False)
     model(**batch)
     assert (report.calls_fused, report.calls_materialised) == (0, 0)

@@ -14,7 +14,10 @@ import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
 
 # torch.compile warns of what it does itself
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
+]
 
 
 def state_of(model):
@@ -66,10 +69,11 @@ def test_the_report_says_what_was_done(build, batch):
     model = build("llama")
     report = lowtide.patch(model, rope=False)
     assert [(row.part, row.patched) for row in report.parts.values()] == [
-        ("loss", True), ("mlp", False), ("norm", False), ("rope", False),
+        ("loss", True), ("mlp", True), ("norm", True), ("rope", False),
     ]  # fmt: skip
     assert report.parts["loss"].module == "lm_head"
-    assert "patches the loss only" in report.parts["mlp"].outcome
+    assert (report.parts["mlp"].module, report.parts["mlp"].count) == ("model.layers.*.mlp", 2)
+    assert "lowtide.swiglu_mlp (silu)" in report.parts["mlp"].outcome
     assert "rope=False" in report.parts["rope"].outcome
     model(**batch).logits.sum()
     lines = str(report).splitlines()
@@ -80,9 +84,10 @@ def test_the_report_says_what_was_done(build, batch):
 def test_loss_false_changes_nothing(build):
     model = build("llama")
     before = state_of(model)
-    report = lowtide.patch(model, loss=False)
+    report = lowtide.patch(model, loss=False, mlp=False, norm=False, rope=False)
     assert state_of(model) == before
     assert "loss=False" in str(report)
+    assert vars(model).keys() == vars(build("llama")).keys()
 
 
 @pytest.mark.parametrize("model", [3, nn.Linear(2, 2)])

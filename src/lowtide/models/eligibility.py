@@ -12,12 +12,12 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
+from lowtide.models.instance import part_of
+
 # Hooks of these packages move and gather weights and pass outputs through; any other hook may look at the logits.
 _HOOKS_THAT_DO_NOT_LOOK = ("torch.", "accelerate.", "deepspeed.")
-# The mark of a class that patch made: what it is a child of.
-BASE = "_lowtide_base"
-_LINEAR_FORWARD = nn.Linear.forward
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+LINEAR_FORWARD = nn.Linear.forward
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_not_patch_model(model: nn.Module) -> str | None:
@@ -33,7 +33,7 @@ def why_not_patch_head(model: nn.Module, head: nn.Module | None) -> str | None:
     """Return why ``head``, the model's output embedding, cannot return lazy logits."""
     if head is None:
         return "the model has no output embedding"
-    if hasattr(type(head), BASE):
+    if part_of(head) is not None:
         return "another patched model has this output embedding"
     if plain_class(head) is not nn.Linear:
         return f"the output embedding is a {type(head).__name__}, not a plain torch.nn.Linear"
@@ -77,7 +77,7 @@ def why_not_call(head: nn.Module) -> str | None:
     """Return why calling ``head`` may do more than a linear layer does, which a loss without logits would miss."""
     if "forward" in vars(head) and not hasattr(head, "_hf_hook"):  # accelerate's wrapper calls the class's forward
         return "the output embedding's forward was replaced on the instance"
-    if nn.Linear.forward is not _LINEAR_FORWARD:
+    if nn.Linear.forward is not LINEAR_FORWARD:
         return "torch.nn.Linear.forward was replaced"
     modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     if any(type(mode).__name__ != "DeviceContext" for mode in modes):
@@ -124,8 +124,8 @@ def plain_class(module: nn.Module) -> type:
 
 
 def _hooks(head: nn.Module) -> list[Callable[..., Any]]:
-    own = [hook for kind in _MODULE_HOOKS for hook in getattr(head, kind).values()]
-    every = [hook for kind in _MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
+    own = [hook for kind in MODULE_HOOKS for hook in getattr(head, kind).values()]
+    every = [hook for kind in MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
     return own + every
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lowtide.errors import UnsupportedError
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
-from lowtide.models.eligibility import BASE, is_autocast_on, why_not_call
+from lowtide.models.eligibility import is_autocast_on, why_not_call
+from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
 
 # What was applied to the logits since the head, to be replayed as it was: (function, arguments after the logits).
@@ -125,7 +126,7 @@ class HeadCall:
             return work(head, forward)
 
         why_not = why_not_call(self.head)
-        if not hasattr(type(self.head), BASE):
+        if part_of(self.head) is None:
             why_not = "the model was unpatched"
         if why_not is not None:
             raise UnsupportedError(

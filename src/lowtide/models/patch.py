@@ -1,7 +1,6 @@
-"""`patch` and `unpatch`: a model's loss without its logits, one instance at a time.
+"""`patch` and `unpatch`: a model's loss without its logits, and its MLPs, norms and rotary embeddings fused.
 
-Both the model and its output embedding get a class made for the purpose: a child of their own, of the same name, that
-overrides what has to change and nothing else.
+Every module that changes, the model and its output embedding among them, gets a class of its own: see `instance`.
 """
 
 import functools
@@ -13,10 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowtide.errors import ArgumentTypeError, UnsupportedError, message
+from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import (
-    BASE,
     is_causal_lm_loss,
     is_under_compile,
     module_name,
@@ -26,11 +24,13 @@ from lowtide.models.eligibility import (
     why_not_patch_model,
 )
 from lowtide.models.head_call import HeadCall, InsideHead
+from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import LazyLogits
+from lowtide.models.parts import PARTS, fuse, patched_modules, restore
 from lowtide.models.report import PatchReport
-from lowtide.swap import child_class
 
 _STATE = "_lowtide_patch"
+_LOSS = "loss"
 _FUSED = "the loss that follows is computed without logits; they are built where anything else reads them"
 
 
@@ -57,28 +57,34 @@ def patch(
     rope: bool = True,
     options: HeadOptions | None = None,
 ) -> PatchReport:
-    """Make a Hugging Face model compute its loss without its logits; change this instance only.
+    """Make a Hugging Face model compute its loss without its logits, its MLPs, norms and rotations by fused operations.
 
-    Called with labels, the model's output embedding returns an object that stands for the logits, and the model's loss
-    function computes the loss from the hidden states through `lowtide.linear_cross_entropy`. Scales and soft caps that
-    the model applies in between are followed. Whatever else reads the logits (``outputs.logits`` later, another loss, a
-    metric) gets them, built when asked for and counted in the report. Without labels the model runs as before, to the
-    bit. The logits that the loss sees are float32, also where the model would have rounded its own to its dtype first.
+    This instance alone is changed, and nothing about its weights, their names or what ``save_pretrained`` writes.
 
-    Left as it is, with the reason in the report: a loss that is not transformers' ``ForCausalLMLoss``, and an output
-    embedding that is not a plain ``torch.nn.Linear`` of the model's own (adapters, quantised weights, BERT-like
-    prediction heads). Inside a region compiled by ``torch.compile`` the model runs unpatched, uncounted.
+    The loss: called with labels, the model's output embedding returns an object that stands for the logits, and the
+    model's loss function computes the loss from the hidden states through `lowtide.linear_cross_entropy`. Scales and
+    soft caps that the model applies in between are followed. Whatever else reads the logits (``outputs.logits`` later,
+    another loss, a metric) gets them, built when asked for and counted in the report. The logits that the loss sees are
+    float32, also where the model would have rounded its own to its dtype first. Left as it is, with the reason in the
+    report: a loss that is not transformers' ``ForCausalLMLoss``, and an output embedding that is not a plain
+    ``torch.nn.Linear`` of the model's own (adapters, quantised weights, BERT-like prediction heads). Inside a region
+    compiled by ``torch.compile`` the logits are built.
 
-    Patching again returns the same report, with the new ``options`` in force; with ``loss=False`` it undoes the first.
-    Weights, their names and what ``save_pretrained`` writes do not change.
+    The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
+    what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
+    computes the same as before to rounding, keeps less for backward and takes less time on a GPU. A call that is more
+    than it seems (hooks or adapters on a projection, DTensors, ``torch.func``) runs the stock code.
+
+    Patching again makes the model as asked this time, ``options`` included, and returns the same report.
 
     Args:
         model: A model with ``get_output_embeddings`` and a ``loss_function``, as those of transformers; also one
             wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
         loss: Whether to patch the loss.
-        mlp: Reserved: this version leaves the MLPs as they are, and the report says so.
-        norm: Reserved, likewise.
-        rope: Reserved, likewise.
+        mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`. They get
+            an attribute ``checkpoint_level``, 0 at first: see there.
+        norm: Whether RMS norms run as `lowtide.layers.rms_norm`.
+        rope: Whether attention that calls ``apply_rotary_pos_emb`` rotates by `lowtide.layers.rotary`.
         options: How `lowtide.linear_cross_entropy` is to run.
 
     Returns:
@@ -86,6 +92,7 @@ def patch(
 
     Raises:
         ArgumentTypeError: ``model`` is no module with ``get_output_embeddings``, or ``options`` no HeadOptions.
+        UnsupportedError: A part is to be undone, and something else changed a patched module's class since.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained("path/to/model")
@@ -97,33 +104,32 @@ def patch(
     target = _unwrapped(model)
     if options is not None and not isinstance(options, HeadOptions):
         raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
-    for name, flag in (("loss", loss), ("mlp", mlp), ("norm", norm), ("rope", rope)):
+    asked = {"mlp": mlp, "norm": norm, "rope": rope}
+    for name, flag in {"loss": loss, **asked}.items():
         if not isinstance(flag, bool):
             raise ArgumentTypeError(message(name, "True or False", f"{flag!r}"))
-    if not loss:
-        unpatch(target)
-    state = vars(target).get(_STATE)
-    if state is not None:
-        state.options = options
-        return state.report  # type: ignore[no-any-return]
-    state = _Patch(PatchReport(), options)
-    why_not = why_not_patch_model(target)
-    if not loss:
-        state.report.add("loss", "-", "left as it is: loss=False", patched=False)
-    elif why_not is not None:
-        state.report.add("loss", "-", f"left as it is: {why_not}", patched=False)
+    state: _Patch = vars(target).get(_STATE) or _Patch(PatchReport(), options)
+    state.options = options
+    if loss:
+        _patch_loss(target, state)
     else:
+        _unpatch_loss(target, state)
+        state.report.add("loss", "-", "left as it is: loss=False", patched=False)
+    for part in PARTS:
+        if asked[part]:
+            fuse(target, part, state.report)
+        else:
+            restore(target, part)
+            state.report.add(part, "-", f"left as it is: {part}=False", patched=False)
+    if part_of(target) is not None or any(row.patched for row in state.report.parts.values()):
         vars(target)[_STATE] = state
-        target.__class__ = _patched_class(target.__class__, _model_overrides)
-        _adopt_head(target, state)
-    for part, asked in (("mlp", mlp), ("norm", norm), ("rope", rope)):
-        why = "this version patches the loss only" if asked else f"{part}=False"
-        state.report.add(part, "-", f"left as it is: {why}", patched=False)
+    else:
+        vars(target).pop(_STATE, None)
     return state.report
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`: the model and its output embedding get back the classes and attributes they had.
+    """Undo `patch`: the model and its modules get back the classes and attributes they had.
 
     A model that is not patched is left as it is, so that cleaning up twice does no harm.
 
@@ -142,20 +148,33 @@ def unpatch(model: nn.Module) -> None:
     state = vars(target).get(_STATE)
     if state is None:
         return
-    patched = [module for module in (target, state.head) if module is not None and type(module) is not nn.Linear]
-    for module in patched:
-        if BASE not in vars(type(module)):
-            raise UnsupportedError(
-                message(
-                    "model",
-                    f"{type(module).__name__} to have the class that patch gave it",
-                    f"one changed since, {type(module).__mro__}",
-                    "Undo what came after lowtide.patch first.",
-                )
-            )
-    for module in patched:
-        module.__class__ = vars(type(module))[BASE]
+    for part in PARTS:
+        for module in patched_modules(target, part):
+            check_nothing_on_top(module)
+    _unpatch_loss(target, state)
+    for part in PARTS:
+        restore(target, part)
     del vars(target)[_STATE]
+
+
+def _patch_loss(target: Any, state: _Patch) -> None:
+    if part_of(target) is not None:
+        return
+    why_not = why_not_patch_model(target)
+    if why_not is not None:
+        state.report.add("loss", "-", f"left as it is: {why_not}", patched=False)
+        return
+    give_class(target, _LOSS, _model_overrides)
+    _adopt_head(target, state)
+
+
+def _unpatch_loss(target: Any, state: _Patch) -> None:
+    patched = [module for module in (target, state.head) if module is not None and part_of(module) is not None]
+    for module in patched:
+        check_nothing_on_top(module)
+    for module in patched:
+        take_class_back(module)
+    state.head = state.why_not = None
 
 
 def _unwrapped(model: Any) -> Any:
@@ -177,16 +196,16 @@ def _unwrapped(model: Any) -> Any:
 def _adopt_head(model: Any, state: _Patch) -> None:
     """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
     head: Any = model.get_output_embeddings()
-    if head is not None and head is state.head and hasattr(type(head), BASE):
+    if head is not None and head is state.head and part_of(head) is not None:
         return
-    if state.head is not None and BASE in vars(type(state.head)):
-        state.head.__class__ = vars(type(state.head))[BASE]
+    if state.head is not None and is_on_top(state.head):
+        take_class_back(state.head)
     state.head = None
     state.why_not = why_not_patch_head(model, head)
     name = "-" if head is None else module_name(model, head)
     if state.why_not is None:
         state.head = head
-        head.__class__ = _patched_class(head.__class__, _head_overrides)
+        give_class(head, _LOSS, _head_overrides)
     outcome = _FUSED if state.why_not is None else f"left as it is: {state.why_not}"
     state.report.add("loss", name, outcome, patched=state.why_not is None)
 
@@ -262,8 +281,3 @@ def _score(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     args = tuple(arg.scoring() if isinstance(arg, LazyLogits) else arg for arg in args)
     kwargs = {name: arg.scoring() if isinstance(arg, LazyLogits) else arg for name, arg in kwargs.items()}
     return loss(*args, **kwargs)
-
-
-def _patched_class(base: Any, overrides: Callable[[Any], dict[str, Any]]) -> Any:
-    """Return the class that a patched module gets."""
-    return child_class(base, overrides, BASE)

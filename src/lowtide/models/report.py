@@ -1,5 +1,7 @@
 """What `lowtide.patch` did to a model, and what happened to the logits since."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -9,15 +11,20 @@ class PartReport:
 
     Args:
         part: ``"loss"``, ``"mlp"``, ``"norm"`` or ``"rope"``.
-        module: The name of the module inside the model, or ``"-"`` where there is none to name.
+        module: The name of the module inside the model, with ``*`` for the numbers where several modules that differ in
+            them alone were dealt with alike; ``"-"`` where there is none to name.
         outcome: What was done to it, or why it was left as it is.
         patched: Whether anything was changed.
+        count: How many modules the line stands for.
+        more: Further lines of the same part.
     """
 
     part: str
     module: str
     outcome: str
     patched: bool
+    count: int = 1
+    more: "tuple[PartReport, ...]" = ()
 
 
 @dataclass
@@ -28,7 +35,7 @@ class PatchReport:
     to the second count as well. What runs inside ``torch.compile`` is not counted.
 
     Args:
-        parts: One `PartReport` a part, by the part's name.
+        parts: One `PartReport` a part, by the part's name; what was patched comes before what was not.
         calls_fused: Calls of the output layer whose loss was computed without logits.
         calls_materialised: Calls of the output layer whose logits were built after all.
         why_materialised: How often each reason for building them came up.
@@ -47,8 +54,21 @@ class PatchReport:
     why_materialised: dict[str, int] = field(default_factory=dict)
 
     def add(self, part: str, module: str, outcome: str, *, patched: bool) -> None:
-        """Put the line of ``part`` in, in place of the one it may have had."""
+        """Put the line of ``part`` in, in place of what it may have had."""
         self.parts[part] = PartReport(part, module, outcome, patched)
+
+    def add_modules(self, part: str, rows: Sequence[PartReport]) -> None:
+        """Put in a part's modules, those that are alike as one line, in place of what it may have had."""
+        alike: dict[tuple[str, str, bool], list[PartReport]] = {}
+        for row in rows:
+            pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.module)
+            alike.setdefault((pattern, row.outcome, row.patched), []).append(row)
+        lines = [
+            PartReport(part, pattern if len(group) > 1 else group[0].module, outcome, patched, len(group))
+            for (pattern, outcome, patched), group in alike.items()
+        ]
+        first, *more = sorted(lines, key=lambda line: not line.patched)
+        self.parts[part] = PartReport(part, first.module, first.outcome, first.patched, first.count, tuple(more))
 
     def count_fused(self) -> None:
         """Count one call whose loss was computed without logits."""
@@ -61,10 +81,13 @@ class PatchReport:
 
     def __str__(self) -> str:
         header = ("part", "module", "what was done, or why not")
-        rows = [header, *((row.part, row.module, row.outcome) for row in self.parts.values())]
+        lines = [line for row in self.parts.values() for line in (row, *row.more)]
+        rows = [header]
+        for line in lines:
+            rows.append((line.part, line.module if line.count == 1 else f"{line.module} ({line.count})", line.outcome))
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        lines = [f"{part:<{widths[0]}}  {module:<{widths[1]}}  {outcome}" for part, module, outcome in rows]
-        lines.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")
-        lines.append(f"calls with the loss fused: {self.calls_fused}; with the logits built: {self.calls_materialised}")
-        lines += [f"  {times} x {why}" for why, times in self.why_materialised.items()]
-        return "\n".join(lines)
+        text = [f"{part:<{widths[0]}}  {module:<{widths[1]}}  {outcome}" for part, module, outcome in rows]
+        text.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")
+        text.append(f"calls with the loss fused: {self.calls_fused}; with the logits built: {self.calls_materialised}")
+        text += [f"  {times} x {why}" for why, times in self.why_materialised.items()]
+        return "\n".join(text)

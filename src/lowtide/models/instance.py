@@ -1,0 +1,91 @@
+"""A module gets a class of its own: a child of the one it had, of the same name, that overrides what has to change.
+
+A class, and not a replaced ``forward`` on the instance, because it goes wherever the module goes: copies, pickles,
+replicas, adapters, engines that call ``module.forward``.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import UnsupportedError, message
+
+# The mark of a class that patch made: what it is a child of; and the part of the model that it was made for.
+BASE = "_lowtide_base"
+PART = "_lowtide_part"
+
+# Makes the overrides of a child from its base and further arguments; a function that its module holds by name.
+Overrides = Callable[..., dict[str, Any]]
+
+
+def give_class(module: nn.Module, part: str, overrides: Overrides, *args: Hashable) -> None:
+    """Give ``module`` a child of its class with ``overrides(base, *args)``; one that has a child of ours gets another.
+
+    Args:
+        module: The module.
+        part: What the change belongs to, as in `PatchReport`.
+        overrides: Makes the new class's attributes.
+        args: Passed to it; the class is made once for each set of them.
+    """
+    assign: Any = module
+    assign.__class__ = _child(stock_class(module), part, overrides, args)
+
+
+def take_class_back(module: nn.Module) -> None:
+    """Give ``module`` the class that it had before `give_class`."""
+    assign: Any = module
+    assign.__class__ = vars(type(module))[BASE]
+
+
+def part_of(module: nn.Module) -> str | None:
+    """Return what ``module`` was given a class for; None where it was not, also beneath a class made on top."""
+    return getattr(type(module), PART, None)
+
+
+def stock_class(module: nn.Module) -> type:
+    """Return the class of ``module``, or the one it had before `give_class`."""
+    own: type = vars(type(module)).get(BASE, type(module))
+    return own
+
+
+def is_on_top(module: nn.Module) -> bool:
+    """Return whether the class of ``module`` is the very one that `give_class` gave it."""
+    return BASE in vars(type(module))
+
+
+def check_nothing_on_top(module: nn.Module) -> None:
+    """Check that a module with a class of ours has no other one on top of it.
+
+    Raises:
+        UnsupportedError: Something else changed its class since (``fully_shard``, a parametrization).
+    """
+    if part_of(module) is not None and not is_on_top(module):
+        raise UnsupportedError(
+            message(
+                "model",
+                f"{type(module).__name__} to have the class that patch gave it",
+                f"one changed since, {type(module).__mro__}",
+                "Undo what came after lowtide.patch first.",
+            )
+        )
+
+
+@functools.cache
+def _child(base: Any, part: str, overrides: Overrides, args: tuple[Hashable, ...]) -> Any:
+    def reduce(self: Any, protocol: Any) -> Any:
+        # Pickles by the stock class and makes the child again when read.
+        rebuild, _, *state = base.__reduce_ex__(self, protocol)
+        if rebuild.__name__ != "__newobj__":
+            return (rebuild, _, *state)
+        return (_rebuilt, (base, part, overrides, args), *state)
+
+    # The same names: transformers writes them to config.json and keys its registries by them.
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    marks = {"__reduce_ex__": reduce, BASE: base, PART: part}
+    return type(base.__name__, (base,), {**names, **marks, **overrides(base, *args)})
+
+
+def _rebuilt(base: Any, part: str, overrides: Overrides, args: tuple[Hashable, ...]) -> Any:
+    return object.__new__(_child(base, part, overrides, args))

@@ -1,0 +1,89 @@
+"""The part `norm` of `lowtide.patch`: RMS norms that run as `lowtide.layers.rms_norm`.
+
+A norm is a module without children, with one weight of one axis and an epsilon; its offset and its order of rounding
+are found by a probe.
+"""
+
+import inspect
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.layers import rms_norm
+from lowtide.models.ordinary import is_ordinary
+from lowtide.models.probe import outcome, random, rows, twin_of
+
+_EPSILONS = ("variance_epsilon", "eps")
+# Of the rows and of the weight. transformers' norms of float64 rows compute in float32, and are left to it.
+_DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32))
+_CANDIDATES = tuple(itertools.product(("before_weight", "after_weight"), (0.0, 1.0)))
+_EQUAL = 0.97  # of the values in a narrow dtype: another order of rounding changes every fourth
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether what the module owns says that it may be an RMS norm."""
+    weight = module._parameters.get("weight")
+    owns_more = module._modules or module._buffers or len(module._parameters) != 1
+    return weight is not None and weight.dim() == 1 and not owns_more and _epsilon(module) is not None
+
+
+def _epsilon(module: nn.Module) -> str | None:
+    return next((name for name in _EPSILONS if name in vars(module)), None)
+
+
+def find(module: nn.Module, base: type) -> tuple[str, tuple[str, float, str]] | str:
+    """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
+    name = _epsilon(module)
+    assert name is not None
+    if type(getattr(module, name)) is not float:
+        return f"its {name} is {getattr(module, name)!r}, not a number"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if len(inspect.signature(base.forward).parameters) != 2:  # type: ignore[attr-defined]
+        return "its forward takes more than one input"
+    if module.weight.numel() == 0:
+        return "its weight is elsewhere (sharded, with nothing here)"
+    for rounding, offset in _CANDIDATES:
+        if all(_computes(module, base, name, rounding, offset, *dtypes) for dtypes in _DTYPES):
+            weight = "(1 + weight)" if offset else "weight"
+            order = "before" if rounding == "before_weight" else "after"
+            return f"runs as lowtide.layers.rms_norm, rounded {order} {weight}", (rounding, offset, name)
+    return "it is not an RMS norm whose arithmetic is float32"
+
+
+def _computes(
+    module: nn.Module, base: type, name: str, rounding: Any, offset: float, x_dtype: torch.dtype, w_dtype: torch.dtype
+) -> bool:
+    D = module.weight.shape[0]
+    weight = nn.Parameter(random(D, seed=1).to(w_dtype))
+    twin = twin_of(module, base, modules={}, parameters={"weight": weight})
+    x = rows(D).to(x_dtype)
+    got = outcome(lambda: base.forward(twin, x))  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = rms_norm(x, weight, getattr(module, name), offset=offset, rounding=rounding)
+    if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    # A last bit may differ (a root of another form), a rounding more may not.
+    near = torch.isclose(got, expected, rtol=2 * torch.finfo(expected.dtype).eps, atol=0)
+    return bool(near.all()) and bool((got == expected).float().mean() >= _EQUAL or expected.dtype == torch.float32)
+
+
+def overrides(base: Any, rounding: Any, offset: float, name: str) -> dict[str, Any]:
+    """Return what a patched norm does differently from ``base``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not _is_ours(self.weight, args[0]):
+            return base.forward(self, *args, **kwargs)
+        return rms_norm(args[0], self.weight, getattr(self, name), offset=offset, rounding=rounding)
+
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = base.forward.__doc__
+    return {"forward": forward}
+
+
+def _is_ours(weight: nn.Parameter, x: Tensor) -> bool:
+    if not is_ordinary((x,), (weight,)) or x.shape[-1:] != weight.shape or x.device != weight.device:
+        return False
+    return x.is_floating_point() and torch.float64 not in (x.dtype, weight.dtype)

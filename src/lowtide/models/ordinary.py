@@ -1,0 +1,45 @@
+"""Whether a call is one that operators of ours may take over: pure functions, asked at each call."""
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as nn_module
+
+from lowtide.models.eligibility import LINEAR_FORWARD, MODULE_HOOKS, plain_class
+
+
+def is_ordinary(tensors: tuple[object, ...], parameters: tuple[object, ...]) -> bool:
+    """Whether these are plain tensors and Parameters, and no transform, trace or export is at work on them.
+
+    Exact types: DTensor, quantised tensors and other subclasses have rules of their own.
+    """
+    if any(type(x) is not Tensor and type(x) is not nn.Parameter for x in tensors):
+        return False
+    if any(type(p) is not nn.Parameter for p in parameters):
+        return False
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return (
+        not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...] = ()) -> bool:
+    """Whether these are nothing but ``torch.nn.Linear`` with plain Parameters, and no hook looks at any call.
+
+    Args:
+        linears: The linear layers.
+        others: Modules between them, whose hooks count as well.
+    """
+    for linear in linears:
+        if plain_class(linear) is not nn.Linear or "forward" in vars(linear):
+            return False
+        if type(linear.weight) is not nn.Parameter or not (linear.bias is None or type(linear.bias) is nn.Parameter):
+            return False
+    if any(getattr(module, kind) for module in (*linears, *others) for kind in MODULE_HOOKS):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return nn.Linear.forward is LINEAR_FORWARD and not nn_module._has_any_global_hook()

@@ -1,0 +1,77 @@
+"""The parts of a model that `lowtide.patch` fuses, each found by its form: `mlp`, `norm` and `rope`."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import nn
+
+from lowtide.models import mlp_part, norm_part, rope_part
+from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, stock_class, take_class_back
+from lowtide.models.report import PartReport, PatchReport
+
+
+class Part(Protocol):
+    """What a part's module offers."""
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        """Whether the form of ``module`` says that it may be such a part."""
+
+    def find(self, module: nn.Module, base: type) -> tuple[str, tuple[Any, ...]] | str:
+        """Return what is done to a candidate of stock class ``base`` and the overrides' arguments; or why nothing."""
+
+    def overrides(self, base: Any, *args: Any) -> dict[str, Any]:
+        """Return what the class of a patched module does differently from ``base``."""
+
+
+PARTS: dict[str, Any] = {"mlp": mlp_part, "norm": norm_part, "rope": rope_part}
+
+
+def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
+    """Fuse every module of a part that allows it, and put into the report what was done, or why not."""
+    kind: Part = PARTS[part]
+    rows: list[PartReport] = []
+    for name, module in model.named_modules():
+        if part_of(module) not in (None, part) or not kind.is_candidate(module):
+            continue
+        ours = part_of(module) == part
+        if ours and not is_on_top(module):
+            rows.append(PartReport(part, name, "patched before, and its class was changed since", patched=True))
+            continue
+        found = kind.find(module, stock_class(module))
+        if isinstance(found, str):
+            if ours:
+                _restore(module)
+            rows.append(PartReport(part, name, f"left as it is: {found}", patched=False))
+            continue
+        what, args = found
+        give_class(module, part, kind.overrides, *args)
+        if part == "mlp":
+            vars(module).setdefault(mlp_part.LEVEL, 0)
+        rows.append(PartReport(part, name, what, patched=True))
+    if rows:
+        report.add_modules(part, rows)
+    else:
+        report.add(part, "-", "left as it is: the model has no module of that form", patched=False)
+
+
+def restore(model: nn.Module, part: str) -> None:
+    """Undo `fuse`.
+
+    Raises:
+        UnsupportedError: Something else changed the class of a patched module since; then none is undone.
+    """
+    modules = list(patched_modules(model, part))
+    for module in modules:
+        check_nothing_on_top(module)
+    for module in modules:
+        _restore(module)
+
+
+def patched_modules(model: nn.Module, part: str) -> Iterator[nn.Module]:
+    """Return the modules that `fuse` changed."""
+    return (module for module in model.modules() if part_of(module) == part)
+
+
+def _restore(module: nn.Module) -> None:
+    take_class_back(module)
+    vars(module).pop(mlp_part.LEVEL, None)

@@ -1,0 +1,100 @@
+"""The part `rope` of `lowtide.patch`: attention whose rotary embedding runs as `lowtide.layers.rotary`.
+
+An attention is a module whose forward calls a global function ``apply_rotary_pos_emb``. The patched one has the same
+code with globals of its own, in which that name is another function; what the stock function computes is found by
+calling it.
+"""
+
+import inspect
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.layers import rotary
+from lowtide.layers.rope import why_not_rotary
+from lowtide.models.ordinary import is_ordinary
+from lowtide.models.probe import outcome, random
+
+_NAME = "apply_rotary_pos_emb"
+_SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
+_ROUNDINGS = 4  # of the products and the sum, in units of the dtype's epsilon
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether the module's forward calls a rotary embedding by its usual name."""
+    forward = inspect.unwrap(type(module).forward)
+    return isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
+
+
+def find(module: nn.Module, base: type) -> tuple[str, tuple[bool]] | str:
+    """Return what the module's rotary embedding computes, as text and as arguments of `overrides`; or why it stays."""
+    forward: Any = base.forward  # type: ignore[attr-defined]
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if not isinstance(forward, FunctionType) or _NAME not in forward.__globals__:
+        return "its forward is wrapped in another function"
+    stock = forward.__globals__[_NAME]
+    mixed = _outcome(stock, torch.bfloat16, torch.float32, 8, 1)
+    promote = isinstance(mixed, tuple) and isinstance(mixed[0], Tensor) and mixed[0].dtype == torch.float32
+    for x_dtype, table_dtype in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
+        for dim in (1, 2):
+            if not _computes(stock, promote, x_dtype, table_dtype, 8, dim):
+                return f"its {_NAME} is not of the form rotary(q, k, cos, sin), halves rotated"
+    partial = _outcome(stock, torch.float32, torch.float32, 4, 1)
+    if not isinstance(partial, Exception) and not _computes(stock, promote, torch.float32, torch.float32, 4, 1):
+        return f"its {_NAME} rotates a part of a head in another way"
+    return "rotates queries and keys by lowtide.layers.rotary", (promote,)
+
+
+def _inputs(x_dtype: torch.dtype, table_dtype: torch.dtype, r: int, dim: int) -> tuple[Tensor, ...]:
+    B, T, Hq, Hk, d = _SIZES
+    shapes = ((B, Hq, T, d), (B, Hk, T, d)) if dim == 1 else ((B, T, Hq, d), (B, T, Hk, d))
+    q, k = (random(*shape, seed=i).to(x_dtype) for i, shape in enumerate(shapes))
+    cos, sin = (random(B, T, r, seed=i).to(table_dtype) for i in (2, 3))
+    return q, k, cos, sin
+
+
+def _outcome(stock: Any, x_dtype: torch.dtype, table_dtype: torch.dtype, r: int, dim: int) -> Any:
+    inputs = _inputs(x_dtype, table_dtype, r, dim)
+    return outcome(lambda: stock(*inputs) if dim == 1 else stock(*inputs, unsqueeze_dim=dim))
+
+
+def _computes(stock: Any, promote: bool, x_dtype: torch.dtype, table_dtype: torch.dtype, r: int, dim: int) -> bool:
+    got = _outcome(stock, x_dtype, table_dtype, r, dim)
+    q, k, cos, sin = _inputs(x_dtype, table_dtype, r, dim)
+    expected = rotary(q, k, cos, sin, unsqueeze_dim=dim, promote=promote)
+    if not isinstance(got, tuple) or len(got) != 2:
+        return False
+    return all(
+        isinstance(a, Tensor)
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and bool(((a - b).abs() <= _ROUNDINGS * torch.finfo(x_dtype).eps * b.abs().amax()).all())
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+def overrides(base: Any, promote: bool) -> dict[str, Any]:
+    """Return what a patched attention does differently from ``base``: the same code, another global."""
+    stock: FunctionType = base.forward
+    turn: Any = stock.__globals__[_NAME]
+
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("unsqueeze_dim", 1)
+        if len(args) != 4 or len(kwargs) != ("unsqueeze_dim" in kwargs) or not is_ordinary(args, ()):
+            return turn(*args, **kwargs)
+        if why_not_rotary(*args, dim) is not None:
+            return turn(*args, **kwargs)
+        return rotary(*args, unsqueeze_dim=dim, promote=promote)
+
+    # Without the module's name torch.compile looks names up here, and not in the module.
+    own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
+    own[_NAME] = apply_rotary_pos_emb
+    forward = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
+    forward.__kwdefaults__ = stock.__kwdefaults__
+    forward.__dict__.update(vars(stock))
+    for name in ("__annotations__", "__doc__", "__qualname__", "__module__"):
+        setattr(forward, name, getattr(stock, name))
+    return {"forward": forward}
