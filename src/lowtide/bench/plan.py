@@ -111,8 +111,12 @@ def _step(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
     job = plan.job
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation="sdpa").train()
+    try:
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation="sdpa").train()
+    except ValueError as error:  # capped scores, for one
+        why = str(error).partition(". ")[0]
+        raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
     patch(model, options=job.head)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if plan.host_bytes else None)
     optimizer = _optimizer(job.optimizer, list(model.parameters()))

@@ -173,6 +173,8 @@ def _notes(job: Job, budget: int) -> tuple[str, ...]:
         found.append("experts are not fused: what they keep is estimated for tokens spread evenly")
     if any(shape.windows) and job.seq_len > min(w for w in shape.windows if w):
         found.append("layers look back on a window: attention has to take it without a [T, T] mask (flash attention)")
+    if shape.capped_scores:
+        found.append("attention caps its scores: assumed is a kernel that does so without building them")
     return tuple(found)
 
 

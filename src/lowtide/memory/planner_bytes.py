@@ -159,6 +159,8 @@ def kept_by_operation(shape: ModelShape, element: int, mlp_level: int) -> dict[s
     }
     if shape.head_norms:
         kept["queries and keys before their norms"] = queries + keys + 4 * (shape.heads + shape.kv_heads)
+    if shape.heads_first:
+        kept["attention's output, tokens first"] = queries
     if shape.layer_norms > 2:
         kept["outputs of attention and MLP before their norms"] = (shape.layer_norms - 2) * stream
     if shape.experts:

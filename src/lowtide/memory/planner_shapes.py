@@ -28,6 +28,7 @@ class _Kind:
 
     layer_norms: int = 2  # over the residual stream, in each layer
     head_norms: bool = False  # over each query and key head
+    heads_first: bool = False  # those norms see [heads, tokens], and attention's output is copied back
     qkv_bias: bool | None = None  # None: the config's attention_bias, for the output projection too
     expert_fields: tuple[str, ...] = ()  # names of the number of experts, where the layers are mixtures
     expert_width: str = "intermediate_size"
@@ -41,7 +42,7 @@ _KINDS = {
     "qwen3": _Kind(head_norms=True),
     "gemma": _PLAIN,
     "gemma2": _Kind(layer_norms=4),
-    "gemma3_text": _Kind(layer_norms=4, head_norms=True),
+    "gemma3_text": _Kind(layer_norms=4, head_norms=True, heads_first=True),
     "mixtral": _Kind(expert_fields=("num_local_experts",)),
     "qwen3_moe": _Kind(
         head_norms=True, expert_fields=("num_local_experts", "num_experts"), expert_width="moe_intermediate_size"
@@ -65,12 +66,14 @@ class ModelShape:
         tied: Whether embedding and output layer are one tensor.
         layer_norms: Norms over the residual stream in a layer: 2, or 4 with norms behind attention and MLP.
         head_norms: Whether query and key heads have norms of their own.
+        heads_first: Whether queries lie in memory by heads, so that attention's output is kept twice, in both orders.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         output_bias: Whether attention's output projection has one.
         mlp_bias: Whether the MLP's three products have them.
         experts: Experts of a layer; 0 for a plain MLP.
         experts_per_token: How many of them a token visits.
         windows: Tokens that each layer's attention looks back on; 0: all.
+        capped_scores: Whether attention's scores pass a soft cap.
     """
 
     model_type: str
@@ -84,12 +87,14 @@ class ModelShape:
     tied: bool
     layer_norms: int = 2
     head_norms: bool = False
+    heads_first: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     experts: int = 0
     experts_per_token: int = 0
     windows: tuple[int, ...] = ()
+    capped_scores: bool = False
 
     @property
     def query_width(self) -> int:
@@ -232,12 +237,14 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         tied=_flag(settings, "tie_word_embeddings"),
         layer_norms=kind.layer_norms,
         head_norms=kind.head_norms,
+        heads_first=kind.heads_first,
         qkv_bias=given_bias if kind.qkv_bias is None else kind.qkv_bias,
         output_bias=given_bias and kind.qkv_bias is None,
         mlp_bias=bool(settings.get("mlp_bias", False)),
         experts=experts,
         experts_per_token=_size(settings, "num_experts_per_tok") if experts else 0,
         windows=_windows(settings, layers),
+        capped_scores=bool(settings.get("attn_logit_softcapping")),
     )
 
 
