@@ -105,16 +105,14 @@ def test_a_hundred_steps_leak_nothing(side: LazySide) -> None:
     step(model, longest)
     gc.disable()  # graphs must die by themselves
     try:
-        full, events = side.pinned, 0
+        full = side.pinned
         with track_allocations() as seen:
             for k in range(100):
                 batch = longest[: 1 + k % 2, : 5 + (7 * k) % 24]
                 model(batch) if k % 5 == 4 else step(model, batch)
             model.zero_grad()
-            events = len(seen.events)
     finally:
         gc.enable()
-    assert events == 0  # filled when the block ends
     assert side.pinned == full == report.host_bytes
     gradients = sum(p.numel() * 4 for p in model.parameters())
     assert seen.events[-1].total_bytes <= 0 or seen.events[-1].total_bytes < 2000
@@ -135,7 +133,6 @@ def test_a_budget_that_does_not_suffice_is_refused_in_the_first_layer(side: Lazy
     model = Plain(8)
     kept = 6 * ids.numel() * 24 * 4
     apply_policy(model, INPUT, host_gib=(kept - 1) / 2**30)
-    model.register_forward_pre_hook(lambda *_: None)
     ran = []
     model.blocks[1].register_forward_pre_hook(lambda *_: ran.append(1))
     for _ in range(2):
@@ -146,9 +143,10 @@ def test_a_budget_that_does_not_suffice_is_refused_in_the_first_layer(side: Lazy
     apply_policy(model, INPUT, host_gib=kept / 2**30)
     step(model, ids)
     assert side.pinned == kept
+    loss = model(ids)
     with pytest.raises(UnsupportedError, match="graphs that are alive"):
-        losses = [model(ids), model(ids)]
-        del losses
+        model(ids)
+    del loss
     gc.collect()
     step(model, ids)  # the graphs that were in the way are gone
 
@@ -174,11 +172,9 @@ def test_never_more_than_the_host_has_free(side: LazySide, monkeypatch: pytest.M
 
 def test_changed_in_place_raises(side: LazySide, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     model = Plain(6)
-    stock = model.blocks[1].forward
     apply_policy(model, INPUT)
     step(model, ids)
     monkeypatch.setattr(model.blocks[1], "norm", InPlace(model.blocks[1].norm))
-    del stock
     with pytest.raises(UnsupportedError, match="in-place"):
         step(model, ids)
 

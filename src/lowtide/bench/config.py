@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 from lowtide.bench.divergence import KINDS, PAIR_SHAPES, PairShape, parse_pair
 from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
 from lowtide.bench.peers import PEERS
+from lowtide.bench.policies import parse_policies
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES, Shape, parse_numbers, parse_shape
 from lowtide.bench.stats import WORKS
 from lowtide.bench.stats_peers import STATS_PEERS
@@ -211,6 +212,62 @@ class LayersBenchConfig(_Settings):
     def command(self) -> str:
         """Return the command that says the same."""
         return _command("layers", self)
+
+
+STEP_PEERS = ("liger", "liger-attention", "liger-all", "stock", "stock-attention", "stock-all")
+Sdpa = Literal["auto", "flash", "cudnn", "efficient", "math"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBenchConfig(_Settings):
+    """What `lowtide.bench.step.run` measures; each field is the option of ``lowtide bench step`` with the same name.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    tokens: tuple[str, ...] = _setting((), "lengths of a sequence; without it, 8192 32768 65536", metavar="T")
+    peer: tuple[str, ...] = _setting(
+        ("liger", "liger-attention", "stock"), "these peers: {peers}, or none", metavar="PEER"
+    )
+    policy: tuple[str, ...] = _setting(
+        ("input", "attention", "all-mlp1", "all"), "lowtide with these policies: {policies}", metavar="POLICY"
+    )
+    sdpa: Sdpa = _setting("auto", "attention's kernel, the same for all; auto: as PyTorch chooses")  # noqa: RUF009
+    model: str = _setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
+    batch: int = _setting(1, "sequences of a step")
+    warm: int = _setting(2, "steps that do not count")
+    reps: int = _setting(4, "steps that count; the median is taken")
+    dtype: Dtype = _setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
+    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
+    seed: int = _setting(0, "of weights and tokens")
+    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm", 0), ("reps", 1), ("seed", 0), ("batch", 1)):
+            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+        self._require("tokens", all(n > 1 for n in self.lengths), "whole numbers above 1")
+        self._require("peer", set(self.peer) <= {*STEP_PEERS, "none"}, f"names out of {', '.join(STEP_PEERS)}, or none")
+        for text in self.policy:
+            parse_policies(text)
+        self._require("sdpa", self.sdpa in get_args(Sdpa), " or ".join(get_args(Sdpa)))
+        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
+        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
+        self._require("output", self.output != "", "a name that is not empty")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of a sequence."""
+        return tuple(_number("tokens", text, int) for text in self.tokens or ("8192", "32768", "65536"))
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Who is measured: the peers, then lowtide with each policy."""
+        return (*(peer for peer in self.peer if peer != "none"), *(f"lowtide:{text}" for text in self.policy))
+
+    def command(self) -> str:
+        """Return the command that says the same."""
+        return _command("step", self)
 
 
 def _command(benchmark: str, config: Any) -> str:

@@ -10,16 +10,19 @@ from typing import Any
 from lowtide.bench.config import (
     APPLY_FUNCTIONS,
     LAYER_OPS,
+    STEP_PEERS,
     ApplyBenchConfig,
     DivergenceBenchConfig,
     HeadBenchConfig,
     LayersBenchConfig,
     StatsBenchConfig,
+    StepBenchConfig,
     TokenBenchConfig,
     TuneConfig,
 )
 from lowtide.bench.divergence import PAIR_SHAPES
 from lowtide.bench.peers import PEERS
+from lowtide.bench.policies import FORM
 from lowtide.bench.problem import SETTINGS
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
 from lowtide.cli.parser import OneLineParser, add_options
@@ -109,6 +112,22 @@ examples:
   lowtide bench layers --tokens 256 --hidden 64 --device cpu
       a look at it without a GPU"""
 
+_STEP = """\
+Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by transformers as it is,
+with Liger's kernels, and patched by lowtide with each activation policy. A peer's layers are checkpointed; NAME-attention
+keeps attention's output, NAME-all keeps everything. Each way is a process of its own. The last column is the time over
+that of the first way. The result is DIR/<date>-step-<gpu>.json. Exit status 1 where lowtide itself failed, other than
+for want of memory."""
+
+_STEP_EXAMPLES = """\
+examples:
+  lowtide bench step
+      a Llama-3.2-1B at three lengths
+  lowtide bench step --tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn
+      what a layer keeps, mixed
+  lowtide bench step --model lowtide-small --tokens 64 --device cpu --peer stock --policy all input
+      a look at it without a GPU"""
+
 _TUNE = """\
 Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
 table does not know. It serves every head that takes that path, but for one without bias, scale and soft cap on Hopper,
@@ -168,6 +187,15 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add_options(layers, LayersBenchConfig, {"ops": ", ".join(LAYER_OPS)})
     layers.set_defaults(main=main_layers, parser=layers)
+    step = kinds.add_parser(
+        "step",
+        help="a training step, end to end",
+        description=_STEP,
+        epilog=_STEP_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(step, StepBenchConfig, {"peers": ", ".join(STEP_PEERS), "policies": FORM})
+    step.set_defaults(main=main_step, parser=step)
     tune = kinds.add_parser(
         "tune",
         help="tile sizes of the head's GEMM for this GPU",
@@ -247,6 +275,20 @@ def main_layers(arguments: argparse.Namespace) -> int:
 
     rows = run(LayersBenchConfig(**_given(arguments, LayersBenchConfig)), _say)
     return int(any("failed" in row for row in rows if row["peer"] == "lowtide"))
+
+
+def main_step(arguments: argparse.Namespace) -> int:
+    """Measure training steps, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.step import OUT_OF_MEMORY, run
+
+    rows = run(StepBenchConfig(**_given(arguments, StepBenchConfig)), _say)
+    return int(
+        any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows if row["way"].startswith("lowtide"))
+    )
 
 
 def main_tune(arguments: argparse.Namespace) -> int:

@@ -1,16 +1,13 @@
-"""A module gets a class of its own: a child of the one it had, of the same name, that overrides what has to change.
+"""What `lowtide.patch` does to a module: a class of its own, marked with the part of the model that it is for."""
 
-A class, and not a replaced ``forward`` on the instance, because it goes wherever the module goes: copies, pickles,
-replicas, adapters, engines that call ``module.forward``.
-"""
-
-import functools
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.swap import child_class
 
 # The mark of a class that patch made: what it is a child of; and the part of the model that it was made for.
 BASE = "_lowtide_base"
@@ -30,7 +27,7 @@ def give_class(module: nn.Module, part: str, overrides: Overrides, *args: Hashab
         args: Passed to it; the class is made once for each set of them.
     """
     assign: Any = module
-    assign.__class__ = _child(stock_class(module), part, overrides, args)
+    assign.__class__ = child_class(stock_class(module), _Attributes(part, overrides, args), BASE)
 
 
 def take_class_back(module: nn.Module) -> None:
@@ -72,20 +69,13 @@ def check_nothing_on_top(module: nn.Module) -> None:
         )
 
 
-@functools.cache
-def _child(base: Any, part: str, overrides: Overrides, args: tuple[Hashable, ...]) -> Any:
-    def reduce(self: Any, protocol: Any) -> Any:
-        # Pickles by the stock class and makes the child again when read.
-        rebuild, _, *state = base.__reduce_ex__(self, protocol)
-        if rebuild.__name__ != "__newobj__":
-            return (rebuild, _, *state)
-        return (_rebuilt, (base, part, overrides, args), *state)
+@dataclass(frozen=True)
+class _Attributes:
+    """The attributes of a child class, made from its base: comparable and picklable, so that copies share one class."""
 
-    # The same names: transformers writes them to config.json and keys its registries by them.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    marks = {"__reduce_ex__": reduce, BASE: base, PART: part}
-    return type(base.__name__, (base,), {**names, **marks, **overrides(base, *args)})
+    part: str
+    overrides: Overrides
+    args: tuple[Hashable, ...]
 
-
-def _rebuilt(base: Any, part: str, overrides: Overrides, args: tuple[Hashable, ...]) -> Any:
-    return object.__new__(_child(base, part, overrides, args))
+    def __call__(self, base: Any) -> dict[str, Any]:
+        return {PART: self.part, **self.overrides(base, *self.args)}

@@ -1,0 +1,45 @@
+"""Activation policies as words on the command line."""
+
+from __future__ import annotations
+
+import re
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.memory import ActivationPolicy
+
+_WORD = re.compile(r"(?:(\d+)x)?(all|attention|input)(-mlp[01])?(-offload)?")
+FORM = "all, attention or input, with -mlp0 or -mlp1 and -offload behind; or several as 4xall+12xinput"
+
+
+def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | list[ActivationPolicy]:
+    """Return the policy that a word says, or one for each layer where it names numbers of layers.
+
+    Args:
+        text: ``keep[-mlpLEVEL][-offload]``; or several of them, each as ``NUMBERxPOLICY``, joined by ``+``, first
+            layers first.
+        layers: How many the model has, to check that the numbers add up; None: not checked.
+
+    Raises:
+        ArgumentValueError: It is nothing of the kind.
+
+    Example:
+        >>> parse_policies("4xall+12xattention-mlp1", 16)[4]
+        ActivationPolicy(keep='attention', mlp_level=1, offload=False)
+    """
+    found = [_WORD.fullmatch(word) for word in text.split("+")]
+    counts = [match[1] for match in found if match]
+    if None in found or (len(found) > 1 and None in counts):
+        raise ArgumentValueError(message("policy", FORM, repr(text)))
+    each = [_policy(match) for match in found if match]
+    if counts == [None]:
+        return each[0]
+    policies = [policy for policy, count in zip(each, counts, strict=True) for _ in range(int(count))]
+    if layers is not None and len(policies) != layers:
+        raise ArgumentValueError(message("policy", f"one for each of {layers} layers", f"{text}, {len(policies)}"))
+    return policies
+
+
+def _policy(match: re.Match[str]) -> ActivationPolicy:
+    keep: object = match[2]
+    level = int(match[3][-1]) if match[3] else None
+    return ActivationPolicy(keep=keep, mlp_level=level, offload=bool(match[4]))  # type: ignore[arg-type]

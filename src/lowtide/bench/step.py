@@ -1,0 +1,73 @@
+"""The benchmark end to end: one step of full fine-tuning, forward, backward and fused AdamW, each way a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Callable
+from typing import Any
+
+from lowtide.bench.config import StepBenchConfig
+from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.results import Files
+from lowtide.bench.step_way import OUT_OF_MEMORY as OUT_OF_MEMORY
+from lowtide.bench.step_way import measure
+from lowtide.measure import describe_machine, run_child, source_commit
+from lowtide.train.model import model_config
+
+_COLUMNS = f"{'':34}{'s':>9}{'tokens/s':>11}{'GiB':>8}{'loss':>9}{'of first':>10}\n"
+
+
+def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Measure, tell each row as it is known, write the result after each, and return the rows.
+
+    Args:
+        config: what.
+        say: gets the text.
+
+    Raises:
+        UnsupportedError: there is no such device.
+        ArgumentValueError: there is no such model, or the folder for the results cannot be written.
+    """
+    device = chosen_device(config.device)
+    dtype = str(chosen_dtype(config.dtype, device)).removeprefix("torch.")
+    model_config(config.model)
+    machine = describe_machine(["liger-kernel"])
+    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    files = Files.prepare(config.output, f"{today}-step", machine["gpu"] if device.type == "cuda" else None)
+    rows: list[dict[str, Any]] = []
+    told = {
+        "command": config.command(),
+        "date": today,
+        "commit": source_commit(),
+        "machine": machine,
+        "dtype": dtype,
+        "config": dataclasses.asdict(config),
+        "rows": rows,
+    }
+    for tokens in config.lengths:
+        say(f"\n{config.model}, batch {config.batch}, {tokens} tokens, {dtype}, attention by {config.sdpa}\n{_COLUMNS}")
+        first: float | None = None
+        for way in config.ways:
+            ended = run_child(
+                measure, way, config.model, tokens, config.batch, config.warm, config.reps, dtype, device.type,
+                config.sdpa, config.seed,
+            )  # fmt: skip
+            result = ended.value or {"failed": f"the process ended with status {ended.returncode}"}
+            rows.append({"tokens": tokens, "way": way, **result})
+            first = first or result.get("seconds")
+            say(line(rows[-1], first))
+            files.write_json(told)
+    say(f"written: {files.json}\n")
+    return rows
+
+
+def line(row: dict[str, Any], first: float | None) -> str:
+    """Return a row as text; ``first`` is the time that the last column compares with."""
+    if "failed" in row:
+        return f"{row['way']:34}{row['failed']}\n"
+    share = row["seconds"] / first if first else 1.0
+    return (
+        f"{row['way']:34}{row['seconds']:9.4f}{row['tokens_per_s']:11.0f}{row['peak_gib']:8.2f}{row['loss']:9.4f}"
+        f"{share:10.3f}\n"
+    )

@@ -1,0 +1,171 @@
+"""What layers keep, on a GPU: the same to the bit, the bytes, the copies beside the computing, and no leak."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpu.policy_runs import DETERMINISTIC, differences, model_and_ids
+from lowtide.errors import UnsupportedError
+from lowtide.measure import peak_above, run_child, time_side_by_side
+from lowtide.memory import ActivationPolicy, apply_policy, offload, remove_policy
+from memory.models import CountAttention, Plain, step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+KEEPS = ("attention", "input")
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION"])
+def test_same_to_the_bit(backend: str, dropout: bool) -> None:
+    """With dropout inside attention and after it, and offloaded or not: kernels that are called once move no mask."""
+    ended = run_child(differences, backend, dropout=dropout, env=DETERMINISTIC)
+    assert ended.returncode == 0, ended.stderr
+    for case, (unlike, calls) in ended.value.items():
+        assert unlike == [], case
+        assert calls == (7 if case.startswith("attention") else 14), case
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_every_fused_attention_is_kept(backend: str) -> None:
+    model, ids = model_and_ids(4, 256, 700)
+    with sdpa_kernel(SDPBackend[backend]):
+        want = step(model, ids)
+        apply_policy(model, ActivationPolicy(keep="attention"))
+        with CountAttention() as counted:
+            got = step(model, ids)
+    assert counted.calls == 4
+    assert torch.equal(got[0], want[0])
+    for name, gradient in got[1].items():  # attention's backward adds up in any order
+        assert (gradient - want[1][name]).norm() <= 1e-2 * want[1][name].norm(), name
+
+
+def test_the_math_path_is_refused() -> None:
+    model, ids = model_and_ids(4, 256, 100)
+    apply_policy(model, ActivationPolicy(keep="attention"))
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(UnsupportedError, match="fused attention operator"):
+        step(model, ids)
+
+
+def live_after_forward(model: Plain, ids: torch.Tensor) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = model(ids)
+    live = torch.cuda.memory_allocated() - before
+    del loss
+    return int(live)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_bytes_that_stay_after_forward(keep: Any) -> None:
+    tokens, D, layers = 4096, 512, 9
+    model, ids = model_and_ids(layers, D, tokens)
+    live = {}
+    for offloaded in (False, True):
+        apply_policy(model, ActivationPolicy(keep=keep, offload=offloaded))
+        step(model, ids)
+        live[offloaded] = live_after_forward(model, ids)
+    kept = 2 * D + (2 * D + 4 * D // 64) * (keep == "attention")
+    assert live[False] >= layers * tokens * kept
+    moved = (layers - offload.ON_DEVICE) * tokens * kept
+    assert abs(live[False] - live[True] - moved) < 64 * 1024
+
+
+def test_peak_is_lower_and_the_copies_cost_little() -> None:
+    """A step of a model whose layers compute for longer than their copies take."""
+    model, ids = model_and_ids(12, 1024, 16384)
+    peaks, times = {}, {}
+    for offloaded in (False, True):
+        apply_policy(model, ActivationPolicy(keep="attention", offload=offloaded))
+
+        def one() -> None:
+            model.zero_grad()
+            model(ids).backward()
+
+        times[offloaded] = time_side_by_side({"step": one}, "cuda", warm=2, reps=5)["step"].median_ms
+        peaks[offloaded] = peak_above(one, "cuda")
+    kept = (12 - offload.ON_DEVICE) * 16384 * (4 * 1024 + 64)
+    assert peaks[True] < peaks[False] - 0.7 * kept
+    assert times[True] < 1.1 * times[False], times
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_hundred_steps_leak_nothing(keep: Any) -> None:
+    model, ids = model_and_ids(6, 128, 512)
+    report = apply_policy(model, ActivationPolicy(keep=keep, offload=True))
+    step(model, ids)
+    gc.collect()
+    gc.disable()
+    try:
+        host, live = report.host_bytes, []
+        for k in range(100):
+            part = ids[:, : 512 - 13 * (k % 20)]
+            model(part) if k % 7 == 6 else model(part).backward()
+            model.zero_grad()
+            live.append(torch.cuda.memory_allocated())
+    finally:
+        gc.enable()
+    assert report.host_bytes == host > 0
+    assert max(live[50:]) <= max(live[:50])
+    remove_policy(model)
+    assert report.host_bytes == 0
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_no_host_synchronisation(keep: Any, offloaded: bool) -> None:
+    model, ids = model_and_ids(6, 128, 512)
+    apply_policy(model, ActivationPolicy(keep=keep, offload=offloaded))
+    model(ids).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(ids).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_graph_that_goes_while_its_copies_run() -> None:
+    """Its memory may not serve others before its copies have ended: what they write to would be overwritten."""
+    model, ids = model_and_ids(6, 1024, 8192)
+    apply_policy(model, ActivationPolicy(keep="input", offload=True))
+    want = step(model, ids)[0]
+    for _ in range(5):
+        loss = model(ids)
+        torch.autograd.grad(loss, [model.head.weight], retain_graph=True)  # backward goes no further than the head
+        del loss
+        fresh = torch.full((8192, 1024), 3.0, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(step(model, ids)[0], want)
+        assert bool((fresh == 3).all())
+
+
+def test_a_budget_that_does_not_suffice() -> None:
+    model, ids = model_and_ids(6, 128, 512)
+    apply_policy(model, ActivationPolicy(keep="input", offload=True), host_gib=1e-4)
+    with pytest.raises(UnsupportedError, match="4 offloaded layers"):
+        step(model, ids)
+
+
+def test_inside_torch_compile() -> None:
+    """Attention's kernel is called once there as well."""
+    model, ids = model_and_ids(3, 128, 512)
+    stock = step(model, ids)
+    for keep, calls in (("attention", 3), ("input", 6)):
+        torch._dynamo.reset()
+        apply_policy(model, ActivationPolicy(keep=keep))
+        compiled = torch.compile(model)
+        compiled(ids).backward()
+        model.zero_grad()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
+            loss = compiled(ids)
+            loss.backward()
+            torch.cuda.synchronize()
+        names = [event.name for event in seen.events()]
+        ran = sum("attention" in n and n.startswith("aten::_scaled") and "backward" not in n for n in names)
+        assert ran == calls, (keep, sorted({n for n in names if "attention" in n}))
+        assert abs(loss.item() - stock[0].item()) < 1e-2
