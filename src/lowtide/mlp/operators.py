@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.head.graph import differentiable_once, is_last_backward
-from lowtide.head.registration import schema_of, tensor_fields, undisturbed, watched
+from lowtide.head.registration import held_elsewhere, schema_of, tensor_fields, undisturbed, watched
 from lowtide.mlp.call import SwigluCall, Wanted
 from lowtide.mlp.passes import backward_tiles, forward_tiles
 
@@ -119,7 +119,7 @@ class _SwigluMlp(torch.autograd.Function):
         ctx.save_for_backward(*tensors, gate, up)
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
-        ctx.shared = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        ctx.shared = held_elsewhere()
         return y
 
     @staticmethod
