@@ -84,9 +84,11 @@ def test_phases_of_a_step_that_keeps_all() -> None:
     last, first = phases["backward of layer 31"], phases["backward of layer 0"]
     mlp = 3 * H * 14336
     assert last.activations == 32 * kept
-    assert last.gradients == 2 * (vocab + mlp)
+    assert last.gradients == 2 * (vocab + mlp // 3)
     assert first.activations == kept
-    assert first.gradients == 2 * (31 * layer + vocab + mlp)
+    assert first.gradients == 2 * (31 * layer + vocab + mlp // 3)
+    few = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H)).phases([(ALL, 32)])}
+    assert few["backward of layer 31"].gradients == 2 * (vocab + mlp - H * 14336)
     assert phases["optimizer"].gradients == 2 * params
     assert phases["optimizer"].bytes == 4 * params + other
 

@@ -74,3 +74,25 @@ def test_a_llama_layer_keeps_what_is_planned_to_the_byte(name: str, dtype: torch
 def test_layers_of_other_kinds_too(model_type: str, name: str) -> None:
     policy = POLICIES[name]
     assert kept_by_a_layer(model_type, torch.bfloat16, policy) == planned(model_type, torch.bfloat16, policy)
+
+
+def test_a_layer_that_keeps_attention_overwrites_gate_and_up_in_backward_like_any_other() -> None:
+    """Its recompute runs under a dispatch mode, which might hold what operators return; this one says it does not."""
+    peaks = {}
+    B, T, h, f, V = 1, 512, 32, 1024, 16
+    sizes = {**SIZES, "hidden_size": h, "intermediate_size": f, "vocab_size": V, "num_hidden_layers": 3}
+    for name in ("attention/0", "input/0"):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model("llama", **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+        lowtide.patch(model)
+        apply_policy(model, POLICIES[name])
+        ids = torch.randint(1, V, (B, T))
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        gc.collect()
+        with track_allocations() as seen:
+            model(input_ids=ids, labels=ids).loss.backward()
+        peaks[name] = seen.peak_bytes
+    attention = 3 * T * (8 * 8 * 4 + 8 * 4)  # of three layers, and a float32 a head
+    assert peaks["attention/0"] <= peaks["input/0"] + attention + 0.1 * T * 2 * f * 4

@@ -252,6 +252,10 @@ class Memory:
         ids = 3 * 8 * N  # ids, labels, positions
         self.other = WORKSPACES + ids + 2 * N * shape.head_dim * e
         self.stream = N * shape.hidden * e
+        # Beside the MLP's product stands the gradient of the weight behind it; when those of gate and up come, the
+        # product is gone: with few tokens that later moment holds more.
+        mlp, product = shape.mlp_params * e, N * shape.token_mlp_width() * e
+        self.mlp_gradients = mlp if shape.experts else mlp // 3 + max(0, mlp - mlp // 3 - product)
         self._of: dict[tuple[ActivationPolicy, bool], _LayerBytes] = {}
 
     def peak(self, groups: Groups) -> Phase:
@@ -305,8 +309,7 @@ class Memory:
                 before = leaving if layer == first else one.on_host
                 away = one.on_host + before
                 found.append(self._phase("forward", layer, 0, kept + away, 0, one.forward))
-                # the gradients of the MLP's weights exist when its transients do, those of attention's not yet
-                done = (layers - 1 - layer) * self.layer_gradients + mlp + self.vocab_gradients
+                done = (layers - 1 - layer) * self.layer_gradients + self.vocab_gradients + self.mlp_gradients
                 new = mlp if self.job.keep_gradients else 0
                 found.append(self._phase("backward", layer, done, kept + one.again + before, 0, one.backward + new))
             leaving = one.on_host
