@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure import describe_machine, gib, time_side_by_side
-from lowtide.memory import MemoryPlan, apply_policy
+from lowtide.memory import MemoryPlan, apply_policy, remove_policy
 from lowtide.models import patch
 
 WARM, STEPS = 2, 3
@@ -68,27 +69,35 @@ class PlanCheck:
         }
 
 
-def check_plan(settings: Mapping[str, Any], plan: MemoryPlan) -> PlanCheck:
+def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WARM, steps: int = STEPS) -> PlanCheck:
     """Build the model with random weights on the GPU, apply the plan's policies, and measure some steps.
 
     Args:
         settings: The model's config.
         plan: What was planned for it.
+        warm: Steps before the first that counts.
+        steps: Steps that count.
 
     Raises:
         UnsupportedError: There is no GPU, transformers or the optimizer's library is missing, or memory ran out.
     """
     if not torch.cuda.is_available():
         raise UnsupportedError(message("check", "a CUDA GPU on this machine", "none", "Leave it out to plan alone."))
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # the plan counts them, whoever made them
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     try:
-        step = _step(settings, plan)
-        for _ in range(WARM):
-            step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        timing = time_side_by_side({"step": step}, "cuda", warm=0, reps=STEPS)["step"]
+        model = _model(settings, plan)
+        try:
+            step = _step(model, plan)
+            for _ in range(warm):
+                step()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            timing = time_side_by_side({"step": step}, "cuda", warm=0, reps=steps)["step"]
+        finally:
+            remove_policy(model)
     except torch.OutOfMemoryError as error:
         expected = f"{gib(plan.peak_bytes):.2f} GiB, as predicted, to be free on this GPU"
         raise UnsupportedError(message("check", expected, str(error).partition(". ")[0])) from error
@@ -102,8 +111,8 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan) -> PlanCheck:
     )
 
 
-def _step(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
-    """Return a function that runs one training step of the plan."""
+def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
+    """Return the model with random weights, under the plan's policies."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -119,6 +128,12 @@ def _step(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
     patch(model, options=job.head)
     apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if plan.host_bytes else None)
+    return model
+
+
+def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
+    """Return a function that runs one training step of the plan."""
+    job = plan.job
     optimizer = _optimizer(job.optimizer, list(model.parameters()))
     ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device="cuda")
 
