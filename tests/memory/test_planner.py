@@ -166,7 +166,7 @@ def test_mixtures_of_experts_have_no_levels() -> None:
     }  # fmt: skip
     found = plan(experts, 1024)
     assert {policy.mlp_level for policy in found.policies} == {None}
-    assert any("estimated" in note for note in found.notes)
+    assert any("experts" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,14 @@ POLICIES = {
 }
 
 
-def live_after_forward(model_type: str, layers: int, dtype: torch.dtype, policy: ActivationPolicy) -> int:
+def live_after_forward(model_type: str, layers: int, dtype: torch.dtype, policy: ActivationPolicy, **sizes: int) -> int:
     """Return the bytes that a second forward leaves behind, everything that is made once made in the first."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, "num_hidden_layers": layers})
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **sizes, "num_hidden_layers": layers})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).train()
-    report = lowtide.patch(model)
-    if not any("checkpoint_level" in vars(module) for module in model.modules()):
-        pytest.skip(f"the MLP is not patched:\n{report}")
+    if "num_local_experts" in sizes:
+        model.set_experts_implementation("grouped_mm")
+    lowtide.patch(model)
     apply_policy(model, policy)
     ids = torch.randint(1, 160, (B, T))
     model(input_ids=ids, labels=ids).loss.backward()
@@ -50,16 +50,16 @@ def live_after_forward(model_type: str, layers: int, dtype: torch.dtype, policy:
     return seen.events[-1].total_bytes
 
 
-def kept_by_a_layer(model_type: str, dtype: torch.dtype, policy: ActivationPolicy) -> float:
+def kept_by_a_layer(model_type: str, dtype: torch.dtype, policy: ActivationPolicy, **sizes: int) -> float:
     """Return the bytes by which two layers more make a forward leave more, for one."""
-    few, more = (live_after_forward(model_type, layers, dtype, policy) for layers in (2, 4))
+    few, more = (live_after_forward(model_type, layers, dtype, policy, **sizes) for layers in (2, 4))
     random_state = 0 if policy.keep == "all" else torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
     return (more - few) / 2 - random_state
 
 
-def planned(model_type: str, dtype: torch.dtype, policy: ActivationPolicy) -> int:
+def planned(model_type: str, dtype: torch.dtype, policy: ActivationPolicy, **sizes: int) -> int:
     """Return the bytes by the planner."""
-    config: Any = transformers.AutoConfig.for_model(model_type, **{**SIZES, "num_hidden_layers": 2})
+    config: Any = transformers.AutoConfig.for_model(model_type, **{**SIZES, **sizes, "num_hidden_layers": 2})
     return checkpoint_bytes(Job(read_shape(config), T, B, GPUS["h100"], dtype, "sgd"), policy)
 
 
@@ -74,6 +74,14 @@ def test_a_llama_layer_keeps_what_is_planned_to_the_byte(name: str, dtype: torch
 def test_layers_of_other_kinds_too(model_type: str, name: str) -> None:
     policy = POLICIES[name]
     assert kept_by_a_layer(model_type, torch.bfloat16, policy) == planned(model_type, torch.bfloat16, policy)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_keep_about_what_is_planned(model_type: str) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 176}
+    policy = ActivationPolicy()
+    measured = kept_by_a_layer(model_type, torch.bfloat16, policy, **experts)
+    assert measured == pytest.approx(planned(model_type, torch.bfloat16, policy, **experts), rel=0.02)
 
 
 def test_a_layer_that_keeps_attention_overwrites_gate_and_up_in_backward_like_any_other() -> None:

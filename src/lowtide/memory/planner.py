@@ -170,7 +170,9 @@ def _notes(job: Job, budget: int) -> tuple[str, ...]:
     if budget > job.gpu.memory_bytes:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
     if shape.experts:
-        found.append("experts are not fused: what they keep is estimated for tokens spread evenly")
+        found.append(
+            "experts are not fused: what they keep is that of transformers' grouped_mm; temporaries are a guess"
+        )
     if any(shape.windows) and job.seq_len > min(w for w in shape.windows if w):
         found.append("layers look back on a window: attention has to take it without a [T, T] mask (flash attention)")
     if shape.capped_scores:

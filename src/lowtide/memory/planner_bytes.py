@@ -165,8 +165,9 @@ def kept_by_operation(shape: ModelShape, element: int, mlp_level: int) -> dict[s
         kept["outputs of attention and MLP before their norms"] = (shape.layer_norms - 2) * stream
     if shape.experts:
         visits = shape.experts_per_token
-        kept["experts' inputs, outputs and factors"] = 2 * visits * stream + 8 * shape.experts
-        kept["experts' gate, up and their products"] = visits * 5 * shape.intermediate * element
+        kept["experts' inputs and outputs"] = 2 * visits * stream
+        kept["router's probabilities and indices"] = 16 * (shape.experts + visits)
+        kept["experts' gate, up, activation and product"] = visits * 4 * shape.intermediate * element
     elif mlp_level == 0:
         kept["gate and up"] = 2 * shape.intermediate * element
     return kept
