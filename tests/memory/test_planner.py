@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,8 +121,10 @@ def test_the_lines_are_python_that_makes_the_policies(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("lowtide.patch", lambda model: seen.update(patched=model))
     monkeypatch.setattr("lowtide.memory.apply_policy", apply_policy)
-    exec(found.lines(), {"model": "the model"})
-    assert seen == {"patched": "the model", "model": "the model", "policy": list(found.policies), "host_gib": 2}
+    model = SimpleNamespace(config=SimpleNamespace(use_cache=True))
+    exec(found.lines(), {"model": model})
+    assert seen == {"patched": model, "model": model, "policy": list(found.policies), "host_gib": 2}
+    assert not model.config.use_cache
 
 
 def test_it_prints_what_it_found() -> None:
@@ -201,5 +205,11 @@ def test_no_gpu_can_be_measured_where_there_is_none() -> None:
     assert plan_memory(LLAMA, 1024, 1).job.gpu.name == "h100"
 
 
-def test_it_is_reachable() -> None:
+def test_it_is_reachable_and_every_argument_documented() -> None:
     assert lowtide.memory.plan_memory is plan_memory
+    text = inspect.getdoc(plan_memory) or ""
+    for argument in inspect.signature(plan_memory).parameters:
+        assert f"{argument}:" in text, argument
+    text = inspect.getdoc(MemoryPlan) or ""
+    for field in inspect.signature(MemoryPlan).parameters:
+        assert f"{field}:" in text or f"{field}``" in text, field

@@ -96,6 +96,7 @@ class MemoryPlan:
                 "import lowtide",
                 "from lowtide.memory import ActivationPolicy, apply_policy",
                 "",
+                "model.config.use_cache = False",
                 "lowtide.patch(model)",
                 *policies,
                 f"apply_policy(model, {layers}{host})",
