@@ -12,7 +12,7 @@ from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner_bytes import (
     OPTIMIZERS,
     PAGES,
-    WORKSPACES,
+    WORKSPACE,
     Job,
     Memory,
     backward_transients,
@@ -73,7 +73,7 @@ def test_phases_of_a_step_that_keeps_all() -> None:
     phases = {str(phase): phase for phase in Memory(LLAMA).phases([(ALL, 32)])}
     params, layer, vocab = 8_030_261_248, 218_112_000, 128_256 * H
     kept = T * (27 * H + NORMS + LSE)
-    other = WORKSPACES + 24 * T + 2 * T * 128 * 2
+    other = 2 * WORKSPACE + 24 * T + 2 * T * 128 * 2
     head = plan_head(T, H, 128_256, torch.bfloat16, "cuda", capability=(9, 0), device_bytes=GPUS["h100"].memory_bytes)
     at_head = phases["head"]
     assert at_head.weights == 2 * params

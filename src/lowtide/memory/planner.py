@@ -16,7 +16,7 @@ from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS, Job, checkpoint_byt
 from lowtide.memory.planner_choice import Candidate, Search, largest_batch, longest_sequence
 from lowtide.memory.planner_gpus import Gpu, find_gpu
 from lowtide.memory.planner_report import MemoryPlan, rung_of
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner_shapes import KINDS, read_shape
 
 USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
 
@@ -169,6 +169,10 @@ def _notes(job: Job, budget: int) -> tuple[str, ...]:
         found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
     if budget > job.gpu.memory_bytes:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
+    if shape.model_type not in KINDS:
+        found.append(f"{shape.model_type}: that lowtide.patch fuses its norms, rotary embedding and MLP is assumed")
+    if job.dtype == torch.float32:
+        found.append("float32: assumed is attention that builds no scores, which PyTorch lacks for grouped queries")
     if shape.experts:
         found.append(
             "experts are not fused: what they keep is that of transformers' grouped_mm; temporaries are a guess"

@@ -20,7 +20,8 @@ from lowtide.memory.planner_shapes import ModelShape
 from lowtide.memory.policy import ActivationPolicy
 
 MIB = 2**20
-WORKSPACES = 64 * MIB  # cuBLAS takes 32 MiB on Hopper in each of the two threads that multiply
+# What cuBLAS takes in each of the two threads that multiply, forward's and backward's: from Hopper on, and before.
+WORKSPACE, OLD_WORKSPACE = 32 * MIB, 8 * MIB + MIB // 8
 PAGES = 6 * 4096  # what a layer's buffers in host memory are rounded up by, at most
 FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum
 
@@ -251,7 +252,10 @@ class Memory:
         self.vocab_gradients = shape.vocab_params * e
         self.all_gradients = shape.params * e
         ids = 3 * 8 * N  # ids, labels, positions
-        self.other = WORKSPACES + ids + 2 * N * shape.head_dim * e
+        workspace = WORKSPACE if job.gpu.capability >= (9, 0) else OLD_WORKSPACE
+        self.other = 2 * workspace + ids + 2 * N * shape.head_dim * e
+        # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
+        self.waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
         self.stream = N * shape.hidden * e
         # Beside the MLP's product stands the gradient of the weight behind it; when those of gate and up come, the
         # product is gone: with few tokens that later moment holds more.
@@ -285,7 +289,7 @@ class Memory:
         held = (
             self.stream + self.vocab_gradients
         )  # by the head until its backward: gradients of hidden states and weight
-        twice = self.job.shape.tied or self.job.keep_gradients
+        new = self.job.shape.tied or self.job.keep_gradients  # the embedding's gradient is not the first there
         found = self._layers(groups)
         if head.accumulator_bytes:  # the gradient itself is made from it when the scratch is gone
             held += head.accumulator_bytes + max(0, head.scratch_bytes - self.vocab_gradients)
@@ -293,14 +297,15 @@ class Memory:
             held += head.scratch_bytes
         found.append(self._phase("head", -1, 0, kept, held))
         # its kernel adds up the rows of each token in float32 first
-        beside = self.stream + 4 * self.job.tokens * self.job.shape.hidden + (self.vocab_gradients if twice else 0)
+        beside = self.stream + 4 * self.job.tokens * self.job.shape.hidden + self.waiting
+        beside += self.vocab_gradients if new else 0
         found.append(self._phase("embedding", -1, self.all_gradients, 0, 0, beside))
         temporary = self.kind.temporary * self.all_gradients
         found.append(self._phase("optimizer", -1, self.all_gradients, 0, 0, temporary))
         return found
 
     def _layers(self, groups: Groups) -> list[Phase]:
-        layers, mlp = self.job.shape.layers, self.job.shape.mlp_params * self.job.element
+        layers = self.job.shape.layers
         found, first, upto, leaving = [], 0, 0, 0
         for policy, n, moves in placed(groups):
             one = self.of(policy, moves=moves)
@@ -311,7 +316,7 @@ class Memory:
                 away = one.on_host + before
                 found.append(self._phase("forward", layer, 0, kept + away, 0, one.forward))
                 done = (layers - 1 - layer) * self.layer_gradients + self.vocab_gradients + self.mlp_gradients
-                new = mlp if self.job.keep_gradients else 0
+                new = self.mlp_gradients + self.waiting if self.job.keep_gradients else 0
                 found.append(self._phase("backward", layer, done, kept + one.again + before, 0, one.backward + new))
             leaving = one.on_host
             upto += n * one.on_gpu

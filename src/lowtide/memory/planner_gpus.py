@@ -19,6 +19,9 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.measure import time_side_by_side
 
 DEFAULT = "h100"
+HALF_RATE = 1.2e6  # numbers of a weight at which a product of many tokens runs at half the rate of large ones
+HALF_LENGTH = 1500  # tokens of a sequence at which causal attention runs at half the rate of long ones
+IN_A_ROW = 12  # products that are timed together: after some milliseconds a GPU lowers its clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +32,10 @@ class Gpu:
         name: In `GPUS`, or as the driver has it.
         memory_gib: Memory in GiB.
         bandwidth: Of its memory, bytes a second, as reached by a copy.
-        gemm: FLOP a second of large bfloat16 or float16 products, as reached.
+        gemm: FLOP a second of large bfloat16 or float16 products, as reached; of smaller ones see `HALF_RATE`.
         gemm32: The same in float32.
-        attention: FLOP a second of causal attention's forward, counted without the masked half, at 64 numbers a head.
+        attention: FLOP a second of causal attention's forward, counted without the masked half, at 64 numbers a head,
+            in long sequences; in shorter ones see `HALF_LENGTH`.
         attention_backward: The same of its backward.
         wide_head: The factor on the last two at 128 numbers a head and more.
         pcie: Bytes a second between pinned host memory and the GPU, either way.
@@ -217,9 +221,15 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def _gemm_rate(dtype: torch.dtype) -> float:
-    N, D, F = 8192, 4096, 8192 if dtype.itemsize == 2 else 2048
+    N, D, F = 8192, 4096, 8192 if dtype.itemsize == 2 else 1024
     x, w = (torch.randn(rows, D, device="cuda", dtype=dtype) for rows in (N, F))
-    return 2 * N * D * F / _seconds(lambda: x @ w.T)
+    out = torch.empty(N, F, device="cuda", dtype=dtype)
+
+    def products() -> None:
+        for _ in range(IN_A_ROW):
+            torch.mm(x, w.T, out=out)
+
+    return 2 * N * (D * F + HALF_RATE) * IN_A_ROW / _seconds(products)
 
 
 def _attention_rates(dtype: torch.dtype, head_dim: int) -> tuple[float, float]:
@@ -230,7 +240,7 @@ def _attention_rates(dtype: torch.dtype, head_dim: int) -> tuple[float, float]:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     out, upstream = forward(), torch.randn(1, heads, T, head_dim, device="cuda", dtype=dtype)
-    flop = 2 * T * T * heads * head_dim
+    flop = 2 * T * (T + HALF_LENGTH) * heads * head_dim
     backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True))
     return flop / _seconds(forward), 2.5 * flop / backward
 

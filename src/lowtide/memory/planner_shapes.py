@@ -35,7 +35,7 @@ class _Kind:
 
 
 _PLAIN = _Kind()
-_KINDS = {
+KINDS = {
     "llama": _PLAIN,
     "mistral": _PLAIN,
     "qwen2": _Kind(qkv_bias=True),
@@ -158,7 +158,7 @@ def read_shape(model_or_config: Any) -> ModelShape:
     shape = _from_settings(settings)
     if model is not None:
         _compare(shape, model)
-    elif shape.model_type not in _KINDS:
+    elif shape.model_type not in KINDS:
         _compare(shape, _on_meta(settings, shape.model_type))
     return shape
 
@@ -217,7 +217,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
     if settings.get("decoder_sparse_step", 1) != 1:
         raise ArgumentValueError(message("decoder_sparse_step", "1: all layers alike", settings["decoder_sparse_step"]))
     model_type = str(settings["model_type"])
-    kind = _KINDS.get(model_type, _PLAIN)
+    kind = KINDS.get(model_type, _PLAIN)
     heads = _size(settings, "num_attention_heads")
     hidden = _size(settings, "hidden_size")
     layers = _size(settings, "num_hidden_layers")
@@ -290,7 +290,7 @@ def _on_meta(settings: Mapping[str, Any], model_type: str) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     except Exception as error:  # an unknown type, or checks without a common base
-        expected = f"one of {', '.join(_KINDS)}, or one that transformers can build"
+        expected = f"one of {', '.join(KINDS)}, or one that transformers can build"
         raise ArgumentValueError(message("model_type", expected, f"{model_type!r}")) from error
 
 

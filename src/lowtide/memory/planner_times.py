@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.memory.planner_bytes import OPTIMIZERS, Groups, Job, checkpoint_bytes, level_of, placed
+from lowtide.memory.planner_gpus import HALF_LENGTH, HALF_RATE
 from lowtide.memory.policy import ActivationPolicy
 
 HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three products: benchmarks/results, lowtide bench head
 BACKWARD_ATTENTION = 2.5  # products of attention's backward for each of its forward's
-HALF_RATE = 1.2e6  # numbers of a weight at which a product runs at half the rate of large ones
-HALF_LENGTH = 1500  # tokens of a sequence at which causal attention runs at half its rate
 BESIDE = 0.12  # share of a transfer's time that it takes from the products it runs beside
 # What the host takes to launch a layer's forward, backward and recompute, in seconds: below this no GPU is faster.
 HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.2e-3, 1.3e-3, 1.6e-3
