@@ -22,7 +22,7 @@ from lowtide.memory.planner_bytes import (
 )
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.memory.planner_shapes import read_shape
-from lowtide.memory.planner_times import attention_flop, layer_time
+from lowtide.memory.planner_times import BESIDE, Times, attention_flop, layer_time
 from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096
@@ -89,6 +89,7 @@ def test_phases_of_a_step_that_keeps_all() -> None:
     assert first.gradients == 2 * (31 * layer + vocab + mlp // 3)
     few = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H)).phases([(ALL, 32)])}
     assert few["backward of layer 31"].gradients == 2 * (vocab + mlp - H * 14336)
+    assert phases["embedding"].transients == 2 * T * H + 4 * T * H
     assert phases["optimizer"].gradients == 2 * params
     assert phases["optimizer"].bytes == 4 * params + other
 
@@ -179,6 +180,22 @@ def test_what_recompute_costs() -> None:
     assert all_.backward < all1.backward < attention.backward < input_.backward
     assert all_.forward == input_.forward
     assert layer_time(LLAMA, ActivationPolicy(keep="input", offload=True)).transfer == 2 * T * H / GPUS["h100"].pcie
+
+
+def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
+    slow = replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e9))
+    away = ActivationPolicy(keep="input", mlp_level=0, offload=True)
+    each = 2 * T * H / 1e9
+    assert each > layer_time(slow, away).backward
+    moved = 32 - 2
+    difference = (
+        Times(slow).step([(away, 32)])
+        - Times(slow).fixed
+        - 2 * sum((one.forward + one.backward) for one in [layer_time(slow, away)])
+    )
+    assert difference == pytest.approx(moved * 2 * each * (1 + BESIDE))
+    quick = Times(LLAMA).step([(away, 32)]) - Times(LLAMA).step([(INPUT, 32)])
+    assert quick == pytest.approx(moved * 2 * BESIDE * 2 * T * H / GPUS["h100"].pcie)
 
 
 def test_nothing_is_faster_than_the_host() -> None:
