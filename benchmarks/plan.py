@@ -1,6 +1,6 @@
 """Compare plans with real steps: predicted and measured peak and time, of models by size, length and budget.
 
-    python benchmarks/plan.py [--only TEXT] [--measure] [--output DIR]
+    python benchmarks/plan.py [--only TEXT ...] [--measure] [--output DIR]
 
 Full fine-tuning of models with random weights in bfloat16, one sequence a step. Every case is planned from the GPU's
 table (with --measure from rates measured first), built, run once to warm up, and measured. Llama-3-8B does not fit an
@@ -43,6 +43,9 @@ class Case:
 
 
 CASES = [
+    Case("llama-3.2-1b", None, 2048, None),
+    Case("llama-3.2-1b", None, 4096, 9.9),
+    Case("qwen3-0.6b", None, 2048, None),
     Case("llama-3.2-1b", None, 8192, None),
     Case("llama-3.2-1b", None, 8192, 10.5),
     Case("llama-3.2-1b", None, 32768, None),
@@ -83,7 +86,7 @@ def run(case: Case, device: Any) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose text holds this")
+    parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose text holds one of these")
     parser.add_argument("--measure", action="store_true", help="plan with rates measured on this GPU first")
     parser.add_argument("--output", default=str(Path(__file__).parent / "results"), help="where the result file goes")
     arguments = parser.parse_args()
@@ -102,7 +105,7 @@ def main() -> int:
     }
     print(f"{'':52}{'peak GiB':>18}{'off by':>8}{'seconds':>18}{'off by':>8}")
     for case in CASES:
-        if arguments.only not in str(case):
+        if not any(text in str(case) for text in arguments.only):
             continue
         try:
             row = run(case, gpu)
