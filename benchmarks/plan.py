@@ -84,6 +84,12 @@ def run(case: Case, device: Any) -> dict[str, Any]:
     }
 
 
+def _asked(arguments: argparse.Namespace) -> list[str]:
+    """Return the options that bear on the figures."""
+    only = ["--only", *arguments.only] if any(arguments.only) else []
+    return only + ["--measure"] * arguments.measure
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose text holds one of these")
@@ -96,7 +102,7 @@ def main() -> int:
     gpu = find_gpu("cuda" if arguments.measure else None)
     rows: list[dict[str, Any]] = []
     told = {
-        "command": shlex.join(["python", "benchmarks/plan.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/plan.py", *_asked(arguments)]),
         "date": today,
         "commit": source_commit(),
         "machine": machine,
