@@ -6,7 +6,7 @@ Hugging Face model (`patch`), and one that puts log-probabilities, entropies and
 trainers (`patch_trl`).
 """
 
-from lowtide import errors, losses, memory, nn
+from lowtide import errors, layers, losses, memory, nn
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
@@ -28,6 +28,7 @@ __all__ = [
     "TrlReport",
     "__version__",
     "errors",
+    "layers",
     "linear_apply",
     "linear_cross_entropy",
     "linear_divergence",

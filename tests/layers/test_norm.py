@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import lowtide
 import lowtide.layers.norm as module
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm
@@ -284,3 +286,11 @@ def test_where_the_kernels_run() -> None:
     x, weight = torch.ones(2, 8, device="meta"), torch.ones(8, device="meta")
     assert "meta" in (module.why_no_kernel(x, weight) or "")
     assert copy.copy(module._LONGEST) == __import__("lowtide.layers.kernels.rms_norm", fromlist=["LONGEST"]).LONGEST
+
+
+@pytest.mark.parametrize("name", lowtide.layers.__all__)
+def test_every_argument_is_documented(name: str) -> None:
+    function = getattr(lowtide.layers, name)
+    text = inspect.getdoc(function) or ""
+    for argument in inspect.signature(function).parameters:
+        assert f"{argument}:" in text, f"{name}: {argument}"

@@ -43,6 +43,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi", {}),  # a head with a bias
     "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "olmo2": ("Olmo2", {}),
+    "glm4": ("Glm4", {}),  # gate and up in one projection, rotations of interleaved pairs
+    "gpt-neox": ("GPTNeoX", {"attention_dropout": 0.0, "hidden_dropout": 0.0}),
     "bert": ("Bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "roberta": ("Roberta", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
 }

@@ -187,7 +187,7 @@ class LayersBenchConfig(_Settings):
 
     op: tuple[str, ...] = _setting((), "these operations alone: {ops}", metavar="OP")
     only: tuple[str, ...] = _setting((), "these peers alone, by the names in the tables", metavar="PEER")
-    tokens: int = _setting(131072, "N; so many that the host's time for a launch is hidden")
+    tokens: int = _setting(65536, "N")
     hidden: int = _setting(2048, "D, of the norms")
     heads: int = _setting(32, "of the queries")
     kv_heads: int = _setting(8, "of the keys")
@@ -258,7 +258,7 @@ class StepBenchConfig(_Settings):
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths of a sequence."""
-        return tuple(_number("tokens", text, int) for text in self.tokens or ("8192", "32768", "65536"))
+        return tuple(sorted(_number("tokens", text, int) for text in self.tokens or ("8192", "32768", "65536")))
 
     @property
     def ways(self) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import Files
 from lowtide.bench.step_way import OUT_OF_MEMORY as OUT_OF_MEMORY
-from lowtide.bench.step_way import measure
+from lowtide.bench.step_way import VOCABULARY, measure
 from lowtide.measure import describe_machine, run_child, source_commit
 from lowtide.train.model import model_config
 
-_COLUMNS = f"{'':34}{'s':>9}{'tokens/s':>11}{'GiB':>8}{'loss':>9}{'of first':>10}\n"
+_COLUMNS = f"{'':34}{'T':>9}{'s':>9}{'tokens/s':>11}{'GiB':>8}{'loss':>9}{'last':>9}{'of first':>10}\n"
 
 
 def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str,
     """
     device = chosen_device(config.device)
     dtype = str(chosen_dtype(config.dtype, device)).removeprefix("torch.")
-    model_config(config.model)
+    model_config(config.model, vocab_size=VOCABULARY)
     machine = describe_machine(["liger-kernel"])
     today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     files = Files.prepare(config.output, f"{today}-step", machine["gpu"] if device.type == "cuda" else None)
@@ -45,29 +45,32 @@ def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str,
         "config": dataclasses.asdict(config),
         "rows": rows,
     }
-    for tokens in config.lengths:
-        say(f"\n{config.model}, batch {config.batch}, {tokens} tokens, {dtype}, attention by {config.sdpa}\n{_COLUMNS}")
-        first: float | None = None
-        for way in config.ways:
-            ended = run_child(
-                measure, way, config.model, tokens, config.batch, config.warm, config.reps, dtype, device.type,
-                config.sdpa, config.seed,
-            )  # fmt: skip
-            result = ended.value or {"failed": f"the process ended with status {ended.returncode}"}
-            rows.append({"tokens": tokens, "way": way, **result})
-            first = first or result.get("seconds")
+    say(f"\n{config.model}, batch {config.batch}, {dtype}, attention by {config.sdpa}\n{_COLUMNS}")
+    first: dict[int, float] = {}
+    for way in config.ways:
+        ended = run_child(
+            measure, way, config.model, config.lengths, config.batch, config.warm, config.reps, dtype, device.type,
+            config.sdpa, config.seed,
+        )  # fmt: skip
+        why = f"the process ended with status {ended.returncode}"
+        results = ended.value or [{"tokens": tokens, "failed": why} for tokens in config.lengths]
+        for result in results:
+            rows.append({"way": way, **result})
+            if "seconds" in result:
+                first.setdefault(result["tokens"], result["seconds"])
             say(line(rows[-1], first))
-            files.write_json(told)
+        files.write_json(told)
     say(f"written: {files.json}\n")
     return rows
 
 
-def line(row: dict[str, Any], first: float | None) -> str:
-    """Return a row as text; ``first`` is the time that the last column compares with."""
+def line(row: dict[str, Any], first: dict[int, float]) -> str:
+    """Return a row as text; ``first`` has the times at each length that the last column compares with."""
+    head = f"{row['way']:34}{row['tokens']:9}"
     if "failed" in row:
-        return f"{row['way']:34}{row['failed']}\n"
-    share = row["seconds"] / first if first else 1.0
+        return f"{head}  {row['failed']}\n"
+    share = row["seconds"] / first[row["tokens"]]
     return (
-        f"{row['way']:34}{row['seconds']:9.4f}{row['tokens_per_s']:11.0f}{row['peak_gib']:8.2f}{row['loss']:9.4f}"
-        f"{share:10.3f}\n"
+        f"{head}{row['seconds']:9.4f}{row['tokens_per_s']:11.0f}{row['peak_gib']:8.2f}{row['losses'][0]:9.4f}"
+        f"{row['losses'][-1]:9.4f}{share:10.3f}\n"
     )

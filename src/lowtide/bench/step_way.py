@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lowtide.bench.policies import parse_policies
-from lowtide.bench.rows import reason_of
+from lowtide.bench.rows import reason_of, release
 from lowtide.head.options import HeadOptions
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, time_side_by_side
 from lowtide.memory import apply_policy
@@ -28,6 +27,7 @@ KEEP_ATTENTION = "-attention"  # ends the name of a way whose checkpoint keeps a
 NO_CHECKPOINT = "-all"
 OURS = "lowtide:"  # begins the name of a way; a policy follows
 LEARNING_RATE = 1e-5
+VOCABULARY = 1000  # of the model that has none of its own
 OUT_OF_MEMORY = "out of memory"
 
 _KERNELS = {
@@ -39,44 +39,52 @@ _KERNELS = {
 
 
 def measure(
-    way: str, model: str, tokens: int, batch: int, warm: int, reps: int, dtype: str, device: str, sdpa: str, seed: int
-) -> dict[str, Any]:
-    """Return seconds, peak and loss of a step, or why there are none; run by `lowtide.measure.run_child`.
+    way: str,
+    model: str,
+    lengths: list[int],
+    batch: int,
+    warm: int,
+    reps: int,
+    dtype: str,
+    device: str,
+    sdpa: str,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Return seconds, peak and losses of a step at each length, or why there are none; `run_child` calls it.
 
     Args:
         way: who: a name of the table.
         model: whose shape, as in ``lowtide train --model``.
-        tokens: of a sequence.
+        lengths: tokens of a sequence, ascending: none is tried after one that did not fit.
         batch: sequences.
-        warm: steps that do not count.
+        warm: steps that do not count, at each length.
         reps: steps that count.
         dtype: of weights, gradients and optimizer states.
         device: where.
         sdpa: attention's kernel, or auto.
         seed: of weights and tokens.
     """
+    rows: list[dict[str, Any]] = []
     try:
-        return _measured(way, model, tokens, batch, warm, reps, getattr(torch, dtype), torch.device(device), sdpa, seed)
-    except torch.cuda.OutOfMemoryError:
-        return {"failed": OUT_OF_MEMORY}
+        built = build(way, model, getattr(torch, dtype), torch.device(device), seed)
+        optimizer = torch.optim.AdamW(built.parameters(), lr=LEARNING_RATE, fused=True)
     except Exception as error:
-        return {"failed": reason_of(error)}
+        return [{"tokens": tokens, "failed": reason_of(error)} for tokens in lengths]
+    for tokens in lengths:
+        try:
+            rows.append({"tokens": tokens, **_steps(built, optimizer, tokens, batch, warm, reps, sdpa, seed)})
+        except torch.cuda.OutOfMemoryError:
+            left = lengths[len(rows) :]
+            return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
+        except Exception as error:
+            rows.append({"tokens": tokens, "failed": reason_of(error)})
+    return rows
 
 
-def _measured(
-    way: str,
-    name: str,
-    tokens: int,
-    batch: int,
-    warm: int,
-    reps: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    sdpa: str,
-    seed: int,
+def _steps(
+    model: Any, optimizer: torch.optim.Optimizer, tokens: int, batch: int, warm: int, reps: int, sdpa: str, seed: int
 ) -> dict[str, Any]:
-    model = build(way, name, dtype, device, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
     losses: list[Tensor] = []
@@ -89,37 +97,38 @@ def _measured(
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
 
+    release(device)
     for _ in range(warm):
         step()
     reset_cuda_peak()
-    timing = time_side_by_side({way: step}, device, warm=0, reps=reps)[way]
-    seconds = timing.median_ms / 1e3
+    timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
     peak = cuda_peak_bytes() if device.type == "cuda" else peak_resident_bytes()
     return {
-        "seconds": seconds,
+        "seconds": timing.median_ms / 1e3,
         "spread": timing.spread,
-        "tokens_per_s": batch * tokens / seconds,
+        "tokens_per_s": batch * tokens / timing.median_ms * 1e3,
         "peak_gib": gib(peak),
-        "first_loss": losses[0].item(),
-        "loss": statistics.fmean(loss.item() for loss in losses[-1:]),
+        "losses": [loss.item() for loss in losses],
     }
 
 
 def build(way: str, name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """Return the model of a way, with random weights, ready to train."""
+    config = model_config(name, vocab_size=VOCABULARY)
     if way.startswith(LIGER):
-        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(model_config(name).model_type)
+        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(model_config(name), dtype=dtype, attn_implementation="sdpa").train()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
     model.config.use_cache = False
     if way.startswith(OURS):
         patch(model, options=HeadOptions())
         apply_policy(model, parse_policies(way.removeprefix(OURS), model.config.num_hidden_layers))
     elif not way.endswith(NO_CHECKPOINT):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(way))
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(_checkpoint(way))  # the former name in transformers 5.23 and later
     return model
 
 

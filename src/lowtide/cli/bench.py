@@ -106,7 +106,7 @@ inputs and the residual stream. The result is DIR/<date>-layers-<gpu>.json. Exit
 _LAYERS_EXAMPLES = """\
 examples:
   lowtide bench layers
-      131072 tokens of a Llama-3.2-1B
+      65536 tokens of a Llama-3.2-1B
   lowtide bench layers --hidden 4096 --head-dim 128
       of a Llama-3-8B
   lowtide bench layers --tokens 256 --hidden 64 --device cpu
@@ -114,10 +114,10 @@ examples:
 
 _STEP = """\
 Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by transformers as it is,
-with Liger's kernels, and patched by lowtide with each activation policy. A peer's layers are checkpointed; NAME-attention
-keeps attention's output, NAME-all keeps everything. Each way is a process of its own. The last column is the time over
-that of the first way. The result is DIR/<date>-step-<gpu>.json. Exit status 1 where lowtide itself failed, other than
-for want of memory."""
+with Liger's kernels, and patched by lowtide with each activation policy. A peer's layers are checkpointed;
+NAME-attention keeps attention's output, NAME-all keeps everything. Each way is a process of its own. The last column is
+the time over that of the first way. The result is DIR/<date>-step-<gpu>.json. Exit status 1 where lowtide itself
+failed, other than for want of memory."""
 
 _STEP_EXAMPLES = """\
 examples:

@@ -3,7 +3,9 @@
 An MLP is a module with children gate_proj, up_proj and down_proj; what lies between them is found by a probe.
 """
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +20,10 @@ from lowtide.models.probe import agree, outcome, random, rows, twin_of
 LEVEL = "checkpoint_level"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _SIZES = {"gate_proj": (10, 6), "up_proj": (10, 6), "down_proj": (6, 10)}  # of the twin
-_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 _TOLERANCE = 1e-5  # of float32 products of 6 and 10 terms; the exact GELU is 1e-3 from its tanh form
 
 
@@ -28,20 +33,22 @@ def is_candidate(module: nn.Module) -> bool:
     return all(name in children for name in _PROJECTIONS) or {"gate_up_proj", "down_proj"} <= children.keys()
 
 
-def find(module: nn.Module, base: type) -> tuple[str, tuple[str]] | str:
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[str]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
     children = dict(module.named_children())
     if "gate_up_proj" in children:
         return "gate and up are one projection (gate_up_proj)"
     for name in _PROJECTIONS:
-        if plain_class(children[name]) is not nn.Linear:
+        if plain_class(children[name]) is not nn.Linear:  # an adapter, or quantised
             return f"{name} is a {type(children[name]).__name__}, not a plain torch.nn.Linear"
     others = [child for name, child in children.items() if name not in _PROJECTIONS]
+    if not are_plain_linears(tuple(children[name] for name in _PROJECTIONS), tuple(others)):
+        return "a child has hooks or a forward of its own"
     if any(True for child in (*others, module) for _ in child.parameters(recurse=child is not module)):
         return "it has weights beside its three projections"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if _inputs(base) != 1:
+    if len(inspect.signature(base.forward).parameters) != 2:
         return "its forward takes more than one input"
     activation = _activation(module, base, children)
     if activation not in _ACTIVATIONS:
@@ -49,12 +56,12 @@ def find(module: nn.Module, base: type) -> tuple[str, tuple[str]] | str:
     return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up", (activation,)
 
 
-def _activation(module: nn.Module, base: type, children: dict[str, nn.Module]) -> str:
+def _activation(module: nn.Module, base: Any, children: dict[str, nn.Module]) -> str:
     """Return the name of the activation that makes the module's twin what swiglu_mlp computes, or why none does."""
     small = {name: _small(name, children[name]) for name in _PROJECTIONS}
     twin = twin_of(module, base, modules={**children, **small}, parameters={})
     x = 2 * rows(6)
-    got = outcome(lambda: base.forward(twin, x))  # type: ignore[attr-defined]
+    got = outcome(lambda: base.forward(twin, x))
     if isinstance(got, Exception):
         return f"its forward does not run on its projections alone ({type(got).__name__})"
     with torch.no_grad():
@@ -65,16 +72,13 @@ def _activation(module: nn.Module, base: type, children: dict[str, nn.Module]) -
 
 
 def _small(name: str, linear: nn.Module) -> nn.Linear:
-    small = nn.Linear(*reversed(_SIZES[name]), bias=linear.bias is not None, device="meta")
+    out_features, in_features = _SIZES[name]
+    small = nn.Linear(in_features, out_features, bias=linear.bias is not None, device="meta")
     seed = _PROJECTIONS.index(name) + 1
     small.weight = nn.Parameter(random(*_SIZES[name], seed=seed))
     if small.bias is not None:
         small.bias = nn.Parameter(random(_SIZES[name][0], seed=10 + seed))
     return small
-
-
-def _inputs(base: type) -> int:
-    return len(inspect.signature(base.forward).parameters) - 1  # type: ignore[attr-defined]
 
 
 def overrides(base: Any, activation: str) -> dict[str, Any]:
@@ -103,6 +107,9 @@ def overrides(base: Any, activation: str) -> dict[str, Any]:
 
 def _is_ours(mlp: Any, x: Tensor) -> bool:
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if not is_ordinary((x,), ()) or not are_plain_linears(linears, tuple(mlp.children())):
+    if not are_plain_linears(linears, tuple(mlp.children())):
+        return False
+    biases = tuple(linear.bias for linear in linears if linear.bias is not None)
+    if not is_ordinary((x,), (*(linear.weight for linear in linears), *biases)):
         return False
     return x.is_floating_point() and (x.dtype == mlp.gate_proj.weight.dtype or torch.is_autocast_enabled(x.device.type))

@@ -27,19 +27,16 @@ def is_ordinary(tensors: tuple[object, ...], parameters: tuple[object, ...]) -> 
 
 
 def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...] = ()) -> bool:
-    """Whether these are nothing but ``torch.nn.Linear`` with plain Parameters, and no hook looks at any call.
+    """Whether these are nothing but ``torch.nn.Linear``, and no hook looks at any call. Their weights may be anything.
 
     Args:
         linears: The linear layers.
         others: Modules between them, whose hooks count as well.
     """
-    for linear in linears:
-        if plain_class(linear) is not nn.Linear or "forward" in vars(linear):
-            return False
-        if type(linear.weight) is not nn.Parameter or not (linear.bias is None or type(linear.bias) is nn.Parameter):
-            return False
+    if any(plain_class(linear) is not nn.Linear or "forward" in vars(linear) for linear in linears):
+        return False
     if any(getattr(module, kind) for module in (*linears, *others) for kind in MODULE_HOOKS):
         return False
     if torch.compiler.is_compiling():
         return True
-    return nn.Linear.forward is LINEAR_FORWARD and not nn_module._has_any_global_hook()
+    return nn.Linear.forward is LINEAR_FORWARD and not nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -169,7 +169,8 @@ def _patch_loss(target: Any, state: _Patch) -> None:
 
 
 def _unpatch_loss(target: Any, state: _Patch) -> None:
-    patched = [module for module in (target, state.head) if module is not None and part_of(module) is not None]
+    given: list[nn.Module] = [target] if state.head is None else [target, state.head]
+    patched = [module for module in given if part_of(module) is not None]
     for module in patched:
         check_nothing_on_top(module)
     for module in patched:
@@ -196,7 +197,7 @@ def _unwrapped(model: Any) -> Any:
 def _adopt_head(model: Any, state: _Patch) -> None:
     """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
     head: Any = model.get_output_embeddings()
-    if head is not None and head is state.head and part_of(head) is not None:
+    if state.head is not None and head is state.head and part_of(state.head) is not None:
         return
     if state.head is not None and is_on_top(state.head):
         take_class_back(state.head)

@@ -82,9 +82,8 @@ class PatchReport:
     def __str__(self) -> str:
         header = ("part", "module", "what was done, or why not")
         lines = [line for row in self.parts.values() for line in (row, *row.more)]
-        rows = [header]
-        for line in lines:
-            rows.append((line.part, line.module if line.count == 1 else f"{line.module} ({line.count})", line.outcome))
+        names = [line.module if line.count == 1 else f"{line.module} ({line.count})" for line in lines]
+        rows = [header, *((line.part, name, line.outcome) for line, name in zip(lines, names, strict=True))]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         text = [f"{part:<{widths[0]}}  {module:<{widths[1]}}  {outcome}" for part, module, outcome in rows]
         text.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")

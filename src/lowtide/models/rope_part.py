@@ -28,9 +28,9 @@ def is_candidate(module: nn.Module) -> bool:
     return isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
 
 
-def find(module: nn.Module, base: type) -> tuple[str, tuple[bool]] | str:
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool]] | str:
     """Return what the module's rotary embedding computes, as text and as arguments of `overrides`; or why it stays."""
-    forward: Any = base.forward  # type: ignore[attr-defined]
+    forward = base.forward
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if not isinstance(forward, FunctionType) or _NAME not in forward.__globals__:

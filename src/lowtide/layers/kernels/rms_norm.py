@@ -12,7 +12,6 @@ from lowtide.head.kernels.launch import Launcher
 
 LONGEST = 32768  # columns: a row lies in the registers of one program
 TILE = 2048  # values of a tile: short rows are taken several at a time
-STAGES = 1  # rows of the backward pass that are on their way
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the backward pass: each leaves one row of partial sums
 
 
@@ -45,12 +44,12 @@ def _forward(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["N", "offset"])  # type: ignore[untyped-decorator]
 def _backward(  # type: ignore[no-untyped-def]
     g_ptr, g_stride, g_sum_ptr, g_sum_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, N, D, offset,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32) + offset
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+    for start in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < N)[:, None] & (column < D)[None, :]
         g = tl.load(g_ptr + row[:, None] * g_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -144,7 +143,7 @@ def normalize_rows_backward(
     partial = None if dw_D is None else torch.empty((programs, D), dtype=torch.float32, device=x_ND.device)
     _backward[(programs,)](
         g_ND, g_ND.stride(0), g_sum_ND, 0 if g_sum_ND is None else g_sum_ND.stride(0), x_ND, x_ND.stride(0), weight_D,
-        rstd_N, dx_ND, partial, N, D, float(offset), STAGES=STAGES, **tile,
+        rstd_N, dx_ND, partial, N, D, float(offset), **tile,
     )  # fmt: skip
     if partial is not None and dw_D is not None:
         dw_D.copy_(partial.sum(0))

@@ -1,0 +1,137 @@
+"""``lowtide bench step`` and ``lowtide bench layers`` from arguments to files, on a CPU and small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.bench import layers, step_way
+from lowtide.bench.config import LayersBenchConfig, StepBenchConfig
+from lowtide.bench.policies import parse_policies
+from lowtide.cli import main
+from lowtide.errors import ArgumentValueError
+from lowtide.memory import ActivationPolicy
+
+KEEP_ALL = ActivationPolicy()
+
+
+def result(folder: Path, name: str) -> dict[str, Any]:
+    (file,) = folder.glob(f"*-{name}-cpu.json")
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "policies"),
+    [
+        ("all", KEEP_ALL),
+        ("all-mlp1", ActivationPolicy(mlp_level=1)),
+        ("attention-mlp0-offload", ActivationPolicy(keep="attention", mlp_level=0, offload=True)),
+        ("2xall+1xinput", [KEEP_ALL, KEEP_ALL, ActivationPolicy(keep="input")]),
+        ("3xinput", [ActivationPolicy(keep="input")] * 3),
+    ],
+)
+def test_policies_as_words(text: str, policies: object) -> None:
+    assert parse_policies(text, 3) == policies
+
+
+@pytest.mark.parametrize("text", ["", "some", "all-mlp2", "all+input", "2xall+input", "all-offload", "2xall", "0xall"])
+def test_what_is_no_policy(text: str) -> None:
+    with pytest.raises(ArgumentValueError):
+        parse_policies(text, 3)
+
+
+def test_a_step_by_each_way_is_the_same_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--tokens 48 32 --peer stock --policy all 1xattention-mlp1+1xinput --model lowtide-small"
+    command = ["bench", "step", *arguments.split(), "--warm", "1", "--reps", "1", "--output", str(tmp_path)]
+    assert main([*command, "--device", "cpu"]) == 0
+    told = result(tmp_path, "step")
+    assert told["command"] == f"lowtide bench step {arguments} --warm 1 --reps 1 --device cpu"
+    assert told["machine"]["torch"]
+    assert {"commit", "date", "dtype", "config"} <= set(told)
+    rows = {(row["way"], row["tokens"]): row for row in told["rows"]}
+    ways = ("stock", "lowtide:all", "lowtide:1xattention-mlp1+1xinput")
+    assert list(rows) == [(way, tokens) for way in ways for tokens in (32, 48)]
+    for (way, tokens), row in rows.items():
+        assert "failed" not in row, way
+        assert row["losses"] == pytest.approx(rows["stock", tokens]["losses"], rel=1e-4)
+        assert row["losses"][0] > row["losses"][1]
+        assert row["seconds"] > 0
+        assert row["peak_gib"] > 0
+    assert "1.000" in capsys.readouterr().out
+
+
+def test_a_way_that_fails_is_a_row_that_says_why(tmp_path: Path) -> None:
+    command = "bench step --model lowtide-small --tokens 16 --peer none --policy 5xall --warm 0 --reps 1 --device cpu"
+    assert main([*command.split(), "--output", str(tmp_path)]) == 1
+    (row,) = result(tmp_path, "step")["rows"]
+    assert "one for each of 2 layers" in row["failed"]
+
+
+def test_memory_that_does_not_suffice_ends_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(model: Any, optimizer: Any, tokens: int, *args: Any) -> dict[str, Any]:
+        if tokens > 10:
+            raise torch.cuda.OutOfMemoryError("no")
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr(step_way, "_steps", steps)
+    rows = step_way.measure("stock", "lowtide-small", [10, 20, 30], 1, 0, 1, "float32", "cpu", "auto", 0)
+    failed = {"failed": step_way.OUT_OF_MEMORY}
+    assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]
+
+
+def test_peers_keep_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = []
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # by version
+        monkeypatch.setattr(
+            f"transformers.PreTrainedModel.{name}", lambda self, kwargs: enabled.append(kwargs), raising=False
+        )
+    for way in ("stock", "stock-attention", "stock-all"):
+        step_way.build(way, "lowtide-small", torch.float32, torch.device("cpu"), 0)
+    assert [kwargs.keys() for kwargs in enabled] == [{"use_reentrant"}, {"use_reentrant", "context_fn"}]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": ("1",)}, {"tokens": ("many",)}, {"peer": ("nobody",)}, {"policy": ("some",)}, {"warm": -1},
+        {"reps": 0}, {"batch": 0}, {"sdpa": "own"}, {"output": ""}, {"dtype": "int8"}, {"device": "tpu"},
+    ],
+)  # fmt: skip
+def test_settings_that_no_step_could_use(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentValueError):
+        StepBenchConfig(**wrong)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+def test_layers_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "bench layers --only lowtide eager F.rms_norm liger --tokens 64 --hidden 48 --heads 2 --kv-heads 1"
+    command += " --head-dim 8 --warm 0 --reps 1 --device cpu --dtype bfloat16"
+    assert main([*command.split(), "--output", str(tmp_path)]) == 0
+    told = result(tmp_path, "layers")
+    rows = {(row["op"], row["peer"]): row for row in told["rows"]}
+    for op in ("norm", "add-norm", "rotary"):
+        ours, eager = rows[op, "lowtide"], rows[op, "eager"]
+        assert ours["error"] < 1.2 * eager["error"] + 1e-3
+        assert ours["kept_mib"] < 0.1 * eager["kept_mib"] or op == "rotary"
+        assert ours["ms"] > 0
+        assert "failed" in rows[op, "liger"] or torch.cuda.is_available()
+    assert "add-norm: 64 x 48, bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [{"op": ("mlp",)}, {"head_dim": 7}, {"tokens": 1}, {"hidden": 0}, {"seed": -1}])
+def test_settings_that_no_layer_could_use(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentValueError):
+        LayersBenchConfig(**wrong)
+
+
+def test_what_each_operation_has_to_move() -> None:
+    config = LayersBenchConfig(tokens=64, hidden=32, heads=4, kv_heads=2, head_dim=8)
+    ops = layers.ops(config, torch.bfloat16, torch.device("cpu"))
+    row = 64 * 32 * 2
+    assert (ops["norm"].forward_bytes, ops["norm"].backward_bytes) == (2 * row, 3 * row)
+    assert (ops["add-norm"].forward_bytes, ops["add-norm"].backward_bytes) == (4 * row, 4 * row)
+    assert ops["rotary"].forward_bytes == 2 * 64 * 6 * 8 * 2

@@ -1,0 +1,419 @@
+"""The parts mlp, norm and rope: found by form, right, reversible, and left alone where something is not as it seems."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from lowtide.models import norm_part
+from lowtide.models.instance import part_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients:UserWarning"),
+]
+PARTS = ("mlp", "norm", "rope")
+# What of each model of conftest's MODELS is fused.
+FUSED = {
+    "llama": PARTS, "llama-tied": PARTS, "qwen3": PARTS, "qwen3-moe": ("norm", "rope"), "gemma2": PARTS,
+    "gemma3": PARTS, "cohere2": ("mlp",), "granite": PARTS, "phi3": ("norm", "rope"), "phi": ("rope",), "gpt2": (),
+    "mistral": PARTS, "bert": (), "roberta": (), "olmo2": PARTS, "qwen2": PARTS, "gpt-neox": ("rope",),
+    "glm4": ("norm",),
+}  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each fused operation was called."""
+    counted = dict.fromkeys(("swiglu_mlp", "rms_norm", "rotary"), 0)
+
+    def count(module, name):
+        stock = getattr(module, name)
+
+        def counting(*args, **kwargs):
+            counted[name] += 1
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count(lowtide.models.mlp_part, "swiglu_mlp")
+    count(lowtide.models.norm_part, "rms_norm")
+    count(lowtide.models.rope_part, "rotary")
+    return counted
+
+
+def reset(calls):
+    for name in calls:
+        calls[name] = 0
+
+
+def fused_modules(model):
+    return {name: part_of(module) for name, module in model.named_modules() if part_of(module) in PARTS}
+
+
+def relative_errors(model, stock):
+    grads = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
+    largest = max(g.norm() for g in grads.values())
+    return {n: ((p.grad - grads[n]).norm() / largest).item() for n, p in model.named_parameters() if n in grads}
+
+
+def test_what_is_fused(any_model, build):
+    report = lowtide.patch(build(any_model))
+    assert tuple(part for part in PARTS if report.parts[part].patched) == FUSED[any_model], str(report)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_part_alone_is_right_and_runs(any_model, part, dtype, pair, batch, calls, assert_same_gradients):
+    model, stock = pair(any_model, dtype)
+    report = lowtide.patch(model, loss=False, **{name: name == part for name in PARTS})
+    reset(calls)
+    losses = [m(**batch).loss for m in (model, stock)]
+    for loss in losses:
+        loss.backward()
+    ran = calls[{"mlp": "swiglu_mlp", "norm": "rms_norm", "rope": "rotary"}[part]]
+    lines = (report.parts[part], *report.parts[part].more)
+    assert ran == sum(line.count for line in lines if line.patched)
+    assert sum(calls.values()) == ran
+    if dtype == torch.float32:
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+        assert_same_gradients(model, stock)
+    else:
+        torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
+        assert max(relative_errors(model, stock).values()) < 3e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+def test_in_bfloat16_no_further_from_the_truth_than_stock(name, pair, batch):
+    model, stock = pair(name, torch.bfloat16)
+    exact = copy.deepcopy(stock).double()
+    lowtide.patch(model, loss=False)
+    for m in (model, stock, exact):
+        m(**batch).loss.backward()
+    true = {n: p.grad for n, p in exact.named_parameters()}
+    totals = [
+        sum((p.grad.double() - true[n]).square().sum() for n, p in m.named_parameters()).sqrt() for m in (model, stock)
+    ]
+    assert totals[0] < 1.2 * totals[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi"])
+def test_unpatched_as_it_came(name, pair, batch):
+    model, stock = pair(name)
+    before = {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()}
+    lowtide.patch(model)
+    assert fused_modules(model)
+    lowtide.unpatch(model)
+    assert {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()} == before
+    assert torch.equal(model(**batch).loss, stock(**batch).loss)
+
+
+def test_patching_again_makes_the_model_as_asked_this_time(build):
+    model = build("llama")
+    report = lowtide.patch(model)
+    everything = fused_modules(model)
+    model.model.layers[0].mlp.checkpoint_level = 1
+    assert lowtide.patch(model) is report
+    assert fused_modules(model) == everything
+    assert model.model.layers[0].mlp.checkpoint_level == 1
+    assert lowtide.patch(model, mlp=False) is report
+    assert set(fused_modules(model).values()) == {"norm", "rope"}
+    assert not hasattr(model.model.layers[0].mlp, "checkpoint_level")
+    assert not report.parts["mlp"].patched
+    lowtide.patch(model, loss=False)
+    assert fused_modules(model) == everything
+    assert part_of(model) is None
+    lowtide.unpatch(model)
+    assert fused_modules(model) == {}
+
+
+@pytest.mark.parametrize(
+    "through",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: saved_and_loaded(m)],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_copies_are_patched_and_on_their_own(through, pair, batch, calls):
+    model, stock = pair("gemma3")
+    lowtide.patch(model)
+    model.model.layers[1].mlp.checkpoint_level = 1
+    other = through(model)
+    assert fused_modules(other) == fused_modules(model)
+    assert other.model.layers[1].mlp.checkpoint_level == 1
+    reset(calls)
+    torch.testing.assert_close(other(**batch).loss, stock(**batch).loss)
+    assert all(calls.values())
+    lowtide.unpatch(other)
+    assert fused_modules(other) == {}
+    assert fused_modules(model)
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_the_report_is_a_table_with_alike_modules_in_one_line(build):
+    report = lowtide.patch(build("phi3"))
+    lines = str(report).splitlines()
+    assert any(line.split()[:3] == ["norm", "model.layers.*.input_layernorm", "(2)"] for line in lines)
+    assert any(line.split()[:2] == ["norm", "model.norm"] for line in lines)
+    assert "gate and up are one projection (gate_up_proj)" in report.parts["mlp"].outcome
+    assert report.parts["mlp"].count == 2
+
+
+def test_weights_on_no_device(build):
+    with torch.device("meta"):
+        config = build("llama").config
+    with torch.device("meta"):
+        model = type(build("llama"))(config)
+    report = lowtide.patch(model)
+    assert all(report.parts[part].patched for part in PARTS)
+
+
+def with_dropout(model):
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
+
+
+def with_exact_gelu(model):
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def with_adapter(model):
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.weight = base, base.weight
+            self.low = nn.Linear(16, 24, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.low(x)
+
+    torch.manual_seed(3)
+    model.model.layers[0].mlp.gate_proj = Adapter(model.model.layers[0].mlp.gate_proj)
+
+
+def with_hook(model):
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def with_hook_on_the_activation(model):
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, output: output + 0.5)
+
+
+def with_own_forward(model):
+    stock = model.model.layers[0].mlp.down_proj.forward
+    model.model.layers[0].mlp.down_proj.forward = lambda x: stock(x) + 1
+
+
+def with_parametrization(model):
+    nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.gate_proj)
+
+
+MLP_CHANGES = [
+    with_dropout, with_exact_gelu, with_adapter, with_hook, with_hook_on_the_activation, with_own_forward,
+    with_parametrization,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("change", MLP_CHANGES, ids=lambda change: change.__name__)
+def test_an_mlp_that_is_not_plain_runs_its_own_code(change, when, pair, batch, calls):
+    model, stock = pair("llama")
+    change(stock)
+    if when == "before":
+        change(model)
+    report = lowtide.patch(model)
+    if when == "after":
+        change(model)
+    replaced_activation = change in (with_dropout, with_exact_gelu)
+    if when == "after" and replaced_activation:  # only looked at when patching: patch again
+        assert lowtide.patch(model) is report
+    reset(calls)
+    torch.manual_seed(5)
+    loss = model(**batch).loss
+    torch.manual_seed(5)
+    torch.testing.assert_close(loss, stock(**batch).loss)
+    assert calls["swiglu_mlp"] == 1
+    if when == "before" or replaced_activation:
+        assert [line.module for line in report.parts["mlp"].more] == ["model.layers.0.mlp"]
+        assert report.parts["mlp"].more[0].outcome.startswith("left as it is: ")
+
+
+def test_hooks_of_a_fused_module_are_honoured(build, batch):
+    model = build("llama")
+    lowtide.patch(model)
+    seen = []
+    layer = model.model.layers[0]
+    for module in (layer.mlp, layer.input_layernorm, layer.self_attn):
+        module.register_forward_pre_hook(lambda module, args, kwargs: seen.append("pre"), with_kwargs=True)
+        module.register_forward_hook(lambda module, args, output: seen.append("post"))
+        module.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append("backward"))
+    model(**batch).loss.backward()
+    assert sorted(seen) == ["backward"] * 3 + ["post"] * 3 + ["pre"] * 3
+
+
+class Norm(nn.Module):
+    def __init__(self, forward, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12))
+        self.variance_epsilon = eps
+        self.compute = forward
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def plain(norm, x):
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * normed.to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("forward", "patched"),
+    [
+        (plain, True),
+        (lambda norm, x: F.rms_norm(x, (12,), norm.weight.to(x.dtype), norm.variance_epsilon), False),
+        (lambda norm, x: plain(norm, x) * 1.001, False),
+        (lambda norm, x: plain(norm, x) + 1e-3, False),
+        (lambda norm, x: plain(norm, x.clamp(-20, 20)), False),
+        (lambda norm, x: norm.weight * F.layer_norm(x.float(), (12,)).to(x.dtype), False),
+        (lambda norm, x: norm.weight * F.normalize(x.float(), dim=-1).to(x.dtype) * 12**0.5, False),  # no epsilon
+        (lambda norm, x: norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)), False),  # narrow
+        (lambda norm, x: plain(norm, x).tolist(), False),
+    ],
+)
+def test_a_norm_is_what_its_numbers_say(forward, patched):
+    found = norm_part.find(Norm(forward), Norm)
+    assert isinstance(found, tuple) == patched, found
+
+
+def test_a_norm_that_learns_more_or_takes_more_stays():
+    class Gated(Norm):
+        def forward(self, x, gate=None):
+            return plain(self, x) if gate is None else plain(self, x) * gate
+
+    assert "more than one input" in norm_part.find(Gated(plain), Gated)
+    assert "not a number" in norm_part.find(Norm(plain, eps=None), Norm)
+    biased = Norm(plain)
+    biased.bias = nn.Parameter(torch.zeros(12))
+    assert not norm_part.is_candidate(biased)
+    assert not norm_part.is_candidate(nn.BatchNorm1d(12))
+    assert norm_part.is_candidate(Norm(plain))
+    assert norm_part.find(nn.RMSNorm(12, eps=1e-5), nn.RMSNorm)
+
+
+def test_the_probe_leaves_no_trace(build):
+    model = build("gemma3")
+    state = torch.get_rng_state()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    lowtide.patch(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_gradient_checkpointing_and_levels(name, pair, batch, calls, assert_same_gradients):
+    for reentrant, level in ((False, 0), (True, 0), (False, 1)):
+        model, stock = pair(name)
+        lowtide.patch(model)
+        for layer in model.model.layers:
+            layer.mlp.checkpoint_level = level
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        reset(calls)
+        model(**batch, use_cache=False).loss.backward()
+        assert calls["swiglu_mlp"] == 4
+        stock(**batch).loss.backward()
+        assert_same_gradients(model, stock)
+
+
+def test_generation_with_a_cache_is_unchanged(pair, batch, calls):
+    for name in ("llama", "gemma3", "qwen3", "phi"):
+        model, stock = pair(name)
+        lowtide.patch(model)
+        model.eval(), stock.eval()
+        prompt = {"input_ids": batch["input_ids"][:, :5], "attention_mask": batch["attention_mask"][:, :5]}
+        tokens = [m.generate(**prompt, max_new_tokens=6, do_sample=False) for m in (stock, model)]
+        assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers(backend, pair, batch, assert_same_gradients):
+    model, stock = pair("qwen3")
+    lowtide.patch(model)
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    for _ in range(2):
+        losses = [m(**batch).loss for m in (model, stock)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+    assert_same_gradients(model, stock)
+
+
+def test_transforms_and_float64_run_stock_code(pair, batch, calls):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    norm = model.model.norm
+    reset(calls)
+    x = torch.randn(3, 16)
+    jacobians = [torch.func.jacrev(m.model.norm)(x) for m in (model, stock)]
+    torch.testing.assert_close(*jacobians)
+    mlps = [torch.func.vmap(m.model.layers[0].mlp)(x) for m in (model, stock)]
+    torch.testing.assert_close(*mlps)
+    model.double()
+    assert torch.equal(norm(x.double()), stock.double().model.norm(x.double()))
+    assert sum(calls.values()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype, pair, batch, calls):
+    model, stock = pair("qwen3")
+    lowtide.patch(model, loss=False)
+    reset(calls)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [m(**batch).loss for m in (model, stock)]
+    torch.testing.assert_close(*losses, rtol=5e-3, atol=0)
+    for loss in losses:
+        loss.backward()
+    assert max(relative_errors(model, stock).values()) < 3e-2
+    assert all(calls.values())
+
+
+def test_kept_bytes_of_a_layer(pair):
+    """What a patched layer keeps for backward: no float32 copy of anything, two of the MLP's three intermediates."""
+    model, stock = pair("llama", torch.bfloat16)
+    kept = []
+    for m in (model, stock):
+        if m is model:
+            lowtide.patch(m)
+        layer, hidden = m.model.layers[0], torch.randn(1, 64, 16).bfloat16().requires_grad_()
+        positions = m.model.rotary_emb(hidden, torch.arange(64)[None])
+        storages = {}
+        weights = {p.untyped_storage().data_ptr() for p in m.parameters()}
+
+        def keep(t, storages=storages):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage()  # alive, so that no address is used twice
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            layer(hidden, position_embeddings=positions)
+        kept.append(sum(s.nbytes() for at, s in storages.items() if at not in weights))
+    h, f, heads = 16, 24, 3 * 8 + 8
+    tables = 2 * 64 * 8 * 2
+    # inputs of two norms and of what follows each, gate and up; q, k, v and attention's output (and its lse)
+    assert kept[0] <= 64 * (4 * 2 * h + 2 * 2 * f + 2 * (heads + 16) + 4 * 2 + 4 * 2) + tables
+    assert kept[0] < 0.65 * kept[1]
