@@ -189,6 +189,8 @@ def test_mixtures_of_experts_have_no_levels() -> None:
         ({"dtype": "int8"}, ArgumentValueError, "dtype"),
         ({"dtype": torch.int8}, ArgumentValueError, "dtype"),
         ({"optimizer": "adam"}, ArgumentValueError, "optimizer"),
+        ({"autocast": 1}, ArgumentTypeError, "autocast"),
+        ({"autocast": True, "dtype": "bfloat16"}, ArgumentValueError, "dtype"),
         ({"keep_gradients": 1}, ArgumentTypeError, "keep_gradients"),
         ({"options": {}}, ArgumentTypeError, "options"),
     ],

@@ -49,14 +49,15 @@ def test_a_layer_keeps(policy: ActivationPolicy, bytes_per_token: int) -> None:
 
 
 def test_what_each_operation_keeps() -> None:
-    kept = kept_by_operation(LLAMA.shape, 2, 0)
+    kept = kept_by_operation(LLAMA, 0)
     assert kept["queries, keys, values"] == 2 * (32 + 8 + 8) * 128
     assert kept["gate and up"] == 2 * 2 * 14336
-    assert sum(kept_by_operation(LLAMA.shape, 4, 0).values()) == 2 * 27 * H + NORMS + LSE
-    gemma, qwen = (read_shape(SHAPES[name]) for name in ("gemma-2-2b", "qwen3-8b"))
-    behind = kept_by_operation(gemma, 2, 1)["outputs of attention and MLP before their norms"]
+    wide = replace(LLAMA, dtype=torch.float32)
+    assert sum(kept_by_operation(wide, 0).values()) == 2 * 27 * H + NORMS + LSE
+    gemma, qwen = (replace(LLAMA, shape=read_shape(SHAPES[name])) for name in ("gemma-2-2b", "qwen3-8b"))
+    behind = kept_by_operation(gemma, 1)["outputs of attention and MLP before their norms"]
     assert behind == 2 * 2 * 2304
-    heads = kept_by_operation(qwen, 2, 1)["queries and keys before their norms"]
+    heads = kept_by_operation(qwen, 1)["queries and keys before their norms"]
     assert heads == 2 * (32 + 8) * 128 + 4 * (32 + 8)
 
 
@@ -116,6 +117,23 @@ def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
     assert memory.host([(away, 1), (ActivationPolicy(keep="input", offload=True), 3), (ALL, 28)]) == (
         one + checkpoint_bytes(LLAMA, INPUT) + 2 * PAGES
     )
+
+
+def test_autocast_keeps_the_stream_wide_and_copies_attention_s_weights() -> None:
+    job = replace(LLAMA, dtype=torch.float32, autocast=True)
+    # the stream's three tensors at 4 bytes, three copies of attention's input, gate and up, at 2; the rest as before
+    each = 3 * 4 * H + 3 * 2 * H + 3 * H + 2 * H + 14 * H + NORMS + LSE
+    copies = 2 * (H * (H + 2 * 1024) + H * H)
+    assert checkpoint_bytes(job, ALL) == T * each + copies
+    assert checkpoint_bytes(job, ATTENTION) == T * (4 * H + 2 * H + LSE)
+    memory = Memory(replace(job, optimizer="adamw"))
+    assert memory.weights + memory.all_gradients + memory.states == 16 * 8_030_261_248
+    assert job.head_plan.backend == "exp"
+    assert job.head_plan.cast_bytes == 2 * 128_256 * H
+    head = next(phase for phase in memory.phases([(ALL, 32)]) if phase.name == "head")
+    held = 4 * T * H + 4 * 128_256 * H + job.head_plan.scratch_bytes + job.head_plan.cast_bytes
+    assert head.head == held + job.head_plan.accumulator_bytes
+    assert Times(job).of(ALL).forward < 1.3 * Times(LLAMA).of(ALL).forward
 
 
 def test_gradients_that_stay_are_there_in_every_phase() -> None:

@@ -31,7 +31,9 @@ POLICIES = {
 }
 
 
-def live_after_forward(model_type: str, layers: int, dtype: torch.dtype, policy: ActivationPolicy, **sizes: int) -> int:
+def live_after_forward(
+    model_type: str, layers: int, dtype: torch.dtype, policy: ActivationPolicy, *, autocast: bool = False, **sizes: int
+) -> int:
     """Return the bytes that a second forward leaves behind, everything that is made once made in the first."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **sizes, "num_hidden_layers": layers})
@@ -41,26 +43,35 @@ def live_after_forward(model_type: str, layers: int, dtype: torch.dtype, policy:
     lowtide.patch(model)
     apply_policy(model, policy)
     ids = torch.randint(1, 160, (B, T))
-    model(input_ids=ids, labels=ids).loss.backward()
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(input_ids=ids, labels=ids).loss
+
+    forward().backward()
     model.zero_grad()
     gc.collect()
     with track_allocations() as seen:
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = forward()
     assert loss.requires_grad
     return seen.events[-1].total_bytes
 
 
-def kept_by_a_layer(model_type: str, dtype: torch.dtype, policy: ActivationPolicy, **sizes: int) -> float:
+def kept_by_a_layer(
+    model_type: str, dtype: torch.dtype, policy: ActivationPolicy, *, autocast: bool = False, **sizes: int
+) -> float:
     """Return the bytes by which two layers more make a forward leave more, for one."""
-    few, more = (live_after_forward(model_type, layers, dtype, policy, **sizes) for layers in (2, 4))
+    few, more = (live_after_forward(model_type, layers, dtype, policy, autocast=autocast, **sizes) for layers in (2, 4))
     random_state = 0 if policy.keep == "all" else torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
     return (more - few) / 2 - random_state
 
 
-def planned(model_type: str, dtype: torch.dtype, policy: ActivationPolicy, **sizes: int) -> int:
+def planned(
+    model_type: str, dtype: torch.dtype, policy: ActivationPolicy, *, autocast: bool = False, **sizes: int
+) -> int:
     """Return the bytes by the planner."""
     config: Any = transformers.AutoConfig.for_model(model_type, **{**SIZES, **sizes, "num_hidden_layers": 2})
-    return checkpoint_bytes(Job(read_shape(config), T, B, GPUS["h100"], dtype, "sgd"), policy)
+    return checkpoint_bytes(Job(read_shape(config), T, B, GPUS["h100"], dtype, "sgd", autocast=autocast), policy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -74,6 +85,14 @@ def test_a_llama_layer_keeps_what_is_planned_to_the_byte(name: str, dtype: torch
 def test_layers_of_other_kinds_too(model_type: str, name: str) -> None:
     policy = POLICIES[name]
     assert kept_by_a_layer(model_type, torch.bfloat16, policy) == planned(model_type, torch.bfloat16, policy)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["all/0", "all/1", "attention/0", "input/0"])
+def test_layers_under_autocast_too(model_type: str, name: str) -> None:
+    policy = POLICIES[name]
+    measured = kept_by_a_layer(model_type, torch.float32, policy, autocast=True)
+    assert measured == planned(model_type, torch.float32, policy, autocast=True)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])

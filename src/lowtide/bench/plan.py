@@ -138,7 +138,10 @@ def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
     ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device="cuda")
 
     def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
+        with torch.autocast("cuda", torch.bfloat16, enabled=job.autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        del loss
         optimizer.step()
         optimizer.zero_grad(set_to_none=not job.keep_gradients)
 

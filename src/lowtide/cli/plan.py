@@ -57,7 +57,12 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloaded layers (default: 0GiB)")
     gpus = ", ".join(GPUS)
     add("--gpu", metavar="NAME", help=f"{gpus}; or cuda: the one at hand, measured (default: that by name, or h100)")
-    add("--dtype", default="bfloat16", choices=list(DTYPES), help="of parameters and all else (default: bfloat16)")
+    add("--dtype", choices=list(DTYPES), help="of parameters and all else (default: bfloat16; float32 with --autocast)")
+    add(
+        "--autocast",
+        action="store_true",
+        help="float32 parameters and states, products in bfloat16: lowtide train's way",
+    )
     add("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: adamw, fused)")
     add("--grad-accum", default=1, type=int, metavar="N", help="backward passes a step; gradients stay (default: 1)")
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
@@ -91,6 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.gpu,
         dtype=arguments.dtype,
         optimizer=arguments.optimizer,
+        autocast=arguments.autocast,
         keep_gradients=arguments.grad_accum > 1,
         options=None if arguments.workspace_mib is None else HeadOptions(workspace_mib=arguments.workspace_mib),
     )

@@ -31,6 +31,7 @@ def plan_memory(
     *,
     dtype: torch.dtype | str | None = None,
     optimizer: str = "adamw",
+    autocast: bool = False,
     keep_gradients: bool = False,
     options: HeadOptions | None = None,
 ) -> MemoryPlan:
@@ -43,8 +44,8 @@ def plan_memory(
     rates, of the bytes that the other operations read and write, of transfers where they are not hidden, and never less
     than what the host takes to launch it.
 
-    It describes full training of a decoder-only model that `lowtide.patch` has patched, ``use_cache`` off, in one dtype
-    throughout, with attention that builds no scores (flash attention), on one GPU.
+    It describes full training of a decoder-only model that `lowtide.patch` has patched, ``use_cache`` off, with
+    attention that builds no scores (flash attention), on one GPU.
 
     Args:
         model_or_config: A `transformers` model (on any device, the meta device too) or config, a dictionary like a
@@ -57,8 +58,10 @@ def plan_memory(
             seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name, or an
             H100 where there is none.
         dtype: Of parameters, activations, gradients and optimizer states: ``"bfloat16"``, ``"float16"``,
-            ``"float32"`` or the `torch.dtype`. None: the model's own, bfloat16 for a config.
+            ``"float32"`` or the `torch.dtype`. None: the model's own, bfloat16 for a config, float32 with ``autocast``.
         optimizer: ``"adamw"`` (fused), ``"adamw-foreach"``, ``"adamw-8bit"``, ``"sgd"`` or ``"sgd-momentum"``.
+        autocast: Whether parameters, gradients and states are float32 and the products run in bfloat16, under
+            ``torch.autocast``.
         keep_gradients: Whether gradients outlive a backward pass, as where they are accumulated over several.
         options: How the loss is to run, as for `lowtide.patch`.
 
@@ -80,7 +83,7 @@ def plan_memory(
     """
     for name, size in (("seq_len", seq_len), ("batch_size", batch_size)):
         _check_size(name, size)
-    for name, flag in (("keep_gradients", keep_gradients),):
+    for name, flag in (("autocast", autocast), ("keep_gradients", keep_gradients)):
         if not isinstance(flag, bool):
             raise ArgumentTypeError(message(name, "a bool", f"{flag!r}"))
     if options is not None and not isinstance(options, HeadOptions):
@@ -95,11 +98,14 @@ def plan_memory(
         seq_len=seq_len,
         batch_size=batch_size,
         gpu=gpu,
-        dtype=_dtype(dtype, model_or_config),
+        dtype=_dtype(dtype, model_or_config, autocast),
         optimizer=optimizer,
         keep_gradients=keep_gradients,
         head=options,
+        autocast=autocast,
     )
+    if autocast and job.shape.experts:
+        raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
     return _plan(job, int(budget), int(host))
 
 
@@ -171,7 +177,7 @@ def _notes(job: Job, budget: int) -> tuple[str, ...]:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
     if shape.model_type not in KINDS:
         found.append(f"{shape.model_type}: that lowtide.patch fuses its norms, rotary embedding and MLP is assumed")
-    if job.dtype == torch.float32:
+    if job.operand == torch.float32:
         found.append("float32: assumed is attention that builds no scores, which PyTorch lacks for grouped queries")
     if shape.experts:
         found.append(
@@ -201,13 +207,15 @@ def _gib_bytes(name: str, size: object) -> int:
     return int(value * 2**30)
 
 
-def _dtype(dtype: object, model_or_config: Any) -> torch.dtype:
+def _dtype(dtype: object, model_or_config: Any, autocast: bool) -> torch.dtype:
     if dtype is None:
         if not isinstance(model_or_config, nn.Module):
-            return torch.bfloat16
+            return torch.float32 if autocast else torch.bfloat16
         dtype = next(model_or_config.parameters()).dtype
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in DTYPES.values():
         raise ArgumentValueError(message("dtype", f"one of {', '.join(DTYPES)}", f"{dtype!r}"))
     assert isinstance(found, torch.dtype)
+    if autocast and found != torch.float32:
+        raise ArgumentValueError(message("dtype", "float32 with autocast=True", f"{dtype!r}"))
     return found

@@ -1,6 +1,7 @@
 """What one training step holds in memory, and when: bytes by phase, from a model's shape and what its layers keep.
 
-N tokens of a batch, h hidden size, f intermediate size, e bytes of an element. Layers are those of a patched model
+N tokens of a batch, h hidden size, f intermediate size, e bytes of a parameter and of the residual stream, n bytes of
+what the products read and write: the same, but 2 under autocast. Layers are those of a patched model
 (`lowtide.patch`: fused norms, rotary embedding and MLP), with attention that builds no scores.
 """
 
@@ -66,6 +67,7 @@ class Job:
         optimizer: A name of `OPTIMIZERS`.
         keep_gradients: Whether gradients stay between backward passes, as they do where they are accumulated.
         head: How the loss is to run.
+        autocast: Whether the products run in bfloat16 under autocast, with ``dtype`` float32.
     """
 
     shape: ModelShape
@@ -76,6 +78,7 @@ class Job:
     optimizer: str
     keep_gradients: bool = False
     head: HeadOptions | None = None
+    autocast: bool = False
 
     @property
     def tokens(self) -> int:
@@ -84,8 +87,18 @@ class Job:
 
     @property
     def element(self) -> int:
-        """Return the bytes of a number."""
+        """Return the bytes of a parameter, and of a number of the residual stream."""
         return self.dtype.itemsize
+
+    @property
+    def operand(self) -> torch.dtype:
+        """Return the dtype of what the products read and write."""
+        return torch.bfloat16 if self.autocast else self.dtype
+
+    @property
+    def narrow(self) -> int:
+        """Return the bytes of a number that a product reads or writes."""
+        return self.operand.itemsize
 
     @cached_property
     def head_plan(self) -> HeadPlan:
@@ -94,9 +107,11 @@ class Job:
             self.tokens,
             self.shape.hidden,
             self.shape.vocab,
-            self.dtype,
+            self.operand,
             "cuda",
             self.head,
+            weight_dtype=self.dtype,
+            input_is_copied=self.autocast,
             capability=self.gpu.capability,
             device_bytes=self.gpu.memory_bytes,
         )
@@ -143,17 +158,19 @@ class Phase:
         return self.name if self.layer < 0 else f"{self.name} of layer {self.layer}"
 
 
-def kept_by_operation(shape: ModelShape, element: int, mlp_level: int) -> dict[str, int]:
+def kept_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
     """Return the bytes a token that a layer keeps when it keeps all, by what they are; each tensor once.
 
     The layer's output is the next one's input and not counted; a norm keeps its input and a float32 a row, the rotary
-    embedding nothing, attention what it reads and writes and a float32 a head.
+    embedding nothing, attention what it reads and writes and a float32 a head. Under autocast the products to queries,
+    keys and values make a copy of their input each, and keep it.
     """
-    stream, queries, keys = shape.hidden * element, shape.query_width * element, shape.kv_width * element
+    shape, n = job.shape, job.narrow
+    stream, queries, keys = shape.hidden * job.element, shape.query_width * n, shape.kv_width * n
     kept = {
         "layer input": stream,
         "norms' statistics": 4 * shape.layer_norms,
-        "attention's input": stream,
+        "attention's input": (3 if job.autocast else 1) * shape.hidden * n,
         "queries, keys, values": queries + 2 * keys,
         "attention's output": queries + 4 * shape.heads,
         "MLP's input": 2 * stream,  # before its norm and behind it
@@ -163,27 +180,28 @@ def kept_by_operation(shape: ModelShape, element: int, mlp_level: int) -> dict[s
     if shape.heads_first:
         kept["attention's output, tokens first"] = queries
     if shape.layer_norms > 2:
-        kept["outputs of attention and MLP before their norms"] = (shape.layer_norms - 2) * stream
+        kept["outputs of attention and MLP before their norms"] = (shape.layer_norms - 2) * shape.hidden * n
     if shape.experts:
         visits = shape.experts_per_token
         kept["experts' inputs and outputs"] = 2 * visits * stream
         kept["router's probabilities and indices"] = 16 * (shape.experts + visits)
-        kept["experts' gate, up, activation and product"] = visits * 4 * shape.intermediate * element
+        kept["experts' gate, up, activation and product"] = visits * 4 * shape.intermediate * n
     elif mlp_level == 0:
-        kept["gate and up"] = 2 * shape.intermediate * element
+        kept["gate and up"] = 2 * shape.intermediate * n
     return kept
 
 
 def full_bytes(job: Job, mlp_level: int) -> int:
-    """Return the bytes that a layer keeps when it keeps all."""
-    return job.tokens * sum(kept_by_operation(job.shape, job.element, mlp_level).values())
+    """Return the bytes that a layer keeps when it keeps all: under autocast also copies of attention's weights."""
+    copies = job.shape.projection_params * job.narrow if job.autocast else 0
+    return job.tokens * sum(kept_by_operation(job, mlp_level).values()) + copies
 
 
 def checkpoint_bytes(job: Job, policy: ActivationPolicy) -> int:
     """Return the bytes that a layer keeps for backward by a policy, wherever they lie."""
     if policy.keep == "all":
         return full_bytes(job, level_of(policy))
-    kept = kept_by_operation(job.shape, job.element, 0)
+    kept = kept_by_operation(job, 0)
     names = ["layer input", "attention's output"] if policy.keep == "attention" else ["layer input"]
     return job.tokens * sum(kept[name] for name in names)
 
@@ -202,8 +220,9 @@ def forward_transients(job: Job, policy: ActivationPolicy) -> int:
     shape, level = job.shape, level_of(policy)
     whole = policy.keep == "all"
     wide = (1 if whole else 3) if level == 0 else 2
-    streams = 1 if whole else 3
-    return job.tokens * job.element * (wide * shape.token_mlp_width() + streams * shape.hidden)
+    streams = 0 if whole else 2 * shape.hidden * job.element
+    each = wide * shape.token_mlp_width() * job.narrow + shape.hidden * job.narrow + streams
+    return job.tokens * each + _mlp_copies(job, 1)
 
 
 def backward_transients(job: Job, policy: ActivationPolicy) -> int:
@@ -213,16 +232,25 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     1 builds gate and up besides. In attention, when the MLP's activations are gone: the gradients of the stream, of its
     output, of queries (summed in float32 beside), keys and values.
     """
-    shape, level = job.shape, level_of(policy)
+    shape, level, n = job.shape, level_of(policy), job.narrow
     width = shape.token_mlp_width()
-    mlp = width * (1 if level == 0 else 3) + 2 * shape.hidden
-    sums = (shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads) // job.element
+    mlp = width * (1 if level == 0 else 3) * n + 2 * shape.hidden * job.element
     each_query = (
         2 * shape.query_width if shape.kv_heads < shape.heads else 0
     )  # keys' and values', before they are added
-    freed = (2 * width if level == 0 else 0) + 2 * shape.hidden
-    attention = 2 * shape.query_width + 2 * shape.kv_width + shape.hidden + sums + each_query - freed
-    return job.tokens * job.element * max(mlp, attention)
+    sums = shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads
+    freed = (2 * width if level == 0 else 0) * n + 2 * shape.hidden * job.element
+    attention = (
+        (2 * shape.query_width + 2 * shape.kv_width + each_query) * n + shape.hidden * job.element + sums - freed
+    )
+    return max(job.tokens * mlp + _mlp_copies(job, 2), job.tokens * attention)
+
+
+def _mlp_copies(job: Job, rows: int) -> int:
+    """Return the bytes of what autocast's MLP copies: its weights, and so many tensors of the stream's size."""
+    if not job.autocast:
+        return 0
+    return (3 * job.shape.hidden * job.shape.intermediate + rows * job.tokens * job.shape.hidden) * job.narrow
 
 
 Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
@@ -259,7 +287,7 @@ class Memory:
         self.stream = N * shape.hidden * e
         # Beside the MLP's product stands the gradient of the weight behind it; when those of gate and up come, the
         # product is gone: with few tokens that later moment holds more.
-        mlp, product = shape.mlp_params * e, N * shape.token_mlp_width() * e
+        mlp, product = shape.mlp_params * e, N * shape.token_mlp_width() * job.narrow
         self.mlp_gradients = mlp if shape.experts else mlp // 3 + max(0, mlp - mlp // 3 - product)
         self._of: dict[tuple[ActivationPolicy, bool], _LayerBytes] = {}
 
@@ -295,6 +323,7 @@ class Memory:
             held += head.accumulator_bytes + max(0, head.scratch_bytes - self.vocab_gradients)
         else:
             held += head.scratch_bytes
+        held += head.cast_bytes
         found.append(self._phase("head", -1, 0, kept, held))
         # its kernel adds up the rows of each token in float32 first
         beside = self.stream + 4 * self.job.tokens * self.job.shape.hidden + self.waiting

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.measure import gib
-from lowtide.memory.planner_bytes import Job, Phase, full_bytes, kept_by_operation
+from lowtide.memory.planner_bytes import Job, Phase
 from lowtide.memory.planner_choice import Candidate, name_of
 from lowtide.memory.planner_times import LayerTime
 from lowtide.memory.policy import ActivationPolicy
@@ -139,6 +139,7 @@ class MemoryPlan:
             "seq_len": job.seq_len,
             "batch_size": job.batch_size,
             "dtype": str(job.dtype).removeprefix("torch."),
+            "autocast": job.autocast,
             "optimizer": job.optimizer,
             "budget_gib": gib(self.budget_bytes),
             "host_budget_gib": gib(self.host_budget_bytes),
@@ -172,12 +173,13 @@ class MemoryPlan:
 
     def _headline(self) -> str:
         job, host = self.job, ""
+        dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
         if self.host_budget_bytes:
             host = f", pinned host memory {gib(self.host_bytes):.2f} of {gib(self.host_budget_bytes):.2f} GiB"
         return "\n".join(
             [
                 f"{job.shape.model_type}, {job.shape.params / 1e9:.2f} billion parameters in {job.shape.layers} layers;"
-                f" {job.batch_size} x {job.seq_len} tokens, {str(job.dtype).removeprefix('torch.')}, {job.optimizer},"
+                f" {job.batch_size} x {job.seq_len} tokens, {dtype}, {job.optimizer},"
                 f" on {job.gpu.name}",
                 f"keep {self.chosen}",
                 f"peak {gib(self.peak_bytes):.2f} of {gib(self.budget_bytes):.2f} GiB{host};"
@@ -249,16 +251,6 @@ def rung_of(job: Job, policy: ActivationPolicy, kept_bytes: int, time: LayerTime
         recompute_flop=time.flop,
         time=time,
     )
-
-
-def kept_table(job: Job, mlp_level: int) -> str:
-    """Return what a layer keeps when it keeps all, by operation."""
-    rows = [["a layer's", "bytes a token", "in h"]]
-    for name, size in kept_by_operation(job.shape, job.element, mlp_level).items():
-        rows.append([name, f"{size:,}", f"{size / job.shape.hidden:.2f}h"])
-    each = full_bytes(job, mlp_level) // job.tokens
-    rows.append(["sum", f"{each:,}", f"{each / job.shape.hidden:.2f}h"])
-    return _table(rows)
 
 
 def _constructor(policy: ActivationPolicy) -> str:

@@ -107,12 +107,16 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def projection_params(self) -> int:
+        """Return the parameters of attention's four products."""
+        wide = self.query_width + 2 * self.kv_width
+        biases = wide * self.qkv_bias + self.hidden * self.output_bias
+        return self.hidden * wide + self.query_width * self.hidden + biases
+
+    @property
     def attention_params(self) -> int:
         """Return the parameters of a layer's attention and norms."""
-        wide = self.query_width + 2 * self.kv_width
-        weights = self.hidden * wide + self.query_width * self.hidden
-        biases = wide * self.qkv_bias + self.hidden * self.output_bias
-        return weights + biases + self.layer_norms * self.hidden + 2 * self.head_dim * self.head_norms
+        return self.projection_params + self.layer_norms * self.hidden + 2 * self.head_dim * self.head_norms
 
     @property
     def mlp_params(self) -> int:

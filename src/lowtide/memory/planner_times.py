@@ -44,8 +44,8 @@ class LayerTime:
 
 
 def gemm_rate(job: Job) -> float:
-    """Return the FLOP a second of products in the job's dtype."""
-    return job.gpu.gemm32 if job.dtype == torch.float32 else job.gpu.gemm
+    """Return the FLOP a second of the job's products."""
+    return job.gpu.gemm32 if job.operand == torch.float32 else job.gpu.gemm
 
 
 def attention_flop(job: Job) -> float:
@@ -60,7 +60,7 @@ def attention_flop(job: Job) -> float:
 
 def _attention_rates(job: Job) -> tuple[float, float]:
     share = job.gpu.wide_head if job.shape.head_dim >= 96 else 1.0
-    share *= 1.0 if job.dtype.itemsize == 2 else job.gpu.gemm32 / job.gpu.gemm
+    share *= 1.0 if job.narrow == 2 else job.gpu.gemm32 / job.gpu.gemm
     share *= job.seq_len / (job.seq_len + HALF_LENGTH)
     return job.gpu.attention * share, job.gpu.attention_backward * share
 
@@ -96,11 +96,15 @@ def _seconds(job: Job, weights: list[int]) -> float:
 def thin_bytes(job: Job) -> tuple[float, float]:
     """Return the bytes that a layer's operations between the products read and write, in forward and backward."""
     shape, width = job.shape, job.shape.token_mlp_width()
-    rope = 2 * (shape.query_width + shape.kv_width)
-    norms = 2 * shape.hidden * shape.layer_norms + rope * shape.head_norms
-    forward = norms + rope + 2 * 3 * shape.hidden + 3 * width
-    backward = 1.5 * norms + rope + 2 * 3 * shape.hidden + 6 * width
-    return forward * job.tokens * job.element, backward * job.tokens * job.element
+    e, n = job.element, job.narrow
+    rope = 2 * (shape.query_width + shape.kv_width) * n
+    norms = 2 * shape.hidden * shape.layer_norms * e + rope * shape.head_norms
+    adds = 2 * 3 * shape.hidden * e
+    casts = 4 * shape.hidden * (e + n) if job.autocast else 0  # the inputs of products, and their gradients
+    forward = job.tokens * (norms + rope + adds + casts + 3 * width * n)
+    backward = job.tokens * (1.5 * norms + rope + adds + casts + 6 * width * n)
+    weights = shape.layer_params * (e + n) if job.autocast else 0
+    return forward + weights, backward + weights
 
 
 def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
