@@ -38,6 +38,14 @@ def test_json_on_the_standard_output_is_alone(capsys: pytest.CaptureFixture[str]
     assert told == json.loads(json.dumps(plan.to_dict()))
 
 
+def test_autocast_is_sixteen_bytes_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--autocast", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["dtype"], told["autocast"]) == ("float32", True)
+    parts = told["peak_parts_gib"]
+    assert parts["weights"] + parts["optimizer"] == pytest.approx(12 * told["params"] / 2**30)
+
+
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture, numbers = tmp_path / "plan.png", tmp_path / "plan.json"
