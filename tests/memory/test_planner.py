@@ -128,6 +128,18 @@ def test_the_lines_are_python_that_makes_the_policies(monkeypatch: pytest.Monkey
     assert not model.config.use_cache
 
 
+def test_notes_say_what_is_assumed() -> None:
+    assert not any("max_position" in note for note in plan(seq_len=8192, budget=70).notes)
+    notes = " ".join(plan({**LLAMA, "max_position_embeddings": 4096}, seq_len=8192, budget=70).notes)
+    assert "max_position_embeddings is 4,096" in notes
+    assert "from a table" in notes
+    window = {**FEW, "model_type": "mistral", "sliding_window": 1024}
+    assert "look back on a window" in " ".join(plan(window, seq_len=8192, budget=70).notes)
+    assert "caps its scores" in " ".join(plan(SHAPES["gemma-2-2b"], seq_len=512, budget=70).notes)
+    assert "float32" in " ".join(plan(FEW, seq_len=512, budget=70, dtype="float32").notes)
+    assert "more than the 23.5 GiB" in " ".join(plan(FEW, seq_len=512, budget=70, device="rtx4090").notes)
+
+
 def test_it_prints_what_it_found() -> None:
     found = plan(seq_len=32768, budget=16)
     text = str(found)

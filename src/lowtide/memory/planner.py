@@ -175,6 +175,10 @@ def _notes(job: Job, budget: int) -> tuple[str, ...]:
         found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
     if budget > job.gpu.memory_bytes:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
+    if 0 < shape.positions < job.seq_len:
+        found.append(
+            f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"
+        )
     if shape.model_type not in KINDS:
         found.append(f"{shape.model_type}: that lowtide.patch fuses its norms, rotary embedding and MLP is assumed")
     if job.operand == torch.float32:

@@ -74,6 +74,7 @@ class ModelShape:
         experts_per_token: How many of them a token visits.
         windows: Tokens that each layer's attention looks back on; 0: all.
         capped_scores: Whether attention's scores pass a soft cap.
+        positions: Tokens of a sequence that the config says the model is for; 0 where it does not.
     """
 
     model_type: str
@@ -95,6 +96,7 @@ class ModelShape:
     experts_per_token: int = 0
     windows: tuple[int, ...] = ()
     capped_scores: bool = False
+    positions: int = 0
 
     @property
     def query_width(self) -> int:
@@ -249,6 +251,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         experts_per_token=_size(settings, "num_experts_per_tok") if experts else 0,
         windows=_windows(settings, layers),
         capped_scores=bool(settings.get("attn_logit_softcapping")),
+        positions=int(settings.get("max_position_embeddings") or 0),
     )
 
 
