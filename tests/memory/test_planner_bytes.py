@@ -22,7 +22,7 @@ from lowtide.memory.planner_bytes import (
 )
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.memory.planner_shapes import read_shape
-from lowtide.memory.planner_times import BESIDE, Times, attention_flop, layer_time
+from lowtide.memory.planner_times import BESIDE, HOST_FORWARD, Times, attention_flop, layer_time
 from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096
@@ -197,6 +197,7 @@ def test_what_recompute_costs() -> None:
     assert input_.flop - attention.flop == attention_flop(LLAMA)
     assert all_.backward < all1.backward < attention.backward < input_.backward
     assert all_.forward == input_.forward
+    assert attention.forward == pytest.approx(all_.forward, rel=0.01)
     assert layer_time(LLAMA, ActivationPolicy(keep="input", offload=True)).transfer == 2 * T * H / GPUS["h100"].pcie
 
 
@@ -218,5 +219,11 @@ def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
 
 def test_nothing_is_faster_than_the_host() -> None:
     short = layer_time(replace(LLAMA, seq_len=1), ALL)
-    shorter = layer_time(replace(LLAMA, seq_len=2), ALL)
-    assert (short.forward, short.backward) == (shorter.forward, shorter.backward)
+    longer = layer_time(replace(LLAMA, seq_len=64), ALL)
+    assert (short.forward, short.backward) == pytest.approx((longer.forward, longer.backward), rel=0.01)
+    assert short.forward > HOST_FORWARD
+
+
+def test_memory_that_costs_nothing_is_spent_where_the_host_sets_the_pace() -> None:
+    short = replace(LLAMA, seq_len=64)
+    assert layer_time(short, ALL).backward < layer_time(short, ALL1).backward

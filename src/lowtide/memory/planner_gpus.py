@@ -21,7 +21,7 @@ from lowtide.measure import time_side_by_side
 DEFAULT = "h100"
 HALF_RATE = 1.2e6  # numbers of a weight at which a product of many tokens runs at half the rate of large ones
 HALF_LENGTH = 1500  # tokens of a sequence at which causal attention runs at half the rate of long ones
-IN_A_ROW = 12  # products that are timed together: after some milliseconds a GPU lowers its clock
+IN_A_ROW = 40  # products that are timed together: after some milliseconds a GPU lowers its clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ def _gemm_rate(dtype: torch.dtype) -> float:
 
 
 def _attention_rates(dtype: torch.dtype, head_dim: int) -> tuple[float, float]:
-    T, heads = 8192, 16
+    T, heads = 16384, 16
     q, k, v = (torch.randn(1, heads, T, head_dim, device="cuda", dtype=dtype).requires_grad_() for _ in range(3))
 
     def forward() -> torch.Tensor:

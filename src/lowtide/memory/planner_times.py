@@ -18,9 +18,11 @@ HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three products: benchmarks/res
 BACKWARD_ATTENTION = 2.5  # products of attention's backward for each of its forward's
 BESIDE = 0.12  # share of a transfer's time that it takes from the products it runs beside
 # What the host takes to launch a layer's forward, backward and recompute, in seconds: below this no GPU is faster.
-# Measured with a Xeon: a layer that keeps attention looks at every operator, one with norms on its heads has more.
-HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.3e-3, 1.5e-3, 2.2e-3
-HOST_KEEPING, HOST_HEAD_NORMS = 1.2e-3, 0.6e-3
+# Fitted to short sequences on one host (benchmarks/results, 2026-11-21-plan-h100-short): others differ by tens of
+# percent. A layer that keeps attention looks at every operator; norms on the heads add kernels, either way.
+HOST_FORWARD, HOST_BACKWARD, HOST_RECOMPUTE = 1.4e-3, 2.4e-3, 2.2e-3
+HOST_KEEPING, HOST_HEAD_NORMS = 1.2e-3, (0.8e-3, 1.2e-3)
+HIDDEN = 0.01  # share of the quicker of GPU and host that counts: where the host sets the pace, another may not
 THIN = 0.9  # share of the copy's bandwidth that norms, rotary embedding and additions reach
 
 
@@ -125,16 +127,20 @@ def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
         recompute += mlp * 2 / 3
         flop += mlp_flop(job) * 2 / 3
     transfer = checkpoint_bytes(job, policy) / job.gpu.pcie if policy.offload else 0.0
-    norms = HOST_HEAD_NORMS * job.shape.head_norms
+    norms, norms_back = HOST_HEAD_NORMS if job.shape.head_norms else (0.0, 0.0)
     host_forward = HOST_FORWARD + norms + (HOST_KEEPING if policy.keep == "attention" else 0.0)
-    host_backward = HOST_BACKWARD + norms + (HOST_RECOMPUTE + norms if policy.keep != "all" else 0.0)
+    host_backward = HOST_BACKWARD + norms_back + (HOST_RECOMPUTE + norms if policy.keep != "all" else 0.0)
     return LayerTime(
-        forward=max(forward, host_forward),
-        backward=max(backward + recompute, host_backward),
+        forward=_at_once(forward, host_forward),
+        backward=_at_once(backward + recompute, host_backward),
         recompute=recompute,
         transfer=transfer,
         flop=flop,
     )
+
+
+def _at_once(gpu: float, host: float) -> float:
+    return max(gpu, host) + HIDDEN * min(gpu, host)
 
 
 def head_seconds(job: Job) -> float:
