@@ -137,6 +137,8 @@ def test_notes_say_what_is_assumed() -> None:
     assert "look back on a window" in " ".join(plan(window, seq_len=8192, budget=70).notes)
     assert "caps its scores" in " ".join(plan(SHAPES["gemma-2-2b"], seq_len=512, budget=70).notes)
     assert "float32" in " ".join(plan(FEW, seq_len=512, budget=70, dtype="float32").notes)
+    assert "expandable_segments" in " ".join(plan(seq_len=65536, budget=79).notes)
+    assert "expandable_segments" not in notes
     assert "more than the 23.5 GiB" in " ".join(plan(FEW, seq_len=512, budget=70, device="rtx4090").notes)
 
 

@@ -18,6 +18,7 @@ from lowtide.memory.planner_gpus import Gpu, find_gpu
 from lowtide.memory.planner_report import MemoryPlan, rung_of
 from lowtide.memory.planner_shapes import KINDS, read_shape
 
+CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
 USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
 
 
@@ -135,7 +136,7 @@ def _plan(job: Job, budget: int, host: int) -> MemoryPlan:
         largest_batch=largest_batch(job, budget, host),
         job=job,
         chosen=chosen,
-        notes=_notes(job, budget),
+        notes=_notes(job, budget, chosen.peak),
     )
 
 
@@ -168,13 +169,15 @@ def _refusal(search: Search, least: Candidate, budget: int) -> ArgumentValueErro
     )
 
 
-def _notes(job: Job, budget: int) -> tuple[str, ...]:
+def _notes(job: Job, budget: int, peak: int) -> tuple[str, ...]:
     shape = job.shape
     found = [f"head: {str(job.head_plan).splitlines()[0]}"]
     if not job.gpu.measured:
         found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
     if budget > job.gpu.memory_bytes:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
+    if CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes:
+        found.append("close to the GPU's size: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against gaps")
     if 0 < shape.positions < job.seq_len:
         found.append(
             f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"
