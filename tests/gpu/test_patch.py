@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -74,6 +73,7 @@ def test_loss_and_gradients(family: str, precision: str) -> None:
         assert errors[0] < 1.3 * errors[1], errors
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.compile's own, and that the debug mode is a prototype
 def test_levels_and_compiled_layers_and_no_synchronisation() -> None:
     stock = build("Qwen3", torch.bfloat16)
     _, true = gradients(stock)
@@ -84,17 +84,16 @@ def test_levels_and_compiled_layers_and_no_synchronisation() -> None:
             layer.mlp.checkpoint_level = 1
             if compiled:
                 layer.compile()
-        with warnings.catch_warnings(action="ignore"):  # of torch.compile, and that the mode is a prototype
-            _, grads = gradients(model)
-            assert distance(grads, true) < 1e-3
-            torch.cuda.synchronize()
-            try:
-                torch.cuda.set_sync_debug_mode("error")
-                for module in (model.model.layers[0].mlp, model.model.norm):
-                    hidden = torch.ones(1, 131, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-                    module(hidden).backward(torch.ones_like(hidden))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        _, grads = gradients(model)
+        assert distance(grads, true) < 1e-3
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for module in (model.model.layers[0].mlp, model.model.norm):
+                hidden = torch.ones(1, 131, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+                module(hidden).backward(torch.ones_like(hidden))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_generation() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.layers import add_rms_norm, rms_norm
 from support import relative_error, rms_norm_oracle
 
+ROOT = Path(__file__).parents[2]
 EPS = 1e-5
 # One rounding of a value at random, and of the interpreter, which cuts off; float32's sums on top.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -52,6 +55,8 @@ def upstream_of(out: Tensor, kind: str) -> Tensor:
     g = torch.Generator().manual_seed(1)
     if kind == "expanded":
         return torch.tensor(0.7).to(out.dtype).expand_as(out)
+    if kind == "rows apart":
+        return torch.randn(*out.shape[:-1], 2 * out.shape[-1], generator=g).to(out.dtype)[..., : out.shape[-1]]
     if kind == "strided":
         return torch.randn(*out.shape[:-1], 2 * out.shape[-1], generator=g).to(out.dtype)[..., ::2]
     return torch.randn(out.shape, generator=g).to(out.dtype)
@@ -80,7 +85,7 @@ def test_values_and_gradients(way: str, dtype: torch.dtype, shape: Any, offset: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("upstream", ["dense", "expanded", "strided"])
+@pytest.mark.parametrize("upstream", ["dense", "expanded", "strided", "rows apart"])
 @pytest.mark.parametrize("layout", ["dense", "rows of a wider matrix", "columns apart", "heads"])
 def test_strides(way: str, dtype: torch.dtype, upstream: str, layout: str) -> None:
     x, _, weight = leaves((4, 6, 24), dtype)
@@ -160,6 +165,16 @@ def test_on_a_cpu_rounds_as_transformers_does_to_the_bit(stock: str, rounding: A
     expected = norm(x)
     assert out.dtype == expected.dtype
     assert torch.equal(out, expected)
+
+
+def test_before_the_weight_it_is_rounded_to_the_inputs_dtype(way: str) -> None:
+    x, _, _ = leaves((9, 33), torch.bfloat16)
+    for rounding in ("before_weight", "after_weight"):
+        out = rms_norm(x, torch.ones(33), EPS, rounding=rounding)
+        assert torch.equal(out.bfloat16().to(out.dtype), out)
+        assert out.dtype == (torch.float32 if rounding == "before_weight" else torch.bfloat16)
+    wide = rms_norm(x.float(), torch.ones(33), EPS, rounding="before_weight")
+    assert not torch.equal(wide.bfloat16().float(), wide)
 
 
 def test_agrees_with_torchs_own_in_float32(way: str) -> None:
@@ -294,3 +309,8 @@ def test_every_argument_is_documented(name: str) -> None:
     text = inspect.getdoc(function) or ""
     for argument in inspect.signature(function).parameters:
         assert f"{argument}:" in text, f"{name}: {argument}"
+
+
+def test_the_examples_of_the_page_run() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "layers.md").read_text(), re.DOTALL)
+    exec(compile(block, "layers", "exec"), {})

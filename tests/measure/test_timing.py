@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import Timing, peak_above, time_side_by_side
+from lowtide.measure import Timing, kept_above, peak_above, time_side_by_side
 
 
 def test_candidates_take_turns_and_warm_rounds_do_not_count() -> None:
@@ -50,3 +50,12 @@ def test_peak_counts_what_is_left_behind_and_what_is_not() -> None:
     x.grad = None
     assert peak_above(lambda: torch.empty(size, dtype=torch.uint8), "cpu") == size
     assert peak_above(lambda: None, "cpu") == 0
+
+
+def test_what_is_kept_is_the_result_and_what_it_holds() -> None:
+    size = 2**20
+    x = torch.ones(size // 4, requires_grad=True)
+    kept_above(lambda: x.exp().sin(), "cpu")
+    assert kept_above(lambda: x.exp().sin(), "cpu") == 2 * size  # the result, and what sin read
+    assert kept_above(lambda: x.exp().sin().detach(), "cpu") == size
+    assert kept_above(lambda: None, "cpu") == 0

@@ -170,7 +170,8 @@ def test_inside_a_selective_checkpoint(mode: dict[str, Any], keep: CheckpointPol
     leaves = mlp((2, 5), 7, 11)
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return keep if op is torch.ops.lowtide.swiglu.default else CheckpointPolicy.PREFER_RECOMPUTE
+        ours = (torch.ops.lowtide.swiglu.default, torch.ops.lowtide.swiglu_projections.default)
+        return keep if op in ours else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     y = checkpoint(lambda *t: call(list(t), **mode), *leaves, use_reentrant=False, context_fn=contexts)

@@ -105,8 +105,9 @@ def test_a_step_on_fake_tensors_and_on_meta() -> None:
 def test_operators(level: int, dtype: torch.dtype) -> None:
     leaves = [t.detach().to(dtype) for t in mlp((2, 5), 7, 11)]
     fields = SwigluCall(*leaves, dtype=dtype, activation="silu", checkpoint_level=level, tile_tokens=4)
-    torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*fields, level == 0))
-    kept = torch.ops.lowtide.swiglu(*fields, level == 0)[1:]
+    torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(fields))
+    kept = torch.ops.lowtide.swiglu_projections(*fields) if level == 0 else (leaves[0].new_empty(0),) * 2
+    torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*fields, *kept))
     for wanted in (Wanted(*[True] * 7), Wanted(True, *[False] * 6), Wanted(False, True, *[False] * 5)):
         args = (*fields, *wanted, torch.randn(2, 5, 7).to(dtype), *kept)
         torch.library.opcheck(torch.ops.lowtide.swiglu_backward.default, args)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowtide import swiglu_mlp
 from lowtide.measure import track_allocations
+from lowtide.mlp import elementwise
 from support import mlp
 
 N, D, FF = 512, 48, 160
@@ -21,8 +25,6 @@ SLACK = 2**16  # the plain pieces of rows, and what is small
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.mlp import elementwise
-
     monkeypatch.setattr(elementwise, "PIECE", 2**11)
 
 
@@ -68,6 +70,13 @@ def test_the_input_is_kept_where_backward_reads_it(frozen: bool, level: int) -> 
     assert after_forward(forward) == (2 * FF * (level == 0) + D * needed) * 2 * N + few
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_bias_of_the_down_projection_alone_keeps_nothing(level: int) -> None:
+    x, *weights = (t.detach() for t in leaves_of())
+    bias = torch.randn(D).bfloat16().requires_grad_()
+    assert after_forward(lambda: swiglu_mlp(x.clone(), *weights, down_bias=bias, checkpoint_level=level)) == 2
+
+
 def test_nothing_is_kept_without_gradients() -> None:
     leaves = leaves_of()
     with torch.no_grad():
@@ -92,6 +101,31 @@ def test_peaks(level: int, tile: int | None) -> None:
     assert seen.peak_bytes > token * (beside + D * N) - SLACK, "the bound is not loose"
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_each_buffer_is_let_go_after_the_last_product_that_reads_it(
+    level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where weights are larger than a tile's buffers, so that the peak is at the end."""
+    monkeypatch.setattr(elementwise, "PIECE", 1)
+    rows, hidden, wide = 64, 256, 160
+    leaves = mlp(rows, hidden, wide, bias=False)[:4]
+    upstream = torch.randn(rows, hidden)
+    with track_allocations() as seen:  # forward too: of what was there before, no free is seen
+        y = swiglu_mlp(*leaves, checkpoint_level=level)
+        y.backward(upstream)
+    buffer, weight, dx = (4 * a * b for a, b in ((rows, wide), (hidden, wide), (rows, hidden)))
+    most = max(3 * buffer + weight, 2 * buffer + 2 * weight, buffer + 3 * weight) + dx + y.nbytes
+    assert most - 2**13 < seen.peak_bytes < most + 2**13 < most + buffer
+
+
+def test_a_strided_upstream_gradient_is_copied_once() -> None:
+    leaves = leaves_of(torch.float32)
+    y = swiglu_mlp(*leaves)
+    with track_allocations() as seen:
+        y.backward(torch.ones(()).expand(N, D))
+    assert sum(event.bytes == N * D * 4 for event in seen.events) == 2, "that, and the input's gradient"
+
+
 def test_a_retained_graph_costs_the_gradients_of_gate_and_up() -> None:
     leaves = leaves_of()
     peaks = []
@@ -114,3 +148,24 @@ def test_the_casts_of_autocast_are_made_once_a_pass(level: int) -> None:
         with track_allocations() as seen:
             y.sum().backward()
         assert 3 <= sum(event.bytes == cast for event in seen.events) <= 3 + 3 * len(range(0, N, tile or N))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_checkpoint_recomputes_no_more_than_backward_needs(level: int, selective: bool) -> None:
+    leaves = leaves_of(torch.float32)
+
+    def block(*tensors: Tensor) -> Tensor:
+        return swiglu_mlp(*tensors, checkpoint_level=level) + tensors[0]
+
+    def products(y: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            grads = torch.autograd.grad(y.sum(), leaves)
+        return sum(event.name in ("aten::mm", "aten::addmm") for event in profiler.events()), grads
+
+    how = {"context_fn": partial(create_selective_checkpoint_contexts, [])} if selective else {}
+    count, grads = products(checkpoint(block, *leaves, use_reentrant=False, **how))
+    plain_count, plain = products(block(*leaves))
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+    assert plain_count == (6 if level == 0 else 8)
+    assert count == 8, "gate and up are computed once more, and the down projection is not"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.models import norm_part
-from lowtide.models.instance import part_of
+from lowtide.models import norm_part, rope_part
+from lowtide.models.instance import give_class, part_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
@@ -188,6 +188,19 @@ def with_exact_gelu(model):
     model.model.layers[0].mlp.act_fn = nn.GELU()
 
 
+class LearnedSilu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return F.silu(x) * self.scale
+
+
+def with_a_learned_activation(model):
+    model.model.layers[0].mlp.act_fn = LearnedSilu()
+
+
 def with_adapter(model):
     class Adapter(nn.Module):
         def __init__(self, base):
@@ -220,8 +233,8 @@ def with_parametrization(model):
 
 
 MLP_CHANGES = [
-    with_dropout, with_exact_gelu, with_adapter, with_hook, with_hook_on_the_activation, with_own_forward,
-    with_parametrization,
+    with_dropout, with_exact_gelu, with_a_learned_activation, with_adapter, with_hook, with_hook_on_the_activation,
+    with_own_forward, with_parametrization,
 ]  # fmt: skip
 
 
@@ -235,7 +248,7 @@ def test_an_mlp_that_is_not_plain_runs_its_own_code(change, when, pair, batch, c
     report = lowtide.patch(model)
     if when == "after":
         change(model)
-    replaced_activation = change in (with_dropout, with_exact_gelu)
+    replaced_activation = change in (with_dropout, with_exact_gelu, with_a_learned_activation)
     if when == "after" and replaced_activation:  # only looked at when patching: patch again
         assert lowtide.patch(model) is report
     reset(calls)
@@ -322,8 +335,96 @@ def test_the_probe_leaves_no_trace(build):
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def attention(turn):
+    """A module whose forward calls ``turn`` by the name that attention calls its rotary embedding by."""
+    scope = {"apply_rotary_pos_emb": turn, "nn": nn}
+    exec(
+        "class Attention(nn.Module):\n"
+        "    def forward(self, q, k, cos, sin):\n"
+        "        return apply_rotary_pos_emb(q, k, cos, sin)\n",
+        scope,
+    )
+    return scope["Attention"]()
+
+
+def stock_turn(q, k, cos, sin, unsqueeze_dim=1):
+    def turned(x):
+        r = cos.shape[-1]
+        a, b = x[..., : r // 2], x[..., r // 2 : r]
+        half = torch.cat((-b, a), -1)
+        c, s = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return torch.cat((x[..., :r] * c + half * s, x[..., r:]), -1)
+
+    return turned(q), turned(k)
+
+
+def turn_the_last(q, k, cos, sin, unsqueeze_dim=1):
+    r = cos.shape[-1]
+    parts = stock_turn(q[..., -r:], k[..., -r:], cos, sin, unsqueeze_dim)
+    return tuple(torch.cat((x[..., :-r], part), -1) for x, part in zip((q, k), parts, strict=True))
+
+
+def turn_pairs(q, k, cos, sin, unsqueeze_dim=1):
+    def turned(x):
+        half = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        return x * cos.unsqueeze(unsqueeze_dim) + half * sin.unsqueeze(unsqueeze_dim)
+
+    return turned(q), turned(k)
+
+
+def turn_the_other_way(q, k, cos, sin, unsqueeze_dim=1):
+    return stock_turn(q, k, cos, -sin, unsqueeze_dim)
+
+
+def turn_one(x, cos, sin, unsqueeze_dim=1):
+    return stock_turn(x, x, cos, sin, unsqueeze_dim)[0]
+
+
+def turn_in_place(q, k, cos, sin, unsqueeze_dim=1):
+    for x, new in zip((q, k), stock_turn(q, k, cos, sin, unsqueeze_dim), strict=True):
+        x.copy_(2 * new)
+    return q, k
+
+
+@pytest.mark.parametrize(
+    ("turn", "fused"),
+    [
+        (stock_turn, True), (turn_the_last, False), (turn_pairs, False), (turn_the_other_way, False),
+        (turn_one, False), (turn_in_place, False), (lambda q, k, cos, sin: (q, k), False),
+    ],
+)  # fmt: skip
+def test_a_rotation_is_what_its_numbers_say(turn, fused, calls):
+    module = attention(turn)
+    assert rope_part.is_candidate(module)
+    found = rope_part.find(module, type(module))
+    assert isinstance(found, tuple) == fused, found
+    if not fused:
+        return
+    reset(calls)
+    give_class(module, "rope", rope_part.overrides, *found[1])
+    q, k, cos, sin = (torch.randn(shape) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)))
+    for tables in ((cos, sin), (cos[:, :, :6], sin[:, :, :6]), (cos[:1], sin[:1])):
+        for got, expected in zip(module(q, k, *tables), turn(q, k, *tables), strict=True):
+            torch.testing.assert_close(got, expected)
+    assert calls["rotary"] == 3
+    learned = cos.clone().requires_grad_()  # what rotary has no derivative for runs stock code, as do odd calls
+    module(q, k, learned, sin)[0].sum().backward()
+    assert learned.grad is not None
+    turned_alone = type(module).forward.__globals__["apply_rotary_pos_emb"](q=q, k=k, cos=cos, sin=sin)
+    assert torch.equal(turned_alone[0], turn(q, k, cos, sin)[0])
+    assert calls["rotary"] == 3
+    assert type(module).forward.__globals__ is not type(module).__mro__[1].forward.__globals__
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_gradient_checkpointing_and_levels(name, pair, batch, calls, assert_same_gradients):
+def test_gradient_checkpointing_and_levels(name, pair, batch, calls, assert_same_gradients, monkeypatch):
+    levels = []
+    stock_mlp = lowtide.models.mlp_part.swiglu_mlp
+    monkeypatch.setattr(
+        lowtide.models.mlp_part,
+        "swiglu_mlp",
+        lambda *args, **kwargs: (levels.append(kwargs["checkpoint_level"]), stock_mlp(*args, **kwargs))[1],
+    )
     for reentrant, level in ((False, 0), (True, 0), (False, 1)):
         model, stock = pair(name)
         lowtide.patch(model)
@@ -335,6 +436,8 @@ def test_gradient_checkpointing_and_levels(name, pair, batch, calls, assert_same
         reset(calls)
         model(**batch, use_cache=False).loss.backward()
         assert calls["swiglu_mlp"] == 4
+        assert levels == [level] * 4
+        levels.clear()
         stock(**batch).loss.backward()
         assert_same_gradients(model, stock)
 

@@ -37,7 +37,6 @@ def counted(monkeypatch):
     """Count the calls of fused operations."""
     calls = {}
     for part, name in ((mlp_part, "swiglu_mlp"), (norm_part, "rms_norm"), (rope_part, "rotary")):
-
         monkeypatch.setattr(part, name, functools.partial(count, calls, name, getattr(part, name)))
     return calls
 

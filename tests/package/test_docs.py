@@ -36,6 +36,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         "linear_token_stats",
         "linear_divergence",
         "plan_head",
+        "swiglu_mlp",
         "patch",
         "unpatch",
         "patch_trl",
@@ -57,6 +58,7 @@ def test_every_argument_is_documented(name: str) -> None:
         lowtide.TeacherTopK,
         lowtide.TrlReport,
         lowtide.nn.LinearCrossEntropyLoss,
+        lowtide.nn.SwiGLU,
     ],
 )
 def test_every_field_is_documented(kind: type) -> None:
@@ -72,9 +74,9 @@ def test_links_in_the_documents_lead_somewhere() -> None:
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-@pytest.mark.parametrize("page", ["token-stats", "divergence"])
-def test_the_examples_of_a_page_run(page: str) -> None:
+@pytest.mark.parametrize(("page", "examples"), [("token-stats", 2), ("divergence", 2), ("mlp", 1)])
+def test_the_examples_of_a_page_run(page: str, examples: int) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == examples
     for block in blocks:
         exec(compile(block, page, "exec"), {})

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from lowtide.bench.divergence import KINDS, PAIR_SHAPES, PairShape, parse_pair
 from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
+from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES, MlpShape, parse_mlp
 from lowtide.bench.peers import PEERS
 from lowtide.bench.policies import parse_policies
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES, Shape, parse_numbers, parse_shape
@@ -112,6 +113,60 @@ class HeadBenchConfig(_Settings):
     def command(self) -> str:
         """Return the command that says the same."""
         return _command("head", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpBenchConfig(_Settings):
+    """What `lowtide.bench.mlp.run` measures; each field is the option of ``lowtide bench mlp`` with the same name.
+
+    Raises:
+        ArgumentValueError: a value that no run could use.
+    """
+
+    shape: tuple[str, ...] = _setting(
+        (), "named shapes ({shapes}), five numbers batch,seq,hidden,intermediate,layers, or {groups}; without it,"
+        " llama-8b-32k", metavar="SHAPE",
+    )  # fmt: skip
+    only: tuple[str, ...] = _setting((), "measure these alone: {peers}", metavar="PEER")
+    skip: tuple[str, ...] = _setting((), "leave these out", metavar="PEER")
+    warm: int = _setting(2, "rounds that do not count")
+    reps: int = _setting(6, "rounds that count; every candidate takes turns with the limit")
+    dtype: Dtype = _setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
+    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
+    seed: int = _setting(0, "of the random inputs")
+    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
+            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
+        for name in ("only", "skip"):
+            self._require(name, set(getattr(self, name)) <= set(MLP_PEERS), f"names out of {', '.join(MLP_PEERS)}")
+        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
+        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
+        self._require("output", self.output != "", "a name that is not empty")
+        self._require("skip", bool(self.peers), "at least one peer that is left")
+        assert self.shapes
+
+    @property
+    def shapes(self) -> tuple[MlpShape, ...]:
+        """The shapes, each once."""
+        named = [shape for text in self.shape or ("llama-8b-32k",) for shape in parse_mlp(text)]
+        return tuple(dict.fromkeys(named))
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The names of those that are measured, in the table's order."""
+        return tuple(name for name in MLP_PEERS if name not in self.skip and (not self.only or name in self.only))
+
+    @staticmethod
+    def names() -> dict[str, str]:
+        """Return what the help texts name."""
+        return {"shapes": ", ".join(MLP_SHAPES), "groups": ", ".join(GROUPS), "peers": ", ".join(MLP_PEERS)}
+
+    def command(self) -> str:
+        """Return the command that says the same."""
+        return _command("mlp", self)
 
 
 APPLY_FUNCTIONS = ("cross-entropy", "focal", "entropy", "top-k")

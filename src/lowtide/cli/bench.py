@@ -15,6 +15,7 @@ from lowtide.bench.config import (
     DivergenceBenchConfig,
     HeadBenchConfig,
     LayersBenchConfig,
+    MlpBenchConfig,
     StatsBenchConfig,
     StepBenchConfig,
     TokenBenchConfig,
@@ -128,6 +129,24 @@ examples:
   lowtide bench step --model lowtide-small --tokens 64 --device cpu --peer stock --policy all input
       a look at it without a GPU"""
 
+_MLP = """\
+Time and memory of the gated MLP of today's transformers, forward and backward, at both levels of swiglu_mlp and of
+everyone who can be imported, in one process and in turns with the limit: the bare matrix products, 9 a layer, or 11
+where gate and up are computed twice. "kept" is what is alive after forward for backward's sake, the input counted;
+peaks are above input and weights and include the gradients; "all" is everything, and "again" the same of a step that
+adds to the gradients of the one before. A peer that fails is a row that says why. The result is
+DIR/<date>-mlp-<dtype>-<gpu>.json with the hardware and the versions; set COMMIT in the environment where the source has
+no git history. Exit status 1 where lowtide itself failed."""
+
+_MLP_EXAMPLES = """\
+examples:
+  lowtide bench mlp --shape models
+      a layer of a Llama of 8B and of 70B, at 8192 and 32768 tokens
+  lowtide bench mlp --shape published --dtype float32
+      the table of a published exercise, in its dtype
+  lowtide bench mlp --shape 2,64,32,96,2 --device cpu --skip compile
+      a look at it without a GPU"""
+
 _TUNE = """\
 Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
 table does not know. It serves every head that takes that path, but for one without bias, scale and soft cap on Hopper,
@@ -196,6 +215,15 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add_options(step, StepBenchConfig, {"peers": ", ".join(STEP_PEERS), "policies": FORM})
     step.set_defaults(main=main_step, parser=step)
+    mlp = kinds.add_parser(
+        "mlp",
+        help="the gated MLP",
+        description=_MLP,
+        epilog=_MLP_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(mlp, MlpBenchConfig, MlpBenchConfig.names())
+    mlp.set_defaults(main=main_mlp, parser=mlp)
     tune = kinds.add_parser(
         "tune",
         help="tile sizes of the head's GEMM for this GPU",
@@ -250,6 +278,18 @@ def main_apply(arguments: argparse.Namespace) -> int:
 
     told = run(ApplyBenchConfig(**_given(arguments, ApplyBenchConfig)), _say)
     return int(any("failed" in row and "plan" in row for shape in told["shapes"] for row in shape["rows"]))
+
+
+def main_mlp(arguments: argparse.Namespace) -> int:
+    """Measure the gated MLP, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.mlp import run
+
+    rows = run(MlpBenchConfig(**_given(arguments, MlpBenchConfig)), _say)
+    return int(any(row.failed and row.own for row in rows))
 
 
 def main_tokens(arguments: argparse.Namespace) -> int:

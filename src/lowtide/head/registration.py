@@ -59,15 +59,14 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Enter a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
-    with torch.autocast(device_type=device.type, enabled=False), on_device(device):
+    autocast = torch.is_autocast_enabled(device.type)  # else not entered: that takes the host as long as a launch
+    with torch.autocast(device_type=device.type, enabled=False) if autocast else nullcontext(), on_device(device):
         yield
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which kernels go to ``device``; it costs nothing where they do already."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return nullcontext()
-    return torch.cuda.device(device)
+    """Return a context in which kernels go to ``device``; entered also where it is current, for autograd's threads."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 Found = tuple[Tensor, Tensor, Tensor]  # gradients of input, weight and bias, empty where not wanted

@@ -11,7 +11,7 @@ from lowtide.measure.resident import (
     reset_peak_resident,
     resident_bytes,
 )
-from lowtide.measure.timing import Timing, peak_above, time_side_by_side
+from lowtide.measure.timing import Timing, kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import gib, mib
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "cuda_peak_bytes",
     "describe_machine",
     "gib",
+    "kept_above",
     "mib",
     "peak_above",
     "peak_resident_bytes",

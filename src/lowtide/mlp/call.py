@@ -33,6 +33,11 @@ class SwigluCall(NamedTuple):
         return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant
 
     @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Return the shape [..., D] of the output."""
+        return (*self.input.shape[:-1], self.down_weight.shape[0])
+
+    @property
     def wide(self) -> torch.dtype:
         """Return the dtype of sums over tiles."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32

@@ -1,7 +1,7 @@
 """`lowtide.swiglu_mlp` as registered operators and in autograd's graph.
 
-`torch.ops.lowtide.swiglu` computes the output, and keeps gate and up where it is told to;
-`torch.ops.lowtide.swiglu_backward` computes every gradient. Both begin with the fields of `SwigluCall`.
+`torch.ops.lowtide.swiglu_projections` computes gate and up, `torch.ops.lowtide.swiglu` the output, and
+`torch.ops.lowtide.swiglu_backward` every gradient. All begin with the fields of `SwigluCall`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.head.graph import differentiable_once, is_last_backward
 from lowtide.head.registration import held_elsewhere, schema_of, tensor_fields, undisturbed, watched
 from lowtide.mlp.call import SwigluCall, Wanted
-from lowtide.mlp.passes import backward_tiles, forward_tiles
+from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
 
 WRITTEN_OUT = (
     "torch.nn.functional.linear(torch.nn.functional.silu(torch.nn.functional.linear(input, gate_weight))"
@@ -32,20 +32,30 @@ _SEVERAL = ", ".join(["Tensor"] * len(Wanted._fields))
 assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in _TENSORS)
 
 
-@torch.library.custom_op("lowtide::swiglu", mutates_args=(), schema=f"({_CALL}, bool keep) -> (Tensor, Tensor, Tensor)")
-def swiglu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the output [..., D], and gate and up [N, F] where they are to be kept, else empty."""
-    *fields, keep = args
-    return _forward(SwigluCall(*fields), keep)
+@torch.library.custom_op("lowtide::swiglu_projections", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
+def swiglu_projections(*args: Any) -> tuple[Tensor, Tensor]:
+    """Compute gate and up [N, F]."""
+    return _project(SwigluCall(*args))
+
+
+@swiglu_projections.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    call = SwigluCall(*args)
+    shape = (call.tokens, call.gate_weight.shape[0])
+    return call.input.new_empty(shape, dtype=call.dtype), call.input.new_empty(shape, dtype=call.dtype)
+
+
+@torch.library.custom_op("lowtide::swiglu", mutates_args=(), schema=f"({_CALL}, Tensor gate, Tensor up) -> Tensor")
+def swiglu(*args: Any) -> Tensor:
+    """Compute the output [..., D] from gate and up, or where these are empty from the input."""
+    *fields, gate, up = args
+    return _forward(SwigluCall(*fields), gate, up)
 
 
 @swiglu.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *fields, keep = args
-    call = SwigluCall(*fields)
-    y = call.input.new_empty((*call.input.shape[:-1], call.down_weight.shape[0]), dtype=call.dtype)
-    kept = (call.tokens, call.gate_weight.shape[0]) if keep else (0,)
-    return y, y.new_empty(kept), y.new_empty(kept)
+def _(*args: Any) -> Tensor:
+    call = SwigluCall(*args[:-2])
+    return call.input.new_empty(call.output_shape, dtype=call.dtype)
 
 
 @torch.library.custom_op(
@@ -56,7 +66,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def swiglu_backward(*args: Any) -> tuple[Tensor, ...]:
     """Compute the gradients that are wanted from the output's, and from what forward kept."""
     call, wanted, upstream, gate, up = _split(args)
-    return _backward(call, wanted, upstream, gate, up, in_place=False)
+    return _backward(call, wanted, upstream, [gate, up], in_place=False)
 
 
 @swiglu_backward.register_fake
@@ -74,57 +84,91 @@ def _split(args: Sequence[Any]) -> tuple[SwigluCall, Wanted, Tensor, Tensor, Ten
     return SwigluCall(*args[:fields]), Wanted(*args[fields : fields + flags]), upstream, gate, up
 
 
-def _forward(call: SwigluCall, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _project(call: SwigluCall) -> tuple[Tensor, Tensor]:
     with torch.no_grad(), undisturbed(call.input.device):
-        return forward_tiles(call, keep)
+        return project_tiles(call)
+
+
+def _forward(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
+    with torch.no_grad(), undisturbed(call.input.device):
+        return forward_tiles(call, gate, up)
 
 
 def _backward(
-    call: SwigluCall, wanted: Wanted, upstream: Tensor, gate: Tensor, up: Tensor, *, in_place: bool
+    call: SwigluCall, wanted: Wanted, upstream: Tensor, kept: list[Tensor], *, in_place: bool
 ) -> tuple[Tensor, ...]:
     with torch.no_grad(), undisturbed(call.input.device):
-        return backward_tiles(call, wanted, upstream, gate, up, in_place=in_place)
+        return backward_tiles(call, wanted, upstream, kept, in_place=in_place)
 
 
 def run(call: SwigluCall) -> Tensor:
-    """Return the output, connected to whichever of the tensors need a gradient."""
-    trained = any(t is not None and t.requires_grad for t in call.trained)
-    if torch.is_grad_enabled() and trained:
-        y: Tensor = _SwigluMlp.apply(*call)  # type: ignore[no-untyped-call]
-        return y
-    return _run(call, keep=False)[0]
+    """Return the output, connected to whichever of the tensors need a gradient.
+
+    In autograd's graph this is two nodes. The first keeps what backward needs, and has the gradients; the second
+    computes the output and keeps nothing. A checkpoint recomputes until the last tensor is kept that backward needs: it
+    stops between the two, before the down projection, at level 1 before any product.
+    """
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in call.trained):
+        none = call.input.new_empty(0)
+        return _run(call, none, none)
+    stand_in, gate, up = _SwigluMlp.apply(*call)  # type: ignore[no-untyped-call]
+    fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
+    y: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
+    return y
 
 
-def _run(call: SwigluCall, *, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _run(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
     """Run `swiglu`: as an operator where something watches operators, else without that detour."""
     if watched(call):
-        found: tuple[Tensor, Tensor, Tensor] = swiglu(*call, keep)
-        return found
-    return _forward(call, keep)
+        y: Tensor = swiglu(*call, gate, up)
+        return y
+    return _forward(call, gate, up)
+
+
+class _Output(torch.autograd.Function):
+    """The output; its gradient goes to the stand-in as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, gate: Tensor, up: Tensor, *fields: Any) -> Tensor:  # noqa: ARG004
+        return _run(SwigluCall(*fields), gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:  # noqa: ARG004
+        return upstream, None, None, *[None] * len(SwigluCall._fields)
 
 
 class _SwigluMlp(torch.autograd.Function):
-    """Level 0 saves gate and up, and the input where a weight's gradient will read it; level 1 the input alone."""
+    """Level 0 saves gate and up, and the input where a weight's gradient will read it; level 1 the input alone.
+
+    Returns a tensor of the output's shape without memory of its own, gate and up.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         call = SwigluCall(*args)
         wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TENSORS))
         keep = call.checkpoint_level == 0 and wanted.projections
-        y, gate, up = _run(call, keep=keep)
+        if keep:
+            gate, up = swiglu_projections(*call) if watched(call) else _project(call)
+        else:
+            gate, up = call.input.new_empty(0), call.input.new_empty(0)
         tensors = list(call.trained)
-        ctx.input_kept = not keep or wanted.reads_input
+        ctx.input_kept = wanted.reads_input if keep else wanted.projections
         if not ctx.input_kept:
             tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one number in memory
         ctx.save_for_backward(*tensors, gate, up)
+        ctx.mark_non_differentiable(gate, up)
+        ctx.set_materialize_grads(False)  # of gate and up there are none, and zeros would take as much memory
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
         ctx.shared = held_elsewhere()
-        return y
+        return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
         *tensors, gate, up = ctx.saved_tensors
+        kept = [gate, up]
+        del gate, up
         if torch.is_grad_enabled() and not (ctx.input_kept or torch.compiler.is_compiling()):
             raise UnsupportedError(TWICE)  # the input is not there for a derivative by it to be refused later
         fields = list(ctx.scalars)
@@ -132,12 +176,13 @@ class _SwigluMlp(torch.autograd.Function):
             fields[i] = tensor
         call = SwigluCall(*fields)
         wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TENSORS))
-        args = (*call, *wanted, upstream, gate, up)
-        if watched(args):
+        if watched((*call, upstream, *kept)):
             with torch.no_grad():
-                found = swiglu_backward(*args)
+                found = swiglu_backward(*call, *wanted, upstream, *kept)
         else:
-            found = _backward(call, wanted, upstream, gate, up, in_place=is_last_backward() and not ctx.shared)
+            last = is_last_backward()
+            ctx.maybe_clear_saved_tensors()  # in the last backward: gate and up are not held until the node is done
+            found = _backward(call, wanted, upstream, kept, in_place=last and not ctx.shared)
         grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
         placed: list[Tensor | None] = [None] * len(fields)
         for i, grad in zip(_TENSORS, differentiable_once(grads, (*tensors, upstream), TWICE), strict=True):

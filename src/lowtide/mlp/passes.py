@@ -13,27 +13,38 @@ from lowtide.mlp.call import SwigluCall, Wanted
 from lowtide.mlp.elementwise import gated, gated_backward
 
 
-def forward_tiles(call: SwigluCall, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output [..., D], and gate and up [N, F] where they are to be kept, else empty."""
-    weights = _Weights(call, forward=True)
-    x_ND, N, F = _rows(call.input), call.tokens, call.gate_weight.shape[0]
-    y = x_ND.new_empty((*call.input.shape[:-1], call.down_weight.shape[0]), dtype=call.dtype)
-    y_ND = _rows(y)
-    gate_NF, up_NF = (y_ND.new_empty((N, F) if keep else 0) for _ in range(2))
+def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
+    """Return gate and up [N, F]."""
+    weights = _Weights(call, recompute=True)
+    x_ND = _rows(call.input)
+    gate_NF, up_NF = (x_ND.new_empty((call.tokens, len(call.gate_weight)), dtype=call.dtype) for _ in range(2))
     for tile in call.tiles():
-        x_CD = _operand(x_ND[tile], call.dtype)
-        gate, up = (gate_NF[tile], up_NF[tile]) if keep else (None, None)
-        gate, up = weights.projections(x_CD, gate, up)
-        p = torch.empty_like(gate) if keep else gate
+        weights.projections(_operand(x_ND[tile], call.dtype), gate_NF[tile], up_NF[tile])
+    return gate_NF, up_NF
+
+
+def forward_tiles(call: SwigluCall, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    """Return the output [..., D] from gate and up [N, F], or where these are empty from the input."""
+    kept = gate_NF.dim() == 2
+    weights = _Weights(call, forward=not kept, output=kept)
+    x_ND = _rows(call.input)
+    y = x_ND.new_empty(call.output_shape, dtype=call.dtype)
+    y_ND = _rows(y)
+    for tile in call.tiles():
+        if kept:
+            gate, up = gate_NF[tile], up_NF[tile]
+        else:
+            gate, up = weights.projections(_operand(x_ND[tile], call.dtype), None, None)
+        p = torch.empty_like(gate) if kept else gate
         gated(gate, up, call.activation, p)
         del gate, up
         _affine(p, weights.down, weights.down_bias, y_ND[tile])
         del p
-    return y, gate_NF, up_NF  # y itself, not a view: FSDP2 warns of views that a module returns
+    return y  # itself, not a view: FSDP2 warns of views that a module returns
 
 
 def backward_tiles(
-    call: SwigluCall, wanted: Wanted, upstream: Tensor, gate_NF: Tensor, up_NF: Tensor, *, in_place: bool
+    call: SwigluCall, wanted: Wanted, upstream: Tensor, kept: list[Tensor], *, in_place: bool
 ) -> tuple[Tensor, ...]:
     """Return the gradients of the call's tensors in their shapes and dtypes, empty where not wanted.
 
@@ -41,12 +52,12 @@ def backward_tiles(
         call: What was asked.
         wanted: Which.
         upstream: The output's gradient [..., D].
-        gate_NF: What forward kept; empty where it kept nothing.
-        up_NF: The same.
+        kept: Gate and up [N, F], or empty tensors where forward kept neither. Taken out of the list before the last
+            tile, so that they are let go where nobody else holds them.
         in_place: Whether these may be overwritten.
     """
-    kept = gate_NF.dim() == 2
-    weights = _Weights(call, recompute=not kept and wanted.projections, wanted=wanted)
+    kept_any = kept[0].dim() == 2
+    weights = _Weights(call, recompute=not kept_any and wanted.projections, wanted=wanted)
     tiles = call.tiles()
     sums = [
         _Sum(t, flag, call.wide if len(tiles) > 1 or t.dim() == 1 else t.dtype) if t is not None else None
@@ -55,9 +66,11 @@ def backward_tiles(
     x_ND, dy_ND = _rows(call.input), _rows(upstream)
     dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted.input else None
     for tile in tiles:
-        gate, up = (gate_NF[tile], up_NF[tile]) if kept else (None, None)
+        sides = [t[tile] for t in kept] if kept_any else []
+        if tile is tiles[-1]:
+            kept.clear()
         dx = None if dx_ND is None else dx_ND[tile]
-        _backward_tile(call, wanted, weights, sums, x_ND[tile], dy_ND[tile], gate, up, dx, in_place)
+        _backward_tile(call, wanted, weights, sums, x_ND[tile], dy_ND[tile], sides, dx, in_place)
     dx = x_ND.new_empty(0) if dx_ND is None else dx_ND.view(call.input.shape)
     return (dx, *(x_ND.new_empty(0) if total is None else total.finished() for total in sums))
 
@@ -69,21 +82,25 @@ def _backward_tile(
     sums: "list[_Sum | None]",
     x: Tensor,
     dy: Tensor,
-    gate: Tensor | None,
-    up: Tensor | None,
+    sides: list[Tensor],
     dx: Tensor | None,
     in_place: bool,
 ) -> None:
-    """Add one tile's part to every gradient; each buffer is let go after the last GEMM that reads it."""
+    """Add one tile's part to every gradient; each buffer is let go after the last GEMM that reads it.
+
+    ``sides`` are gate and up, which are taken out of it, or nothing where they are to be computed.
+    """
     gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = sums
     dy = _operand(dy, call.dtype)
     if wanted.down_bias and down_bias is not None:
         down_bias.add_rows(dy)
     if not wanted.projections:
         return
-    if wanted.reads_input or gate is None:
+    if wanted.reads_input or not sides:
         x = _operand(x, call.dtype)
-    if gate is None or up is None:
+    if sides:
+        up, gate = sides.pop(), sides.pop()
+    else:
         gate, up = weights.projections(x, None, None)
         in_place = True
     p: Tensor | None = None
@@ -133,21 +150,26 @@ class _Weights:
     """The weights and biases in the operands' dtype: themselves, or under autocast their casts, one of each a call."""
 
     def __init__(
-        self, call: SwigluCall, *, forward: bool = False, recompute: bool = False, wanted: Wanted | None = None
+        self,
+        call: SwigluCall,
+        *,
+        forward: bool = False,
+        recompute: bool = False,
+        output: bool = False,
+        wanted: Wanted | None = None,
     ) -> None:
         projected = forward or recompute
         side = projected or (wanted is not None and wanted.input)
-        through = forward or (wanted is not None and (wanted.gate or wanted.up))
-        empty = call.gate_weight.new_empty(0)
+        through = forward or output or (wanted is not None and (wanted.gate or wanted.up))
 
         def cast(tensor: Tensor, needed: bool) -> Tensor:
-            return _operand(tensor, call.dtype) if needed else empty
+            return _operand(tensor, call.dtype) if needed else tensor
 
         self.gate, self.up = cast(call.gate_weight, side), cast(call.up_weight, side)
         self.down = cast(call.down_weight, through)
         biases = (call.gate_bias, call.up_bias, call.down_bias)
         self.gate_bias, self.up_bias, self.down_bias = (
-            bias.to(call.dtype) if bias is not None and projected else None for bias in biases
+            bias.to(call.dtype) if bias is not None and (projected or output) else None for bias in biases
         )
 
     def projections(self, x_CD: Tensor, gate: Tensor | None, up: Tensor | None) -> tuple[Tensor, Tensor]:

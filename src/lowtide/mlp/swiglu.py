@@ -10,6 +10,7 @@ from lowtide.mlp.operators import WRITTEN_OUT, run
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 LEVELS = (0, 1)
+_NAMES = ("input", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
 
 
 def swiglu_mlp(
@@ -67,11 +68,12 @@ def swiglu_mlp(
         >>> swiglu_mlp(x, gate, up, down, checkpoint_level=1).sum().backward()
     """
     tensors = (input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    names = ("input", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
-    given = [t for t in tensors if isinstance(t, Tensor)]
-    refuse_transforms("swiglu_mlp", *given, instead=WRITTEN_OUT, way="write it out for this one")
-    _check_shapes(input, gate_weight, tensors, names)
-    dtype = _check_dtypes(input, tensors, names)
+    given = {name: tensor for name, tensor in zip(_NAMES, tensors, strict=True) if tensor is not None}
+    for name in _NAMES[:4]:
+        check_tensor(name, given.get(name))
+    refuse_transforms("swiglu_mlp", *given.values(), instead=WRITTEN_OUT, way="write it out for this one")
+    dtype = _check_tensors(given)
+    _check_shapes(given)
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(message("activation", " or ".join(map(repr, ACTIVATIONS)), repr(activation)))
     return run(
@@ -106,31 +108,14 @@ def _check_tile(tile_tokens: object) -> int:
     return value
 
 
-def _check_shapes(input: Tensor, gate_weight: Tensor, tensors: tuple[object, ...], names: tuple[str, ...]) -> None:
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor is not None or name in names[:4]:
-            _refuse_sharded(name, check_tensor(name, tensor))
-    if gate_weight.dim() != 2:
-        raise ArgumentValueError(message("gate_weight", "shape [F, D]", str(list(gate_weight.shape))))
-    F, D = gate_weight.shape
-    if input.dim() == 0 or input.shape[-1] != D:
-        expected = f"shape [..., {D}], as gate_weight is [{F}, {D}]"
-        raise ArgumentValueError(message("input", expected, str(list(input.shape))))
-    shapes = ((F, D), (D, F), (F,), (F,), (D,))
-    for name, tensor, shape in zip(names[2:], tensors[2:], shapes, strict=True):
-        if isinstance(tensor, Tensor) and tensor.shape != shape:
-            expected = f"shape {list(shape)}, as gate_weight is [{F}, {D}]"
-            raise ArgumentValueError(message(name, expected, str(list(tensor.shape))))
-
-
-def _check_dtypes(input: Tensor, tensors: tuple[object, ...], names: tuple[str, ...]) -> torch.dtype:
-    """Check dtypes and devices, and return the dtype that the GEMMs' operands take."""
+def _check_tensors(given: dict[str, Tensor]) -> torch.dtype:
+    """Check types, dtypes and devices, and return the dtype that the GEMMs' operands take."""
+    input = given["input"]
     dtype = operand_dtype(input)
-    for name, tensor in zip(names, tensors, strict=True):
-        if not isinstance(tensor, Tensor):
-            continue
-        if not tensor.is_floating_point():
+    for name, tensor in given.items():
+        if not check_tensor(name, tensor).is_floating_point():
             raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+        _refuse_sharded(name, tensor)
         check_device(name, tensor, input)
         if operand_dtype(tensor) != dtype:
             hint = "Cast one of them, or run under torch.autocast."
@@ -138,8 +123,24 @@ def _check_dtypes(input: Tensor, tensors: tuple[object, ...], names: tuple[str, 
     return dtype
 
 
+def _check_shapes(given: dict[str, Tensor]) -> None:
+    gate_shape = given["gate_weight"].shape
+    if len(gate_shape) != 2:
+        raise ArgumentValueError(message("gate_weight", "shape [F, D]", str(list(gate_shape))))
+    F, D = gate_shape
+    input = given["input"]
+    if input.dim() == 0 or input.shape[-1] != D:
+        expected = f"shape [..., {D}], as gate_weight is [{F}, {D}]"
+        raise ArgumentValueError(message("input", expected, str(list(input.shape))))
+    shapes = {"up_weight": (F, D), "down_weight": (D, F), "gate_bias": (F,), "up_bias": (F,), "down_bias": (D,)}
+    for name, shape in shapes.items():
+        if name in given and given[name].shape != shape:
+            expected = f"shape {list(shape)}, as gate_weight is [{F}, {D}]"
+            raise ArgumentValueError(message(name, expected, str(list(given[name].shape))))
+
+
 def _refuse_sharded(name: str, tensor: Tensor) -> None:
-    if hasattr(tensor, "device_mesh"):
+    if type(tensor) not in (Tensor, torch.nn.Parameter) and hasattr(tensor, "device_mesh"):
         hint = (
             "Inside FSDP2, wrap the module that calls this (lowtide.nn.SwiGLU, the MLP or the layer), not its"
             " projections: the weights are whole while that module's forward runs."

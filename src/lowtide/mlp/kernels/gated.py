@@ -24,8 +24,8 @@ def _sigmoid(a, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     w = a
     bend = a
     if ACTIVATION == "gelu_tanh":
-        # s is 0 or 1 outside, where a^3 would not stay finite
-        c = tl.clamp(a, -64.0, 64.0, propagate_nan=tl.PropagateNan.ALL)
+        # s is 0 or 1 outside, where a^3 would not stay finite; tl.clamp keeps NaN, but has no code for float64
+        c = tl.where(a > 64.0, 64.0, tl.where(a < -64.0, -64.0, a))
         w = _TWO_ROOTS * c * (1.0 + _CUBIC * c * c)
         bend = _TWO_ROOTS * c * (1.0 + 3.0 * _CUBIC * c * c)
     return 1.0 / (1.0 + tl.exp(-w)), bend

@@ -1,0 +1,147 @@
+"""``lowtide bench mlp`` from arguments to files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.bench import mlp_peers
+from lowtide.bench.config import MlpBenchConfig
+from lowtide.bench.mlp_peers import MLP_PEERS, MLP_SHAPES, bare_products, make_stack, parse_mlp
+from lowtide.cli import main
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
+
+
+def bench(*arguments: object) -> int:
+    return main(["bench", "mlp", *map(str, arguments)])
+
+
+def result(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.json")
+    return json.loads(file.read_text())
+
+
+def test_rows_and_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--shape", "2,64,16,40,1", "2,64,16,40,3", "--skip", "compile", "--dtype", "float32", *QUICK]
+    assert bench(*run, "--output", tmp_path) == 0
+    told = result(tmp_path)
+    assert told["command"] == (
+        "lowtide bench mlp --shape 2,64,16,40,1 2,64,16,40,3 --skip compile --warm 0 --reps 1 --dtype float32"
+        " --device cpu"
+    )
+    assert told["machine"]["torch"]
+    assert {"commit", "date", "dtype"} <= set(told)
+    D, F, N = 16, 40, 128
+    for shape in told["shapes"]:
+        assert (shape["tokens"], shape["D"], shape["F"]) == (N, D, F)
+        rows = {row["name"]: row for row in shape["rows"]}
+        assert list(rows) == ["lowtide-0", "lowtide-1", "lowtide-1-tiled", "liger", "naive"]
+        # of a token and layer: its input, and what stands between the products
+        assert rows["lowtide-0"]["kept_bytes"] == 4 * (D + 2 * F)
+        assert rows["lowtide-1"]["kept_bytes"] == 4 * D
+        assert rows["naive"]["kept_bytes"] == 4 * (D + 4 * F)
+        assert rows["lowtide-1-tiled"]["cannot"] == "128 tokens are one tile"
+        assert "failed" in rows["liger"] or rows["liger"]["kept_bytes"] == 4 * (D + 3 * F)
+        for name in ("lowtide-0", "lowtide-1", "naive"):
+            row = rows[name]
+            assert row["forward_ms"] + row["backward_ms"] == pytest.approx(row["ms"])
+            assert row["over"] == pytest.approx(row["ms"] / row["limit_ms"] - 1)
+            assert row["gemms"] == (11 if name == "lowtide-1" else 9)
+            weights = 3 * D * F * 4 * shape["layers"]
+            assert row["all_gb"] * 1e9 == pytest.approx(row["peak_mib"] * 2**20 + weights + N * D * 4)
+            assert row["again_gb"] > row["all_gb"]
+        assert rows["lowtide-1"]["peak_mib"] < rows["lowtide-0"]["peak_mib"] < rows["naive"]["peak_mib"] or (
+            shape["layers"] == 1  # one layer's backward has nothing to gain
+        )
+    assert "written: " in capsys.readouterr().out
+
+
+def test_the_bare_products_are_as_many_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = make_stack(parse_mlp("2,8,4,6,2")[0], torch.float32, torch.device("cpu"), 0)
+    calls: list[str] = []
+    for name in ("mm", "addmm"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, f=original, n=name, **k: (calls.append(n), f(*a, **k))[1])
+    for gemms in (9, 11):
+        calls.clear()
+        bare_products(stack, gemms)()
+        assert len(calls) == 2 * gemms
+        assert stack.shape.flops(gemms) == len(calls) * 2 * 16 * 4 * 6
+
+
+def test_everyone_computes_the_same() -> None:
+    stack = make_stack(parse_mlp("2,8,16,24,2")[0], torch.float64, torch.device("cpu"), 0)
+    values = {}
+    for name in ("lowtide-0", "lowtide-1", "naive"):
+        layer = MLP_PEERS[name].build(stack)
+        stack.step(layer)
+        values[name] = [stack.forward(layer).detach(), *(leaf.grad for leaf in stack.leaves)]
+    for name in ("lowtide-0", "lowtide-1"):
+        for got, expected in zip(values[name], values["naive"], strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_the_script_writes_where_it_is_told(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "mlp.py"
+    run = [sys.executable, "-W", "error", script, "--shape", "1,8,4,6,1", "--only", "naive", *QUICK]
+    ended = subprocess.run([*run, "--output", tmp_path], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert result(tmp_path)["shapes"][0]["rows"][0]["ms"] > 0
+
+
+def test_one_that_fails_is_a_row_and_lowtides_own_is_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(mlp_peers, "swiglu_mlp", fail)
+    run = ["--shape", "1,8,4,6,1", *QUICK, "--output"]
+    assert bench(*run, tmp_path / "a", "--only", "naive", "lowtide-1-tiled") == 0
+    assert bench(*run, tmp_path / "b", "--only", "lowtide-0") == 1
+    assert result(tmp_path / "b")["shapes"][0]["rows"][0]["failed"] == "RuntimeError: broken"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--shape", "nonsense"], "shape: expected published-1, "),
+        (["--shape", "1,2,3,4"], "shape: expected published-1, "),
+        (["--shape", "1,2,3,4,0"], "shape: expected published-1, "),
+        (["--only", "nobody"], "only: expected names out of lowtide-0"),
+        (["--only", "naive", "--skip", "naive"], "skip: expected at least one peer"),
+        (["--reps", "0"], "reps: expected a whole number of at least 1"),
+        (["--output", ""], "output: expected"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"lowtide bench: {says}")
+    assert err.count("\n") == 1
+
+
+def test_help_has_every_setting_and_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench("--help")
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{field.name}" in out for field in dataclasses.fields(MlpBenchConfig))
+    assert all(name in out for name in [*MLP_SHAPES, *mlp_peers.GROUPS, *MLP_PEERS])
+
+
+def test_groups() -> None:
+    published = [(s.batch, s.seq, s.D, s.F, s.layers) for s in MlpBenchConfig(shape=("published",)).shapes]
+    assert published == [
+        (16, 128, 512, 2048, 2), (32, 128, 512, 2048, 2), (8, 512, 1024, 4096, 3), (16, 512, 1024, 4096, 3),
+        (4, 1024, 4096, 16384, 5),
+    ]  # fmt: skip
+    models = [(s.N, s.D, s.F) for s in MlpBenchConfig(shape=("models", "llama-8b-8k")).shapes]
+    assert models == [(8192, 4096, 14336), (32768, 4096, 14336), (8192, 8192, 28672), (32768, 8192, 28672)]
+    assert [shape.name for shape in MlpBenchConfig().shapes] == ["llama-8b-32k"]
