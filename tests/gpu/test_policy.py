@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def test_same_to_the_bit(backend: str, dropout: bool) -> None:
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
 def test_every_fused_attention_is_kept(backend: str) -> None:
     model, ids = model_and_ids(4, 256, 700)
-    with sdpa_kernel(SDPBackend[backend]):
+    with sdpa_kernel(getattr(SDPBackend, backend)):
         want = step(model, ids)
         apply_policy(model, ActivationPolicy(keep="attention"))
         with CountAttention() as counted:
@@ -53,6 +54,7 @@ def test_the_math_path_is_refused() -> None:
 
 
 def live_after_forward(model: Plain, ids: torch.Tensor) -> int:
+    gc.collect()  # what other tests have left
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     loss = model(ids)
@@ -73,12 +75,13 @@ def test_bytes_that_stay_after_forward(keep: Any) -> None:
     kept = 2 * D + (2 * D + 4 * D // 64) * (keep == "attention")
     assert live[False] >= layers * tokens * kept
     moved = (layers - offload.ON_DEVICE) * tokens * kept
-    assert abs(live[False] - live[True] - moved) < 64 * 1024
+    assert abs(live[False] - live[True] - moved) < 64 * 1024, (live, moved)
 
 
 def test_peak_is_lower_and_the_copies_cost_little() -> None:
     """A step of a model whose layers compute for longer than their copies take."""
-    model, ids = model_and_ids(12, 1024, 16384)
+    layers, tokens, D = 8, 32768, 1024
+    model, ids = model_and_ids(layers, D, tokens)
     peaks, times = {}, {}
     for offloaded in (False, True):
         apply_policy(model, ActivationPolicy(keep="attention", offload=offloaded))
@@ -89,8 +92,8 @@ def test_peak_is_lower_and_the_copies_cost_little() -> None:
 
         times[offloaded] = time_side_by_side({"step": one}, "cuda", warm=2, reps=5)["step"].median_ms
         peaks[offloaded] = peak_above(one, "cuda")
-    kept = (12 - offload.ON_DEVICE) * 16384 * (4 * 1024 + 64)
-    assert peaks[True] < peaks[False] - 0.7 * kept
+    moved = (layers - offload.ON_DEVICE) * tokens * (4 * D + 4 * D // 64)
+    assert peaks[True] < peaks[False] - 0.5 * moved, (peaks, moved)  # gradients have grown where the peak is then
     assert times[True] < 1.1 * times[False], times
 
 
@@ -123,8 +126,10 @@ def test_no_host_synchronisation(keep: Any, offloaded: bool) -> None:
     apply_policy(model, ActivationPolicy(keep=keep, offload=offloaded))
     model(ids).backward()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the debug mode warns that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         model(ids).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -151,6 +156,7 @@ def test_a_budget_that_does_not_suffice() -> None:
         step(model, ids)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler's own doing
 def test_inside_torch_compile() -> None:
     """Attention's kernel is called once there as well."""
     model, ids = model_and_ids(3, 128, 512)

@@ -235,6 +235,23 @@ def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> No
         assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
+@pytest.mark.parametrize("how", ["model", "layers", "parts"])
+def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor) -> None:
+    """An offloaded layer runs in eager, once, and its parts may be compiled."""
+    torch._dynamo.reset()
+    model = llama()
+    stock = copy.deepcopy(model)
+    apply_policy(model, ATTENTION)
+    for module in [model.model] if how == "model" else model.model.layers:
+        (module.mlp if how == "parts" else module).compile(backend="aot_eager")
+    got, want = step(model, ids), step(stock, ids)
+    torch.testing.assert_close(got[0], want[0])
+    for name, gradient in want[1].items():
+        torch.testing.assert_close(got[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert side.copies == 3 * 3
+
+
 def test_nothing_to_offload_from(monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
     model = Plain()
     monkeypatch.setattr("lowtide.memory.apply.available", lambda: False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -185,7 +186,7 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = getattr(self, _STATE, None)
-        stock = base.forward.__get__(self)
+        stock = functools.partial(base.forward, self)  # not a bound method: dynamo may look that up again, and find us
         if state is None or not torch.is_grad_enabled():
             return stock(*args, **kwargs)
         return run_layer(self, state, stock, args, kwargs)

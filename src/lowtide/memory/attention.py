@@ -104,8 +104,9 @@ class KeptAttention:
     def keep(self, operator: Any, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put aside what an operator returned."""
 
-        def store(tensor: Tensor) -> _Kept:  # the rest is small: seeds, lengths
-            return _Kept(self._store(tensor) if tensor.is_floating_point() else stay(tensor))
+        def store(tensor: Tensor) -> _Kept:  # the rest is small: seeds, lengths, a mask that nobody asked for
+            large = tensor.is_floating_point() and tensor.numel() > 0
+            return _Kept(self._store(tensor) if large else stay(tensor))
 
         stored = tree_map_only(Tensor, store, outputs)
         self.calls.append(_Call(operator, stored, _rng_state_after(operator, outputs, args, kwargs)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -64,9 +65,14 @@ def run_layer(
     run, hidden = _of_hidden_states(state.name, forward, args, kwargs)
     if state.offloader is None:
         return _run(state, run, hidden, stay)
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()  # copies on streams run in eager; what the layer calls is compiled by itself
-    record = state.offloader.begin(moves=state.moves)
+    return _run_offloaded(state, state.offloader, run, hidden)
+
+
+# Copies on streams run in eager, and so does the layer between them, unless its parts are compiled by themselves.
+@_disable_dynamo  # torch.compiler.disable, without importing the compiler
+def _run_offloaded(state: LayerState, offloader: Offloader, run: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    """`_run` with what is kept in host memory."""
+    record = offloader.begin(moves=state.moves)
     # The checkpoint saves its inputs through the hooks that surround it. Its own take over for all that runs inside.
     with saved_tensors_hooks(lambda t: record.put(t) if t.numel() else stay(t), lambda get: get()):
         return _run(state, run, hidden, record.put)

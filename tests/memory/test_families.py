@@ -1,0 +1,122 @@
+"""Policies on models of many families: layers found by structure, values unchanged, attention kept where it can be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.errors import ArgumentValueError, UnsupportedError
+from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
+from memory.models import SHAPE, VOCAB, CountAttention, assert_same
+
+transformers = pytest.importorskip("transformers")
+
+_SMALL = {**SHAPE, "num_hidden_layers": 3}
+_NO_GROUPS = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_GPT2 = {
+    "vocab_size": VOCAB, "n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 64, "bos_token_id": 1,
+    "eos_token_id": 2, "loss_type": "ForCausalLM",
+}  # fmt: skip
+# model type -> (its own settings, calls of fused attention in a forward)
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
+    "llama": ({**_SMALL, "tie_word_embeddings": True}, 3),
+    "qwen3": (_SMALL, 3),
+    "qwen3_moe": ({**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, 3),
+    "gemma2": (_SMALL, 0),  # a soft cap inside attention, which SDPA does not know
+    "gemma3_text": ({**_SMALL, "sliding_window": 4}, 3),
+    "cohere2": ({**_SMALL, "sliding_window": 4}, 3),
+    "phi3": (_SMALL, 3),
+    "mistral": ({**_SMALL, "sliding_window": 4, "attention_dropout": 0.0}, 3),
+    "gpt2": ({**_GPT2, "attn_pdrop": 0.0}, 3),
+    "gpt2-dropout": (_GPT2, 0),  # in attention: the CPU's kernel has none
+    "bert": ({**_NO_GROUPS, **_NO_DROPOUT, "is_decoder": True}, 3),
+    "opt": ({**_NO_GROUPS, "ffn_dim": 40, "word_embed_proj_dim": 24}, 3),
+    "gpt_neox": (_NO_GROUPS, 3),
+}
+
+
+def build(name: str, settings: dict[str, Any]) -> Any:
+    """A tiny random model with dropout everywhere that its config knows one."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name.partition("-")[0], **settings)
+    implementation = "eager" if name == "gemma2" else "sdpa"
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+
+
+def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_near(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """To rounding: attention in matmuls of odd sizes depends on where its operands lie in memory."""
+    torch.testing.assert_close(got[0], want[0])
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in got[1].items():
+        assert (gradient - want[1][name]).norm() <= 1e-6 * want[1][name].norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str, padded: bool, ids: Tensor) -> None:
+    settings, expected = FAMILIES[name]
+    model = build(name, settings)
+    stock = copy.deepcopy(model)
+    batch = {"input_ids": ids, "labels": ids}
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[0, -4:] = 0
+        batch["attention_mask"] = mask
+    with CountAttention() as counted:
+        want = step(stock, batch)
+    kept = counted.calls
+    assert kept == expected
+    report = apply_policy(model, ActivationPolicy(keep="input"))
+    assert len(report.policies) == 3
+    with CountAttention() as counted:
+        got = step(model, batch)
+    assert counted.calls == 2 * kept
+    (assert_same if kept else assert_near)(got, want)
+    apply_policy(model, ActivationPolicy(keep="attention"))
+    if kept < 3:  # dropout or a mask that the CPU's kernel does not know: nothing is recomputed in silence
+        with pytest.raises(UnsupportedError, match="fused attention operator"):
+            step(model, batch)
+    else:
+        with CountAttention() as counted:
+            got = step(model, batch)
+        assert counted.calls == kept
+        assert_same(got, want)
+    remove_policy(model)
+    assert all(type(a) is type(b) for a, b in zip(model.modules(), stock.modules(), strict=True))
+
+
+def test_an_encoder_and_a_decoder(ids: Tensor) -> None:
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=24, d_kv=8, d_ff=40, num_layers=3, num_heads=3, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config).train()
+    stock = copy.deepcopy(model)
+    batch = {"input_ids": ids, "labels": ids.flip(1)}
+    want = step(stock, batch)
+    with pytest.raises(ArgumentValueError, match=r"'encoder\.block' and 'decoder\.block' of 3 each"):
+        apply_policy(model, ActivationPolicy(keep="input"))
+    runs = {"encoder": 0, "decoder": 0}
+    for part in runs:
+        apply_policy(getattr(model, part), ActivationPolicy(keep="input"))
+        getattr(model, part).block[1].layer[0].register_forward_hook(
+            lambda *_, part=part: runs.update({part: runs[part] + 1})
+        )
+    assert_near(step(model, batch), want)
+    assert runs == {"encoder": 2, "decoder": 2}
+    remove_policy(model)
+    assert_near(step(model, batch), want)
+    assert runs == {"encoder": 3, "decoder": 3}

@@ -1,0 +1,307 @@
+"""A policy through a model's life: found layers, copies, files, patches, sharding, compilation, and every error."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
+from memory.models import VOCAB, CountAttention, Layer, Plain, assert_same, step
+
+ATTENTION, INPUT = ActivationPolicy(keep="attention"), ActivationPolicy(keep="input")
+TESTS = Path(__file__).parents[1]
+
+
+def calls(model: Any, ids: Tensor) -> int:
+    """Calls of attention in a step: 5 where it is kept, 10 where it is recomputed."""
+    with CountAttention() as counted:
+        step(model, ids)
+    return counted.calls
+
+
+def test_a_second_policy_replaces_the_first(pair: tuple[Any, Any], ids: Tensor) -> None:
+    model, stock = pair
+    names = {type(m).__name__ for m in stock.modules()}
+    for policy, expected in ((INPUT, 10), (ATTENTION, 5), (INPUT, 10), (ActivationPolicy(), 5)):
+        apply_policy(model, policy)
+        assert calls(model, ids) == expected
+        assert {type(m).__name__ for m in model.modules()} == names
+    assert all(type(a) is type(b) for a, b in zip(model.modules(), stock.modules(), strict=True))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_keep_their_policy(how: str, model: Any, ids: Tensor, tmp_path: Path) -> None:
+    apply_policy(model, INPUT)
+    if how == "torch.save":
+        torch.save(model, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    else:
+        other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert_same(step(other, ids), step(model, ids))
+    assert calls(other, ids) == 10
+    remove_policy(model)
+    assert calls(other, ids) == 10  # another instance
+    remove_policy(other)
+    assert calls(other, ids) == 5
+
+
+def test_files_do_not_change(llama: Any, tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "stock")
+    apply_policy(model, ATTENTION)
+    model.save_pretrained(tmp_path / "policy")
+    files = sorted(file.name for file in (tmp_path / "stock").iterdir())
+    assert files == sorted(file.name for file in (tmp_path / "policy").iterdir())
+    assert "model.safetensors" in files
+    for file in files:
+        assert (tmp_path / "stock" / file).read_bytes() == (tmp_path / "policy" / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("first", ["patch", "policy"])
+def test_with_patch_in_either_order(first: str, llama: Any, ids: Tensor) -> None:
+    model, stock = llama(), llama()
+    lowtide.patch(stock)
+    want = step(stock, ids)
+    if first == "patch":
+        report = lowtide.patch(model)
+        apply_policy(model, ATTENTION)
+    else:
+        apply_policy(model, ATTENTION)
+        report = lowtide.patch(model)
+    assert_same(step(model, ids), want)
+    assert calls(model, ids) == 5
+    assert report.calls_materialised == 0
+    assert report.calls_fused == 2
+    lowtide.unpatch(model)
+    assert calls(model, ids) == 5
+    remove_policy(model)
+    assert all(type(a) is type(b) for a, b in zip(model.modules(), llama().modules(), strict=True))
+
+
+def test_no_gradients_no_recompute(llama: Any, ids: Tensor) -> None:
+    model, stock = llama().eval(), llama().eval()
+    apply_policy(model, INPUT)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, stock(input_ids=ids).logits)
+    got, want = (m.generate(ids, max_new_tokens=5, do_sample=False) for m in (model, stock))
+    assert torch.equal(got, want)
+
+
+def test_caches(llama: Any, ids: Tensor) -> None:
+    """An empty one in training is left out, one that holds keys is refused, one in evaluation is filled."""
+    model, stock = llama(), llama()
+    apply_policy(model, ATTENTION)
+    assert_same(step(model, ids, use_cache=True), step(stock, ids, use_cache=True))
+    full = stock(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedError, match="a cache that holds keys"):
+        model(input_ids=ids, past_key_values=full)
+    mixed = [ActivationPolicy(), *[INPUT] * 4]  # layer 0 fills the cache that the others get
+    apply_policy(model, mixed)
+    assert_same(step(model, ids, use_cache=True), step(stock, ids, use_cache=True))
+    outputs = model.eval()(input_ids=ids, use_cache=True)
+    assert outputs.past_key_values.get_seq_length(3) == ids.shape[1]
+    want = stock.eval()(input_ids=ids, use_cache=True)
+    assert torch.equal(outputs.logits, want.logits)
+
+
+def switch(model: Any, way: str, **kwargs: Any) -> None:
+    """Switch transformers' checkpointing on or off, by the name that its version has for it."""
+    new, old = f"activation_checkpointing_{way}", f"gradient_checkpointing_{way}"
+    getattr(model, new if hasattr(model, new) else old)(**kwargs)
+
+
+def test_transformers_own_checkpointing_is_refused(llama: Any, ids: Tensor) -> None:
+    model = llama()
+    switch(model, "enable")
+    for policy in (INPUT, ATTENTION):
+        with pytest.raises(UnsupportedError, match=r"recomputed twice.*gradient_checkpointing_disable"):
+            apply_policy(model, policy)
+    apply_policy(model, ActivationPolicy())
+    switch(model, "disable")
+    apply_policy(model, INPUT)
+    switch(model, "enable")
+    with pytest.raises(UnsupportedError, match="recomputed twice"):
+        step(model, ids)
+
+
+def test_pytorchs_wrapper_is_refused() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Plain()
+    model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+    with pytest.raises(UnsupportedError, match="nothing else recomputes"):
+        apply_policy(model, INPUT)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
+@pytest.mark.parametrize("how", ["model", "layers in place", "layers wrapped"])
+@pytest.mark.parametrize("policy", [INPUT, ATTENTION], ids=["input", "attention"])
+def test_inside_torch_compile(how: str, policy: Any, llama: Any, ids: Tensor) -> None:
+    torch._dynamo.reset()
+    model, stock = llama(), llama()
+    layers = model.model.layers
+    backend = "aot_eager_decomp_partition"  # the partitioner that decides what is kept, without the code generator
+    if how == "layers wrapped":
+        for k, layer in enumerate(layers):
+            layers[k] = torch.compile(layer, backend=backend)
+    report = apply_policy(model, policy)
+    assert len(report.policies) == 5
+    if how == "layers in place":
+        for layer in layers:
+            layer.compile(backend=backend)
+    elif how == "model":
+        model.model.compile(backend=backend)
+    want = step(stock, ids)
+    got = step(model, ids)
+    torch.testing.assert_close(got[0], want[0])
+    for (name, gradient), other in zip(got[1].items(), want[1].values(), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6, msg=name)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
+        step(model, ids)
+    ran = sum(event.name == "aten::_scaled_dot_product_flash_attention_for_cpu" for event in seen.events())
+    assert ran == (5 if policy is ATTENTION else 10)
+
+
+@pytest.mark.parametrize("keep", ["attention", "input"])
+@pytest.mark.parametrize("order", ["policy-first", "shard-first"])
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")
+def test_fsdp2_on_two_ranks(keep: str, order: str) -> None:
+    offload = "offload" if (keep, order) in {("attention", "policy-first"), ("input", "shard-first")} else "stay"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(Path(__file__).with_name("two_ranks.py")), keep, order, offload]
+    path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*launch, *script], capture_output=True, text=True, check=False, timeout=120, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("is right") == 2
+
+
+class Leveled(nn.Module):
+    """Stands for a fused MLP."""
+
+    checkpoint_level = 0
+
+
+def with_levels() -> Plain:
+    model = Plain()
+    for block in model.blocks:
+        block.mlp.add_module("fused", Leveled())
+        block.mlp.fused.forward = lambda x: x
+    return model
+
+
+def test_mlp_levels() -> None:
+    model = with_levels()
+    model.blocks[3].mlp.fused.checkpoint_level = 1
+
+    def levels() -> list[int]:
+        return [block.mlp.fused.checkpoint_level for block in model.blocks]
+
+    report = apply_policy(model, ActivationPolicy(mlp_level=1))
+    assert levels() == [1] * 5
+    assert "1" in str(report).splitlines()[2]
+    apply_policy(model, [ActivationPolicy(mlp_level=level) for level in (0, 1, 0, None, 1)])
+    assert levels() == [0, 1, 0, 1, 1]
+    remove_policy(model)
+    assert levels() == [0, 0, 0, 1, 0]
+
+
+def test_mlp_levels_without_a_fused_mlp(model: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"lowtide\.patch\(model, mlp=True\) first"):
+        apply_policy(model, [*[INPUT] * 4, ActivationPolicy(mlp_level=1)])
+    assert not any("_lowtide_policy" in vars(m) for m in model.modules()), "nothing has changed"
+
+
+def test_the_report(llama: Any) -> None:
+    model = llama()
+    report = apply_policy(model, [INPUT, INPUT, ATTENTION, ActivationPolicy(), INPUT])
+    assert report.stack == "model.layers"
+    assert list(report.bytes_per_token.values()) == [96, 96, 96 + 96 + 12, None, 96]
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["layers", "keeps", "where", "mlp", "level", "bytes", "a", "token"]
+    assert lines[2].startswith("model.layers.0 - model.layers.1  input ")
+    assert lines[3].startswith("model.layers.2 ")
+    assert lines[3].endswith(" 204")
+    assert len(lines) == 6
+    assert report.host_bytes == 0
+
+
+def test_layers_are_found_by_structure() -> None:
+    model = Plain()
+    model.blocks = nn.Sequential(*model.blocks)
+    assert apply_policy(model, INPUT).stack == "blocks"
+    assert apply_policy(nn.Sequential(nn.Linear(2, 2), model), INPUT).stack == "1.blocks"
+    assert apply_policy(nn.ModuleList(model.blocks), INPUT).stack == "ModuleList"
+    model.tower = nn.ModuleList(Layer(8, 2, 0.0) for _ in range(3))
+    model.many = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))  # nothing inside: heads, not layers
+    for block in model.blocks:
+        block.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(12))
+    report = apply_policy(model, INPUT)
+    assert report.stack == "blocks"
+    assert report.others == ("tower (3)",)
+    assert "left as it was: tower (3)" in str(report)
+
+
+def test_layers_that_are_not_found() -> None:
+    twins = nn.ModuleDict({"encoder": Plain(), "decoder": Plain()})
+    with pytest.raises(ArgumentValueError, match=r"'encoder\.blocks' and 'decoder\.blocks' of 5 each.*get_submodule"):
+        apply_policy(twins, INPUT)
+    for name in twins:
+        assert apply_policy(twins[name], INPUT).stack == "blocks"
+    remove_policy(twins)
+    assert not any("_lowtide_policy" in vars(m) for m in twins.modules())
+    for model in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ModuleList()):
+        with pytest.raises(ArgumentValueError, match="a ModuleList or a Sequential"):
+            apply_policy(model, INPUT)
+    shared = Plain()
+    shared.blocks = nn.ModuleList([shared.blocks[0]] * 3)
+    with pytest.raises(ArgumentValueError, match="a ModuleList or a Sequential"):
+        apply_policy(shared, INPUT)
+
+
+def test_arguments() -> None:
+    model = Plain()
+    with pytest.raises(ArgumentTypeError, match=r"model: expected a torch\.nn\.Module, got str"):
+        apply_policy("model", INPUT)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"model: expected a torch\.nn\.Module, got str"):
+        remove_policy("model")  # type: ignore[arg-type]
+    for wrong in ("input", None, [INPUT, "input"]):
+        with pytest.raises(ArgumentTypeError, match=r"policy: expected a lowtide\.memory\.ActivationPolicy"):
+            apply_policy(model, wrong)  # type: ignore[arg-type]
+    for number in (0, 4, 6):
+        with pytest.raises(ArgumentValueError, match=f"policy: expected 5 policies.*got {number}"):
+            apply_policy(model, [INPUT] * number)
+    for budget in (-1, float("nan")):
+        with pytest.raises(ArgumentValueError, match="host_gib: expected a number of GiB"):
+            apply_policy(model, INPUT, host_gib=budget)
+    with pytest.raises(ArgumentTypeError, match="host_gib: expected a number of GiB"):
+        apply_policy(model, INPUT, host_gib="8")  # type: ignore[arg-type]
+
+
+def test_a_layer_without_hidden_states() -> None:
+    holder = nn.Module()
+    holder.blocks = nn.ModuleList([nn.Sequential(nn.Embedding(VOCAB, 4))])
+    apply_policy(holder, INPUT)
+    with pytest.raises(UnsupportedError, match="hidden states: a floating-point tensor"):
+        holder.blocks[0](torch.tensor([3]))
+
+
+def test_hidden_states_by_name(ids: Tensor) -> None:
+    model, stock = Plain(), Plain()
+    apply_policy(model, ATTENTION)
+    loss = model.blocks[0](x=model.embed(ids)).square().sum()
+    want = stock.blocks[0](x=stock.embed(ids)).square().sum()
+    loss.backward()
+    want.backward()
+    assert torch.equal(model.embed.weight.grad, stock.embed.weight.grad)
