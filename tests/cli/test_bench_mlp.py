@@ -16,6 +16,7 @@ from lowtide.bench import mlp_peers
 from lowtide.bench.config import MlpBenchConfig
 from lowtide.bench.mlp_peers import MLP_PEERS, MLP_SHAPES, bare_products, make_stack, parse_mlp
 from lowtide.cli import main
+from lowtide.mlp import elementwise
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
@@ -63,6 +64,24 @@ def test_rows_and_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             shape["layers"] == 1  # one layer's backward has nothing to gain
         )
     assert "written: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("numbers", ["2,64,16,40,3", "1,8,48,60,2", "4,64,8,200,1"])
+def test_the_peak_of_a_step_that_adds_to_gradients_is_the_sum_in_the_docs(
+    numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elementwise, "PIECE", 1)
+    assert bench("--shape", numbers, "--only", "lowtide-0", "lowtide-1", *QUICK, "--output", tmp_path) == 0
+    (shape,) = result(tmp_path)["shapes"]
+    N, D, F, L = (shape[name] for name in ("tokens", "D", "F", "layers"))
+    X, B, w = 4 * N * D, 4 * N * F, 4 * D * F
+    expected = (
+        2 * (3 * L * w + X) + L * (2 * B + X) + max(B + w, 2 * w, 3 * w - B) + X,
+        2 * (3 * L * w + X) + L * X + max(3 * B + w, 2 * B + 2 * w, B + 3 * w) + X,
+    )
+    few = 4 * 12 * F  # of some rows, between the products
+    for row, size in zip(shape["rows"], expected, strict=True):
+        assert size - few <= row["again_gb"] * 1e9 <= size + few
 
 
 def test_the_bare_products_are_as_many_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
