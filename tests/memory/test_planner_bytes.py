@@ -89,7 +89,9 @@ def test_phases_of_a_step_that_keeps_all() -> None:
     assert first.activations == kept
     assert first.gradients == 2 * (31 * layer + vocab + mlp // 3)
     few = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H)).phases([(ALL, 32)])}
-    assert few["backward of layer 31"].gradients == 2 * (vocab + mlp - H * 14336)
+    assert few["backward of layer 31"].gradients == 2 * (vocab + mlp // 3)
+    fewer = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H // 2)).phases([(ALL, 32)])}
+    assert fewer["backward of layer 31"].gradients == 2 * (vocab + mlp - 2 * (H // 2) * 14336)
     assert phases["embedding"].transients == 2 * T * H + 4 * T * H
     assert phases["optimizer"].gradients == 2 * params
     assert phases["optimizer"].bytes == 4 * params + other
@@ -193,7 +195,8 @@ def test_what_recompute_costs() -> None:
     all_, all1, attention, input_ = (layer_time(LLAMA, p) for p in (ALL, ALL1, ATTENTION, INPUT))
     assert all_.flop == 0
     assert all1.flop == pytest.approx(2 * 2 * T * H * 14336)
-    assert attention.flop == 2 * T * (218_112_000 - 2 * H)
+    assert attention.flop == 2 * T * (218_112_000 - 2 * H - H * 14336)  # but for the down projection
+    assert layer_time(LLAMA, ActivationPolicy(keep="attention", mlp_level=1)).flop == attention.flop
     assert input_.flop - attention.flop == attention_flop(LLAMA)
     assert all_.backward < all1.backward < attention.backward < input_.backward
     assert all_.forward == input_.forward

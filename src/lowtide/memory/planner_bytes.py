@@ -285,10 +285,10 @@ class Memory:
         # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
         self.waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
         self.stream = N * shape.hidden * e
-        # Beside the MLP's product stands the gradient of the weight behind it; when those of gate and up come, the
-        # product is gone: with few tokens that later moment holds more.
+        # Beside the MLP's product stands the gradient of the weight behind it. When that of gate's weight comes, the
+        # product is gone, and when that of up's comes, gate is too: with few tokens those later moments hold more.
         mlp, product = shape.mlp_params * e, N * shape.token_mlp_width() * job.narrow
-        self.mlp_gradients = mlp if shape.experts else mlp // 3 + max(0, mlp - mlp // 3 - product)
+        self.mlp_gradients = mlp if shape.experts else mlp // 3 + 2 * max(0, mlp // 3 - product)
         self._of: dict[tuple[ActivationPolicy, bool], _LayerBytes] = {}
 
     def peak(self, groups: Groups) -> Phase:

@@ -79,7 +79,7 @@ class Search:
         pairs = [self.candidate([(policy, layers)]) for policy in lean_first]
         for a, b in combinations(lean_first, 2):
             pairs += [self.candidate([(a, n), (b, layers - n)]) for n in range(1, layers)]
-        pairs = [one for one in pairs if one.host <= self.host_bytes]
+        pairs = [one for one in pairs if self._counts(one)]
         used = {policy for one in pareto(pairs) for policy, _ in one.groups}
         step = -(-layers // THIRDS)
         triples = [
@@ -88,7 +88,12 @@ class Search:
             for i in range(step, layers, step)
             for j in range(step, layers - i, step)
         ]
-        return pairs + [one for one in triples if one.host <= self.host_bytes]
+        return pairs + [one for one in triples if self._counts(one)]
+
+    def _counts(self, one: Candidate) -> bool:
+        """Return whether the host has room for a mixture, and offloading moves anything: the last layers' stays."""
+        idle = one.host == 0 and any(policy.offload for policy, _ in one.groups)
+        return one.host <= self.host_bytes and not idle
 
     @cached_property
     def front(self) -> list[Candidate]:
@@ -105,7 +110,7 @@ class Search:
 
         No other mixture is lower: the head meets what all layers keep, and each backward what its own layer recomputes.
         """
-        return min(self._lean(), key=lambda one: (one.peak, one.seconds))
+        return min(filter(self._counts, self._lean()), key=lambda one: (one.peak, one.seconds))
 
     def _lean(self) -> Iterator[Candidate]:
         layers = self.job.shape.layers

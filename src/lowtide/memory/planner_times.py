@@ -16,6 +16,7 @@ from lowtide.memory.policy import ActivationPolicy
 
 HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three products: benchmarks/results, lowtide bench head
 BACKWARD_ATTENTION = 2.5  # products of attention's backward for each of its forward's
+THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the MLP's product, nor the last addition
 BESIDE = 0.12  # share of a transfer's time that it takes from the products it runs beside
 # What the host takes to launch a layer's forward, backward and recompute, in seconds: below this no GPU is faster.
 # Fitted to short sequences on one host (benchmarks/results, 2026-11-21-plan-h100-short): others differ by tens of
@@ -114,18 +115,20 @@ def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
     thin_rate = job.gpu.bandwidth * THIN
     forward_rate, backward_rate = _attention_rates(job)
     thin, thin_back = (size / thin_rate for size in thin_bytes(job))
-    mlp, products = _seconds(job, _mlp_weights(job)), _seconds(job, _projections(job) + _mlp_weights(job))
+    products = _seconds(job, _projections(job) + _mlp_weights(job))
     attention = attention_flop(job)
     forward = products + attention / forward_rate + thin
     backward = 2 * products + BACKWARD_ATTENTION * attention / backward_rate + thin_back
+    # Gate and up are computed again, by the checkpoint or by the MLP itself; its last product is not. Experts' is.
+    share = 1.0 if job.shape.experts else 2 / 3
     recompute = flop = 0.0
+    if policy.keep != "all" or level_of(policy) == 1:
+        recompute = share * _seconds(job, _mlp_weights(job))
+        flop = share * mlp_flop(job)
     if policy.keep != "all":
         again = attention if policy.keep == "input" else 0.0
-        recompute = products + again / forward_rate + thin
-        flop = projection_flop(job) + mlp_flop(job) + again
-    if level_of(policy) == 1:  # gate and up
-        recompute += mlp * 2 / 3
-        flop += mlp_flop(job) * 2 / 3
+        recompute += _seconds(job, _projections(job)) + again / forward_rate + THIN_AGAIN * thin
+        flop += projection_flop(job) + again
     transfer = checkpoint_bytes(job, policy) / job.gpu.pcie if policy.offload else 0.0
     norms, norms_back = HOST_HEAD_NORMS if job.shape.head_norms else (0.0, 0.0)
     host_forward = HOST_FORWARD + norms + (HOST_KEEPING if policy.keep == "attention" else 0.0)
