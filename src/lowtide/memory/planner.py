@@ -56,8 +56,8 @@ def plan_memory(
         budget_gib: What tensors may take on the GPU, in GiB. None: 93% of its memory.
         host_gib: Pinned host memory for offloaded layers, in GiB; 0: nothing is offloaded.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
-            seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name, or an
-            H100 where there is none.
+            seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
+            where the table lacks it), and an H100 where there is none.
         dtype: Of parameters, activations, gradients and optimizer states: ``"bfloat16"``, ``"float16"``,
             ``"float32"`` or the `torch.dtype`. None: the model's own, bfloat16 for a config, float32 with ``autocast``.
         optimizer: ``"adamw"`` (fused), ``"adamw-foreach"``, ``"adamw-8bit"``, ``"sgd"`` or ``"sgd-momentum"``.

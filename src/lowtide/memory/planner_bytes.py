@@ -279,9 +279,10 @@ class Memory:
         self.layer_gradients = shape.layer_params * e
         self.vocab_gradients = shape.vocab_params * e
         self.all_gradients = shape.params * e
-        ids = 3 * 8 * N  # ids, labels, positions
+        ids = 2 * 8 * N  # and labels
+        positions = job.seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
         workspace = WORKSPACE if job.gpu.capability >= (9, 0) else OLD_WORKSPACE
-        self.other = 2 * workspace + ids + 2 * N * shape.head_dim * e
+        self.other = 2 * workspace + ids + positions
         # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
         self.waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
         self.stream = N * shape.hidden * e

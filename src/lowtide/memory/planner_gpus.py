@@ -122,7 +122,7 @@ def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
 
     Args:
         device: A name of `GPUS`; ``"cuda"`` (or a CUDA device): the one at hand, measured; a `Gpu`; None: the one at
-            hand by its name, and an H100 where there is none.
+            hand by its name (measured where the table lacks it), and an H100 where there is none.
 
     Raises:
         ArgumentValueError: An unknown name.
@@ -201,7 +201,7 @@ def _measure(device: torch.device) -> Gpu:
     dtype = torch.bfloat16 if about.major >= 8 else torch.float16
     with torch.cuda.device(device):
         narrow, wide = (_attention_rates(dtype, head_dim) for head_dim in (64, 128))
-        return Gpu(
+        found = Gpu(
             name=about.name,
             memory_gib=about.total_memory / 2**30,
             bandwidth=_copy_rate(),
@@ -214,6 +214,8 @@ def _measure(device: torch.device) -> Gpu:
             capability=(about.major, about.minor),
             measured=True,
         )
+        torch.cuda.empty_cache()  # what was measured with
+        return found
 
 
 def _seconds(function: Callable[[], object]) -> float:
