@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.models import norm_part, rope_part
-from lowtide.models.instance import give_class, part_of
+from lowtide.models.instance import part_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
@@ -275,57 +274,6 @@ def test_hooks_of_a_fused_module_are_honoured(build, batch):
     assert sorted(seen) == ["backward"] * 3 + ["post"] * 3 + ["pre"] * 3
 
 
-class Norm(nn.Module):
-    def __init__(self, forward, eps=1e-5):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(12))
-        self.variance_epsilon = eps
-        self.compute = forward
-
-    def forward(self, x):
-        return self.compute(self, x)
-
-
-def plain(norm, x):
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    return norm.weight * normed.to(x.dtype)
-
-
-@pytest.mark.parametrize(
-    ("forward", "patched"),
-    [
-        (plain, True),
-        (lambda norm, x: F.rms_norm(x, (12,), norm.weight.to(x.dtype), norm.variance_epsilon), False),
-        (lambda norm, x: plain(norm, x) * 1.001, False),
-        (lambda norm, x: plain(norm, x) + 1e-3, False),
-        (lambda norm, x: plain(norm, x.clamp(-20, 20)), False),
-        (lambda norm, x: norm.weight * F.layer_norm(x.float(), (12,)).to(x.dtype), False),
-        (lambda norm, x: norm.weight * F.normalize(x.float(), dim=-1).to(x.dtype) * 12**0.5, False),  # no epsilon
-        (lambda norm, x: norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)), False),  # narrow
-        (lambda norm, x: plain(norm, x).tolist(), False),
-    ],
-)
-def test_a_norm_is_what_its_numbers_say(forward, patched):
-    found = norm_part.find(Norm(forward), Norm)
-    assert isinstance(found, tuple) == patched, found
-
-
-def test_a_norm_that_learns_more_or_takes_more_stays():
-    class Gated(Norm):
-        def forward(self, x, gate=None):
-            return plain(self, x) if gate is None else plain(self, x) * gate
-
-    assert "more than one input" in norm_part.find(Gated(plain), Gated)
-    assert "not a number" in norm_part.find(Norm(plain, eps=None), Norm)
-    biased = Norm(plain)
-    biased.bias = nn.Parameter(torch.zeros(12))
-    assert not norm_part.is_candidate(biased)
-    assert not norm_part.is_candidate(nn.BatchNorm1d(12))
-    assert norm_part.is_candidate(Norm(plain))
-    assert norm_part.find(nn.RMSNorm(12, eps=1e-5), nn.RMSNorm)
-
-
 def test_the_probe_leaves_no_trace(build):
     model = build("gemma3")
     state = torch.get_rng_state()
@@ -333,87 +281,6 @@ def test_the_probe_leaves_no_trace(build):
     lowtide.patch(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def attention(turn):
-    """A module whose forward calls ``turn`` by the name that attention calls its rotary embedding by."""
-    scope = {"apply_rotary_pos_emb": turn, "nn": nn}
-    exec(
-        "class Attention(nn.Module):\n"
-        "    def forward(self, q, k, cos, sin):\n"
-        "        return apply_rotary_pos_emb(q, k, cos, sin)\n",
-        scope,
-    )
-    return scope["Attention"]()
-
-
-def stock_turn(q, k, cos, sin, unsqueeze_dim=1):
-    def turned(x):
-        r = cos.shape[-1]
-        a, b = x[..., : r // 2], x[..., r // 2 : r]
-        half = torch.cat((-b, a), -1)
-        c, s = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        return torch.cat((x[..., :r] * c + half * s, x[..., r:]), -1)
-
-    return turned(q), turned(k)
-
-
-def turn_the_last(q, k, cos, sin, unsqueeze_dim=1):
-    r = cos.shape[-1]
-    parts = stock_turn(q[..., -r:], k[..., -r:], cos, sin, unsqueeze_dim)
-    return tuple(torch.cat((x[..., :-r], part), -1) for x, part in zip((q, k), parts, strict=True))
-
-
-def turn_pairs(q, k, cos, sin, unsqueeze_dim=1):
-    def turned(x):
-        half = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-        return x * cos.unsqueeze(unsqueeze_dim) + half * sin.unsqueeze(unsqueeze_dim)
-
-    return turned(q), turned(k)
-
-
-def turn_the_other_way(q, k, cos, sin, unsqueeze_dim=1):
-    return stock_turn(q, k, cos, -sin, unsqueeze_dim)
-
-
-def turn_one(x, cos, sin, unsqueeze_dim=1):
-    return stock_turn(x, x, cos, sin, unsqueeze_dim)[0]
-
-
-def turn_in_place(q, k, cos, sin, unsqueeze_dim=1):
-    for x, new in zip((q, k), stock_turn(q, k, cos, sin, unsqueeze_dim), strict=True):
-        x.copy_(2 * new)
-    return q, k
-
-
-@pytest.mark.parametrize(
-    ("turn", "fused"),
-    [
-        (stock_turn, True), (turn_the_last, False), (turn_pairs, False), (turn_the_other_way, False),
-        (turn_one, False), (turn_in_place, False), (lambda q, k, cos, sin: (q, k), False),
-    ],
-)  # fmt: skip
-def test_a_rotation_is_what_its_numbers_say(turn, fused, calls):
-    module = attention(turn)
-    assert rope_part.is_candidate(module)
-    found = rope_part.find(module, type(module))
-    assert isinstance(found, tuple) == fused, found
-    if not fused:
-        return
-    reset(calls)
-    give_class(module, "rope", rope_part.overrides, *found[1])
-    q, k, cos, sin = (torch.randn(shape) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8)))
-    for tables in ((cos, sin), (cos[:, :, :6], sin[:, :, :6]), (cos[:1], sin[:1])):
-        for got, expected in zip(module(q, k, *tables), turn(q, k, *tables), strict=True):
-            torch.testing.assert_close(got, expected)
-    assert calls["rotary"] == 3
-    learned = cos.clone().requires_grad_()  # what rotary has no derivative for runs stock code, as do odd calls
-    module(q, k, learned, sin)[0].sum().backward()
-    assert learned.grad is not None
-    turned_alone = type(module).forward.__globals__["apply_rotary_pos_emb"](q=q, k=k, cos=cos, sin=sin)
-    assert torch.equal(turned_alone[0], turn(q, k, cos, sin)[0])
-    assert calls["rotary"] == 3
-    assert type(module).forward.__globals__ is not type(module).__mro__[1].forward.__globals__
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
