@@ -110,6 +110,13 @@ def measure(model: Any, ids: torch.Tensor, name: str, warm: int, reps: int) -> d
     return row
 
 
+def _command(given: argparse.Namespace) -> str:
+    """Return the command that measures the same, wherever its result goes."""
+    told = {name: value for name, value in vars(given).items() if name != "output"}
+    words = [[f"--{name.replace('_', '-')}", *map(str, v if isinstance(v, list) else [v])] for name, v in told.items()]
+    return shlex.join(["python", "benchmarks/policy.py", *(word for option in words for word in option)])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.2-1b")
@@ -135,7 +142,7 @@ def main() -> int:
     today = dt.date.today().isoformat()
     files = Files.prepare(given.output, f"{today}-policy-{given.seq_len}", machine["gpu"])
     told: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/policy.py", *sys.argv[1:]]),
+        "command": _command(given),
         "date": today, "commit": source_commit(),
         "machine": machine, "model": given.model, "seq_len": given.seq_len, "sdpa": given.sdpa,
         "patched": [part for part, line in report.parts.items() if line.patched], "rows": [],

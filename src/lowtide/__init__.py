@@ -11,6 +11,7 @@ from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
 from lowtide.head.options import HeadOptions
+from lowtide.head.pair_plan import plan_divergence
 from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.mlp.swiglu import swiglu_mlp
@@ -39,6 +40,7 @@ __all__ = [
     "nn",
     "patch",
     "patch_trl",
+    "plan_divergence",
     "plan_head",
     "swiglu_mlp",
     "unpatch",

@@ -44,7 +44,11 @@ def divergence(kind: str, dtype: torch.dtype = torch.float32) -> DivergenceTask:
 
 def stats_in_float64(task: StatsTask, z: Tensor) -> Values:
     all_of_them = torch.distributions.Categorical(logits=z)
-    values = {"logprob": all_of_them.log_prob(task.head.y), "entropy": all_of_them.entropy()}
+    p, N = all_of_them.probs, len(z)
+    logprob = all_of_them.log_prob(task.y.view(N, -1).T).T.view_as(task.y)
+    values = {"logprob": logprob, "entropy": all_of_them.entropy(), "lse": z.exp().sum(1).log()}
+    values |= {"mean_logit": z.sum(1) / V, "sum_sq_prob": (p @ p.T).diagonal()}
+    values["topk"] = z.sort(1, descending=True).values[:, : task.topk]
     return {name: values[name] for name in task.names}
 
 
@@ -102,8 +106,11 @@ def test_peers_that_run_here_agree(case: Any) -> None:
         got = task.step(function)
         assert set(got) == set(values), name
         for value in values:
-            assert got[value].shape == (N,), name
-            assert relative_error(got[value], values[value]) < 1e-5, name
+            mean = got[value].dim() == 0
+            assert mean == (name in ("lowtide", "lowtide-float32") and "divergence" in type(task).__module__), name
+            expected_value = values[value].mean() if mean else values[value]
+            assert got[value].shape == expected_value.shape, name
+            assert relative_error(got[value], expected_value) < 1e-5, name
         for leaf, expected in ((task.head.x, dx), (task.head.w, dw)):
             assert (leaf.grad is None) == (expected is None), name
             if expected is not None:
@@ -193,6 +200,33 @@ def test_naive_takes_more_than_its_logits_and_lowtide_in_bf16_has_errors() -> No
 def test_peers_without_entropy_say_so(name: str) -> None:
     with pytest.raises(CannotError, match="no entropy"):
         STATS_PEERS[name].build(stats("logprob-entropy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "reason"),
+    [
+        ("trl", "targets", "one target a token"),
+        ("verl-style", "all-forward", "one target a token, and entropies"),
+        ("compile", "logprob-entropy-backward", "runs once"),
+    ],
+)
+def test_peers_of_the_statistics_say_what_they_cannot(name: str, work: str, reason: str) -> None:
+    with pytest.raises(CannotError, match=reason):
+        STATS_PEERS[name].build(stats(work))
+
+
+def test_forward_is_no_part_of_backward_alone() -> None:
+    task = stats("logprob-entropy-backward")
+    calls = []
+    naive = STATS_PEERS["naive"].build(task)
+    run = task.run_of(lambda: calls.append(1) or naive())
+    gradients = []
+    for _ in range(2):
+        run()
+        gradients.append((task.head.x.grad, task.head.w.grad))
+    assert calls == [1]
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("liger-jsd", "GPUs only"), ("liger-kl", "forward KL alone")])

@@ -33,8 +33,11 @@ def result(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("benchmark", "works", "peers"),
     [
-        ("stats", ["log-probability and entropy, forward", "log-probability, forward", "log-probability, no"],
-         ["lowtide", "naive", "verl-style", "cce-exact"]),
+        ("stats",
+         ["log-probability and entropy, forward", "log-probability and entropy, backward", "log-probability, forward",
+          "log-probabilities of 8", "log-probability, no", "log-probability and entropy, no", "all statistics",
+          "logsumexp and 8"],
+         ["lowtide", "lowtide-trl-memory", "naive", "cce-exact"]),
         ("divergence", ["KL(teacher || student)", "KL(student || teacher)", "JSD(0.5)"],
          ["lowtide", "naive", "checkpoint", "liger-jsd"]),
     ],

@@ -95,11 +95,18 @@ def test_the_script_trains_without_a_warning(tmp_path: Path, tiny: list[object])
 def test_interrupt_says_how_to_go_on(tmp_path: Path, tiny: list[object]) -> None:
     output = tmp_path / "out"
     run = command(*tiny, "--max-steps", 100_000, "--save-every", 5, "--output", output)
-    child = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while child.poll() is None and not (output / "checkpoint-5").exists():
-        time.sleep(0.05)
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
+    here = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as do theirs
+    try:
+        child = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, here)
+    try:
+        while child.poll() is None and not (output / "checkpoint-5").exists():
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == 130
     assert err.strip().count("\n") == 0, err
     assert f"lowtide train --resume --output {output}" in err

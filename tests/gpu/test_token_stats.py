@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide import HeadOptions, TokenStats, linear_divergence, linear_logprobs, linear_token_stats
+from lowtide.errors import UnsupportedError
 from support import divergence_oracle, head, relative_error, stats_oracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -41,7 +42,7 @@ def test_statistics(dtype: torch.dtype, shape: tuple[tuple[int, int], int, int],
     y.view(-1)[::5] = -100
     y = y if K == 1 else torch.stack((y, y.flip(0), y), -1)
     options = {"softcap": 9.0, "logit_scale": torch.tensor(0.75)}
-    topk = 2 if K > 1 else None  # without it, and with one target, bfloat16 has kernels of its own
+    topk = 2 if K > 1 else None
     want = [name for name in TokenStats._fields if topk or name != "topk"]
     stats = linear_token_stats(x, w, y, want=want, topk=topk, linear_bias=b, **options)
     true = doubled(x, w, b)
@@ -58,6 +59,60 @@ def test_statistics(dtype: torch.dtype, shape: tuple[tuple[int, int], int, int],
     )
     want = torch.autograd.grad([expected[n] for n in DIFFERENTIABLE], true, upstream)
     assert all(relative_error(g, e) < 2 * TOLERANCE[dtype] for g, e in zip(got, want, strict=True))
+
+
+def test_many_targets_and_highest_logits() -> None:
+    """The exponential path beside plain PyTorch on the same bfloat16 numbers: as near to float64."""
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("needs Hopper or newer")
+    N, D, V, K, k = 700, 512, 33001, 17, 33
+    x, w, b, _ = on_gpu(N, D, V, dtype=torch.bfloat16)
+    y = torch.randint(0, V, (N, K), device="cuda")
+    y[::3, 5], y[::4, 2], y[::5, 0] = y[::3, 1], -100, (x @ w.T + b).argmax(1)[::5]
+    true = doubled(x, w, b)
+    expected = stats_oracle(*true[:2], y, linear_bias=true[2], topk=k, logit_scale=0.8)
+    upstream = {name: torch.randn_like(expected[name]) for name in DIFFERENTIABLE}
+    want = torch.autograd.grad([expected[n] for n in DIFFERENTIABLE], true, list(upstream.values()))
+    errors = {}
+    for backend in ("exp", "torch"):
+        stats = linear_token_stats(
+            x,
+            w,
+            y,
+            want=TokenStats._fields,
+            topk=k,
+            linear_bias=b,
+            logit_scale=0.8,
+            options=HeadOptions(backend=backend),
+        )
+        for name in (*DIFFERENTIABLE, "sum_sq_prob"):
+            assert relative_error(getattr(stats, name), expected[name]) < 1e-5, name
+        assert torch.equal(stats.argmax, expected["argmax"])
+        assert torch.equal(stats.is_top1, expected["is_top1"])
+        assert relative_error(stats.topk.values, expected["topk_values"]) < 1e-5
+        assert (stats.topk.ids == expected["topk_ids"]).float().mean() > 0.999  # but for logits that are all but equal
+        got = torch.autograd.grad(
+            [getattr(stats, n) for n in DIFFERENTIABLE], (x, w, b), [upstream[n].float() for n in DIFFERENTIABLE]
+        )
+        errors[backend] = [relative_error(g, e) for g, e in zip(got, want, strict=True)]
+    assert all(e < 1.1 * t for e, t in zip(errors["exp"][:2], errors["torch"][:2], strict=True)), errors
+    assert errors["exp"][2] < TOLERANCE[torch.bfloat16]  # the bias's is a sum of rounded numbers
+
+
+def test_what_the_kernels_take() -> None:
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("needs Hopper or newer")
+    exp = HeadOptions(backend="exp")
+    x, w, _, y = on_gpu(5, 64, 20000, dtype=torch.bfloat16, bias=False)
+    for K, k in ((64, 64), (65, 1), (1, 65)):
+        y = torch.randint(0, 20000, (5, K), device="cuda")
+        stats = linear_token_stats(x, w, y, topk=k)
+        z = x.double() @ w.double().T
+        assert relative_error(stats.topk.values, z.topk(k).values) < 1e-5
+        assert relative_error(stats.logprob, z.log_softmax(1).gather(1, y)) < 1e-5
+        if max(K, k) > 64:
+            with pytest.raises(UnsupportedError, match="64"):
+                linear_token_stats(x, w, y, topk=k, options=exp)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -81,7 +136,7 @@ def runs(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     x, w, b, y = on_gpu((4, 300), 64, 3000, dtype=dtype)
     tx, tw, _, _ = on_gpu((4, 300), 40, 3000, dtype=dtype, seed=1)
     mask = torch.rand(4, 300, device="cuda") < 0.5
-    several = torch.stack((y, y), -1)
+    several = torch.stack((y, y.flip(0), y), -1)
     with torch.no_grad():
         logprobs, ids = (tx.float() @ tw.float().T).log_softmax(-1).topk(8)
     calls: dict[str, Callable[[], Tensor]] = {
@@ -114,6 +169,17 @@ def test_nothing_waits_for_the_device_and_bits_repeat(dtype: torch.dtype) -> Non
         assert torch.equal(first, call()), name
 
 
+def test_bits_of_gradients_repeat() -> None:
+    x, w, b, y = on_gpu(900, 256, 9001, dtype=torch.bfloat16)
+    several = torch.stack((y, y, y.flip(0), y.roll(7)), -1)
+    runs = []
+    for _ in range(3):
+        stats = linear_token_stats(x, w, several, linear_bias=b, topk=5)
+        total = (stats.logprob * torch.linspace(-1, 1, 4, device="cuda")).sum() + stats.entropy.sum()
+        runs.append((stats.topk.values, stats.topk.ids, *torch.autograd.grad(total, (x, w, b))))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_does_not_count_may_hold_anything(kind: str, dtype: torch.dtype) -> None:
@@ -125,9 +191,10 @@ def test_what_does_not_count_may_hold_anything(kind: str, dtype: torch.dtype) ->
     for bad in (0.0, torch.nan):
         x_, tx_ = (t.detach().where(mask[:, None], t.detach() * 0 + bad).requires_grad_() for t in (x, tx))
         stats = linear_token_stats(x_, w, y, linear_bias=b)
+        several = linear_logprobs(x_, w, torch.stack((y, y.where(y < 0, 3)), 1), linear_bias=b)
         value = linear_divergence(x_, w, tx_, tw, kind=kind, mask=mask, linear_bias=b)
-        total = stats.logprob.sum() + stats.entropy.where(mask, 0).sum() + value.sum()
-        results.append((value, stats.logprob, *torch.autograd.grad(total, (x_, w, b))))
+        total = stats.logprob.sum() + stats.entropy.where(mask, 0).sum() + value.sum() + several.sum()
+        results.append((value, several, stats.logprob, *torch.autograd.grad(total, (x_, w, b))))
     for clean, got in zip(*results, strict=True):
         assert clean.isfinite().all()
         assert torch.equal(clean, got)
@@ -138,8 +205,10 @@ def test_the_workspace_is_kept() -> None:
     x, w, _, y = on_gpu(N, D, V, dtype=torch.bfloat16, bias=False)
     tx, tw, _, _ = on_gpu(N, D, V, dtype=torch.bfloat16, bias=False, seed=1)
     options = HeadOptions(workspace_mib=64)
+    several = torch.randint(0, V, (N, 8), device="cuda")
     calls = (
         lambda: linear_token_stats(x, w, y, options=options).entropy,
+        lambda: linear_token_stats(x, w, several, topk=8, options=options).logprob,
         lambda: linear_divergence(x, w, tx, tw, kind="jsd", options=options),
     )
     for call in calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply
 from lowtide.errors import LowtideError
-from lowtide.head import apply_checks
+from lowtide.head import apply_checks, apply_probe
 from support import head
 
 COUPLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -30,6 +31,7 @@ COUPLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mean expanded": lambda z, y: F.cross_entropy(z, y).expand(len(z)),
     "divided by rows": lambda z, y: F.cross_entropy(z, y, reduction="none") / len(z),
     "one of two": lambda z, y: (z.sum(-1), {"a": z.logsumexp(-1) - z.logsumexp(-1).mean()}),
+    "mirrored": lambda z, y: z + z.flip(0),
     "a nan of another": lambda z, y: z.sum(-1) + torch.where((y == 3).any(), torch.nan, 0.0),
 }
 NOT_ADDITIVE: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -40,7 +42,40 @@ NOT_ADDITIVE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "maximum": lambda z, y: z.max(),
     "logsumexp": lambda z, y: z.flatten().logsumexp(0),
     "norm": lambda z, y: z.norm(),
+    "chosen and rejected": lambda z, y: F.logsigmoid(pairs(z)[:, 0] - pairs(z)[:, 1]).sum() + z[-1].sum(),
     "share": lambda z, y: (z.argmax(-1) == y).float().mean(),
+}
+
+
+def pairs(z: Tensor) -> Tensor:
+    """Rows by twos, as chosen and rejected completions may come; the last of an odd number by itself."""
+    return z[: len(z) // 2 * 2].view(-1, 2, z.shape[1])
+
+
+def noisy(z: Tensor) -> Tensor:
+    return F.dropout(z, 0.3)
+
+
+RANDOM_COUPLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mean taken off": lambda z, y: noisy(z) - z.mean(0),
+    "softmax over rows": lambda z, y: noisy(z).softmax(0),
+    "batch norm": lambda z, y: noisy((z - z.mean(0)) / (z.var(0, correction=0) + 0.1).sqrt()),
+    "difference of neighbours": lambda z, y: noisy(z)[:, 0] - z[:, 0].roll(1),
+    "running sum": lambda z, y: noisy(z).logsumexp(-1).cumsum(0),
+    "position": lambda z, y: 10 * torch.arange(len(z)) + torch.rand(len(z)),
+    "largest of all": lambda z, y: (noisy(z), z.amax(-1) == z.max()),
+    "divided by rows": lambda z, y: F.cross_entropy(noisy(z), y, reduction="none") / len(z),
+    "another's label": lambda z, y: noisy(z).sum(-1) + 10 * y.sum(),
+    "mirrored": lambda z, y: noisy(z) + z.flip(0),
+}  # fmt: skip
+RANDOM_NOT_ADDITIVE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mean": lambda z, y: F.cross_entropy(noisy(z), y),
+    "one of two": lambda z, y: (noisy(z).sum(), noisy(z).square().mean()),
+    "with a constant": lambda z, y: torch.rand(len(z)).sum() + 100,
+    "maximum": lambda z, y: noisy(z).max(),
+    "logsumexp": lambda z, y: noisy(z).flatten().logsumexp(0),
+    "norm": lambda z, y: noisy(z).norm(),
+    "a product": lambda z, y: torch.rand(()) + z.sum() * z.square().sum(),
 }
 INDEPENDENT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nothing": lambda z, y: torch.zeros(len(z)),
@@ -57,10 +92,15 @@ INDEPENDENT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dropout": lambda z, y: F.dropout(z, 0.5).sum(-1),
     "noise": lambda z, y: (z + torch.randn_like(z)).argmax(-1),
     "half": lambda z, y: z.half().log_softmax(-1),
+    "heavy tails": lambda z, y: (z[:, 0] * torch.empty(len(z)).cauchy_(), z.logsumexp(-1)),
+    "as many draws as it takes": lambda z, y: torch.poisson(z.exp()),
+    "one draw for all": lambda z, y: z.sum(-1) * torch.rand(()),
+    "infinite and random": lambda z, y: noisy(z) / 0,
+    "cancelling beside noise": lambda z, y: (z.double().sum(-1).float() - z.flip(-1).sum(-1), torch.rand(len(z))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("N", [2, 3, 17, 100])
+@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.parametrize("workspace_mib", [None, 1e-6])
 def test_coupled_tokens_are_refused(name: str, N: int, workspace_mib: float | None) -> None:
@@ -75,7 +115,7 @@ def test_coupled_tokens_are_refused(name: str, N: int, workspace_mib: float | No
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("N", [2, 3, 17, 100])
+@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
 @pytest.mark.parametrize("name", NOT_ADDITIVE)
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_does_not_add_up_is_refused(name: str, N: int, grad: bool) -> None:
@@ -85,6 +125,52 @@ def test_what_does_not_add_up_is_refused(name: str, N: int, grad: bool) -> None:
         y = F.linear(x, w, b).argmax(-1)
     with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="does not add up"):
         linear_apply(NOT_ADDITIVE[name], x, w, y, linear_bias=b, out="sum")
+
+
+@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
+@pytest.mark.parametrize("name", RANDOM_COUPLED)
+def test_coupled_tokens_are_refused_where_random_numbers_are_drawn(name: str, N: int) -> None:
+    x, w, b, y = head(N, 5, 13)
+    y[:] = torch.arange(N) % 5
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="depend on the other tokens"):
+        linear_apply(RANDOM_COUPLED[name], x, w, y, linear_bias=b)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("N", [2, 3, 5, 17, 100])
+@pytest.mark.parametrize("name", RANDOM_NOT_ADDITIVE)
+def test_what_does_not_add_up_is_refused_where_random_numbers_are_drawn(name: str, N: int) -> None:
+    x, w, b, y = head(N, 5, 13)
+    y[:] = torch.arange(N) % 3
+    with pytest.raises(ValueError, match="does not add up"):
+        linear_apply(RANDOM_NOT_ADDITIVE[name], x, w, y, linear_bias=b, out="sum")
+
+
+def test_draws_are_compared_once_for_a_function() -> None:
+    x, w, _, _ = head(1000, 5, 13)
+    rows: list[int] = []
+    apply_checks._passed.clear()
+    for expected in (3 + 2 * apply_checks.DRAWS, 3):
+        rows.clear()
+        linear_apply(lambda z: (rows.append(len(z)), noisy(z).sum(-1))[1], x, w)
+        noise = apply_checks.ROWS if expected > 3 else 0
+        assert sum(rows) == 1000 + expected * apply_checks.ROWS + noise
+
+
+@pytest.mark.parametrize("out", ["token", "sum"])
+def test_random_numbers_from_elsewhere_are_refused_with_that_reason(out: str) -> None:
+    """Backward could not draw the same ones again."""
+    x, w, _, _ = head(20, 5, 13)
+    own = torch.Generator().manual_seed(0)
+    for draw in (lambda z: torch.rand(z.shape, generator=own), lambda z: torch.full_like(z, random.random())):
+
+        def fn(z: Tensor, draw: Any = draw) -> Tensor:
+            loss = (z * draw(z)).sum(-1)
+            return loss.sum() if out == "sum" else loss
+
+        with pytest.raises(ValueError, match="default generators"):
+            linear_apply(fn, x, w, out=out)
 
 
 @pytest.mark.parametrize("N", [1, 2, 17, 300])
@@ -153,7 +239,7 @@ def test_the_comparison_costs_a_few_rows() -> None:
     x, w, _, _ = head(1000, 5, 13)
     rows: list[int] = []
     linear_apply(lambda z: (rows.append(len(z)), z.sum(-1))[1], x, w)
-    assert sum(rows) == 1000 + 2 * apply_checks.ROWS
+    assert sum(rows) == 1000 + 4 * apply_checks.ROWS
 
 
 def test_what_the_comparison_remembers_of_a_function() -> None:
@@ -165,7 +251,7 @@ def test_what_the_comparison_remembers_of_a_function() -> None:
 
         return made
 
-    code = apply_checks._code
+    code = apply_probe.code_of
     same = make("a", torch.ones(3)), make("a", torch.zeros(2))
     assert code(same[0]) == code(same[1])
     others = [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, plan_head
 from lowtide.head import apply as public
+from lowtide.head import apply_checks
 from lowtide.measure import track_allocations
 from support import head
 
@@ -136,6 +137,19 @@ def test_masked_rows_take_no_logits() -> None:
     assert seen.peak_bytes < 2 * (x.nbytes + w.nbytes) + 8 * 2000 * 4 * 12
 
 
+@pytest.mark.parametrize("fn", [lambda z: z + torch.rand_like(z), lambda z: z * 2])
+def test_looking_for_coupled_tokens_takes_a_few_rows(fn: Any) -> None:
+    V = 20000
+    x, w, _, _ = head(32, 4, V, bias=False)
+    with track_allocations() as seen:
+        out = linear_apply(fn, x, w)
+    assert seen.peak_bytes < out.nbytes + apply_checks.ROWS * V * 4 * 12
+    # with a bound on the workspace, two rows are compared
+    with track_allocations() as seen:
+        out = linear_apply(fn, x, w, options=HeadOptions(workspace_mib=0.1))
+    assert seen.peak_bytes < out.nbytes + 2 * V * 4 * 14
+
+
 def test_the_plan_says_what_the_function_gets() -> None:
     plan = plan_head(16384, 4096, 128256, torch.bfloat16, "cpu", HeadOptions(workspace_mib=512), function=True)
     assert plan.scratch_bytes <= 512 * MIB
@@ -145,7 +159,13 @@ def test_the_plan_says_what_the_function_gets() -> None:
     on_gpu = plan_head(16384, 4096, 128256, torch.bfloat16, "cuda", function=True)
     assert (on_gpu.backend, on_gpu.logits_gemm, on_gpu.backward_gemm) == ("torch", "out_dtype", "narrow")
     assert 64 <= on_gpu.piece_rows < on_gpu.chunk_rows
-    assert on_gpu.scratch_bytes <= 1152 * MIB
+    assert on_gpu.scratch_bytes <= 3072 * MIB
+    assert on_gpu.chunk_rows * 8 == 16384
+    small = plan_head(8192, 256, 32000, torch.bfloat16, "cuda", function=True)
+    assert small.piece_rows * 16 == small.chunk_rows * 4 == 8192, "pieces are small beside all tokens"
+    assert on_gpu.chunk_rows - on_gpu.piece_rows * (-(-on_gpu.chunk_rows // on_gpu.piece_rows) - 1) > 0.9 * (
+        on_gpu.piece_rows
+    ), "pieces are of one size"
     rows: list[int] = []
     x, w, _, _ = head(500, 8, 1000)
     linear_apply(lambda z: (rows.append(len(z)), z.sum(-1))[1], x, w, options=HeadOptions(workspace_mib=1))

@@ -298,6 +298,36 @@ def test_upstream_gradients_of_any_strides() -> None:
             torch.testing.assert_close(g, e)
 
 
+@pytest.mark.parametrize("D", [1, 7, 8, 15, 16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_bias_that_is_a_column_of_the_weight(D: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, where the copy of the weight is small beside the workspace."""
+    plan_head = public.plan_head
+    monkeypatch.setattr(public, "plan_head", lambda *a, **k: replace(plan_head(*a, **k), bias_column=True))
+    x, w, b, y = head((3, 7), D, 13, dtype=torch.float64)
+    a = torch.randn(3, 7, 2, dtype=torch.float64)
+    temperature = torch.tensor(1.3, dtype=torch.float64)
+    params = (temperature, torch.randn(13, 4, dtype=torch.float64))
+    kwargs: dict[str, Any] = {"params": params, "mask": None, "out": "sum", "softcap": softcap, "logit_scale": 0.7}
+    got = linear_apply(summed, x, w, y, a, linear_bias=b, **kwargs)[0]
+    want = naive(summed, x, w, y, a, bias=b, **kwargs)[0]
+    torch.testing.assert_close(got, want)
+    for g, e in zip(torch.autograd.grad(got, (x, w, b)), torch.autograd.grad(want, (x, w, b)), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_the_plan_says_where_a_copy_of_the_weight_is_small() -> None:
+    def of(D: int, V: int, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> bool:
+        return public.plan_head(32768, D, V, dtype, "cuda", function=True, **kwargs).bias_column
+
+    assert of(768, 32000)
+    assert not of(768, 32000, torch.float32)
+    assert not of(4096, 128256)
+    assert not of(768, 32000, options=HeadOptions(workspace_mib=8 * 32000 * 776 * 2 / 2**20 - 1))
+    assert of(768, 32000, options=HeadOptions(workspace_mib=8 * 32000 * 776 * 2 / 2**20 + 1))
+    assert not public.plan_head(32768, 768, 32000, torch.bfloat16, "cuda").bias_column
+
+
 def test_a_vocabulary_of_two_and_hidden_states_of_one() -> None:
     for N, D, V in ((1, 1, 2), (2, 1, 1), (5, 3, 2)):
         x, w, b, _ = head(N, D, V, dtype=torch.float64)

@@ -28,24 +28,28 @@ def _fresh_compiler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "topk"),
+    ("backend", "dtype", "topk", "reduction"),
     [
-        *itertools.product(["eager", "aot_eager"], [torch.float32, torch.bfloat16], [False, True]),
-        ("inductor", torch.float32, False),
+        *itertools.product(
+            ["eager", "aot_eager"], [torch.float32, torch.bfloat16], [False, True], ["none", "sum", "mean"]
+        ),
+        ("inductor", torch.float32, False, "none"),
+        ("inductor", torch.float32, False, "mean"),
     ],
 )
-def test_compiles_whole_and_agrees(backend: str, dtype: torch.dtype, topk: bool) -> None:
+def test_compiles_whole_and_agrees(backend: str, dtype: torch.dtype, topk: bool, reduction: str) -> None:
     x, w, b, _ = head((2, 6), 8, 33, dtype=dtype)
     tx, tw, _, _ = head((2, 6), 5, 33, dtype=dtype, seed=1)
     mask = torch.rand(2, 6) < 0.7
     logprobs, ids = (tx.detach().float() @ tw.detach().float().T).log_softmax(-1).topk(4)
 
     def step(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        common = {"linear_bias": b, "mask": mask, "reduction": reduction, "softcap": 4.0}
         if topk:
             known = TeacherTopK(ids, logprobs, "drop")
-            value = linear_divergence(x * 2, w, None, None, linear_bias=b, mask=mask, teacher_topk=known)
+            value = linear_divergence(x * 2, w, None, None, teacher_topk=known, **common)
         else:
-            value = linear_divergence(x * 2, w, tx, tw, kind="jsd", linear_bias=b, mask=mask, temperature=1.5)
+            value = linear_divergence(x * 2, w, tx, tw, kind="jsd", temperature=1.5, **common)
         return (value * 3).sum()
 
     compiled = torch.compile(step, fullgraph=True, backend=backend)
@@ -92,9 +96,10 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("topk", [False, True])
-def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, topk: bool) -> None:
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, topk: bool, reduction: str) -> None:
     x, w, b, _ = (None if t is None else t.detach() for t in head((2, 6), 8, 33, dtype=dtype))
     tx, tw, tb, _ = (None if t is None else t.detach() for t in head((2, 6), 5, 30, dtype=dtype, seed=1))
     logprobs, ids = (tx @ tw.T).log_softmax(-1).view(12, 30).topk(4)
@@ -109,11 +114,15 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, topk: bool) -
         topk_logprobs=logprobs if topk else None,
         mask=torch.rand(12) < 0.7,
         temperature=torch.tensor(1.5),
+        num_items=torch.tensor(7.5) if reduction == "mean" else None,
+        softcap=2.5,
+        teacher_softcap=None if topk else 3.5,
         dtype=dtype,
         teacher_dtype=dtype,
         kind="jsd",
         beta=0.3,
         tail="bucket" if topk else "",
+        reduction=reduction,
         workspace_mib=None,
         accumulate="auto",
         backend="auto",
@@ -123,3 +132,5 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, topk: bool) -
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
         args = (*call, *wanted, torch.rand_like(value), *known)
         torch.library.opcheck(torch.ops.lowtide.divergence_backward.default, args)
+        if reduction != "none" or not (wanted[1] or wanted[2]):
+            torch.library.opcheck(torch.ops.lowtide.divergence_stored.default, (*call, *wanted))

@@ -20,7 +20,7 @@ from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.pair_plan import plan_pair
 from lowtide.head.plan import HeadPlan
-from support import divergence_oracle, head, relative_error
+from support import divergence_of, divergence_oracle, head, relative_error
 
 if torch.cuda.is_available():
     pytest.skip("on a GPU tests/gpu runs this path", allow_module_level=True)
@@ -43,7 +43,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         gemms: dict[str, Any] = {"logits_gemm": "same", "backward_gemm": "same"}
         if narrow:
             gemms = {"logits_gemm": "blocks", "backward_gemm": "narrow"}
-        changed = {"backend": "row", "chunk_rows": 7, "chunks": -(-N // 7), "block_rows": 11, **gemms}
+        rows = {"chunk_rows": 7, "chunks": -(-N // 7), "product_rows": 3 if narrow and kwargs["gradients"][0] else 7}
+        changed = {"backend": "row", "block_rows": 11, **rows, **gemms}
         of_teacher = {**changed, "logits_gemm": "same" if args[3] == torch.float32 else "blocks"}
         return replace(found[0], **changed), replace(found[1], **of_teacher)
 
@@ -115,6 +116,31 @@ def test_values_and_gradients(
     for g, e, leaf in zip(got, want, student, strict=True):
         assert g.dtype == leaf.dtype
         assert relative_error(g, e) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("caps", [{}, {"softcap": 2.5, "teacher_softcap": 1.5}])
+@pytest.mark.parametrize("gradient", ["auto", "recompute"])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_one_number(dtype: torch.dtype, caps: dict[str, float], gradient: Any, kind: str, beta: float) -> None:
+    student, teacher = case(dtype)
+    mask = torch.arange(20).view(2, 10) % 4 != 1
+    common = {"kind": kind, "beta": beta, "temperature": 1.3, "options": HeadOptions(gradient=gradient), **caps}
+    value = call(student, teacher, mask=mask, reduction="mean", **common)
+    true = [t.detach().double().requires_grad_() for t in student]
+    logps = []
+    for (x, w, b), cap in ((true, "softcap"), ([t.double() for t in teacher], "teacher_softcap")):
+        z = torch.nn.functional.linear(x, w, b)
+        logps.append(((caps[cap] * torch.tanh(z / caps[cap]) if caps else z) / 1.3).log_softmax(-1))
+    expected = divergence_of(*logps, kind, beta)[mask].mean()
+    assert relative_error(value, expected) < 1e-5
+    got, want = torch.autograd.grad(3 * value, student), torch.autograd.grad(3 * expected, true)
+    for g, e, leaf in zip(got, want, student, strict=True):
+        assert g.dtype == leaf.dtype
+        assert relative_error(g, e) < NEAR[dtype]
+    nothing = call(student, teacher, mask=mask & ~mask, reduction="mean", **common)
+    assert nothing.isnan()
+    assert all((g == 0).all() for g in torch.autograd.grad(nothing, student))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (1, 2)])
@@ -241,11 +267,13 @@ def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
     for backend in ("row", "torch"):
         plans[backend], other = plan_pair(
             65536, (D, V), (D, U), dtype, dtype, CUDA, HeadOptions(workspace_mib=600), backend=backend, reason="",
-            weight_dtype=dtype, weight_frozen=False,
+            weight_dtype=dtype, gradient="forward", gradients=(True, True),
         )  # fmt: skip
         assert other.backend == plans[backend].backend == backend
         assert plans[backend].scratch_bytes <= 600 * 2**20
     row = plans["row"]
     assert row.chunk_rows >= 1.25 * plans["torch"].chunk_rows
-    assert row.chunk_rows * 4 * (V + U) < row.scratch_bytes
+    narrow = 0 if dtype == torch.float32 else row.chunk_rows * dtype.itemsize * V
+    assert row.product_rows * 4 * (V + U) + narrow < row.scratch_bytes
+    assert row.product_rows == row.chunk_rows if dtype == torch.float32 else 2 * row.product_rows <= row.chunk_rows
     assert row.backward_gemm == ("same" if dtype == torch.float32 else "narrow")

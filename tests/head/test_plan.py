@@ -8,7 +8,7 @@ import torch
 from lowtide import HeadOptions, HeadPlan, plan_head
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose_backend
-from lowtide.head.plan import MIB
+from lowtide.head.plan import MIB, plan_exp_stats
 
 SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]
 
@@ -103,6 +103,22 @@ def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_
     again = plan(16384, 2048, 131072, reduction="none")
     assert (again.gradient, again.schedule) == ("recompute", "blocks")
     assert "built twice" in str(again)
+
+
+@pytest.mark.parametrize("mib", [None, 32, 256])
+def test_statistics_stay_within_the_workspace(mib: float | None) -> None:
+    def plan(targets: int, row_bytes: int) -> HeadPlan:
+        return plan_exp_stats(
+            4096, 1024, 128256, torch.device("cuda"), HeadOptions(workspace_mib=mib), "", weight_dtype=torch.bfloat16,
+            weight_frozen=False, input_is_copied=False, tile_numbers=4, targets=targets, sum_row_bytes=row_bytes,
+        )  # fmt: skip
+
+    least, targets, rows = plan(1, 0), plan(64, 0), plan(1, 2**16)
+    for wanted in (least, targets, rows):
+        assert wanted.scratch_bytes <= (mib or 256) * MIB
+    assert targets.block_columns < least.block_columns, "each token's targets are counted"
+    assert rows.sum_rows < least.sum_rows
+    assert rows.chunk_rows == least.chunk_rows, "what forward needs is nothing to backward"
 
 
 def test_who_runs_and_why() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from lowtide import HeadOptions, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
+from lowtide.head.backends import choose_stats_backend
 from support import head
 
 GOOD = dict(zip(("input", "linear_weight", "linear_bias", "target"), head((2, 3), 4, 7), strict=True))
@@ -67,6 +70,23 @@ def test_the_good_arguments_are_good() -> None:
     assert linear_logprobs(**GOOD).isfinite().all()
     assert linear_token_stats(**GOOD).entropy.isfinite().all()
     assert linear_token_stats(**{**GOOD, "target": None}, want=["lse", "entropy"]).lse.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("targets", "topk", "against"),
+    [(0, 0, None), (1, 1, None), (64, 64, None), (65, 0, "64 targets.*65"), (1, 65, "64 highest.*65")],
+)
+def test_what_the_exponential_path_takes(targets: int, topk: int, against: str | None) -> None:
+    place: dict[str, Any] = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "D": 64, "V": 1000}
+    place |= {"targets": targets, "topk": topk}
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("a GPU for which it is not")
+    backend, reason = choose_stats_backend(HeadOptions(), **place)
+    assert backend == ("torch" if against else "exp")
+    with pytest.raises(LowtideError, match=against) if against else nullcontext():
+        choose_stats_backend(HeadOptions(backend="exp"), **place)
+    assert against is None or re.search(against, reason)
+    assert choose_stats_backend(HeadOptions(backend="torch"), **place)[0] == "torch"
 
 
 def test_gradients_in_forward_where_they_can_be_right() -> None:

@@ -49,12 +49,14 @@ def plan(N: int, V: int, rows: int) -> HeadPlan:
     )  # fmt: skip
 
 
-def make_job(x: Tensor, w: Tensor, y: Tensor | None, want: tuple[str, ...], kwargs: dict[str, Any]) -> StatsJob:
+def make_job(
+    x: Tensor, w: Tensor, y: Tensor | None, want: tuple[str, ...], kwargs: dict[str, Any], topk: int = 0
+) -> StatsJob:
     scale = kwargs.get("logit_scale")
     return StatsJob(
-        input=x, weight_VD=w, target_NK=torch.zeros(len(x), 0, dtype=torch.long) if y is None else y[:, None],
+        input=x, weight_VD=w, target_NK=torch.zeros(len(x), 0, dtype=torch.long) if y is None else y.view(len(x), -1),
         bias_V=kwargs.get("bias_V"), logit_scale=None if scale is None else torch.tensor(scale),
-        softcap=kwargs.get("softcap"), want=frozenset(want), topk=0, ignore_index=-100, dtype=torch.float32,
+        softcap=kwargs.get("softcap"), want=frozenset(want), topk=topk, ignore_index=-100, dtype=torch.float32,
         wide=torch.float32,
     )  # fmt: skip
 
@@ -147,6 +149,119 @@ def test_gradients(name: str, N: int, D: int, V: int, rows: int, flows: tuple[st
         assert got is not None
         scale = max(want.norm().item(), 1e-6 * sum(g.norm().item() for g in upstream.values()))
         assert (got.double() - want).norm().item() <= (4 * NEAR + 4 * digits) * max(scale, 1e-30)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("N", "D", "V", "rows"), SIZES)
+@pytest.mark.parametrize(("K", "flows"), [(5, ("logprob",)), (2, DIFFERENTIABLE)])
+def test_several_targets(name: str, N: int, D: int, V: int, rows: int, K: int, flows: tuple[str, ...]) -> None:
+    x, w, y, b, kwargs = problem(N, D, V, name)
+    ids = torch.randint(0, V, (N, K))
+    ids[:, 0] = y  # some of them the highest class, some ignored
+    ids[1::3, 1] = ids[1::3, 0]  # the same twice
+    ids[2::5, 1] = -100
+    leaves = [t.double().requires_grad_() for t in (x, w, *([] if b is None else [b]))]
+    values = truth(leaves[0], leaves[1], None, leaves[2] if b is not None else None, kwargs)
+    z = leaves[0] @ leaves[1].T
+    z = (z if b is None else z + leaves[2]) * kwargs.get("logit_scale", 1.0)
+    cap = kwargs.get("softcap")
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    values["logprob"] = z.log_softmax(1).gather(1, ids.clamp(min=0)).where(ids >= 0, 0)
+
+    job = make_job(x, w, ids, WANT, kwargs)
+    stats = ExpStats(job, plan(N, V, rows))
+    found = _of_targets(job, ids.clamp(min=0), stats.forward())
+    digits = lost_digits(x, w, kwargs)
+    torch.testing.assert_close(found["logprob"].double(), values["logprob"], rtol=NEAR, atol=4 * digits)
+    assert torch.equal(found["is_top1"], values["argmax"][:, None] == ids)
+
+    upstream = {field: torch.randn(N, K) if field == "logprob" else torch.randn(N) for field in flows}
+    total = sum((values[field] * g.double()).sum() for field, g in upstream.items())
+    expected = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    top = found["argmax"][:, None]
+    known = Known(
+        lse=found["lse"], entropy=found["entropy"], ids=torch.cat((top, ids.where(ids >= 0, top)), 1),
+        logprobs=torch.cat((found["top_logprob"][:, None], found["logprob"]), 1),
+    )  # fmt: skip
+    upstream["logprob"] = upstream["logprob"].where(ids >= 0, 0)
+    into = Gradients(
+        input_ND=torch.full_like(x, torch.nan), weight_VD=torch.full_like(w, torch.nan), bias_V=torch.zeros(V)
+    )
+    stats.backward(known, Upstream(**upstream), into)
+    for got, want in zip((into.input_ND, into.weight_VD, into.bias_V), expected, strict=False):
+        assert got is not None
+        scale = max(want.norm().item(), 1e-6 * sum(g.norm().item() for g in upstream.values()))
+        assert (got.double() - want).norm().item() <= (4 * NEAR + 4 * digits) * max(scale, 1e-30)
+
+
+def test_entries_are_rounded_once() -> None:
+    """What the entry of each of several targets loses in a narrow buffer is found again in the input's gradient."""
+    from lowtide.head.kernels import stats_rows
+
+    N, K, V, D = 9, 4, 40, 24
+    x, w, ids = torch.randn(N, D).bfloat16(), torch.randn(V, D).bfloat16(), torch.randint(0, V, (N, K))
+    ids[:, 2] = ids[:, 1]
+    logp = (x.double() @ w.double().T).log_softmax(1)
+    g = torch.randn(N, K)
+    entries, numbers = stats_rows.Entries.empty(N, K, x.device), torch.empty(5, N)
+    known = {
+        "lse": (x.double() @ w.double().T).logsumexp(1).float(), "argmax": logp.argmax(1), "y": ids.int(),
+        "top_logprob": logp.amax(1).float(), "logprob": logp.gather(1, ids).float(),
+    }  # fmt: skip
+    stats_rows.prepare_stats(
+        known, {"logprob": g}, x, numbers, entries, V, scale=None, softcap=None, scaled_CD=None
+    )  # fmt: skip
+    softmax_part = (logp.exp() * -g.double().sum(1, keepdim=True)) / numbers[0][:, None]
+    e = softmax_part.bfloat16()
+    stats_rows.put_entries(e, entries, 0)
+    dx = torch.empty(N, D)
+    stats_rows.finish_input_grad(e.float() @ w.float(), dx, w, entries, numbers[0])
+    exact = softmax_part.scatter_add(1, ids, g.double() / numbers[0][:, None])
+    torch.testing.assert_close(e.double(), exact, rtol=2**-7, atol=1e-6)  # the interpreter cuts digits off
+    rounded = e.double().scatter(1, ids, exact.gather(1, ids))
+    want = numbers[0][:, None] * (rounded @ w.double())
+    assert relative_error(dx, want) < NEAR
+
+
+@pytest.mark.parametrize(("name", "k"), [("plain", 1), ("all", 40), ("negative", 7)])
+@pytest.mark.parametrize(("N", "D", "V", "rows"), [*SIZES, (20, 24, 300, 9)])
+def test_highest_logits(name: str, N: int, D: int, V: int, rows: int, k: int) -> None:
+    k = min(k, V)
+    x, w, _, b, kwargs = problem(N, D, V, name)
+    found = ExpStats(make_job(x, w, None, ("topk",), kwargs, k), plan(N, V, rows)).forward()
+    z = x.double() @ w.double().T
+    z = (z if b is None else z + b) * kwargs.get("logit_scale", 1.0)
+    cap = kwargs.get("softcap")
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    values = z.topk(k, 1).values
+    digits = lost_digits(x, w, kwargs)
+    torch.testing.assert_close(found["topk_values"].double(), values, rtol=NEAR, atol=4 * digits)
+    assert (found["topk_values"].diff(dim=1) <= 0).all()
+    # classes that belong to the values, no two the same
+    torch.testing.assert_close(z.gather(1, found["topk_ids"]), values, rtol=NEAR, atol=4 * digits)
+    assert (found["topk_ids"].sort(1).values.diff(dim=1) > 0).all()
+
+
+def test_highest_logits_of_as_many_tiles() -> None:
+    x, w, b = torch.randn(3, 16), torch.randn(300, 16), torch.zeros(300)
+    peaks = torch.tensor([5, 33, 95, 128, 190, 255, 299])  # each in a tile of its own
+    b[peaks] = 100 + 20 * torch.arange(7.0)
+    found = ExpStats(make_job(x, w, None, ("topk",), {"bias_V": b}, 7), plan(3, 300, 2)).forward()
+    assert torch.equal(found["topk_ids"], (x @ w.T + b).topk(7, 1).indices)
+    assert torch.equal(found["topk_ids"].sort(1).values, peaks.expand(3, 7))
+
+
+def test_highest_logits_of_equals_and_of_nothing() -> None:
+    w = torch.randint(-4, 5, (1, 16)).float().expand(75, 16).contiguous()  # whole numbers: products are exact
+    x, b = torch.randint(-4, 5, (5, 16)).float(), torch.zeros(75)
+    b[::2] = -torch.inf
+    x[3] = torch.nan
+    found = ExpStats(make_job(x, w, None, ("topk",), {"bias_V": b}, 40), plan(5, 75, 2)).forward()
+    first = torch.cat((torch.arange(1, 75, 2), torch.tensor([0, 2, 4])))  # the lowest classes, and then those without
+    assert torch.equal(found["topk_ids"][[0, 1, 2, 4]], first.expand(4, 40))
+    assert torch.equal(found["topk_values"][0].isinf(), torch.arange(40) >= 37)
+    assert found["topk_values"][3].isnan().all()
+    assert (found["topk_ids"][3].sort().values == torch.arange(40)).all()
 
 
 def test_rows_that_are_no_numbers() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +30,13 @@ def ids() -> Tensor:
 
 
 @pytest.fixture
-def side(monkeypatch: pytest.MonkeyPatch) -> LazySide:
+def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazySide]:
     """Offloading from the CPU, with copies that come as late as they may."""
     lazy = LazySide()
     monkeypatch.setattr(apply, "available", lambda: True)
     monkeypatch.setattr(offload, "side_for", lambda device: lazy)
-    return lazy
+    yield lazy
+    assert lazy.lost == 0, "memory was freed while its copy was under way"
 
 
 @pytest.fixture(params=["llama", "plain"])

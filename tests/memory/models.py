@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,32 @@ class Plain(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@torch.library.custom_op("lowtide_test_flash_attn::fwd", mutates_args=())
+def fwd(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Stand in for a flash-attn package: an operator of its own name, with dropout inside.
+
+    The last of what it returns is what the fused kernels return as well: a mask that nobody asked for, of no size.
+    """
+    mask = torch.rand(q.shape) >= dropout_p
+    out = nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).to(q.dtype)
+    return torch.where(mask, out, 0).contiguous(), mask.to(q.dtype), q.new_empty(0)
+
+
+class Flash(torch.autograd.Function):
+    """Attention of such a package, with a backward that depends on everything that was kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, mask, _ = torch.ops.lowtide_test_flash_attn.fwd(q, k, v, 0.4)
+        ctx.save_for_backward(q, k, v, out, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, mask = ctx.saved_tensors
+        return gradient * mask * k, gradient * out * q, gradient * mask * v
+
+
 class CountAttention(TorchDispatchMode):
     """Counts the calls of attention's fused forward that reach a kernel."""
 
@@ -89,14 +116,16 @@ def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[
 
 
 class LazySide:
-    """Host memory beside the host: every copy is made as late as a wait for it allows, and pinned memory is counted.
+    """Host memory beside the host: every copy is made as late as a wait for it allows, and everything is counted.
 
-    What is used without waiting for its copy is NaN; what is freed before its copy out is lost.
+    What is used without waiting for its copy is NaN; what is freed while its copy is under way is counted as lost.
     """
 
     def __init__(self) -> None:
         self.pinned = 0
         self.copies = 0
+        self.begun_back = 0
+        self.lost = 0
 
     def pin(self, nbytes: int) -> Tensor:
         self.pinned += nbytes
@@ -107,27 +136,28 @@ class LazySide:
 
     def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
         self.copies += 1
-        return _once(lambda: host.copy_(tensor))
+        return self._later(tensor, lambda t: host.copy_(t))
 
-    def copy_back(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
+        self.begun_back += 1
         tensor.data.fill_(float("nan"))
-
-        def run() -> None:
-            after()
-            tensor.data.copy_(host)
-
-        return _once(run)
+        return self._later(tensor, lambda back: back.data.copy_(host))
 
     def wait(self, event: Any) -> None:
         event()
 
+    def _later(self, tensor: Tensor, run: Callable[[Tensor], object]) -> Callable[[], None]:
+        pending = [run]
 
-def _once(function: Callable[[], object]) -> Callable[[], None]:
-    pending = [function]
+        def on_death(_: object) -> None:
+            self.lost += len(pending)
 
-    def run() -> None:
-        if pending:
-            with torch.no_grad():
-                pending.pop()()
+        device = weakref.ref(tensor, on_death)
 
-    return run
+        def event() -> None:
+            while pending:
+                with torch.no_grad():
+                    alive = device()
+                    pending.pop()(alive) if alive is not None else pending.pop()
+
+        return event

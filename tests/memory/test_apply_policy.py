@@ -9,12 +9,38 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowtide
 from lowtide.errors import UnsupportedError
 from lowtide.measure import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, attention, remove_policy
-from memory.models import VOCAB, CountAttention, Plain, assert_same, step
+from memory.models import VOCAB, CountAttention, Flash, Plain, assert_same, step
 
 KEEPS = ("all", "attention", "input")
+ATTENTION, INPUT = ActivationPolicy(keep="attention"), ActivationPolicy(keep="input")
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "fused", "flash_for_cpu", "package", "flex"])
+def test_operators_that_are_attention(kind: str) -> None:
+    """By name, so that every backend of PyTorch counts, whether or not this machine can run it; no backward does."""
+    aten, found = torch.ops.aten, attention.is_attention
+    if kind == "flex":
+        operators = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+    elif kind == "package":
+        operators = torch.ops.lowtide_test_flash_attn.fwd.default, aten.mm.default
+    elif kind == "flash_for_cpu":
+        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        operators = forward, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    elif kind == "fused":
+        forward = aten._scaled_dot_product_fused_attention_overrideable.default
+        operators = forward, aten._scaled_dot_product_fused_attention_overrideable_backward.default
+    else:
+        forward = getattr(aten, f"_scaled_dot_product_{kind}_attention").default
+        operators = forward, getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
+        inner, inner_backward = f"_{kind}_attention_forward", f"_{kind}_attention_backward"
+        assert found(getattr(aten, inner).default)
+        assert not found(getattr(aten, inner_backward).default)
+    assert [found(operator) for operator in operators] == [True, False]
+    assert not found(aten._scaled_dot_product_attention_math.default)
 
 
 @pytest.mark.parametrize("keep", KEEPS)
@@ -79,6 +105,30 @@ def test_bytes_that_stay_after_forward(family: str, llama: Any) -> None:
     assert a_layer["all"] > 4 * a_layer["attention"]
 
 
+def test_bytes_of_a_patched_layer(llama: Any) -> None:
+    """The table of docs/memory.md, in bf16."""
+    tokens, h, q, k, f, heads = 512, 64, 64, 32, 160, 4
+    ids = torch.randint(3, VOCAB, (1, tokens))
+    shape = {"hidden_size": h, "intermediate_size": f, "num_attention_heads": heads, "num_key_value_heads": 2}
+    live: dict[tuple[int, ActivationPolicy], int] = {}
+    policies = {
+        ActivationPolicy(mlp_level=0): 8 * h + 4 * q + 4 * k + 4 * f + 4 * heads + 8,
+        ActivationPolicy(mlp_level=1): 8 * h + 4 * q + 4 * k + 4 * heads + 8,
+        ATTENTION: 2 * h + 2 * q + 4 * heads,
+        INPUT: 2 * h,
+    }
+    for layers in (2, 3):
+        model = llama(**shape, head_dim=16, num_hidden_layers=layers, use_cache=False).bfloat16()
+        lowtide.patch(model)
+        for policy in policies:
+            apply_policy(model, policy)
+            model.model(input_ids=ids)
+            live[layers, policy] = live_after_forward(model.model, ids)
+    for policy, expected in policies.items():
+        got = (live[3, policy] - live[2, policy]) / tokens
+        assert expected <= got < expected + 16, policy  # the random state's 5 KB, over 512 tokens
+
+
 @pytest.mark.parametrize("keep", ["attention", "input"])
 def test_dropout_draws_the_same_again(keep: Any, ids: Tensor) -> None:
     model = Plain(dropout=0.3)
@@ -91,27 +141,6 @@ def test_dropout_draws_the_same_again(keep: Any, ids: Tensor) -> None:
     torch.manual_seed(7)
     stock(ids).backward()
     assert torch.equal(torch.rand(3), after)  # backward leaves the generator where forward left it
-
-
-@torch.library.custom_op("lowtide_test_flash_attn::fwd", mutates_args=())
-def fwd(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """Stand in for a flash-attn package: an operator of its own name, with dropout inside."""
-    mask = torch.rand(q.shape) >= dropout_p
-    out = nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True).to(q.dtype)
-    return torch.where(mask, out, 0).contiguous(), mask.to(q.dtype)
-
-
-class Flash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, mask = torch.ops.lowtide_test_flash_attn.fwd(q, k, v, 0.4)
-        ctx.save_for_backward(q, k, v, out, mask)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, mask = ctx.saved_tensors
-        return gradient * mask * k, gradient * out * q, gradient * mask * v
 
 
 def test_a_packages_operator_with_dropout_is_kept_and_moves_the_random_state(

@@ -144,6 +144,20 @@ def test_pytorchs_wrapper_is_refused() -> None:
         apply_policy(model, INPUT)
 
 
+def test_a_forward_replaced_on_the_instance_is_refused(ids: Tensor) -> None:
+    """As accelerate does; replaced after the policy, it calls the policy's."""
+    model = Plain()
+    block = model.blocks[2]
+    block.forward = block.forward
+    with pytest.raises(UnsupportedError, match=r"blocks\.2: expected a layer with the forward of its class"):
+        apply_policy(model, INPUT)
+    apply_policy(model, ActivationPolicy())
+    del block.forward
+    apply_policy(model, INPUT)
+    block.forward = block.forward
+    assert calls(model, ids) == 10
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
 @pytest.mark.parametrize("how", ["model", "layers in place", "layers wrapped"])
 @pytest.mark.parametrize("policy", [INPUT, ATTENTION], ids=["input", "attention"])

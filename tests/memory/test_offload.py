@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.errors import UnsupportedError
 from lowtide.measure import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, offload, pinned, remove_policy
-from memory.models import VOCAB, CountAttention, LazySide, Plain, assert_same, step
+from memory.models import VOCAB, CountAttention, Flash, LazySide, Plain, assert_same, step
 
 ATTENTION = ActivationPolicy(keep="attention", offload=True)
 INPUT = ActivationPolicy(keep="input", offload=True)
@@ -56,6 +56,21 @@ def test_device_memory_after_forward(policy: Any, side: LazySide) -> None:
     assert abs((live[False] - live[True]) / tokens - (layers - offload.ON_DEVICE) * kept) < 16
 
 
+def test_device_memory_with_a_graph_that_is_kept(side: LazySide) -> None:
+    """After backward with retain_graph only the layers that backward ended with are on the device."""
+    tokens, D, layers = 512, 64, 9
+    model, ids = Plain(layers, D, heads=4), torch.randint(3, VOCAB, (1, 512))
+    apply_policy(model, INPUT)
+    step(model, ids)
+    with track_allocations() as seen:
+        loss = model(ids)
+    after_forward = seen.events[-1].total_bytes
+    with track_allocations() as seen:
+        loss.backward(retain_graph=True)
+    assert seen.events[-1].total_bytes <= 2 * tokens * 4 * D + 20_000, after_forward
+    loss.backward()
+
+
 def test_layers_mixed(pair: tuple[Any, Any], side: LazySide, ids: Tensor) -> None:
     model, stock = pair
     policies = [INPUT, ATTENTION, ALL, ATTENTION, ActivationPolicy(keep="input")]
@@ -73,6 +88,16 @@ def test_dropout_and_autocast(side: LazySide, ids: Tensor) -> None:
         apply_policy(model, policy)
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(step(model, ids), step(stock, ids))
+
+
+def test_a_packages_operator_with_dropout(side: LazySide, monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:
+    model = Plain(dropout=0.3)
+    stock = copy.deepcopy(model)
+    for block in [*model.blocks, *stock.blocks]:
+        monkeypatch.setattr(block, "attend", Flash.apply)
+    apply_policy(model, ATTENTION)
+    assert_same(step(model, ids), step(stock, ids))
+    assert side.copies == 3 * 3  # input, output and mask, of three layers
 
 
 def test_graphs_side_by_side(pair: tuple[Any, Any], side: LazySide, ids: Tensor) -> None:
@@ -190,6 +215,27 @@ class InPlace(torch.nn.Module):
         return self.norm(x.mul_(1.01))
 
 
+def test_each_layer_is_brought_back_while_the_one_after_it_computes(side: LazySide) -> None:
+    offloader = offload.Offloader(None, 6, 6)
+    tensors = [torch.randn(3) for _ in range(6)]
+    records, gets = [], []
+    for k, tensor in enumerate(tensors):
+        records.append(offloader.begin(moves=k < 4))
+        gets.append([records[-1].put(tensor), records[-1].put(2 * tensor)])
+    assert (side.copies, side.begun_back) == (8, 0)
+    for k, begun in ((5, 0), (4, 2), (3, 4), (2, 6), (1, 8), (0, 8)):
+        assert torch.equal(gets[k][0](), tensors[k])
+        assert side.begun_back == begun, k
+        assert torch.equal(gets[k][1](), 2 * tensors[k])
+        gets.pop()
+        records.pop()
+    # A record that is brought back and never asked for gives its memory back all the same.
+    assert side.pinned > 0
+    del offloader
+    gc.collect()
+    assert side.pinned == 0
+
+
 def test_layouts_of_every_kind_come_back_as_they_were(side: LazySide) -> None:
     offloader = offload.Offloader(None, 10, 10)
     base = torch.randn(6, 8, 10)
@@ -203,6 +249,17 @@ def test_layouts_of_every_kind_come_back_as_they_were(side: LazySide) -> None:
         assert got.dtype == tensor.dtype
         if tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize:
             assert got.stride() == tensor.stride()
+
+
+def test_tensors_of_another_class_are_refused(side: LazySide) -> None:
+    class Other(Tensor):
+        pass
+
+    for moves in (True, False):  # not only where it matters
+        record = offload.Offloader(None, 1, 1).begin(moves=moves)
+        with pytest.raises(UnsupportedError, match="plain tensors to keep, got Other"):
+            record.put(torch.randn(3).as_subclass(Other))
+        assert torch.equal(record.put(torch.nn.Parameter(torch.ones(3)))(), torch.ones(3))
 
 
 def test_copies_of_a_model_have_memory_of_their_own(side: LazySide, ids: Tensor) -> None:
@@ -224,13 +281,14 @@ def test_copies_of_a_model_have_memory_of_their_own(side: LazySide, ids: Tensor)
 def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> None:
     model = Plain()
     stock = copy.deepcopy(model)
-    apply_policy(model, ATTENTION)
+    report = apply_policy(model, ATTENTION)
     loss = model(ids)
     remove_policy(model)
+    assert report.host_bytes > 0
     loss.backward()
     del loss
     stock(ids).backward()
-    assert side.pinned == 0
+    assert side.pinned == report.host_bytes == 0
     for a, b in zip(model.parameters(), stock.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 import subprocess
 import sys
@@ -35,16 +36,19 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         "linear_logprobs",
         "linear_token_stats",
         "linear_divergence",
+        "plan_divergence",
         "plan_head",
         "swiglu_mlp",
         "patch",
         "unpatch",
         "patch_trl",
         "unpatch_trl",
+        "memory.apply_policy",
+        "memory.remove_policy",
     ],
 )
 def test_every_argument_is_documented(name: str) -> None:
-    function = getattr(lowtide, name)
+    function = operator.attrgetter(name)(lowtide)
     text = inspect.getdoc(function) or ""
     for argument in inspect.signature(function).parameters:
         assert f"{argument}:" in text, f"{name}: {argument}"
@@ -58,6 +62,8 @@ def test_every_argument_is_documented(name: str) -> None:
         lowtide.TeacherTopK,
         lowtide.TrlReport,
         lowtide.nn.LinearCrossEntropyLoss,
+        lowtide.memory.ActivationPolicy,
+        lowtide.memory.PolicyReport,
         lowtide.nn.SwiGLU,
     ],
 )
@@ -74,9 +80,9 @@ def test_links_in_the_documents_lead_somewhere() -> None:
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-@pytest.mark.parametrize(("page", "examples"), [("token-stats", 2), ("divergence", 2), ("mlp", 1)])
-def test_the_examples_of_a_page_run(page: str, examples: int) -> None:
+@pytest.mark.parametrize(("page", "count"), [("token-stats", 2), ("divergence", 3), ("mlp", 1)])
+def test_the_examples_of_a_page_run(page: str, count: int) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
-    assert len(blocks) == examples
+    assert len(blocks) == count
     for block in blocks:
         exec(compile(block, page, "exec"), {})

@@ -195,18 +195,30 @@ def test_sharp_distributions() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(("T", "scale"), [(1.0, 1.0), (0.7, 1.0), (2.0, 0.5)])
+@pytest.mark.parametrize(
+    ("T", "scale", "cap", "teacher_cap"),
+    [(1.0, 1.0, None, None), (0.7, 1.0, 3.0, None), (2.0, 0.5, None, 1.5), (0.6, 1.3, 2.0, 4.0)],
+)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("N", "D", "V"), SHAPES)
 def test_divergence_values_and_gradients(
-    N: int, D: int, V: int, bias: bool, T: float, scale: float, beta: float, report: lowtide.TrlReport
+    N: int,
+    D: int,
+    V: int,
+    bias: bool,
+    T: float,
+    scale: float,
+    cap: float | None,
+    teacher_cap: float | None,
+    beta: float,
+    report: lowtide.TrlReport,
 ) -> None:
     x, w, b, _ = head(N, D, V, bias=bias)
     tx, tw, tb, _ = head(N, D + 3, V, seed=1, bias=not bias)
     true = copies(x, w, b)
-    divergence, entropy = divergence_function().apply(x, w, b, tx, tw, tb, beta, T, scale, None, scale, None)
-    log_s = logits(*true, T, None, scale).log_softmax(-1)
-    log_t = logits(*copies(tx, tw, tb), T, None, scale).log_softmax(-1).detach()
+    divergence, entropy = divergence_function().apply(x, w, b, tx, tw, tb, beta, T, scale, cap, scale, teacher_cap)
+    log_s = logits(*true, T, cap, scale).log_softmax(-1)
+    log_t = logits(*copies(tx, tw, tb), T, teacher_cap, scale).log_softmax(-1).detach()
     log_m = ((1 - beta) * log_s.exp() + beta * log_t.exp()).log()
     if beta in (0, 1):
         log_p, log_q = (log_t, log_s) if beta == 0 else (log_s, log_t)

@@ -141,8 +141,8 @@ def test_partitioned_parameters_and_float64_under_autocast_go_to_trl() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"student_cap": 3.0}, "caps its logits"),
-        ({"teacher_cap": 3.0}, "caps its logits"),
+        ({"student_cap": 0.0}, "student_final_logit_softcapping is not above 0"),  # TRL caps at 1 there
+        ({"teacher_cap": -1.0}, "teacher_final_logit_softcapping is not above 0"),
         ({"teacher_scale": 0.5}, "scale their logits differently"),
         ({"V": 9}, "different vocabularies"),
         ({"beta": 1.5}, "beta is not from 0 to 1"),

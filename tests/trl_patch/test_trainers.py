@@ -119,6 +119,15 @@ def test_same_as_stock_with_other_models(
     assert report.calls_trl == {}
 
 
+def test_a_student_that_caps_its_logits(make_trainer: Any, tiny_model: Any) -> None:
+    settings = {"family": "Gemma2", "final_logit_softcapping": 2.0}
+    expected = train(make_trainer, "Distillation", tiny_model(**settings))
+    report = lowtide.patch_trl()
+    assert_same_runs(train(make_trainer, "Distillation", tiny_model(**settings)), expected, 2e-4)
+    assert report.calls_trl == {}
+    assert report.calls_lowtide == {"ChunkedDivergenceFunction": 3}
+
+
 @pytest.mark.parametrize("kind", ["SFT", "KTO", "Distillation"])
 def test_bf16_autocast(kind: str, make_trainer: Any, tiny_model: Any) -> None:
     """Metrics and weights within bfloat16's own error, the loss's logits being float32 in the patched run only."""
@@ -134,7 +143,7 @@ def test_bf16_autocast(kind: str, make_trainer: Any, tiny_model: Any) -> None:
 
 
 def test_what_lowtide_cannot_do_runs_as_stock_and_is_named(make_trainer: Any, tiny_model: Any) -> None:
-    settings = {"family": "Gemma2", "final_logit_softcapping": 2.0}
+    settings = {"family": "Cohere2", "logit_scale": 0.25}  # and its teacher is a Llama
     expected = train(make_trainer, "Distillation", tiny_model(**settings))
     report = lowtide.patch_trl()
     got = train(make_trainer, "Distillation", tiny_model(**settings))
@@ -143,7 +152,7 @@ def test_what_lowtide_cannot_do_runs_as_stock_and_is_named(make_trainer: Any, ti
     assert report.calls_lowtide == {}
     assert report.calls_trl == {"ChunkedDivergenceFunction": 3}
     (why,) = report.why_trl
-    assert "caps its logits" in why
+    assert "scale their logits differently" in why
     assert why in str(report)
 
 

@@ -27,7 +27,7 @@ from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.measure import describe_machine, mib, peak_above, source_commit, time_side_by_side
 
 NAIVE, TWO_CHUNKS, DEFAULT, TOKEN = "naive", "two chunks", "default", "default, per token"
-FUSED = "linear_cross_entropy"
+FUSED, COMPILED, TWO_COMPILED = "linear_cross_entropy", "default, compiled", "two chunks, compiled"
 _COLUMNS = f"{'':24}{'ms':>9}{'MiB':>9}{'of naive':>9}{'value err':>11}{'dX err':>9}{'dW err':>9}{'db err':>9}"
 
 
@@ -58,6 +58,7 @@ def top_k(logits: Tensor, labels: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross-entropy": cross_entropy, "focal": focal, "entropy": entropy, "top-k": top_k,
 }  # fmt: skip
+FUSIBLE = ("cross-entropy", "focal", "entropy")  # of which a compiler makes fewer passes over the logits
 
 
 @dataclass(kw_only=True)
@@ -148,8 +149,8 @@ def ways(name: str, inputs: Inputs) -> dict[str, tuple[Callable[[], Tensor], Hea
     def total(logits: Tensor, labels: Tensor) -> Tensor:
         return fn(logits, labels).sum() / N
 
-    def summed(options: HeadOptions) -> Callable[[], Tensor]:
-        return lambda: linear_apply(total, x, w, y, linear_bias=b, out="sum", options=options)
+    def summed(options: HeadOptions, compile: bool = False) -> Callable[[], Tensor]:
+        return lambda: linear_apply(total, x, w, y, linear_bias=b, out="sum", compile=compile, options=options)
 
     two, default = in_two_chunks(inputs), HeadOptions()
     found: dict[str, tuple[Callable[[], Tensor], HeadOptions | None]] = {
@@ -158,6 +159,9 @@ def ways(name: str, inputs: Inputs) -> dict[str, tuple[Callable[[], Tensor], Hea
         DEFAULT: (summed(default), default),
         TOKEN: (lambda: linear_apply(fn, x, w, y, linear_bias=b).mean(), default),
     }
+    if name in FUSIBLE and x.is_cuda:
+        found[TWO_COMPILED] = (summed(two, compile=True), two)
+        found[COMPILED] = (summed(default, compile=True), default)
     if name == "cross-entropy":
         found[FUSED] = (lambda: linear_cross_entropy(x, w, y, linear_bias=b), None)
     return found
@@ -253,6 +257,7 @@ def run(config: ApplyBenchConfig, say: Callable[[str], object]) -> dict[str, Any
         "dtype": str(dtype).removeprefix("torch."), "warm": config.warm, "reps": config.reps, "shapes": [],
     }  # fmt: skip
     for shape in config.shapes if config.table else ():
+        torch._dynamo.reset()  # else what was compiled for one shape would be made general for the next
         inputs = make_inputs(shape, dtype, device, config.seed)
         part: dict[str, Any] = {"name": shape.name, "N": shape.N, "D": shape.D, "V": shape.V, "rows": []}
         told["shapes"].append(part)

@@ -21,20 +21,23 @@ TRL_TILE = (4096, 32768)  # tokens and classes of each side's float32 logits tha
 CHECKPOINT_ROWS = 1024
 
 
-def _lowtide(task: DivergenceTask, options: HeadOptions | None = None) -> Function:
+def _lowtide(task: DivergenceTask, options: HeadOptions | None = None, reduction: str = "mean") -> Function:
     student, teacher = task.head, task.teacher
-    kind, beta = task.kind.name, task.kind.beta
+    asked: dict[str, Any] = {"kind": task.kind.name, "beta": task.kind.beta, "reduction": reduction, "options": options}
+    return lambda: {"value": linear_divergence(student.x, student.w, teacher.x, teacher.w, **asked)}
 
-    def run() -> dict[str, Tensor]:
-        value = linear_divergence(student.x, student.w, teacher.x, teacher.w, kind=kind, beta=beta, options=options)
-        return {"value": value}
 
-    return run
+def _lowtide_of_each(task: DivergenceTask) -> Function:
+    return _lowtide(task, reduction="none")
+
+
+def _lowtide_in_float32(task: DivergenceTask) -> Function:
+    return _lowtide(task, HeadOptions(accumulate="float32"))
 
 
 def _lowtide_at_trls(task: DivergenceTask) -> Function:
     tiles = 2 * min(task.head.shape.N, TRL_TILE[0]) * TRL_TILE[1] * 4
-    return _lowtide(task, HeadOptions(workspace_mib=tiles / MIB, accumulate="float32"))
+    return _lowtide(task, HeadOptions(workspace_mib=tiles / MIB, accumulate="float32"), reduction="none")
 
 
 def _values(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, beta: float) -> Tensor:
@@ -118,8 +121,10 @@ def _needs_cuda(task: DivergenceTask) -> None:
 
 
 DIVERGENCE_PEERS = by_name(
-    TokenPeer(LOWTIDE, "as it comes", _lowtide),
-    TokenPeer(f"{LOWTIDE}-trl-memory", "with the scratch of TRL's two tiles, dW summed in float32", _lowtide_at_trls),
+    TokenPeer(LOWTIDE, "the mean, its gradients in forward", _lowtide),
+    TokenPeer(f"{LOWTIDE}-none", "a value for each token, as TRL's", _lowtide_of_each),
+    TokenPeer(f"{LOWTIDE}-float32", "the mean, dW summed in float32", _lowtide_in_float32),
+    TokenPeer(f"{LOWTIDE}-trl-memory", "as -none with the scratch of TRL's tiles, dW in float32", _lowtide_at_trls),
     TokenPeer("naive", "log_softmax of float32 logits of both", _naive),
     TokenPeer("compile", "torch.compile of naive", _compiled),
     TokenPeer("checkpoint", "naive, 1024 tokens at a time, rebuilt in backward", _checkpointed),

@@ -1,4 +1,7 @@
-"""Who computes log-probabilities and entropies of tokens from hidden states. N tokens, D hidden size, V vocabulary."""
+"""Who computes log-probabilities, entropies and more of tokens from hidden states.
+
+N tokens, D hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from lowtide.bench.peers import LOWTIDE, PEERS, CannotError
 from lowtide.bench.problem import blocks
-from lowtide.bench.stats import ENTROPY, LOGPROB, StatsTask, values_of
+from lowtide.bench.stats import ENTROPY, LOGPROB, TOPK, StatsTask, values_of
 from lowtide.bench.tokens import Function, TokenPeer, Values, by_name
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import MIB
@@ -23,13 +26,14 @@ VERL_ROWS = 512  # tokens whose logits verl's fused_linear_for_ppo holds at a ti
 
 
 def _lowtide(task: StatsTask, options: HeadOptions | None = None) -> Function:
-    x, w, y = task.head.x, task.head.w, task.head.y
+    x, w, y, topk = task.head.x, task.head.w, task.y, task.topk or None
     if task.names == (LOGPROB,):
         return lambda: {LOGPROB: linear_logprobs(x, w, y, options=options)}
 
     def run() -> Values:
-        stats = linear_token_stats(x, w, y, want=task.names, options=options)
-        return {name: getattr(stats, name) for name in task.names}
+        stats = linear_token_stats(x, w, y, want=task.names, topk=topk, options=options)
+        values = {name: getattr(stats, name) for name in task.names}
+        return values if stats.topk is None else values | {TOPK: stats.topk.values}
 
     return run
 
@@ -39,21 +43,24 @@ def _lowtide_at_trls(task: StatsTask) -> Function:
     return _lowtide(task, HeadOptions(workspace_mib=tile / MIB, accumulate="float32"))
 
 
-def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...]) -> Values:
-    return values_of((x @ w.T).float(), y, names)
+def _naive(x: Tensor, w: Tensor, y: Tensor, names: tuple[str, ...], topk: int) -> Values:
+    return values_of((x @ w.T).float(), y, names, topk)
 
 
 def _in_full(function: Callable[..., Values], task: StatsTask) -> Function:
     head = task.head
-    return lambda: function(head.x, head.w, head.y, task.names)
+    return lambda: function(head.x, head.w, task.y, task.names, task.topk)
 
 
 def _compiled(task: StatsTask) -> Function:
+    if task.backward_alone:
+        raise CannotError("gives its buffers away in backward, which runs once")
     torch.compiler.reset()  # else the second task is compiled for any shape, which is slower
     return _in_full(torch.compile(_naive, dynamic=False), task)
 
 
 def _trl(task: StatsTask, *, whole: bool = False) -> Function:
+    _one_target(task)
     utils: Any = importlib.import_module("trl.trainer.utils")
     columns = task.head.shape.V if whole else utils._CHUNKED_LOGPROB_CHUNK_SIZE
     x, w, y = task.head.x, task.head.w, task.head.y
@@ -74,7 +81,8 @@ class _Rebuilt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        found = [values_of((x[rows] @ w.T).float(), y[rows], (ENTROPY,) if entropy else ()) for rows in _rows(x)]
+        names = (LOGPROB, ENTROPY) if entropy else (LOGPROB,)
+        found = [values_of((x[rows] @ w.T).float(), y[rows], names) for rows in _rows(x)]
         ctx.save_for_backward(x, w, y)
         logprob = torch.cat([values[LOGPROB] for values in found])
         return logprob, torch.cat([values[ENTROPY] for values in found]) if entropy else None
@@ -104,6 +112,7 @@ def _rows(x: Tensor) -> list[slice]:
 
 
 def _verl_style(task: StatsTask) -> Function:
+    _one_target(task)
     head, entropy = task.head, ENTROPY in task.names
 
     def run() -> Values:
@@ -127,7 +136,13 @@ def _cross_entropy(name: str, task: StatsTask) -> Function:
     return lambda: {LOGPROB: -loss(head.x, head.w, head.y, "none")}
 
 
+def _one_target(task: StatsTask) -> None:
+    if not {LOGPROB, ENTROPY}.issuperset(task.names) or task.y.dim() > 1:
+        raise CannotError("computes log-probabilities of one target a token, and entropies")
+
+
 def _logprobs_alone(task: StatsTask) -> None:
+    _one_target(task)
     if task.names != (LOGPROB,):
         raise CannotError("computes log-probabilities and no entropy")
 

@@ -21,7 +21,7 @@ from lowtide.bench.reference import exact_products, relative_error
 from lowtide.bench.rows import reason_of, release
 from lowtide.measure import mib, peak_above, time_side_by_side
 
-Values = dict[str, Tensor]  # by name, [N], or 0-d: their mean
+Values = dict[str, Tensor]  # by name, [N] or [N, K], or 0-d: their mean
 Function = Callable[[], Values]
 
 
@@ -32,7 +32,7 @@ class Task:
     Attributes:
         head: hidden states, weight and targets; its setting says whether gradients are wanted, and which.
         names: of the values.
-        upstream: the objective's gradient by each value [N]; empty where the setting has no gradients.
+        upstream: the objective's gradient by each value, of its shape; empty where the setting has no gradients.
     """
 
     head: Problem
@@ -66,11 +66,18 @@ class Task:
         with torch.set_grad_enabled(self.head.setting.grad):
             values = function()
         if self.head.setting.grad:
-            gradients = [
-                self.upstream[name].to(v.dtype) if v.dim() else torch.ones_like(v) for name, v in values.items()
-            ]
-            torch.autograd.backward(list(values.values()), gradients)
+            self.backward(values)
         return {name: value.detach() for name, value in values.items()}
+
+    def backward(self, values: Values, *, keep: bool = False) -> None:
+        """Run the values' backward pass, and with ``keep`` leave their graph as it is."""
+        upstream = self.upstream
+        gradients = [upstream[name].to(v.dtype) if v.dim() else torch.ones_like(v) for name, v in values.items()]
+        torch.autograd.backward(list(values.values()), gradients, retain_graph=keep)
+
+    def run_of(self, function: Function) -> Callable[[], Values]:
+        """Return what is measured of a function: `step`."""
+        return lambda: self.step(function)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def by_name(*peers: TokenPeer) -> dict[str, TokenPeer]:
 
 @dataclass(frozen=True)
 class Truth:
-    """Each value [N] in float64, and the two gradients [N, D] and [V, D] in float32; None where there are none."""
+    """Each value in float64, and the two gradients [N, D] and [V, D] in float32; None where there are none."""
 
     values: Values
     dx: Tensor | None
@@ -235,14 +242,14 @@ class TokenBench:
 
     def _fill(self, row: TokenRow, peer: TokenPeer) -> None:
         task, device = self.task, self.task.head.device
-        function = peer.build(task)
+        run = task.run_of(peer.build(task))
         turns: Mapping[str, Callable[[], object]] = {
-            "limit": task.bare(self.best_rows), "peer": lambda: task.step(function)
+            "limit": task.bare(self.best_rows), "peer": run
         }  # fmt: skip
         timings = time_side_by_side(turns, device, warm=self.warm, reps=self.reps)
         task.head.clear()
         got: list[Values] = []
-        peak = peak_above(lambda: got.append(task.step(function)), device)
+        peak = peak_above(lambda: got.append(run()), device)
         ms, limit_ms = timings["peer"].median_ms, timings["limit"].median_ms
         row.ms, row.limit_ms, row.share, row.spread = ms, limit_ms, limit_ms / ms, timings["peer"].spread
         row.peak_mib = mib(peak)
@@ -264,7 +271,7 @@ class TokenBench:
             row.failed = f"{', '.join(missing)}: missing or not finite"
 
 
-_TITLES = {"dx": "dX err", "dw": "dW err"}
+_TITLES = {"dx": "dX err", "dw": "dW err", "mean_logit": "mean err", "sum_sq_prob": "sumsq err"}
 
 
 def header(bench: TokenBench) -> str:

@@ -49,13 +49,14 @@ examples:
       from 1024 to 262144 tokens"""
 
 _STATS = """\
-Time, peak memory and errors of the log-probability of each token's target: with the entropy and without, forward and
-backward with random upstream gradients, and forward alone, of lowtide and of everyone who can be imported, in one
-process and in turns with the limit: the bare matrix products (with gradients four, as no logits are kept; else one)
-over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are above the inputs and include the gradients;
-errors are against float32 products. A peer that fails, or does not offer the work, is a row that says why. The result
-is DIR/<date>-stats-<gpu>.json with the hardware and the versions; set COMMIT in the environment where the source has
-no git history. Exit status 1 where lowtide itself failed."""
+Time, peak memory and errors of the log-probability of each token's target, with the entropy and without, and of
+several targets, forward and backward with random upstream gradients; of backward alone; and without gradients of
+these, of all other statistics and of the highest logits, of lowtide and of everyone who can be imported, in one
+process and in turns with the limit: the bare matrix products (with gradients four, as no logits are kept, for
+backward alone three; else one) over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are above the
+inputs and include the gradients; errors are against float32 products. A peer that fails, or does not offer the work,
+is a row that says why. The result is DIR/<date>-stats-<gpu>.json with the hardware and the versions; set COMMIT in
+the environment where the source has no git history. Exit status 1 where lowtide itself failed."""
 
 _STATS_EXAMPLES = """\
 examples:
@@ -69,9 +70,9 @@ examples:
 _DIVERGENCE = """\
 Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student:
 forward KL, reverse KL and JSD(0.5), of lowtide and of everyone who can be imported, in one process and in turns with
-the limit: the bare matrix products, the logits of both sides twice and the student's two gradients. Peaks, errors and
-rows are those of lowtide bench stats. The result is DIR/<date>-divergence-<gpu>.json. Exit status 1 where lowtide
-itself failed."""
+the limit: the bare matrix products, the logits of both sides and the student's two gradients. lowtide's first row is
+of the mean, lowtide-none of a value for each token. Peaks, errors and rows are those of lowtide bench stats. The result
+is DIR/<date>-divergence-<gpu>.json. Exit status 1 where lowtide itself failed."""
 
 _DIVERGENCE_EXAMPLES = """\
 examples:

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head import apply_autograd
+from lowtide.head.apply_call import ApplyCall
 from lowtide.head.apply_function import TENSOR, UserFunction, compiled, current_autocast
-from lowtide.head.apply_passes import ApplyCall
 from lowtide.head.arguments import (
     check_device,
     check_head,
@@ -53,8 +53,8 @@ def linear_apply(
     ``fn`` must treat each token by itself, for any number of rows. It is called several times, on a few rows first.
 
     Args:
-        fn: The function. It may draw random numbers, and change its logits in place, but not its other arguments.
-            Whether it couples tokens cannot be told where it draws random numbers: then it is not checked.
+        fn: The function. It may draw random numbers from PyTorch's default generators, and change its logits in place,
+            but not its other arguments. Whether it couples tokens is found by comparing it with itself on a few rows.
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
         linear_weight: [V, D], the output embedding. Outside autocast of the same dtype as ``input``.
         token_args: Tensors [..., *], their first axes those of ``input``; ``fn`` gets them as [C, *]. Those that
@@ -78,8 +78,9 @@ def linear_apply(
 
     Raises:
         ArgumentValueError: A shape, device or number that does not fit; results of ``fn`` with a wrong leading size;
-            a result for some tokens that depends on others, among them a mean with ``out="sum"``; a tensor that ``fn``
-            closes over and that requires a gradient; an argument that it changes in place. Also a `ValueError`.
+            a result for some tokens that depends on others, among them a mean with ``out="sum"``; results that are
+            not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that it
+            changes in place. Also a `ValueError`.
         ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
         UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or options that ask for what
             an arbitrary function does not allow; also a `RuntimeError`.

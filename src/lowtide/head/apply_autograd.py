@@ -1,5 +1,7 @@
 """`linear_apply` in autograd's graph: gradients stored by forward and scaled in backward, or computed there."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,8 +9,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.head.apply_call import ApplyCall, Needs, Tensors, Totals
 from lowtide.head.apply_checks import check_rows_are_independent
-from lowtide.head.apply_passes import ApplyCall, Collected, Needs, Pass, Tensors, Totals, run_backward, run_forward
+from lowtide.head.apply_function import own_saved_tensors
+from lowtide.head.apply_passes import Collected, Pass, run_backward, run_forward
 from lowtide.head.graph import differentiable_once, is_last_backward
 from lowtide.head.registration import undisturbed
 from lowtide.head.scaling import scaled
@@ -38,7 +42,7 @@ def apply(call: ApplyCall, tensors: tuple[Tensor | None, ...]) -> Any:
         found = iter(_Applied.apply(call, outcome, *tensors))  # type: ignore[no-untyped-call]
         leaves = [None if leaf is None else next(found) for leaf in outcome[0].leaves]
     else:
-        with torch.no_grad(), undisturbed(_device(tensors)):
+        with torch.no_grad(), _alone(_device(tensors)):
             run = Pass(call, Tensors.of(call, tensors), Needs.of(call, [False] * len(tensors)))
             check_rows_are_independent(run)
             outcome.append(run_forward(run, store=False)[0])
@@ -58,7 +62,7 @@ class _Applied(torch.autograd.Function):
     def forward(ctx: Any, call: ApplyCall, outcome: list[Collected], *tensors: Tensor | None) -> Any:
         ctx.set_materialize_grads(False)
         needs = Needs.of(call, ctx.needs_input_grad[2:])
-        with undisturbed(_device(tensors)):
+        with _alone(_device(tensors)):
             run = Pass(call, Tensors.of(call, tensors), needs)
             check_rows_are_independent(run)
             store = not call.function.per_token and call.gradient != "recompute"
@@ -95,7 +99,7 @@ class _Applied(torch.autograd.Function):
                 tensors = ctx.saved_tensors
                 given = iter(upstream)
                 above = [next(given) if present else None for present in ctx.leaves]
-                with undisturbed(_device(tensors)):
+                with _alone(_device(tensors)):
                     run = Pass(call, Tensors.of(call, tensors), Needs.of(call, needed))
                     grads = _in_order(run_backward(run, above, ctx.states))
                 grads = [
@@ -126,7 +130,16 @@ def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | Non
 
 def _in_order(totals: Totals) -> list[Tensor | None]:
     """Return gradients in the order in which autograd has the tensors."""
-    return [totals.input_ND, totals.weight_VD, totals.bias_V, None, *totals.token_args, *totals.params]
+    bias = totals.bias_V
+    bias_V = bias.sum(0) if bias is not None and bias.dim() == 2 else bias
+    return [totals.input_ND, totals.weight_VD, bias_V, None, *totals.token_args, *totals.params]
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Enter a context in which neither autocast nor hooks on saved tensors reach products and function."""
+    with undisturbed(device), own_saved_tensors():
+        yield
 
 
 def _device(tensors: Any) -> torch.device:

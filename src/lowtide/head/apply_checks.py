@@ -1,26 +1,36 @@
-"""Whether a function treats each row of logits by itself: a few rows at once must give what they give in parts."""
+"""Whether a function treats each row of logits by itself: a few rows must give what they give in other company."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
-from types import FunctionType, MethodType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.apply_function import evaluate, random_state, same_state, set_random_state
-from lowtide.head.apply_passes import Pass, has_numbers
-from lowtide.head.schedules import take_leading
+from lowtide.head.apply_call import has_numbers
+from lowtide.head.apply_passes import Pass
+from lowtide.head.apply_probe import Probe, key_of
+from lowtide.head.apply_random import RandomState, random_state, same_state, set_random_state
 
-ROWS = 16  # of one comparison, spread over all rows
+# Which of the rows go into the second part, and which are replaced: for any number of rows from the start, one of the
+# two tears neighbours, pairs, halves and mirror images apart.
+SPLIT, REPLACED = "0111010101010000", "0110011101010000"
+ROWS = len(SPLIT)  # of one comparison, spread over all rows
 ROUNDING = 1e-5  # of a result's largest value: within this nobody asks why
 AUTOCAST_ROUNDING = 2e-2  # where fn multiplies in bfloat16, or returns it
 NOISE = 2.0**-20  # of the largest logit: what the logits are shifted by, to see how far rounding may carry a result
 NOISE_MARGIN = 16
 AGAIN = 2.0**-9  # likewise, for the second comparison of two that must both differ
+DRAWS = 32  # of random results, for all rows and for two parts of them
+MOST_RANK = 0.66  # rank correlation, 4.5 standard deviations: by chance once in 1.5e5 comparisons, and twice in a row
 REMEMBERED = 256
+NOT_THE_SAME_TWICE = message(
+    "fn",
+    "the same results from the same logits and the same state of PyTorch's default generators",
+    "others the second time",
+    "Backward may run it once more. Draw random numbers from the default generators alone, and keep no state.",
+)
 
 _passed: OrderedDict[Any, None] = OrderedDict()
 
@@ -28,168 +38,208 @@ _passed: OrderedDict[Any, None] = OrderedDict()
 def check_rows_are_independent(run: Pass) -> None:
     """Refuse a function whose result for some rows depends on which other rows it gets along with them.
 
-    On a GPU the comparison would make the host wait, so that it is made once for a function's code and the shapes of
-    what it gets. A function that draws random numbers is not compared: other rows get other numbers.
+    Without random numbers, rows must give in two parts what they give at once, and with out="token" the same beside
+    other rows. With random numbers the parts would draw others; so it is only beside other rows that they must give
+    the same, from the same numbers, and at once and in parts that they must give results of one distribution.
+
+    On a GPU comparing makes the host wait, so that it is done once for a function's code and the shapes of what it
+    gets; so are, on any device, the draws that show a distribution.
 
     Raises:
-        ArgumentValueError: It couples rows, or with out="sum" its result does not add up.
+        ArgumentValueError: It couples rows, or with out="sum" its result does not add up, or it is not the same twice.
     """
     n, device = run.tensors.rows, run.device
     if n < 2 or not has_numbers(run.tensors.input):
         return
-    known = _key(run) if device.type == "cuda" else None
-    if known is not None and known in _passed:
-        _passed.move_to_end(known)
-        return
+    key = key_of(run)
+    known = key in _passed
+    if known:
+        _passed.move_to_end(key)
+        if device.type == "cuda":
+            return
     before = random_state(device)
     count = min(n, ROWS, max(2, run.call.plan.piece_rows))
-    probe = _Probe(run, [i * (n - 1) // (count - 1) for i in range(count)])
+    comparison = _Comparison(run, Probe(run, [i * (n - 1) // (count - 1) for i in range(count)]), before)
     try:
-        difference = _difference(run, probe)
+        difference = comparison.difference(draw=not known)
         if difference is not None:
             # once more with logits somewhat off: a rounding that carries one across a threshold does not do so twice
-            probe.shift(AGAIN)
-            difference = _difference(run, probe)
+            comparison.probe.shift(AGAIN)
+            difference = comparison.difference(draw=True)
     finally:
         set_random_state(before, device)
     if difference is not None:
         raise ArgumentValueError(difference)
-    if known is not None:
-        _passed[known] = None
-        if len(_passed) > REMEMBERED:
-            _passed.popitem(last=False)
+    _passed[key] = None
+    if len(_passed) > REMEMBERED:
+        _passed.popitem(last=False)
 
 
-def _difference(run: Pass, probe: "_Probe") -> str | None:
-    """Return in words how a result for some rows differs from that for two parts of them; None if it does not."""
-    rows = len(probe.z)
-    before = random_state(run.device)
-    whole = probe(0, rows)
-    if not same_state(before, random_state(run.device)):
+class _Comparison:
+    """Of the function with itself, on the rows of a probe.
+
+    Args:
+        run: The call's pass.
+        probe: The rows.
+        state: Of the generators, at which what is compared number by number begins.
+    """
+
+    def __init__(self, run: Pass, probe: Probe, state: RandomState) -> None:
+        self.run, self.probe, self.state = run, probe, state
+        self.per_token = run.call.function.per_token
+        self.all = range(probe.rows)
+        self.parts = [[i for i in self.all if SPLIT[i] == part] for part in "01"]
+        self.replaced = [[i for i in self.all if REPLACED[i] == part] for part in "10"]
+
+    def difference(self, *, draw: bool) -> str | None:
+        """Return in words how results differ that should not; None if they do not.
+
+        Args:
+            draw: Whether to compare the distributions of random results.
+        """
+        whole = self._again(self.all)
+        if not whole:
+            return None
+        if same_state(self.state, random_state(self.run.device)):
+            return self._in_parts(whole) or (self._beside_others(whole) if self.per_token else None)
+        return self._beside_others(whole) or (self._in_draws(whole) if draw else None)
+
+    def _again(self, rows: Sequence[int], others: Sequence[int] = ()) -> list[Tensor]:
+        set_random_state(self.state, self.run.device)
+        return self.probe(rows, others)
+
+    def _in_parts(self, whole: list[Tensor]) -> str | None:
+        parts = [self._again(rows) for rows in self.parts]
+        if (form := _forms(whole, *parts)) is not None:
+            return form
+        if self.per_token:
+            order = torch.tensor([*self.parts[0], *self.parts[1]], device=self.run.device)
+            pairs = [(w[order], torch.cat(split)) for w, *split in zip(whole, *parts, strict=True)]
+        else:
+            pairs = [(w, one + two) for w, one, two in zip(whole, *parts, strict=True)]
+        return self._first_difference(whole, pairs, parts, "when rows come in two parts")
+
+    def _beside_others(self, whole: list[Tensor]) -> str | None:
+        """Compare results of rows beside others; of sums, how much some rows matter must not depend on the others."""
+        after = random_state(self.run.device)
+        runs = []
+        for others in self.replaced if self.per_token else (*self.replaced, self.all):
+            runs.append(self._again(self.all, others))
+            if not same_state(after, random_state(self.run.device)):
+                return None  # how many numbers are drawn depends on the logits: which are whose cannot be told
+        if (form := _forms(whole, *runs)) is not None:
+            return form
+        if self.per_token:
+            kept = [torch.tensor(rows, device=self.run.device) for rows in reversed(self.replaced)]
+            pairs = [
+                (
+                    torch.cat([w[rows] for rows in kept]),
+                    torch.cat([o[rows] for o, rows in zip(beside, kept, strict=True)]),
+                )
+                for w, *beside in zip(whole, *runs, strict=True)
+            ]
+        else:
+            pairs = [(w + both, one + two) for w, one, two, both in zip(whole, *runs, strict=True)]
+        return self._first_difference(whole, pairs, runs, "beside other tokens")
+
+    def _first_difference(
+        self, whole: list[Tensor], pairs: list[tuple[Tensor, Tensor]], runs: list[list[Tensor]], when: str
+    ) -> str | None:
+        """Return in words which of the ``pairs`` differ by more than rounding explains, given all results at hand."""
+        allowed = [self._rounding(values) for values in zip(whole, *runs, strict=True)]
+        if all(_agree(*pair, most) for pair, most in zip(pairs, allowed, strict=True)):
+            return None
+        for same, again, most in zip(whole, self._again(self.all), allowed, strict=True):
+            if not _agree(same, again, most):
+                return NOT_THE_SAME_TWICE
+        for i, ((one, two), most, noise) in enumerate(zip(pairs, allowed, self._noise(whole), strict=True)):
+            if not _agree(one, two, most + noise):
+                if not self.per_token:
+                    return _no_sum(i, f"sums {one.tolist()} and {two.tolist()} that should be one {when}")
+                rows = "" if one.shape != two.shape else f" in {_changed_rows(one, two)} of {len(one)} rows"
+                return _coupled(i, f"differs{rows} {when}")
         return None
-    half = rows // 2
-    parts = [probe(0, half), probe(half, rows)]
-    per_token = run.call.function.per_token
-    forms = [[leaf.shape[1:] for leaf in leaves] for leaves in (whole, *parts)]
-    if forms[1:] != forms[:1] * 2:
-        expected = "results of the same number and shapes for any rows"
-        return message("fn", expected, " and ".join(str([list(shape) for shape in form]) for form in forms))
-    split = [torch.cat(pair) if per_token else pair[0] + pair[1] for pair in zip(*parts, strict=True)]
-    if all(_agree(w, s, _allowed(run, w, p)) for w, s, *p in zip(whole, split, *parts, strict=True)):
+
+    def _in_draws(self, whole: list[Tensor]) -> str | None:
+        """Compare totals over all rows and over two parts, drawn anew each time: they must rank alike."""
+        most = [
+            self._rounding([leaf], leaf.double().abs().nan_to_num(0, 0, 0).sum().item()) + noise * leaf.numel()
+            for leaf, noise in zip(whole, self._noise(whole), strict=True)
+        ]
+        sums: list[list[Tensor]] = [[], [], []]  # of results, which may be as wide as the logits: not kept
+        for _ in range(DRAWS):
+            for into, rows in zip(sums, (self.all, *self.parts), strict=True):
+                drawn = self.probe(rows)
+                if (form := _forms(whole, drawn)) is not None:
+                    return form
+                into.append(torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in drawn]))
+        at_once, split = torch.stack(sums[0]), torch.stack(sums[1]) + torch.stack(sums[2])
+        for i, allowed in enumerate(most):
+            above = at_once[:, i, None] - split[:, i]
+            rank = (above > allowed).double().mean() - (above < -allowed).double().mean()  # 0 on average; 1: all above
+            if abs(rank.item()) > MOST_RANK:
+                when = f"{at_once[:, i].median():.6g} for all rows and {split[:, i].median():.6g} for two parts of them"
+                when = f"medians of {DRAWS} draws, {when}"
+                return _coupled(i, f"differs with the number of rows: {when}") if self.per_token else _no_sum(i, when)
         return None
-    probe.shift(NOISE)
-    shifted = probe(0, rows)
-    for i, (w, s, near, *p) in enumerate(zip(whole, split, shifted, *parts, strict=True)):
-        noise = (near.double() - w.double()).abs().nan_to_num(0, 0, 0).flatten()
-        allowed = _allowed(run, w, p) + NOISE_MARGIN * torch.cat((noise, noise.new_zeros(1))).amax().item()
-        if not _agree(w, s, allowed):
-            return _reason(i, w, s, per_token)
-    return None
+
+    def _noise(self, whole: list[Tensor]) -> list[float]:
+        """Return how far rounding may carry each result, from what it does where the logits are a little off."""
+        kept = self.probe.z.clone()
+        self.probe.shift(NOISE)
+        shifted = self._again(self.all)
+        self.probe.z = kept
+        found = []
+        for w, near in zip(whole, shifted, strict=True):
+            noise = (near.double() - w.double()).abs().nan_to_num(0, 0, 0).flatten()
+            found.append(NOISE_MARGIN * torch.cat((noise, noise.new_zeros(1))).amax().item())
+        return found
+
+    def _rounding(self, values: Sequence[Tensor], largest: float | None = None) -> float:
+        """Return by how much results may differ for rounding: a share of the largest of them all, if not given."""
+        first = values[0]
+        if not first.is_floating_point():
+            return 0.0
+        if largest is None:
+            every = torch.cat([t.double().reshape(-1).abs() for t in (*values, first.new_zeros(1))])
+            largest = every.where(every.isfinite(), 0).amax().item()
+        narrow = first.dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.run.call.function.autocast)
+        return largest * (AUTOCAST_ROUNDING if narrow else ROUNDING)
 
 
-class _Probe:
-    """The function on a few rows, as often as need be, each time with logits of its own."""
-
-    def __init__(self, run: Pass, rows: Sequence[int]) -> None:
-        self.run = run
-        chosen = torch.tensor(rows, device=run.device)
-        self.index = chosen if run.tensors.index is None else run.tensors.index[chosen]
-        x = run.tensors.input.detach()
-        x_rD = take_leading(x, x.dim() - 1, self.index, slice(0, len(rows))).to(run.call.dtype)
-        self.z = x.new_empty(len(rows), run.tensors.weight_VD.shape[0], dtype=run.call.wide)
-        run.write_logits(x_rD, self.z)
-
-    def shift(self, share: float) -> None:
-        """Shift the logits, one up, one down, by a share of the largest."""
-        largest = self.z.where(self.z.isfinite(), 0).abs().amax()
-        self.z += share * largest * (1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2))
-
-    def __call__(self, start: int, stop: int) -> list[Tensor]:
-        """Return the results for some of the rows."""
-        run, part = self.run, slice(start, stop)
-        axes = run.tensors.input.dim() - 1
-        results = evaluate(
-            run.call.function,
-            self.z[part].clone(),
-            [take_leading(a.detach(), axes, self.index, part) for a in run.tensors.token_args],
-            run.params,
-            logits_grad=run.needs.logits,
-            args_grad=run.needs.token_args,
-            compiled=False,
-        )
-        return [leaf.detach() for leaf in results.leaves if leaf is not None]
+def _forms(*results: Sequence[Tensor]) -> str | None:
+    """Return in words that results differ in number or shape; None if they do not."""
+    forms = [[list(leaf.shape[1:]) for leaf in leaves] for leaves in results]
+    if all(form == forms[0] for form in forms):
+        return None
+    return message("fn", "results of the same number and shapes for any rows", " and ".join(map(str, forms)))
 
 
-def _allowed(run: Pass, whole: Tensor, parts: Sequence[Tensor]) -> float:
-    """Return by how much results may differ for rounding: a share of the largest of them all."""
-    if not whole.is_floating_point():
-        return 0.0
-    values = torch.cat([t.double().reshape(-1).abs() for t in (whole, *parts, whole.new_zeros(1))])
-    largest = values.where(values.isfinite(), 0).amax().item()
-    narrow = whole.dtype.itemsize < 4 or any(enabled for _, enabled, _ in run.call.function.autocast)
-    return largest * (AUTOCAST_ROUNDING if narrow else ROUNDING)
-
-
-def _agree(whole: Tensor, split: Tensor, allowed: float) -> bool:
-    if whole.shape != split.shape:
+def _agree(one: Tensor, two: Tensor, allowed: float) -> bool:
+    if one.shape != two.shape:
         return False
-    return torch.allclose(whole.double(), split.double(), rtol=0, atol=allowed, equal_nan=True)
+    return torch.allclose(one.double(), two.double(), rtol=0, atol=allowed, equal_nan=True)
 
 
-def _reason(i: int, whole: Tensor, split: Tensor, per_token: bool) -> str:
-    if not per_token:
-        return message(
-            "fn",
-            'scalars that add up over tokens with out="sum"',
-            f"result {i}, {whole.item():.6g} for a few rows and {split.item():.6g} as the sum of two parts of them",
-            "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
-            ' afterwards, or take out="token". What one token gets must not depend on the others.',
-        )
-    changed = "" if whole.shape != split.shape else _changed_rows(whole, split)
+def _changed_rows(one: Tensor, two: Tensor) -> int:
+    return int((one != two).reshape(len(one), -1).any(1).sum().item())
+
+
+def _coupled(i: int, how: str) -> str:
     return message(
         "fn",
         "results for a token that do not depend on the other tokens",
-        f"result {i}, which differs{changed} when rows come in two parts",
+        f"result {i}, which {how}",
         "It sees one chunk of the tokens at a time: reduce over the vocabulary only, and over tokens afterwards, on"
         " what linear_apply returns.",
     )
 
 
-def _changed_rows(whole: Tensor, split: Tensor) -> str:
-    rows = (whole != split).reshape(len(whole), -1).any(1).sum().item()
-    return f" in {rows} of {len(whole)} rows"
-
-
-def _key(run: Pass) -> Any:
-    t = run.tensors
-    shapes = tuple((a.shape[t.input.dim() - 1 :], a.dtype) for a in t.token_args)
-    return (_code(run.call.function.plain), run.call.function.per_token, t.weight_VD.shape, t.weight_VD.dtype, shapes,
-            tuple((p.shape, p.dtype) for p in t.params))  # fmt: skip
-
-
-def _code(fn: Callable[..., Any]) -> Any:
-    """Return what tells functions apart that do different things: code, and the words that it closes over.
-
-    Not the function itself: one that is made anew for each step is the same to us, and must not be kept alive.
-    """
-    if isinstance(fn, partial):
-        return _code(fn.func), tuple(map(_word, fn.args)), tuple((k, _word(v)) for k, v in fn.keywords.items())
-    if isinstance(fn, MethodType):
-        return _code(fn.__func__), type(fn.__self__)
-    if isinstance(fn, FunctionType):
-        cells = []
-        for cell in fn.__closure__ or ():
-            try:
-                cells.append(_word(cell.cell_contents))
-            except ValueError:  # not filled yet
-                cells.append(None)
-        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(cells)
-    return type(fn)
-
-
-def _word(value: object) -> Any:
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, FunctionType):
-        return value.__code__  # no deeper: a function may close over itself
-    return type(value)
+def _no_sum(i: int, how: str) -> str:
+    return message(
+        "fn",
+        'scalars that add up over tokens with out="sum"',
+        f"result {i}: {how}",
+        "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
+        ' afterwards, or take out="token". What one token gets must not depend on the others.',
+    )

@@ -3,9 +3,9 @@
 c rows of a piece of a chunk, V vocabulary.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-RandomState = tuple[Tensor, Tensor | None]  # the generators' states on the CPU and on the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,64 +77,83 @@ class _Logits(torch.autograd.Function):
         return None, None
 
 
-def evaluate(
-    function: UserFunction,
-    z_cV: Tensor,
-    args: Sequence[Tensor],
-    params: Sequence[Tensor],
-    *,
-    logits_grad: bool,
-    args_grad: Sequence[bool],
-    compiled: bool = True,
-) -> Results:
-    """Call the function on a piece, check what it returns and what its graph reaches.
+class Caller:
+    """The function as one pass calls it on piece after piece; what is the same for all of them is found out once.
+
+    To be used inside `own_saved_tensors`, with autocast off for the products.
 
     Args:
         function: What to call.
-        z_cV: The logits; the function sees this memory.
-        args: Token arguments [c, ...].
+        device: Where the logits are.
         params: Tensors of the last arguments: leaves, where they get a gradient.
         logits_grad: Whether the logits get one.
         args_grad: The same of each token argument.
-        compiled: False: the function as it was given.
-
-    Raises:
-        ArgumentTypeError: Results that are no tensors.
-        ArgumentValueError: Results of a wrong shape, arguments changed in place, or a tensor that requires a gradient
-            and is no argument.
     """
-    edge, z, rows = None, z_cV, z_cV.shape[0]
-    with _in(function.autocast), _own_saved_tensors(), torch.set_grad_enabled(function.graph):
-        if function.graph and logits_grad:
-            z = _Logits.apply(torch.zeros((), device=z_cV.device, requires_grad=True), [z_cV])  # type: ignore[no-untyped-call]
-            edge = get_gradient_edge(z)
-        args = [a.detach().requires_grad_(function.graph and need) for a, need in zip(args, args_grad, strict=True)]
-        # dynamo compiles once more for a single row, and a result for one row is no work worth compiling
-        run = function.run if compiled and rows > 1 else function.plain
-        if run is not function.plain:
-            for tensor in (z, *args):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        began = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        watched = [t for t in (z_cV, *args, *params) if not t.is_inference()]
-        versions = [t._version for t in watched]
-        try:
-            returned = run(z, *args, *function.params(params))
-        except Exception as error:
-            error.add_note(
-                f"Raised by fn, which lowtide.linear_apply called with logits {list(z_cV.shape)}: it must take any"
-                " number of rows."
+
+    def __init__(
+        self,
+        function: UserFunction,
+        device: torch.device,
+        params: Sequence[Tensor],
+        *,
+        logits_grad: bool,
+        args_grad: Sequence[bool],
+    ) -> None:
+        self.function, self.params = function, params
+        self._args_grad = [function.graph and need for need in args_grad]
+        watch_logits = function.graph and logits_grad
+        self._anchor = torch.zeros((), device=device, requires_grad=True) if watch_logits else None
+        self._known = {id(p) for p in params}
+        self._watched = [p for p in params if not p.is_inference()]
+        enabled = any(on for _, on, _ in (*function.autocast, *current_autocast(device)))
+        self._autocast = function.autocast if enabled else ()
+
+    def __call__(self, z_cV: Tensor, args: Sequence[Tensor], *, compiled: bool = True) -> Results:
+        """Call the function on a piece, check what it returns and what its graph reaches.
+
+        Args:
+            z_cV: The logits; the function sees this memory.
+            args: Token arguments [c, ...], detached.
+            compiled: False: the function as it was given.
+
+        Raises:
+            ArgumentTypeError: Results that are no tensors.
+            ArgumentValueError: Results of a wrong shape, arguments changed in place, or a tensor that requires a
+                gradient and is no argument.
+        """
+        function, edge, z, rows = self.function, None, z_cV, z_cV.shape[0]
+        with torch.set_grad_enabled(function.graph):
+            if self._anchor is not None:
+                z = _Logits.apply(self._anchor, [z_cV])  # type: ignore[no-untyped-call]
+                edge = get_gradient_edge(z)
+            args = [a.detach().requires_grad_() if need else a for a, need in zip(args, self._args_grad, strict=True)]
+            # dynamo compiles once more for a single row, and a result for one row is no work worth compiling
+            run = function.run if compiled and rows > 1 else function.plain
+            if run is not function.plain:
+                for tensor in (z, *args):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            began = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            watched = [*self._watched, *(t for t in (z_cV, *args) if not t.is_inference())]
+            versions = [t._version for t in watched]
+            try:
+                with _in(self._autocast) if self._autocast else nullcontext():
+                    returned = run(z, *args, *function.params(self.params))
+            except Exception as error:
+                error.add_note(
+                    f"Raised by fn, which lowtide.linear_apply called with logits {list(z_cV.shape)}: it must take any"
+                    " number of rows."
+                )
+                raise
+        changed = [t is not z_cV for t, v in zip(watched, versions, strict=True) if t._version != v]
+        if any(changed):
+            raise ArgumentValueError(
+                message("fn", "its arguments left as they are", "one changed in place", "Work on a copy: x.clone().")
             )
-            raise
-    changed = [t is not z_cV for t, v in zip(watched, versions, strict=True) if t._version != v]
-    if any(changed):
-        raise ArgumentValueError(
-            message("fn", "its arguments left as they are", "one changed in place", "Work on a copy: x.clone().")
-        )
-    leaves, spec = pytree.tree_flatten(returned)
-    leaves = [_checked(leaf, rows, z_cV, function.per_token) for leaf in leaves]
-    if function.graph:
-        _refuse_strangers(leaves, {id(t) for t in (*args, *params)}, edge, began)
-    return Results(leaves, spec, edge, list(args), logits_changed=bool(changed))
+        leaves, spec = pytree.tree_flatten(returned)
+        leaves = [_checked(leaf, rows, z_cV, function.per_token) for leaf in leaves]
+        if function.graph:
+            _refuse_strangers(leaves, self._known.union(map(id, args)), edge, began)
+        return Results(leaves, spec, edge, args, logits_changed=bool(changed))
 
 
 def _checked(leaf: object, rows: int, z_cV: Tensor, per_token: bool) -> Tensor | None:
@@ -173,23 +191,27 @@ def _refuse_strangers(
         logits: Where the graph of the logits begins.
         began: The number of the first node that the call made; numbers count up within a thread.
     """
-    todo: list[tuple[Any, int]] = [
-        get_gradient_edge(leaf)[:2] for leaf in leaves if leaf is not None and leaf.requires_grad
-    ]
-    seen: set[Any] = set()
+    todo: list[Any] = [_edge(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad]
+    seen: set[Any] = set() if logits is None else {logits.node}
     while todo:
         node, output = todo.pop()
-        if node in seen or (logits is not None and node is logits.node):
+        if node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if node.name().endswith("AccumulateGrad") and isinstance(variable, Tensor):
-            if id(variable) not in known:
-                raise ArgumentValueError(_stranger(variable.shape))
+        before = node.next_functions
+        if not before and node.name().endswith("AccumulateGrad"):
+            if id(node.variable) not in known:
+                raise ArgumentValueError(_stranger(node.variable.shape))
         elif node._sequence_nr() < began:
             raise ArgumentValueError(_stranger(node._input_metadata[output].shape))
         else:
-            todo += [edge for edge in node.next_functions if edge[0] is not None]
+            todo += [edge for edge in before if edge[0] is not None]
+
+
+def _edge(tensor: Tensor) -> tuple[Any, int]:
+    """Return where a tensor stands in the graph: the node and which of its outputs."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor)[:2] if node is None else (node, tensor.output_nr)
 
 
 def _stranger(shape: Any) -> str:
@@ -235,18 +257,18 @@ def current_autocast(device: torch.device) -> Autocast:
     return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _in(autocast: Autocast) -> Iterator[None]:
     """Restore autocast; without its cache of casts, whose graphs are freed with the first piece's."""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for kind, enabled, dtype in autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield
 
 
-@contextlib.contextmanager
-def _own_saved_tensors() -> Iterator[None]:
-    """Keep outer hooks on saved tensors away from the function's graph, which lives for one piece.
+@contextmanager
+def own_saved_tensors() -> Iterator[None]:
+    """Keep outer hooks on saved tensors away from the function's graphs, each of which lives for one piece.
 
     torch.utils.checkpoint's would drop what it saves and compute the whole checkpointed block again to get it back.
     """
@@ -260,23 +282,6 @@ def _own_saved_tensors() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(outer):
             hooks._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def random_state(device: torch.device) -> RandomState:
-    """Return the generators' states; both lie on the host."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def set_random_state(state: RandomState, device: torch.device) -> None:
-    """Put the generators into a state."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-
-
-def same_state(a: RandomState, b: RandomState) -> bool:
-    """Return whether no random number was drawn between two states."""
-    return torch.equal(a[0], b[0]) and (a[1] is None or b[1] is None or torch.equal(a[1], b[1]))
 
 
 _COMPILED: "WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]" = WeakKeyDictionary()

@@ -1,110 +1,23 @@
 """The loops of `linear_apply`: a chunk of logits, the function over pieces of it, and the products of its gradient.
 
-N tokens, n of them computed (masked ones are dropped), C rows of a chunk, c of a piece, D hidden size, V vocabulary.
+The letters are those of `lowtide.head.apply_call`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.apply_function import (
-    RandomState,
-    Results,
-    UserFunction,
-    evaluate,
-    random_state,
-    same_state,
-    set_random_state,
-    vjp,
-)
+from lowtide.head.apply_call import ApplyCall, Needs, Rows, Tensors, Totals, has_numbers, put_rows, summed_in
+from lowtide.head.apply_function import Caller, Results, vjp
+from lowtide.head.apply_random import RandomState, random_state, same_state, set_random_state
+from lowtide.head.backends import why_not_row
 from lowtide.head.matmul import HeadMatmul, narrow_view
-from lowtide.head.plan import HeadPlan, padded
-from lowtide.head.schedules import put_input_grad, take_leading
+from lowtide.head.plan import padded
+from lowtide.head.schedules import put_input_grad
 from lowtide.head.softmax import finish_logits_
-
-
-@dataclass(frozen=True, kw_only=True)
-class ApplyCall:
-    """What `linear_apply` was asked, validated; the tensors that autograd watches come beside it, as `Tensors`."""
-
-    function: UserFunction
-    plan: HeadPlan
-    logit_scale: Tensor | None  # scalar, wide, without a gradient
-    softcap: float | None
-    dtype: torch.dtype  # of the GEMMs' operands
-    wide: torch.dtype  # of the logits
-    token_args: int  # how many
-    gradient: str  # HeadOptions.gradient
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tensors:
-    """The tensors of a call."""
-
-    input: Tensor  # [..., D]
-    weight_VD: Tensor
-    bias_V: Tensor | None
-    index: Tensor | None  # [n] positions of the rows that are computed; None: all
-    token_args: tuple[Tensor, ...]  # [..., *]
-    params: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, call: ApplyCall, tensors: Sequence[Tensor | None]) -> "Tensors":
-        """Return them from the order in which autograd has them."""
-        x, w, b, index, *rest = tensors
-        assert x is not None
-        assert w is not None
-        found = tuple(t for t in rest if t is not None)
-        args, params = found[: call.token_args], found[call.token_args :]
-        return cls(input=x, weight_VD=w, bias_V=b, index=index, token_args=args, params=params)
-
-    @property
-    def leading(self) -> torch.Size:
-        """The axes before the hidden size."""
-        return self.input.shape[:-1]
-
-    @property
-    def rows(self) -> int:
-        """How many rows are computed."""
-        return self.leading.numel() if self.index is None else self.index.numel()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Which of a call's tensors get a gradient."""
-
-    input: bool
-    weight: bool
-    bias: bool
-    token_args: tuple[bool, ...]
-    params: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, call: ApplyCall, flags: Sequence[bool]) -> "Needs":
-        """Return them from the order in which autograd has the tensors."""
-        x, w, b, _, *rest = flags
-        split = call.token_args
-        return cls(input=x, weight=w, bias=b, token_args=tuple(rest[:split]), params=tuple(rest[split:]))
-
-    @property
-    def logits(self) -> bool:
-        """Whether the logits' gradient is needed for any."""
-        return self.input or self.weight or self.bias
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Gradients as they add up over chunks, None where nobody needs one."""
-
-    input_ND: Tensor | None = None
-    weight_VD: Tensor | None = None
-    bias_V: Tensor | None = None
-    token_args: list[Tensor | None] = field(default_factory=list)
-    params: list[Tensor | None] = field(default_factory=list)
 
 
 class Pass:
@@ -119,11 +32,24 @@ class Pass:
     def __init__(self, call: ApplyCall, tensors: Tensors, needs: Needs) -> None:
         self.call, self.tensors, self.needs = call, tensors, needs
         self.matmul = HeadMatmul(tensors.weight_VD, call.plan, call.dtype, call.wide)
-        self.bias_V = None if tensors.bias_V is None else tensors.bias_V.detach().to(call.wide)
+        bias_V = None if tensors.bias_V is None else tensors.bias_V.detach()
+        if bias_V is not None and call.plan.bias_column and bias_V.dtype == call.dtype:
+            self.matmul.take_bias(bias_V)
+            bias_V = None
+        self._bias_V = None if bias_V is None else bias_V.to(call.wide)
         graph = call.function.graph
         self.params = [
             p.detach().requires_grad_(graph and need) for p, need in zip(tensors.params, needs.params, strict=True)
         ]
+        self.function = Caller(
+            call.function, self.device, self.params, logits_grad=needs.logits, args_grad=needs.token_args
+        )
+        self._hidden = Rows(tensors.input, tensors)
+        self._args = [Rows(a, tensors) for a in tensors.token_args]
+        # what is autograd's to see, or has no numbers, must not go by address
+        real = all(type(t) in (Tensor, torch.nn.Parameter) for t in (tensors.input, tensors.weight_VD))
+        self._by_kernel = real and why_not_row(self.device, call.dtype, tensors.weight_VD.shape[0]) is None
+        self._ones = tensors.input.new_ones(min(call.plan.chunk_rows, tensors.rows), dtype=call.wide)
 
     @property
     def device(self) -> torch.device:
@@ -143,26 +69,17 @@ class Pass:
 
     def hidden(self, part: slice) -> Tensor:
         """Return hidden states in the operands' dtype."""
-        x = self.tensors.input.detach()
-        return take_leading(x, x.dim() - 1, self.tensors.index, part).to(self.call.dtype)
+        return self._hidden[part].to(self.call.dtype)
 
     def write_logits(self, x_CD: Tensor, z_CV: Tensor) -> None:
         """Write the logits of hidden states."""
-        self.matmul.logits(x_CD, z_CV)
+        self.matmul.logits(x_CD, z_CV, self._bias_V)
         call = self.call
-        finish_logits_(z_CV, self.bias_V, call.logit_scale, call.softcap, call.plan.columns)
+        finish_logits_(z_CV, None, call.logit_scale, call.softcap, call.plan.columns)
 
     def evaluate(self, z_cV: Tensor, rows: slice) -> Results:
         """Run the function on the logits of some of the n rows."""
-        leading = self.tensors.input.dim() - 1
-        return evaluate(
-            self.call.function,
-            z_cV,
-            [take_leading(a.detach(), leading, self.tensors.index, rows) for a in self.tensors.token_args],
-            self.params,
-            logits_grad=self.needs.logits,
-            args_grad=self.needs.token_args,
-        )
+        return self.function(z_cV, [a[rows] for a in self._args])
 
     def totals(self) -> Totals:
         """Return the buffers that take the gradients."""
@@ -173,7 +90,7 @@ class Pass:
                 for a, need in zip(t.token_args, self.needs.token_args, strict=True)
             ],
             params=[
-                torch.zeros_like(p, dtype=_summed_in(p.dtype)) if need else None
+                torch.zeros_like(p, dtype=summed_in(p.dtype)) if need else None
                 for p, need in zip(t.params, self.needs.params, strict=True)
             ],
         )
@@ -187,7 +104,13 @@ class Pass:
             make = torch.empty if t.rows else torch.zeros
             into.weight_VD = make(t.weight_VD.shape, dtype=dtype, device=self.device)
         if self.needs.bias:
-            into.bias_V = torch.zeros_like(self.bias_V)  # type: ignore[arg-type]
+            V = t.weight_VD.shape[0]
+            if self._by_kernel:
+                from lowtide.head.kernels.logit_grad import bias_sums
+
+                into.bias_V = bias_sums(self.call.plan.piece_rows, V, self.device)
+            else:
+                into.bias_V = torch.zeros(V, dtype=wide, device=self.device)
         return into
 
     def pull_back(
@@ -218,19 +141,33 @@ class Pass:
         if dz is None:
             target.zero_()
             return
+        if dz.layout != torch.strided:
+            dz = dz.to_dense()  # of gather(sparse_grad=True)
         if self.call.softcap is not None:
             z = z_CV[piece]
             if results.logits_changed:
                 z = torch.empty_like(z)
                 self.write_logits(x_CD[piece], z)
-            dz = (z / self.call.softcap).square_().neg_().add_(1).mul_(dz)
+            dz = torch.addcmul(dz, z * dz, z, value=-(self.call.softcap**-2))
         elif dz.untyped_storage()._cdata == z_CV.untyped_storage()._cdata:
             dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
-        if self.call.logit_scale is not None:
-            dz = dz * self.call.logit_scale
+        self._put(dz, target, into)
+
+    def _put(self, dz: Tensor, target: Tensor, into: Totals) -> None:
+        """Write a piece's gradient, the scale applied, to where the products take it, and add the bias's."""
+        scale = self.call.logit_scale
+        if self._by_kernel:
+            from lowtide.head.kernels.logit_grad import put_logit_grad
+
+            put_logit_grad(dz, scale, target, into.bias_V)
+            return
         if into.bias_V is not None:
-            into.bias_V += dz.sum(0)
-        target.copy_(dz)
+            summed = dz.sum(0)
+            into.bias_V += summed if scale is None else summed * scale
+        if scale is None:
+            target.copy_(dz)
+        else:
+            torch.mul(dz, scale, out=target)
 
     def multiply(self, z_CV: Tensor, x_CD: Tensor, part: slice, into: Totals) -> None:
         """Multiply the gradients that `pull_back` left in place of a chunk's logits with weight and hidden states."""
@@ -238,7 +175,7 @@ class Pass:
             return
         g_CV = self._operand(z_CV)
         if into.input_ND is not None:
-            ones = z_CV.new_ones(len(z_CV)) if g_CV.dtype != self.call.wide else None
+            ones = self._ones[: len(z_CV)] if g_CV.dtype != self.call.wide else None
             put_input_grad(self.matmul, g_CV, ones, into.input_ND, self.tensors.index, part)
         if into.weight_VD is not None:
             self.matmul.weight_grad(g_CV, None, x_CD, into.weight_VD, first=part.start == 0)
@@ -291,7 +228,7 @@ class Collected:
 
     def _begin(self, leaf: Tensor) -> Tensor:
         if not self.per_token:
-            return torch.zeros_like(leaf, dtype=_summed_in(leaf.dtype))
+            return torch.zeros_like(leaf, dtype=summed_in(leaf.dtype))
         make = torch.empty if self.tensors.index is None else torch.zeros
         return make(self.tensors.leading.numel(), *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device)
 
@@ -312,7 +249,7 @@ def run_forward(run: Pass, *, store: bool) -> tuple[Collected, Totals | None, li
     """
     call, tensors = run.call, run.tensors
     collected, states = Collected(call, tensors), list[RandomState | None]()
-    into: Totals | None = None
+    into, ones = None, list[Tensor | None]()
     record = call.function.graph and has_numbers(tensors.input)
     state = random_state(run.device) if record else None
     if not tensors.rows:  # what the function makes of no rows at all tells dtypes and shapes
@@ -334,7 +271,8 @@ def run_forward(run: Pass, *, store: bool) -> tuple[Collected, Totals | None, li
                 if sum(collected.differentiable) != 1:
                     expected = "the same results to depend on its arguments for all rows"
                     raise ArgumentValueError(message("fn", expected, "others for later rows"))
-                ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
+                if not ones:
+                    ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
                 run.pull_back(results, ones, z_CV, x_CD, piece, rows, into)
             del results
         if into is not None:
@@ -351,8 +289,8 @@ def run_backward(run: Pass, upstream: Sequence[Tensor | None], states: Sequence[
         states: From `run_forward`.
     """
     call, into = run.call, run.totals()
-    axes = run.tensors.input.dim() - 1
     found = random_state(run.device) if any(states) else None
+    given = [None if u is None or not call.function.per_token else Rows(u, run.tensors) for u in upstream]
     before = iter(states)
     for part, x_CD, z_CV in run.chunks():
         for piece in spans(len(z_CV), call.plan.piece_rows):
@@ -361,9 +299,7 @@ def run_backward(run: Pass, upstream: Sequence[Tensor | None], states: Sequence[
             if state is not None:
                 set_random_state(state, run.device)
             results = run.evaluate(z_CV[piece], rows)
-            above = upstream
-            if call.function.per_token:
-                above = [None if u is None else take_leading(u, axes, run.tensors.index, rows) for u in upstream]
+            above = [u if whole is None else whole[rows] for whole, u in zip(given, upstream, strict=True)]
             run.pull_back(results, above, z_CV, x_CD, piece, rows, into)
             del results
         run.multiply(z_CV, x_CD, part, into)
@@ -373,32 +309,7 @@ def run_backward(run: Pass, upstream: Sequence[Tensor | None], states: Sequence[
 
 
 def spans(total: int, most: int) -> Iterator[slice]:
-    """Yield slices of ``most`` rows that cover ``total``, the last of fewer, but of a single one only if need be."""
-    start = 0
-    while start < total:
-        stop = min(start + most, total)
-        if total - stop == 1 and most > 2:
-            stop -= 1
-        yield slice(start, stop)
-        start = stop
-
-
-def put_rows(total: Tensor, rows_c: Tensor, index: Tensor | None, part: slice) -> None:
-    """Write rows [c, ...] to their places in ``total``, contiguous [N, ...] or [..., *]."""
-    if not rows_c.numel():
-        return  # a view of nothing has no one shape
-    flat = total.view(-1, *rows_c.shape[1:])
-    if index is None:
-        flat[part].copy_(rows_c)
-    else:
-        flat.index_copy_(0, index[part], rows_c.to(total.dtype))
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which many values of ``dtype`` are summed."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def has_numbers(x: Tensor) -> bool:
-    """Return whether a tensor holds numbers, and not their shapes alone."""
-    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+    """Yield slices of at most ``most`` rows that cover ``total``, as few as can be, their sizes one apart at most."""
+    count = -(-total // most)
+    for i in range(count):
+        yield slice(i * total // count, (i + 1) * total // count)

@@ -1,5 +1,6 @@
 """What every function of the head checks before it plans: shapes, dtypes, devices, and no second derivatives."""
 
+import math
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
 
+REDUCTIONS = ("mean", "sum", "none")
 NAIVE = "torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)"
 
 
@@ -175,6 +177,44 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
     return (
         torch.ones((), dtype=dtype) * value
     )  # torch.compile follows a product where the number changes, not torch.full
+
+
+def check_reduction(reduction: str) -> None:
+    """Check a reduction's name.
+
+    Raises:
+        ArgumentValueError: There is none of that name.
+    """
+    if reduction not in REDUCTIONS:
+        raise ArgumentValueError(message("reduction", "'mean', 'sum' or 'none'", f"{reduction!r}"))
+
+
+def num_items_tensor(num_items: float | Tensor | None, reduction: str) -> Tensor | None:
+    """Return what a mean is divided by as a 0-d tensor that needs no gradient, None for None.
+
+    Raises:
+        ArgumentTypeError: Neither a number nor a tensor.
+        ArgumentValueError: A number not above 0, a tensor with axes, or a reduction that divides by nothing.
+    """
+    if num_items is None:
+        return None
+    if reduction != "mean":
+        raise ArgumentValueError(
+            message("num_items", f"None with reduction={reduction!r}", f"{num_items!r}", "Only a mean is divided.")
+        )
+    if not isinstance(num_items, Tensor):
+        check_number("num_items", num_items, 0, math.inf, above=True)
+    return scalar_tensor("num_items", num_items, torch.float64).detach()
+
+
+def softcap_number(name: str, softcap: object) -> float | None:
+    """Return a soft cap, a finite number above 0, or None.
+
+    Raises:
+        ArgumentTypeError: Not a number.
+        ArgumentValueError: Not finite and above 0.
+    """
+    return None if softcap is None else check_number(name, softcap, 0, math.inf, above=True)
 
 
 def logit_scale_tensor(logit_scale: object) -> Tensor | None:

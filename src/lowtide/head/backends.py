@@ -10,6 +10,8 @@ from lowtide.head.options import HeadOptions
 
 HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
+MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
+MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may hold them are computed once more
 
 
 def choose_backend(
@@ -66,7 +68,7 @@ def choose_stats_backend(
     V: int,
     *,
     targets: int,
-    topk: bool,
+    topk: int,
     weight_fits: bool = True,
 ) -> tuple[str, str]:
     """Return the backend of `linear_token_stats`, "exp" or "torch", and why; arguments as in `choose_backend`.
@@ -78,17 +80,17 @@ def choose_stats_backend(
         D: See there.
         V: See there.
         targets: How many a token.
-        topk: Whether the highest logits are wanted.
+        topk: How many of the highest logits are wanted.
         weight_fits: See there.
 
     Raises:
         UnsupportedError: The one asked for by name cannot run.
     """
     against = why_not_exp(device, dtype, D, V, weight_fits=weight_fits)
-    if against is None and targets > 1:
-        against = f"its kernel takes one target a token, and there are {targets}"
-    if against is None and topk:
-        against = "its kernel keeps the highest logit of a tile, not several"
+    if against is None and targets > MOST_TARGETS:
+        against = f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}"
+    if against is None and topk > MOST_HIGHEST:
+        against = f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted"
     if options.backend == "exp" and against:
         raise UnsupportedError(message("backend", "'auto' or 'torch'", "'exp'", f"{against}."))
     if options.backend == "row":

@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -15,18 +14,18 @@ from lowtide.head.arguments import (
     check_number,
     check_options,
     check_per_token,
+    check_reduction,
     check_target,
     check_tensor,
     logit_scale_tensor,
+    num_items_tensor,
     refuse_transforms,
-    scalar_tensor,
+    softcap_number,
 )
 from lowtide.head.backends import choose_backend
 from lowtide.head.operators import Call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 def linear_cross_entropy(
@@ -110,8 +109,7 @@ def linear_cross_entropy(
     dtype = check_head(input, linear_weight, linear_bias)
     check_target(input, target)
     V = linear_weight.shape[0]
-    if reduction not in REDUCTIONS:
-        raise ArgumentValueError(message("reduction", "'mean', 'sum' or 'none'", f"{reduction!r}"))
+    check_reduction(reduction)
     if not isinstance(shift, bool):
         raise ArgumentTypeError(message("shift", "True or False", f"{shift!r}"))
     if weight is not None:
@@ -146,14 +144,14 @@ def linear_cross_entropy(
         linear_bias=linear_bias,
         weight=None if weight is None else weight.detach(),
         token_weight=None if token_weight is None else token_weight.detach(),
-        num_items=_denominator(num_items, reduction),
+        num_items=num_items_tensor(num_items, reduction),
         logit_scale=scale,
         dtype=dtype,
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),
         z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
-        softcap=None if softcap is None else check_number("softcap", softcap, 0, math.inf, above=True),
+        softcap=softcap_number("softcap", softcap),
         workspace_mib=options.workspace_mib,
         accumulate=options.accumulate,
         backend=options.backend,
@@ -169,15 +167,3 @@ def linear_cross_entropy(
 def _shifted(x: Tensor, last: int) -> Tensor:
     """Return ``x`` moved one step to the left along its last axis, with ``last`` at the end."""
     return pad(x[..., 1:], (0, 1), value=last) if x.shape[-1] else x
-
-
-def _denominator(num_items: float | Tensor | None, reduction: str) -> Tensor | None:
-    if num_items is None:
-        return None
-    if reduction != "mean":
-        raise ArgumentValueError(
-            message("num_items", f"None with reduction={reduction!r}", f"{num_items!r}", "Only a mean is divided.")
-        )
-    if not isinstance(num_items, Tensor):
-        check_number("num_items", num_items, 0, math.inf, above=True)
-    return scalar_tensor("num_items", num_items, torch.float64).detach()

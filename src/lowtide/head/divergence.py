@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head import divergence_autograd
 from lowtide.head.arguments import (
     check_device,
@@ -14,12 +14,16 @@ from lowtide.head.arguments import (
     check_number,
     check_options,
     check_per_token,
+    check_reduction,
     check_tensor,
+    num_items_tensor,
     refuse_transforms,
     scalar_tensor,
+    softcap_number,
 )
 from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.options import HeadOptions
+from lowtide.head.pair_plan import choose_divergence_gradient
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 TAILS = ("bucket", "renormalise", "drop")
@@ -57,10 +61,15 @@ def linear_divergence(
     teacher_topk: TeacherTopK | tuple[Any, ...] | None = None,
     mask: Tensor | None = None,
     options: HeadOptions | None = None,
+    reduction: str = "none",
+    num_items: float | Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
 ) -> Tensor:
     """Return how far a student's distribution is from a teacher's at each token, without either's logits in memory.
 
-    With s the softmax of ``(x @ W.T + b) / temperature`` of the student, t that of the teacher:
+    With s the softmax of ``cap(x @ W.T + b) / temperature`` of the student, where ``cap(z) = softcap * tanh(z /
+    softcap)``, and t that of the teacher:
 
         "forward_kl"    KL(t || s) = sum_v t_v (log t_v - log s_v)
         "reverse_kl"    KL(s || t)
@@ -69,8 +78,10 @@ def linear_divergence(
 
     A class of probability 0 adds 0. "jsd" with ``beta`` 0 is the forward KL and with 1 the reverse KL, the limits of
     ``jsd / (beta (1 - beta))`` there, as in TRL's `GKDTrainer`; the jsd's own would be 0. There is no factor of
-    ``temperature**2``. A chunk of both sides' logits exists at a time, and backward builds them once more: two products
-    in forward, four in backward. The generalised JSD is from https://arxiv.org/abs/2306.13649.
+    ``temperature**2``. A chunk of both sides' logits exists at a time. Reduced to one number, the student's gradients
+    are computed along with it: four products in forward, none in backward. With a value for each token backward builds
+    the logits once more: two products in forward, four in backward. The generalised JSD is from
+    https://arxiv.org/abs/2306.13649. `plan_divergence` tells what will run, and the bytes.
 
     Args:
         input: The student's hidden states [..., D], any floating dtype and strides, any number of leading axes.
@@ -91,10 +102,18 @@ def linear_divergence(
         mask: bool [...], True where the divergence is computed. Elsewhere it is 0 and contributes nothing, even if
             hidden states hold NaN or inf. None: everywhere.
         options: Memory and implementation: see `HeadOptions`. ``"row"`` (kernels over rows of both sides' logits, on
-            NVIDIA GPUs with Triton) takes a teacher's own head and no float64; there is no ``"exp"``.
+            NVIDIA GPUs with Triton) takes a teacher's own head and no float64; there is no ``"exp"``. With a value for
+            each token, gradients are computed in forward where ``gradient="forward"`` asks for it alone, and the
+            student's head is frozen.
+        reduction: ``"none"``: one value a token. ``"sum"``, or ``"mean"`` over the tokens that ``mask`` keeps.
+        num_items: Number above 0, or 0-d tensor (not inspected), that takes the place of the mean's denominator, as
+            gradient accumulation needs. An error with the other reductions.
+        softcap: Cap of the student's logits, above 0, or None.
+        teacher_softcap: Cap of the teacher's, or None. What ``teacher_topk`` says is taken as it is.
 
     Returns:
-        Tensor: [...] in nats, float32, for float64 inputs float64.
+        Tensor: [...] or a scalar in nats, float32, for float64 inputs float64. The mean over no kept token is NaN; with
+        ``num_items``, and as a sum, it is 0.
 
     Raises:
         ArgumentValueError: A name, shape, device or number that does not fit; also a `ValueError`.
@@ -105,14 +124,17 @@ def linear_divergence(
             for by name that cannot run; also a `RuntimeError`.
 
     Note:
-        Where a KL is inf its value says so. The forward KL's gradient stays finite there, the reverse KL's is NaN. A
-        token to which no gradient flows back contributes nothing to any gradient; on the CPU it is not computed.
+        Where a KL is inf its value says so. The forward KL's gradient stays finite there, the reverse KL's is NaN. With
+        a value for each token, one to which no gradient flows back contributes nothing to any gradient; on the CPU it
+        is not computed once more.
 
     Example:
         >>> student, head = torch.randn(2, 5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)
         >>> teacher, teacher_head = torch.randn(2, 5, 64), torch.nn.Linear(64, 1000, bias=False)
-        >>> kl = linear_divergence(student, head.weight, teacher, teacher_head.weight, temperature=2.0)
-        >>> (2.0**2 * kl.mean()).backward()
+        >>> kl = linear_divergence(
+        ...     student, head.weight, teacher, teacher_head.weight, temperature=2.0, reduction="mean"
+        ... )
+        >>> (2.0**2 * kl).backward()
     """
     refuse_transforms("linear_divergence", input, linear_weight, linear_bias)
     dtype = check_head(input, linear_weight, linear_bias)
@@ -120,10 +142,11 @@ def linear_divergence(
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     if kind not in KINDS:
         raise ArgumentValueError(message("kind", "'forward_kl', 'reverse_kl', 'jsd' or 'tv'", f"{kind!r}"))
+    check_reduction(reduction)
     beta = check_number("beta", beta, 0, 1)
     if kind == "jsd" and beta in (0, 1):
         kind = "forward_kl" if beta == 0 else "reverse_kl"
-    options = _check_options(options)
+    options = check_options(options)
     if mask is not None:
         check_per_token("mask", mask, input)
         if mask.dtype != torch.bool:
@@ -133,7 +156,8 @@ def linear_divergence(
     if teacher_topk is None:
         teacher_dtype = _check_teacher(input, dtype, teacher_input, teacher_weight, teacher_bias)
     else:
-        for name, value in zip(TEACHER, (teacher_input, teacher_weight, teacher_bias), strict=True):
+        of_teacher = (teacher_input, teacher_weight, teacher_bias, teacher_softcap)
+        for name, value in zip((*TEACHER, "teacher_softcap"), of_teacher, strict=True):
             if value is not None:
                 got = f"a {type(value).__name__}"
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
@@ -142,6 +166,8 @@ def linear_divergence(
     if options.backend != "auto":
         V, given = linear_weight.shape[0], teacher_topk is not None
         choose_divergence_backend(options, input.device, dtype, V, topk=given)
+    frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
+    recompute = choose_divergence_gradient(options, reduction, frozen) == "recompute"
     value = divergence_autograd.run(
         divergence_autograd.DivergenceCall(
             input=input,
@@ -154,17 +180,22 @@ def linear_divergence(
             topk_logprobs=logprobs,
             mask=None if mask is None else mask.reshape(-1),
             temperature=_check_temperature(temperature),
+            num_items=num_items_tensor(num_items, reduction),
+            softcap=softcap_number("softcap", softcap),
+            teacher_softcap=softcap_number("teacher_softcap", teacher_softcap),
             dtype=dtype,
             teacher_dtype=teacher_dtype,
             kind=kind,
             beta=beta,
             tail=tail,
+            reduction=reduction,
             workspace_mib=options.workspace_mib,
             accumulate=options.accumulate,
             backend=options.backend,
-        )
+        ),
+        recompute=recompute,
     )
-    return value.view(input.shape[:-1])
+    return value.view(input.shape[:-1]) if reduction == "none" else value
 
 
 def _check_teacher(
@@ -217,14 +248,6 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
     check_device("teacher_topk.logprobs", logprobs, input)
     N, K = math.prod(input.shape[:-1]), ids.shape[-1]
     return ids.long().reshape(N, K), logprobs.detach().reshape(N, K), tail
-
-
-def _check_options(options: HeadOptions | None) -> HeadOptions:
-    options = check_options(options)
-    if options.gradient == "forward":
-        hint = "Each token's upstream gradient is known in backward only."
-        raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
-    return options
 
 
 def _check_temperature(temperature: float | Tensor) -> Tensor | None:

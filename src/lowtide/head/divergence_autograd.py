@@ -1,7 +1,8 @@
-"""`linear_divergence` as registered operators and in autograd's graph: values in forward, gradients in backward.
+"""`linear_divergence` as registered operators and in autograd's graph.
 
 `torch.ops.lowtide.divergence` computes each token's value; `torch.ops.lowtide.divergence_backward` builds both sides'
-logits once more for the student's gradients. Both begin with the fields of `DivergenceCall`.
+logits once more for the student's gradients; `torch.ops.lowtide.divergence_stored` computes value and gradients at
+once, where the gradients can be known by then. All begin with the fields of `DivergenceCall`.
 """
 
 import math
@@ -11,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.divergence_rows import DivergenceJob, KnownClasses, Teacher, backward_chunks, forward_chunks
+from lowtide.head.divergence_rows import (
+    DivergenceJob,
+    KnownClasses,
+    Teacher,
+    backward_chunks,
+    forward_chunks,
+    stored_chunks,
+)
 from lowtide.head.divergence_terms import Kind, RowNumbers
 from lowtide.head.graph import in_places
 from lowtide.head.options import HeadOptions
@@ -24,6 +32,14 @@ from lowtide.head.registration import (
     undisturbed,
     wanted_gradients,
     watched,
+)
+from lowtide.head.stored import (
+    StoredGradients,
+    fake_stored_gradients,
+    keep,
+    lacks_denominator,
+    multiplied,
+    stored_gradients,
 )
 
 
@@ -40,11 +56,15 @@ class DivergenceCall(NamedTuple):
     topk_logprobs: Tensor | None  # [N, K]
     mask: Tensor | None  # [N] bool
     temperature: Tensor | None  # scalar
+    num_items: Tensor | None  # scalar
+    softcap: float | None
+    teacher_softcap: float | None
     dtype: torch.dtype  # of the student's GEMM operands
     teacher_dtype: torch.dtype
     kind: str
     beta: float
     tail: str
+    reduction: str
     workspace_mib: float | None
     accumulate: str
     backend: str
@@ -58,6 +78,21 @@ class DivergenceCall(NamedTuple):
     def tokens(self) -> int:
         """Return N."""
         return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant
+
+    @property
+    def trained(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tensors that may get a gradient."""
+        return self.input, self.linear_weight, self.linear_bias
+
+    def denominator(self) -> Tensor | None:
+        """Return what the mean over the tokens divides by; None for the other reductions."""
+        if self.reduction != "mean":
+            return None
+        if self.num_items is not None:
+            return scalar_on(self.input.device, self.num_items, self.wide)
+        if self.mask is not None:
+            return self.mask.sum(dtype=self.wide)
+        return torch.full((), self.tokens, dtype=self.wide, device=self.input.device)
 
     def options(self) -> HeadOptions:
         """Return the options that bear on a single pass."""
@@ -74,6 +109,7 @@ class DivergenceCall(NamedTuple):
                 input=self.teacher_input,
                 weight_VD=self.teacher_weight,
                 bias_V=None if self.teacher_bias is None else self.teacher_bias.to(wide).contiguous(),
+                softcap=self.teacher_softcap,
                 dtype=self.teacher_dtype,
             )
         else:
@@ -86,6 +122,7 @@ class DivergenceCall(NamedTuple):
             bias_V=None if self.linear_bias is None else self.linear_bias.to(wide).contiguous(),
             teacher=teacher,
             mask_N=None if self.mask is None else self.mask.contiguous(),
+            softcap=self.softcap,
             scale=None if self.temperature is None else 1 / scalar_on(self.input.device, self.temperature, wide),
             kind=Kind(self.kind, self.beta),
             dtype=self.dtype,
@@ -96,6 +133,7 @@ class DivergenceCall(NamedTuple):
 _TRAINED = tuple(map(DivergenceCall._fields.index, ("input", "linear_weight", "linear_bias")))
 _TENSORS = tensor_fields(DivergenceCall)
 _CALL = schema_of(DivergenceCall)
+_WANTED = "bool input_grad, bool weight_grad, bool bias_grad"
 
 
 @torch.library.custom_op(
@@ -115,7 +153,7 @@ def _(*args: Any) -> RowNumbers:
 @torch.library.custom_op(
     "lowtide::divergence_backward",
     mutates_args=(),
-    schema=f"({_CALL}, bool input_grad, bool weight_grad, bool bias_grad, Tensor upstream, "
+    schema=f"({_CALL}, {_WANTED}, Tensor upstream, "
     "Tensor lse, Tensor other_lse, Tensor pivot) -> (Tensor, Tensor, Tensor)",
 )
 def divergence_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +165,42 @@ def divergence_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, wanted, *_ = _split(args)
     return fake_gradients(wanted, call.input, call.linear_weight, call.wide)
+
+
+class Stored(NamedTuple):
+    """What `divergence_stored` returns; what was not asked for is empty."""
+
+    value: Tensor  # scalar, or [N] with reduction "none"
+    input_grad: Tensor  # this and the next four: see `StoredGradients`
+    weight_grad: Tensor
+    bias_grad: Tensor
+    input_factor: Tensor
+    weight_factor: Tensor
+
+
+@torch.library.custom_op(
+    "lowtide::divergence_stored",
+    mutates_args=(),
+    schema=f"({_CALL}, {_WANTED}) -> ({', '.join(['Tensor'] * len(Stored._fields))})",
+)
+def divergence_stored(*args: Any) -> Stored:
+    """Compute the divergence, reduced, and the gradients that are wanted as if the upstream gradient were 1.
+
+    With reduction "none" these can be the input's alone.
+    """
+    *fields, input_grad, weight_grad, bias_grad = args
+    return _value_and_gradients(DivergenceCall(*fields), (input_grad, weight_grad, bias_grad))
+
+
+@divergence_stored.register_fake
+def _(*args: Any) -> Stored:
+    *fields, input_grad, weight_grad, bias_grad = args
+    call, wanted = DivergenceCall(*fields), (input_grad, weight_grad, bias_grad)
+    tokens = call.tokens if call.reduction == "none" else None
+    return Stored(
+        call.input.new_empty(() if tokens is None else (tokens,), dtype=call.wide),
+        *fake_stored_gradients(wanted, call.input, call.linear_weight, call.wide, tokens),
+    )
 
 
 def _split(args: Sequence[Any]) -> tuple[DivergenceCall, tuple[bool, bool, bool], Tensor, Sequence[Tensor]]:
@@ -148,20 +222,77 @@ def _gradients(
     return found_gradients(into, call.input, call.linear_weight, call.wide)
 
 
-def run(call: DivergenceCall) -> Tensor:
-    """Return each token's divergence [N], connected to whichever of the student's tensors need a gradient."""
-    trained = any(t is not None and t.requires_grad for t in (call.input, call.linear_weight, call.linear_bias))
-    if torch.is_grad_enabled() and trained:
-        value: Tensor = _Divergence.apply(*call)  # type: ignore[no-untyped-call]
-        return value
-    return _run(call).value
+def _value_and_gradients(call: DivergenceCall, wanted: tuple[bool, bool, bool]) -> Stored:
+    with torch.no_grad(), undisturbed(call.input.device):
+        denominator, per_token = call.denominator(), call.reduction == "none"
+        one = torch.ones((), dtype=call.wide, device=call.input.device)
+        factor = one
+        if denominator is not None and not lacks_denominator(call.input, call.linear_weight):
+            factor = one / denominator
+        value_N, into = stored_chunks(call.job(), call.tokens, call.options(), factor, wanted)
+        gradients = stored_gradients(
+            into,
+            call.input,
+            call.linear_weight,
+            call.wide,
+            denominator=denominator,
+            input_factor_N=_kept(call) if per_token else None,
+        )
+        return Stored(value_N if per_token else _reduced(value_N, denominator), *gradients)
+
+
+def _kept(call: DivergenceCall) -> Tensor:
+    """Return 1 for each token that counts, 0 for the others [N]."""
+    if call.mask is None:
+        return torch.ones(call.tokens, dtype=call.wide, device=call.input.device)
+    return call.mask.to(call.wide)
+
+
+def _reduced(value_N: Tensor, denominator: Tensor | None) -> Tensor:
+    return value_N.sum() if denominator is None else value_N.sum() / denominator
+
+
+def run(call: DivergenceCall, *, recompute: bool) -> Tensor:
+    """Return the divergence, a scalar or [N], connected to whichever of the student's tensors need a gradient.
+
+    Args:
+        call: What was asked, validated.
+        recompute: Whether backward rebuilds the logits, or forward stores the gradients.
+    """
+    wanted = tuple(t is not None and t.requires_grad for t in call.trained)
+    value: Tensor
+    if torch.is_grad_enabled() and any(wanted):
+        if not recompute:
+            value = _Stored.apply(wanted, *call)  # type: ignore[no-untyped-call]
+            return value
+        value = _Recomputed.apply(*call)  # type: ignore[no-untyped-call]
+    else:
+        value = _run(call).value
+    return value if call.reduction == "none" else _reduced(value, call.denominator())
 
 
 def _run(call: DivergenceCall) -> RowNumbers:
     return RowNumbers(*divergence(*call)) if watched(call) else _values(call)
 
 
-class _Divergence(torch.autograd.Function):
+class _Stored(torch.autograd.Function):
+    """Forward stores the gradients; backward multiplies them with the upstream one."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: tuple[bool, bool, bool], *args: Any) -> Tensor:
+        call = DivergenceCall(*args)
+        found = Stored(*divergence_stored(*call, *wanted)) if watched(args) else _value_and_gradients(call, wanted)
+        keep(ctx, StoredGradients(*found[1:]), wanted, call.trained, per_token=call.reduction == "none")
+        return found.value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        needs = [ctx.needs_input_grad[1 + i] for i in _TRAINED]
+        grads, sources = multiplied(ctx, upstream, needs, "linear_divergence")
+        return None, *in_places(grads, _TRAINED, len(DivergenceCall._fields), (*sources, upstream))
+
+
+class _Recomputed(torch.autograd.Function):
     """Forward stores the inputs and three numbers a token; backward builds both sides' logits once more."""
 
     @staticmethod
@@ -184,5 +315,4 @@ class _Divergence(torch.autograd.Function):
         with torch.no_grad():
             found = divergence_backward(*args) if watched(args) else _gradients(*_split(args))
         grads = wanted_gradients(found, wanted, call.linear_bias)
-        sources = (call.input, call.linear_weight, call.linear_bias, upstream)
-        return tuple(in_places(grads, _TRAINED, len(DivergenceCall._fields), sources))
+        return tuple(in_places(grads, _TRAINED, len(DivergenceCall._fields), (*call.trained, upstream)))

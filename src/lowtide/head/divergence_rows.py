@@ -4,7 +4,7 @@ N tokens, n of them computed, C rows of a chunk, D hidden size, V vocabulary, K 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Teacher:
     input: Tensor  # [..., D]
     weight_VD: Tensor
     bias_V: Tensor | None  # wide
+    softcap: float | None
     dtype: torch.dtype  # the GEMM's operands
 
 
@@ -48,6 +49,7 @@ class DivergenceJob:
     bias_V: Tensor | None  # wide
     teacher: Teacher | KnownClasses
     mask_N: Tensor | None  # bool
+    softcap: float | None
     scale: Tensor | None  # scalar, wide: 1 / temperature
     kind: Kind
     dtype: torch.dtype  # the GEMMs' operands
@@ -78,16 +80,17 @@ class Pair(Protocol):
     def backward(
         self,
         x_CD: Tensor,
-        rows: RowNumbers,
+        rows: RowNumbers | None,
         factor_C: Tensor,
         into: Gradients,
         index: Tensor | None,
         part: slice,
         kept_C: Tensor | None,
-    ) -> None:
-        """Add a chunk's part to ``into``, its rows of the input's gradient at ``part`` of ``index``.
+    ) -> Tensor:
+        """Add a chunk's part to ``into``, its rows of the input's gradient at ``part`` of ``index``; return its values.
 
         Where the logits' gradient is narrowed for the GEMMs, each row's factor stays outside of it, as in `run_chunks`.
+        ``rows`` are from `forward`; None: they are found on the way, from the same logits.
         """
 
     def finish(self, into: Gradients) -> None:
@@ -122,57 +125,66 @@ class TorchPair:
     def backward(
         self,
         x_CD: Tensor,
-        rows: RowNumbers,
+        rows: RowNumbers | None,
         factor_C: Tensor,
         into: Gradients,
         index: Tensor | None,
         part: slice,
         kept_C: Tensor | None,
-    ) -> None:
-        """Add a chunk's part to ``into``: see `Pair.backward`."""
-        job, plan = self.job, self.plan
+    ) -> Tensor:
+        """Add a chunk's part to ``into`` and return its values: see `Pair.backward`."""
+        job, plan, kind = self.job, self.plan, self.job.kind
         z_CW = self._student(x_CD)
+        cap: Tensor | float | None = job.softcap
         if job.scale is not None:
             factor_C = factor_C * job.scale
+            cap = None if cap is None else cap * job.scale
         inside, outside = (None, factor_C) if plan.backward_gemm == "narrow" else (factor_C, None)
         if isinstance(job.teacher, Teacher):
-            teacher_CW = self._teacher(job.teacher, index, part, kept_C)
-            dense_gradient_(z_CW, teacher_CW, rows, job.kind, inside, plan.columns)
+            teacher_CW, normalised = self._teacher(job.teacher, index, part, kept_C), rows is None
+            rows = rows or dense_rows(z_CW, teacher_CW, kind, plan.columns)
+            dense_gradient_(z_CW, teacher_CW, rows, kind, inside, plan.columns, cap=cap, normalised=normalised)
         else:
             ids, logprobs = self._known(job.teacher, index, part)
-            topk_gradient_(z_CW, ids, logprobs, rows, job.teacher.tail, job.kind, inside, plan.columns)
+            rows = rows or topk_rows(z_CW, ids, logprobs, job.teacher.tail, kind, plan.columns)
+            topk_gradient_(z_CW, ids, logprobs, rows, job.teacher.tail, kind, inside, plan.columns, cap=cap)
         z_CV = z_CW[:, : self.V]
         if kept_C is not None:
             z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities and NaN of a row that does not count, times 0
         if into.bias_V is not None:
             into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
         if into.input_ND is None and into.weight_VD is None:
-            return
+            return rows.value
         g_CV = self.matmul.operand(z_CV)
         if into.input_ND is not None:
             put_input_grad(self.matmul, g_CV, outside, into.input_ND, index, part)
         if into.weight_VD is not None:
             self.matmul.weight_grad(g_CV, outside, x_CD, into.weight_VD, part.start == 0)
+        return rows.value
 
     def finish(self, into: Gradients) -> None:
         """There is nothing left."""
 
     def _student(self, x_CD: Tensor) -> Tensor:
         z_CW = self._buffer[: x_CD.shape[0], : self.width]
-        self._logits(self.matmul, x_CD, z_CW, self.job.bias_V)
+        self._logits(self.matmul, x_CD, z_CW, self.job.bias_V, self.job.softcap)
         return z_CW
 
     def _teacher(self, teacher: Teacher, index: Tensor | None, part: slice, kept_C: Tensor | None) -> Tensor:
         x_CD = teacher_rows(teacher, index, part, kept_C)
         z_CW = self._teacher_buffer[: x_CD.shape[0], : self.width]
-        self._logits(self.teacher_matmul, x_CD, z_CW, teacher.bias_V)
+        self._logits(self.teacher_matmul, x_CD, z_CW, teacher.bias_V, teacher.softcap)
         return z_CW
 
-    def _logits(self, matmul: HeadMatmul, x_CD: Tensor, z_CW: Tensor, bias_V: Tensor | None) -> None:
-        """Write one side's logits, and -inf for the classes that only the other side has."""
+    def _logits(
+        self, matmul: HeadMatmul, x_CD: Tensor, z_CW: Tensor, bias_V: Tensor | None, softcap: float | None
+    ) -> None:
+        """Write one side's logits over the temperature, and -inf for the classes that only the other side has."""
         V = matmul.weight_VD.shape[0]
         matmul.logits(x_CD, z_CW[:, :V])
-        finish_logits_(z_CW[:, :V], bias_V, self.job.scale, None, self.plan.columns)
+        finish_logits_(z_CW[:, :V], bias_V, self.job.scale if softcap is None else None, softcap, self.plan.columns)
+        if softcap is not None and self.job.scale is not None:
+            z_CW[:, :V].mul_(self.job.scale)
         if self.width > V:
             z_CW[:, V:] = -torch.inf
 
@@ -201,7 +213,13 @@ def pair_of(job: DivergenceJob, plan: HeadPlan, teacher_plan: HeadPlan) -> Pair:
     return TorchPair(job, plan, teacher_plan)
 
 
-def _plans(job: DivergenceJob, n: int, options: HeadOptions, *, weight_frozen: bool) -> tuple[HeadPlan, HeadPlan]:
+def _plans(
+    job: DivergenceJob,
+    n: int,
+    options: HeadOptions,
+    wanted: tuple[bool, bool, bool],
+    gradient: Literal["forward", "recompute"],
+) -> tuple[HeadPlan, HeadPlan]:
     V, D = job.weight_VD.shape
     if isinstance(job.teacher, Teacher):
         teacher_V, teacher_D = job.teacher.weight_VD.shape
@@ -221,7 +239,8 @@ def _plans(job: DivergenceJob, n: int, options: HeadOptions, *, weight_frozen: b
         backend=backend,
         reason=reason,
         weight_dtype=job.weight_VD.dtype,
-        weight_frozen=weight_frozen,
+        gradient=gradient,
+        gradients=(any(wanted), wanted[1] or wanted[2]),
     )
 
 
@@ -230,21 +249,38 @@ def forward_chunks(job: DivergenceJob, N: int, options: HeadOptions) -> RowNumbe
 
     On the CPU masked tokens are dropped; elsewhere they are computed as zeros, for a count would stop the host.
     """
-    job.check_ids()
-    kept, index = job.mask_N, None
-    if kept is not None and drops_rows(job.input.device):
-        index, kept = positions(kept), None
-    plans = _plans(job, N if index is None else index.numel(), options, weight_frozen=True)
+    kept, index = _counted_rows(job)
+    plans = _plans(job, N if index is None else index.numel(), options, (False, False, False), "recompute")
     pair = pair_of(job, *plans)
     found = RowNumbers(*(job.input.new_zeros(N, dtype=job.wide) for _ in RowNumbers._fields))
     for part in plans[0].slices():
-        x_CD = take_rows(job.input, index, part, job.dtype)
-        kept_C = None if kept is None else kept[part]
-        if kept_C is not None:
-            x_CD = x_CD.where(kept_C[:, None], 0)
+        x_CD, kept_C = _chunk(job, index, part, kept)
         for whole, piece in zip(found, pair.forward(x_CD, index, part, kept_C), strict=True):
             whole[part if index is None else index[part]] = piece
     return found if kept is None else found._replace(value=found.value.where(kept, 0))
+
+
+def stored_chunks(
+    job: DivergenceJob, N: int, options: HeadOptions, factor: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor, Gradients]:
+    """Return the divergence of all N tokens, and the wanted gradients of their sum times ``factor``, a scalar.
+
+    Each side's logits are built once.
+    """
+    kept, index = _counted_rows(job)
+    n = N if index is None else index.numel()
+    plans = _plans(job, n, options, wanted, "forward")
+    into = gradient_buffers(job.input, job.weight_VD, job.wide, plans[0], wanted, some_rows=index is not None)
+    pair = pair_of(job, *plans)
+    value = job.input.new_zeros(N, dtype=job.wide)
+    for part in plans[0].slices():
+        x_CD, kept_C = _chunk(job, index, part, kept)
+        factor_C = factor.expand(x_CD.shape[0])
+        if kept_C is not None:  # a mean over nothing has a factor of infinity
+            factor_C = factor_C.where(kept_C, 0)
+        value[part if index is None else index[part]] = pair.backward(x_CD, None, factor_C, into, index, part, kept_C)
+    pair.finish(into)
+    return value if kept is None else value.where(kept, 0), into
 
 
 def backward_chunks(
@@ -261,15 +297,28 @@ def backward_chunks(
         kept = active_N
     if index is not None:
         rows, upstream_N = RowNumbers(*(x[index] for x in rows)), upstream_N[index]
-    plans = _plans(job, upstream_N.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
+    plans = _plans(job, upstream_N.numel(), options, wanted, "recompute")
     into = gradient_buffers(job.input, job.weight_VD, job.wide, plans[0], wanted, some_rows=index is not None)
     pair = pair_of(job, *plans)
     for part in plans[0].slices():
-        x_CD = take_rows(job.input, index, part, job.dtype)
-        kept_C = None if kept is None else kept[part]
-        if kept_C is not None:
-            x_CD = x_CD.where(kept_C[:, None], 0)
+        x_CD, kept_C = _chunk(job, index, part, kept)
         of_chunk = RowNumbers(*(x[part] for x in rows))
         pair.backward(x_CD, of_chunk, upstream_N[part], into, index, part, kept_C)
     pair.finish(into)
     return into
+
+
+def _counted_rows(job: DivergenceJob) -> tuple[Tensor | None, Tensor | None]:
+    """Return which of all tokens are not masked, or the positions of these: whichever way rows are left out here."""
+    job.check_ids()
+    if job.mask_N is not None and drops_rows(job.input.device):
+        return None, positions(job.mask_N)
+    return job.mask_N, None
+
+
+def _chunk(job: DivergenceJob, index: Tensor | None, part: slice, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return a chunk's hidden states [C, D] in the operands' dtype, 0 where not kept, and which rows are kept."""
+    x_CD = take_rows(job.input, index, part, job.dtype)
+    if kept is None:
+        return x_CD, None
+    return x_CD.where(kept[part, None], 0), kept[part]

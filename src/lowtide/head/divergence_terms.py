@@ -2,7 +2,8 @@
 
 C rows of the chunk, V vocabulary (the larger of the two, what one side lacks is -inf there), K classes of a teacher's
 top k. s and t are the student's and the teacher's probabilities, a and b their logarithms. What has probability 0 adds
-0, whatever the other side says. Both functions of a pair overwrite the logits they are given.
+0, whatever the other side says. What overwrites the logits
+it is given says so.
 """
 
 from typing import NamedTuple
@@ -38,6 +39,8 @@ def dense_rows(z_CV: Tensor, teacher_CV: Tensor, kind: Kind, columns: int) -> Ro
 
     To the KLs sum s - sum t (or the reverse) is added, 0 but for rounding: an error in a logsumexp, which shifts all of
     a row's a or b, cancels between the two. The pivot is an average over s that such a shift moves along with a.
+
+    The logits become log-probabilities, a and b.
     """
     lse, teacher_lse = row_sums(z_CV, columns).lse, row_sums(teacher_CV, columns).lse
     value, pivot, mass = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
@@ -45,18 +48,18 @@ def dense_rows(z_CV: Tensor, teacher_CV: Tensor, kind: Kind, columns: int) -> Ro
         a, b = z_CV[:, part].sub_(lse[:, None]), teacher_CV[:, part].sub_(teacher_lse[:, None])
         s, t = a.exp(), b.exp()
         if kind.name == "forward_kl":
-            value += _expectation(t, b.sub_(a)).add_(s).sub_(t).sum(1)
+            value += _expectation(t, b - a).add_(s).sub_(t).sum(1)
             continue
         mass += s.sum(1)
         if kind.name == "reverse_kl":
-            terms = _expectation(s, a.sub_(b))
+            terms = _expectation(s, a - b)
             pivot += terms.sum(1)
             value += terms.add_(t).sub_(s).sum(1)
         elif kind.name == "jsd":
             log_m = _log_mixture(s, t, kind.beta)
-            from_student = _expectation(s, a.sub_(log_m)).sum(1)
+            from_student = _expectation(s, a - log_m).sum(1)
             pivot += from_student
-            value += (1 - kind.beta) * from_student + kind.beta * _expectation(t, b.sub_(log_m)).sum(1)
+            value += (1 - kind.beta) * from_student + kind.beta * _expectation(t, b - log_m).sum(1)
         else:
             difference = s - t
             pivot += s.mul_(difference.sign()).sum(1)
@@ -65,15 +68,30 @@ def dense_rows(z_CV: Tensor, teacher_CV: Tensor, kind: Kind, columns: int) -> Ro
 
 
 def dense_gradient_(
-    z_CV: Tensor, teacher_CV: Tensor, rows: RowNumbers, kind: Kind, factor_C: Tensor | None, columns: int
+    z_CV: Tensor,
+    teacher_CV: Tensor,
+    rows: RowNumbers,
+    kind: Kind,
+    factor_C: Tensor | None,
+    columns: int,
+    *,
+    cap: Tensor | float | None = None,
+    normalised: bool = False,
 ) -> None:
-    """Turn the student's logits, in place, into the gradient of ``sum(factor * value)`` with respect to them.
+    """Turn the student's logits z, in place, into the gradient of ``sum(factor * value)`` with respect to them.
 
     forward_kl  s - t                       reverse_kl  s (a - b - value)
     jsd         (1 - beta) s (a - log m - KL(s || m))          tv  s (sign(s - t) - sum s sign(s - t)) / 2
+
+    With ``cap``, which they come no further than, it is that by what was capped: times ``1 - (z / cap)**2``. With
+    ``normalised`` both sides are log-probabilities already, as `dense_rows` leaves them.
     """
     for part in column_blocks(z_CV.shape[1], columns):
-        a, b = z_CV[:, part].sub_(rows.lse[:, None]), teacher_CV[:, part].sub_(rows.other_lse[:, None])
+        a, b = z_CV[:, part], teacher_CV[:, part]
+        slope = None if cap is None else _slope(a + rows.lse[:, None] if normalised else a, cap)
+        if not normalised:
+            a.sub_(rows.lse[:, None])
+            b.sub_(rows.other_lse[:, None])
         if kind.name == "forward_kl":
             a.exp_().sub_(b.exp_())
         elif kind.name == "reverse_kl":
@@ -86,6 +104,8 @@ def dense_gradient_(
         else:
             s = a.exp()
             a.copy_(s).sub_(b.exp_()).sign_().sub_(rows.pivot[:, None]).mul_(s).mul_(0.5)
+        if slope is not None:
+            a.mul_(slope)
         if factor_C is not None:
             a.mul_(factor_C[:, None])
 
@@ -94,7 +114,7 @@ def topk_rows(z_CE: Tensor, ids_CK: Tensor, b_CK: Tensor, tail: str, kind: Kind,
     """Return the divergence of each row from a teacher of which K classes are known.
 
     Both sides are cut down to the same outcomes: the K classes as they are (``tail`` "drop"), these made to sum to 1
-    ("renormalise"), or these and one more that holds the rest ("bucket").
+    ("renormalise"), or these and one more that holds the rest ("bucket"). The logits are left as they are.
 
     Args:
         z_CE: The student's logits, and one column more (E = V + 1), where classes that the student lacks are read and
@@ -114,6 +134,7 @@ def topk_rows(z_CE: Tensor, ids_CK: Tensor, b_CK: Tensor, tail: str, kind: Kind,
     else:
         z_CE.scatter_(1, ids_CK, -torch.inf)
         sums = row_sums(z_CE[:, :-1], columns)
+        z_CE.scatter_(1, ids_CK, chosen)
         rest = sums.lse.masked_fill(sums.top == -torch.inf, -torch.inf)
         lse = torch.logaddexp(rest, of_chosen)
     rows = RowNumbers(torch.zeros_like(lse), lse, rest, torch.zeros_like(lse))
@@ -131,15 +152,18 @@ def topk_gradient_(
     kind: Kind,
     factor_C: Tensor | None,
     columns: int,
+    *,
+    cap: Tensor | float | None = None,
 ) -> None:
     """Turn the student's logits, in place, into the gradient of ``sum(factor * value)`` with respect to them.
 
     With c_j the value's derivative by the log-probability of outcome j, an outcome's logit has the gradient
-    ``q_j = c_j - s_j sum(c)``; the bucket's goes to its classes by their share in it.
+    ``q_j = c_j - s_j sum(c)``; the bucket's goes to its classes by their share in it. ``cap`` as in `dense_gradient_`.
     """
     K = ids_CK.shape[1]
     z_CE[:, -1] = -torch.inf
-    a, b = _outcomes(z_CE.gather(1, ids_CK), b_CK, rows, tail)
+    chosen = z_CE.gather(1, ids_CK)
+    a, b = _outcomes(chosen, b_CK, rows, tail)
     _, c = _few_outcomes(a, b, kind, normalised=tail != "drop")
     q = c - a.exp() * c.sum(1, keepdim=True)
     others = -c.sum(1) if tail == "drop" else q[:, -1]
@@ -150,8 +174,12 @@ def topk_gradient_(
         z_CE.zero_()
     else:
         for part in column_blocks(z_CE.shape[1] - 1, columns):
-            z_CE[:, part].sub_(lse[:, None]).exp_().mul_(others[:, None])
-    z_CE.scatter_(1, ids_CK, q[:, :K])
+            z = z_CE[:, part]
+            slope = None if cap is None else _slope(z, cap)
+            z.sub_(lse[:, None]).exp_().mul_(others[:, None])
+            if slope is not None:
+                z.mul_(slope)
+    z_CE.scatter_(1, ids_CK, q[:, :K] if cap is None else q[:, :K] * _slope(chosen, cap))
 
 
 def _outcomes(chosen: Tensor, b_CK: Tensor, rows: RowNumbers, tail: str) -> tuple[Tensor, Tensor]:
@@ -188,6 +216,11 @@ def _few_outcomes(a: Tensor, b: Tensor, kind: Kind, *, normalised: bool) -> tupl
         terms = (s - t).abs() / 2
     value = terms.sum(1)
     return (value.clamp(min=0) if normalised else value), c
+
+
+def _slope(z: Tensor, cap: Tensor | float) -> Tensor:
+    """Return the derivative of ``cap * tanh(x / cap)``, where that is ``z``; 0 of -inf, which no cap lets pass."""
+    return (z.clamp(min=-cap) / cap).square_().neg_().add_(1)
 
 
 def _expectation(p: Tensor, x: Tensor) -> Tensor:

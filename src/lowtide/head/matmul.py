@@ -4,11 +4,14 @@ C rows of the chunk, D hidden size, V vocabulary. ``wide`` is float32, or float6
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.head.plan import HeadPlan
+from lowtide.head.plan import HeadPlan, padded
+
+BIAS_FIRST = 2048  # hidden size from which a GPU's product hides that it reads what it adds to
 
 
 class HeadMatmul:
@@ -28,6 +31,8 @@ class HeadMatmul:
             weight_VD = weight_VD.contiguous()  # mm would copy it once a chunk
         self.weight_VD = weight_VD.to(dtype) if needs_whole else weight_VD
         D = weight_VD.shape[1]
+        self._with_bias: Tensor | None = None
+        self._unit = weight_VD.new_empty(0)
         self._block = weight_VD.new_empty(plan.block_rows * D, dtype=wide)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -38,16 +43,42 @@ class HeadMatmul:
             wide = self._block[: (part.stop - part.start) * D].view(-1, D)
             yield part, wide.copy_(self.weight_VD[part].to(self.dtype))
 
-    def logits(self, x_CD: Tensor, out_CV: Tensor) -> None:
-        """Write ``x @ weight.T`` into ``out_CV`` of the wide dtype."""
-        if self.plan.logits_gemm == "same":
-            torch.mm(x_CD, self.weight_VD.T, out=out_CV)
-        elif self.plan.logits_gemm == "out_dtype":
-            torch.mm(x_CD, self.weight_VD.T, out_dtype=self.wide, out=out_CV)
-        else:
+    def take_bias(self, bias_V: Tensor) -> None:
+        """Add a bias, of the weight's dtype here, to all logits to come.
+
+        As one more column of a copy of the weight, times 1: logits are written once, where adding it would read and
+        write them again, which takes as long as the product where the hidden size is small.
+        """
+        pad = padded(self.weight_VD.shape[1] + 1) - self.weight_VD.shape[1]
+        self._unit = self.weight_VD.new_zeros(1, pad)
+        self._unit[:, 0] = 1
+        self._with_bias = torch.cat((self.weight_VD, bias_V[:, None] * self._unit), 1)
+
+    def logits(self, x_CD: Tensor, out_CV: Tensor, bias_V: Tensor | None = None) -> None:
+        """Write ``x @ weight.T``, and a bias of the wide dtype, into ``out_CV`` of the wide dtype."""
+        weight = self.weight_VD
+        if self._with_bias is not None:
+            x_CD = torch.cat((x_CD, self._unit.expand(len(x_CD), -1)), 1)
+            weight = self._with_bias
+        first = bias_V is not None and (x_CD.shape[1] >= BIAS_FIRST or not x_CD.is_cuda)
+        if bias_V is not None and first:
+            out_CV.copy_(bias_V)
+        if self.plan.logits_gemm == "blocks":
             wide_x = x_CD.to(self.wide)
             for part, w in self._blocks():
-                torch.mm(wide_x, w.T, out=out_CV[:, part])
+                self._multiply(wide_x, w, out_CV[:, part], add=first)
+        else:
+            self._multiply(x_CD, weight, out_CV, add=first)
+        if bias_V is not None and not first:
+            out_CV.add_(bias_V)
+
+    def _multiply(self, x_CD: Tensor, w_BD: Tensor, out_CB: Tensor, *, add: bool) -> None:
+        """Write ``x @ w.T`` to ``out``, or add it to what is there."""
+        kinds: dict[str, Any] = {} if x_CD.dtype == self.wide else {"out_dtype": self.wide}
+        if add:
+            torch.addmm(out_CB, x_CD, w_BD.T, out=out_CB, **kinds)
+        else:
+            torch.mm(x_CD, w_BD.T, out=out_CB, **kinds)
 
     def operand(self, g_CV: Tensor) -> Tensor:
         """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""

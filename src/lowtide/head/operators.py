@@ -17,8 +17,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.registration import fake_gradients, found_gradients, scalar_on, schema_of, undisturbed, watched
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
-
-FP16_TOP = 2.0**14  # where an fp16 weight gradient's largest entry is put, a factor of four below the largest number
+from lowtide.head.stored import StoredGradients, fake_stored_gradients, lacks_denominator, stored_gradients
 
 
 class Call(NamedTuple):
@@ -99,13 +98,18 @@ class Stored(NamedTuple):
     """What `cross_entropy` returns; what was not asked for is empty."""
 
     loss: Tensor  # scalar, or [N] with reduction "none"
-    input_grad: Tensor
+    input_grad: Tensor  # this and the next four: see `StoredGradients`
     weight_grad: Tensor
-    bias_grad: Tensor  # wide
-    input_factor: Tensor  # scalar, or [N] with reduction "none": what input_grad is still to be multiplied with
-    weight_factor: Tensor  # scalar: the same for weight_grad
+    bias_grad: Tensor
+    input_factor: Tensor
+    weight_factor: Tensor
     lse: Tensor  # [N] each row's logsumexp, where it was to be kept
     miss: Tensor  # [N] and that minus its target's logit
+
+    @property
+    def gradients(self) -> StoredGradients:
+        """Return the part of it that is gradients."""
+        return StoredGradients(*self[1:6])
 
 
 _CALL = schema_of(Call)
@@ -134,13 +138,10 @@ def _(*args: Any) -> Stored:
     call, wanted = _split(fields)
     N = call.target.numel()
     loss = call.input.new_empty((N,) if call.reduction == "none" else (), dtype=call.wide)
+    tokens = N if call.reduction == "none" else None
     return Stored(
-        loss=loss,
-        input_grad=call.input.new_empty(call.input.shape if wanted.input else 0),
-        weight_grad=call.linear_weight.new_empty(call.linear_weight.shape if wanted.weight else 0),
-        bias_grad=loss.new_empty(call.linear_weight.shape[0] if wanted.bias else 0),
-        input_factor=loss.new_empty(_factor_shape(call, wanted.input, N)),
-        weight_factor=loss.new_empty(_factor_shape(call, wanted.weight, N)),
+        loss,
+        *fake_stored_gradients(wanted, call.input, call.linear_weight, call.wide, tokens),
         lse=loss.new_empty(N if keep_rows else 0),
         miss=loss.new_empty(N if keep_rows else 0),
     )
@@ -191,22 +192,6 @@ def _split(fields: Sequence[Any]) -> tuple[Call, Wanted]:
     return Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
 
 
-def _lacks_denominator(call: Call) -> bool:
-    """Return whether gradients are stored before the division by the denominator.
-
-    Divided by N before GradScaler's factor is known, an fp16 gradient would sink below fp16's smallest numbers.
-    """
-    return torch.float16 in (call.input.dtype, call.linear_weight.dtype)
-
-
-def _factor_shape(call: Call, wanted: bool, N: int) -> tuple[int, ...]:
-    if not wanted:
-        return (0,)
-    if call.reduction == "none":
-        return (N,)
-    return () if _lacks_denominator(call) else (0,)
-
-
 def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
     job = call.job()
     rows, plan = plan_rows(job, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
@@ -237,36 +222,18 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
 
 def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, into: Gradients, kept_2N: Tensor) -> Stored:
     """Bring the gradients into the dtypes of what they belong to, with the factors that they still lack."""
-    dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
-    input_factor = weight_factor = None
-    if call.reduction == "none":
-        input_factor = _among_all(rows.unit, job, rows).clone()
-    elif _lacks_denominator(call):
-        denominator = rows.denominator
-        inverse = loss.new_ones(()) if denominator is None else 1 / denominator
-        inverse = inverse.where(inverse.isfinite(), 0)  # nothing is kept, the gradients are 0
-        db = None if db is None else db * inverse
-        input_factor = inverse
-        if dw is not None:
-            shift = _fp16_shift(dw) if job.weight_VD.dtype == torch.float16 else loss.new_ones(())
-            dw, weight_factor = dw.mul_(shift), inverse / shift
-    return Stored(
-        loss=loss,
-        input_grad=call.input.new_empty(0) if dx is None else dx.view(call.input.shape),
-        weight_grad=call.linear_weight.new_empty(0) if dw is None else dw.to(job.weight_VD.dtype),
-        bias_grad=loss.new_empty(0) if db is None else db,
-        input_factor=loss.new_empty(0) if dx is None or input_factor is None else input_factor,
-        weight_factor=loss.new_empty(0) if weight_factor is None else weight_factor,
-        lse=kept_2N[0].clone(),
-        miss=kept_2N[1].clone(),
+    factor = _among_all(rows.unit, job, rows).clone() if call.reduction == "none" else None
+    gradients = stored_gradients(
+        into, call.input, call.linear_weight, job.wide, denominator=rows.denominator, input_factor_N=factor
     )
+    return Stored(loss, *gradients, lse=kept_2N[0].clone(), miss=kept_2N[1].clone())
 
 
 def _stored_factor(call: Call, job: CrossEntropyJob, rows: Rows) -> Tensor:
     """Return what each row's loss is multiplied with on its way to the stored gradients."""
     if call.reduction == "none":  # the head is frozen: its input's gradient is stored without any row's factor
         return torch.ones_like(rows.unit) if rows.kept is None else rows.kept.to(job.wide)
-    return rows.unit if _lacks_denominator(call) else _divided(rows)
+    return rows.unit if lacks_denominator(call.input, call.linear_weight) else _divided(rows)
 
 
 def _gradients(
@@ -285,13 +252,6 @@ def _gradients(
     else:
         run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
     return found_gradients(into, call.input, call.linear_weight, call.wide)
-
-
-def _fp16_shift(dw: Tensor) -> Tensor:
-    """Return the power of two that brings the largest entry near the top of fp16's range."""
-    highest = torch.maximum(dw.amax(), -dw.amin()) if dw.numel() else dw.new_zeros(())
-    shift = torch.exp2(torch.floor(torch.log2(FP16_TOP / highest)))
-    return shift.where((highest > 0) & highest.isfinite(), 1)
 
 
 def _among_all(x_n: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:

@@ -23,14 +23,15 @@ class HeadOptions:
             None: chosen by device.
         accumulate: Where the weight's gradient is summed over chunks: ``"float32"``, ``"input"`` (the weight's own
             dtype: V*D*4 bytes less, and one more rounding a chunk), or ``"auto"``: float32 where there is more than
-            one chunk; on the exponential path more than 8, or 48 where ``workspace_mib`` is given. An fp16 weight's
-            always is in float32: the sum may not fit fp16 before its scale is known.
+            one chunk; on the exponential path and in `linear_divergence`'s kernels more than 8, or 48 where
+            ``workspace_mib`` is given. An fp16 weight's always is in float32: the sum may not fit fp16 before its scale
+            is known.
         backend: ``"auto"`` takes the fastest that fits. One asked for by name runs or raises: ``"exp"`` (bfloat16 on
             GPUs of compute capability 9.0 to below 12), ``"row"`` (a kernel over rows of logits, on NVIDIA GPUs with
             Triton), ``"torch"`` (plain PyTorch, on any device).
         gradient: ``"forward"`` computes the gradients along with the loss (three GEMMs), ``"recompute"`` builds the
             logits once more in backward (four), and ``"auto"`` takes the first wherever the upstream gradient is a
-            scalar, or the head is frozen.
+            scalar, or the head is frozen; `linear_divergence` of each token recomputes then too.
 
     Raises:
         ArgumentValueError: A value that is none of these.

@@ -26,6 +26,7 @@ ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
 STATS_BYTES_PER_TOKEN = 128  # what is found and kept of each token, and in backward the upstream gradients
+STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first
 
 # The exponential path. Figures: benchmarks/results, one H100; docs/algorithm.md says what they mean.
 EXP_ROWS = 2048  # a chunk may have so many however few the tokens: W is read twice for each, dW read and written
@@ -42,7 +43,13 @@ EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
 # Any function of the logits (linear_apply).
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
-PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # logits it gets at a time: enough to hide what launching it costs
+PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits it gets at a time: half a millisecond of the host's for each
+GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
+MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
+FUNCTION_CHUNKS = {"cpu": FEWEST_CHUNKS, "cuda": 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
+FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}
+BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
+FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +75,10 @@ class HeadPlan:
             the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
         block_columns: See there.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
-        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path.
+        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path and in
+            `linear_divergence`.
         piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
+        bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
     """
 
     backend: str
@@ -92,6 +101,7 @@ class HeadPlan:
     sum_rows: int = 0
     product_rows: int = 0
     piece_rows: int = 0
+    bias_column: bool = False
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
@@ -109,6 +119,8 @@ class HeadPlan:
         ]
         if self.schedule == "blocks":
             lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
+        if self.backend == "row" and 0 < self.product_rows < self.chunk_rows:
+            lines.append(f"both sides' logits exist of {self.product_rows} rows at a time, their gradient of a chunk's")
         if self.piece_rows:
             lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
         return "\n".join([*lines, self.note] if self.note else lines)
@@ -233,21 +245,31 @@ def plan_rows_of_logits(
     arguments are those of `plan_head`, settled.
     """
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    budget = workspace_bytes(options, device, device_bytes)
+    budget = workspace_bytes(options, device, device_bytes, function=function)
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
     columns = 0 if function else 2 * columns_of(1, V, device.type)
     row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, backend, columns) + beside_row
-    piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
-    piece_rows = _piece_rows(N, V, (budget - fixed) // 2 // max(1, piece_row_bytes), device.type) if function else 0
-    fixed += piece_rows * piece_row_bytes
+    copied = V * padded(D + 1) * dtype.itemsize
+    bias_column = function and logits_gemm == "out_dtype" and copied <= budget // BIAS_COLUMN_SHARE
+    fixed += copied * bias_column
+    automatic, wanted = options.workspace_mib is None, _automatic_rows(N, device.type, function)
+    piece_rows = 0
+    if function:
+        left = budget - fixed - wanted * row_bytes if automatic else 0  # by chunks that are as large as they should be
+        piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
+        piece_rows = _piece_rows(N, V, max(left, (budget - fixed) // 2) // piece_row_bytes, device.type)
+        if automatic and device.type != "cpu":
+            piece_rows = min(piece_rows, max(FEWEST_ROWS["cuda"], N // FUNCTION_PIECES))
+        fixed += piece_rows * piece_row_bytes
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
     most = max(1, (budget - fixed) // max(1, row_bytes))
-    rows = _automatic_rows(N, most, device.type) if options.workspace_mib is None else most
+    rows = min(most, wanted) if automatic else most
     if device.type != "cpu" and rows > GPU_TILE:
         rows -= rows % GPU_TILE
+        rows = _level(N, rows) if function else rows
     chunks = -(-N // rows)
     rows = max(1, -(-N // max(1, chunks))) if device.type == "cpu" else min(rows, max(1, N))
     scratch = fixed + rows * row_bytes
@@ -270,8 +292,9 @@ def plan_rows_of_logits(
         backward_gemm=backward_gemm,
         block_rows=block_rows,
         columns=columns_of(rows, V, device.type),
-        note=_note(options, N, scratch),
-        piece_rows=min(piece_rows, rows),
+        note=workspace_note(options, N, scratch),
+        piece_rows=-(-rows // -(-rows // piece_rows)) if function else 0,  # pieces of one size
+        bias_column=bias_column,
     )
 
 
@@ -290,10 +313,12 @@ def _plan_exp(
     token_bytes: int = BYTES_PER_TOKEN,
     tile_numbers: int = 1,
     device_bytes: int | None = None,
+    sum_row_bytes: int = 0,
 ) -> HeadPlan:
     """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short.
 
-    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row.
+    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row, and
+    ``sum_row_bytes`` what else a row takes where nothing but sums is computed.
     """
     fixed = N * token_bytes + 24 * V + 32 * D
     thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
@@ -319,10 +344,11 @@ def _plan_exp(
             many = -(-N // rows) > few
             accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
     blocked_schedule = gradient == "recompute" or columns < V
-    sum_rows = max(1, min(max(1, N), EXP_SUM_ROWS, _whole_tiles(room // (sums + 64 + 2 * D * input_is_copied))))
+    sum_row = sums + 64 + 2 * D * input_is_copied + sum_row_bytes
+    sum_rows = max(1, min(max(1, N), EXP_SUM_ROWS, _whole_tiles(room // sum_row)))
     scratch = fixed + rows * (thin + 2 * padded(columns) + (0 if blocked_schedule else sums))
     if blocked_schedule:
-        scratch = max(scratch, fixed + sum_rows * (sums + 64 + 2 * D * input_is_copied))
+        scratch = max(scratch, fixed + sum_rows * sum_row)
     return HeadPlan(
         backend="exp",
         reason=reason,
@@ -334,7 +360,7 @@ def _plan_exp(
         scratch_bytes=scratch,
         accumulator_bytes=V * D * 4 if accumulate == "float32" and not weight_frozen else 0,
         cast_bytes=V * D * 2 if weight_dtype != torch.bfloat16 else 0,
-        note=_note(options, N, scratch),
+        note=workspace_note(options, N, scratch),
         schedule="blocks" if blocked_schedule else "chunks",
         block_columns=columns,
         sum_rows=sum_rows,
@@ -354,14 +380,18 @@ def plan_exp_stats(
     weight_frozen: bool,
     input_is_copied: bool,
     tile_numbers: int,
+    targets: int,
+    sum_row_bytes: int,
 ) -> HeadPlan:
     """Return the plan of `linear_token_stats` on the exponential path; arguments as in `plan_head`.
 
-    ``tile_numbers`` float32 are what each tile of the vocabulary leaves of a row.
+    ``tile_numbers`` float32 are what each tile of the vocabulary leaves of a row, ``sum_row_bytes`` are what else it
+    takes in forward. Each token has so many ``targets``.
     """
     return _plan_exp(
         N, D, V, device, options, reason, "recompute", weight_dtype, weight_frozen, input_is_copied,
-        token_bytes=STATS_BYTES_PER_TOKEN, tile_numbers=tile_numbers,
+        token_bytes=STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, targets - 1), tile_numbers=tile_numbers,
+        sum_row_bytes=sum_row_bytes,
     )  # fmt: skip
 
 
@@ -412,7 +442,8 @@ def _accumulate(
     return "float32" if options.accumulate == "float32" or (options.accumulate == "auto" and many) else "input"
 
 
-def _note(options: HeadOptions, N: int, scratch: int) -> str:
+def workspace_note(options: HeadOptions, N: int, scratch: int) -> str:
+    """Return what a plan says where the least that can be done takes more than was asked for; empty if it does not."""
     if options.workspace_mib is None or scratch <= options.workspace_mib * MIB:
         return ""
     return (
@@ -468,20 +499,32 @@ def _cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def workspace_bytes(options: HeadOptions, device: torch.device, device_bytes: int | None = None) -> int:
-    """Return how much scratch memory a call may take, on a GPU of ``device_bytes`` (None: the one that is there)."""
+def workspace_bytes(
+    options: HeadOptions, device: torch.device, device_bytes: int | None = None, *, function: bool = False
+) -> int:
+    """Return how much scratch memory a call may take.
+
+    Args:
+        options: As given.
+        device: Where.
+        device_bytes: Memory of the GPU that is planned for; None: the one that is there.
+        function: Whether the call is one of `linear_apply`.
+    """
     if options.workspace_mib is not None:
         return int(options.workspace_mib * MIB)
     if device.type == "cpu":
         return CPU_WORKSPACE
+    most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if function else (GPU_WORKSPACE, MOST_OF_A_GPU)
     if device_bytes is None and device.type == "cuda" and torch.cuda.is_available():
         device_bytes = torch.cuda.get_device_properties(device).total_memory
-    return GPU_WORKSPACE if device_bytes is None else min(GPU_WORKSPACE, int(device_bytes * MOST_OF_A_GPU))
+    return most if device_bytes is None else min(most, int(device_bytes * share))
 
 
-def _automatic_rows(N: int, most: int, device_type: str) -> int:
-    fewest = FEWEST_ROWS.get(device_type, FEWEST_ROWS["cuda"])
-    return max(1, min(most, max(fewest, -(-N // FEWEST_CHUNKS))))
+def _automatic_rows(N: int, device_type: str, function: bool) -> int:
+    """Return the rows of a chunk where memory is no matter."""
+    kind = device_type if device_type == "cpu" else "cuda"
+    chunks, fewest = (FUNCTION_CHUNKS[kind], FUNCTION_ROWS[kind]) if function else (FEWEST_CHUNKS, FEWEST_ROWS[kind])
+    return max(1, fewest, -(-N // chunks))
 
 
 def _piece_rows(N: int, V: int, most: int, device_type: str) -> int:

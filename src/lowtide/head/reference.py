@@ -142,15 +142,23 @@ def linear_divergence(
     teacher_bias: Tensor | None = None,
     teacher_topk: TeacherTopK | tuple[Any, ...] | None = None,
     mask: Tensor | None = None,
+    reduction: str = "none",
+    num_items: float | Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
 ) -> Tensor:
     """The twin of `lowtide.linear_divergence`: same arguments, same meaning, with both sides' logits in memory."""
-    a = logits(input, linear_weight, linear_bias, None, 1 / temperature).log_softmax(-1)
+    a = (logits(input, linear_weight, linear_bias, softcap) / temperature).log_softmax(-1)
     if teacher_topk is not None:
         a, b = _cut_to_topk(a, TeacherTopK(*teacher_topk))
     else:
         assert teacher_input is not None
         assert teacher_weight is not None
-        b = logits(teacher_input, teacher_weight, teacher_bias, None, 1 / temperature).log_softmax(-1).detach()
+        b = (
+            (logits(teacher_input, teacher_weight, teacher_bias, teacher_softcap) / temperature)
+            .log_softmax(-1)
+            .detach()
+        )
         V = max(a.shape[-1], b.shape[-1])
         a, b = (pad(side, (0, V - side.shape[-1]), value=-math.inf) for side in (a, b))
     s, t = a.exp(), b.exp()
@@ -163,7 +171,13 @@ def linear_divergence(
         value = beta * _kl(t, b, log_m) + (1 - beta) * _kl(s, a, log_m)
     else:
         value = (s - t).abs().sum(-1) / 2
-    return value if mask is None else value.where(mask, 0)
+    value = value if mask is None else value.where(mask, 0)
+    if reduction == "none":
+        return value
+    if reduction == "sum":
+        return value.sum()
+    kept = value.new_tensor(value.numel()) if mask is None else mask.sum()
+    return value.sum() / (kept if num_items is None else num_items)
 
 
 def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:

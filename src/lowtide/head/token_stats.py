@@ -72,8 +72,8 @@ def linear_logprobs(
     """Return the log-probability of each token's target, differentiable, without the logits in memory.
 
     With logits ``z = cap((x @ W.T + b) * logit_scale)``, where ``cap(z) = softcap * tanh(z / softcap)``: the value is
-    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. A chunk of the logits exists at a
-    time. Backward builds them once more (four products, 8NDV operations); nothing of size [N, V] is kept.
+    ``z_y - log(sum_v exp(z_v))``, what ``log_softmax(z).gather(-1, y)`` would give. At most a chunk of the logits
+    exists at a time. Backward builds them once more (four products, 8NDV operations); nothing of size [N, V] is kept.
 
     Args:
         input: Hidden states [..., D], any floating dtype and strides, any number of leading axes.
@@ -86,7 +86,7 @@ def linear_logprobs(
             that requires a gradient gets it, at the price of a copy of ``input`` that is multiplied with it.
         ignore_index: Targets of this value have log-probability 0 and contribute nothing, whatever the hidden state.
         options: Memory and implementation: see `HeadOptions`. With one target a token all backends of
-            `linear_cross_entropy` run here; with [..., K] ``"torch"``.
+            `linear_cross_entropy` run here; with [..., K] ``"torch"``, and ``"exp"`` for K up to 64.
 
     Returns:
         Tensor: Of the target's shape, float32, for float64 inputs float64; exactly 0 at ignored targets.
@@ -154,8 +154,8 @@ def linear_token_stats(
         topk: How many of the highest logits ``topk`` holds, from 1 to V. Given, that field is wanted; it is needed
             where ``want`` names it.
         options: Memory and implementation: see `HeadOptions`. Where nothing but ``logprob`` is wanted, with one target
-            a token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` but for ``topk``
-            and several targets.
+            a token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
+            ``topk`` up to 64.
 
     Returns:
         TokenStats: The wanted fields, None for the others.
@@ -236,7 +236,7 @@ def _token_stats(
     if options.backend != "auto":
         K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
         V, D = linear_weight.shape
-        choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk="topk" in names)
+        choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk=topk)
     scale = logit_scale_tensor(logit_scale)
     if scale is not None and scale.requires_grad:  # as a factor of input and bias, where autograd finds its gradient
         input = scaled_rows(input, scale)

@@ -153,9 +153,11 @@ def plan_stats(job: StatsJob, rows: int, options: HeadOptions, *, weight_frozen:
     weight, K = job.weight_VD, job.target_NK.shape[1]
     fits = weight.dtype != job.dtype or rows_are_aligned(weight)
     backend, reason = choose_stats_backend(
-        options, weight.device, job.dtype, D, V, targets=K, topk="topk" in job.want, weight_fits=fits
+        options, weight.device, job.dtype, D, V, targets=K, topk=job.topk, weight_fits=fits
     )
     if backend == "exp":
+        from lowtide.head.token_stats_exp import topk_row_bytes
+
         return plan_exp_stats(
             rows,
             D,
@@ -167,6 +169,8 @@ def plan_stats(job: StatsJob, rows: int, options: HeadOptions, *, weight_frozen:
             weight_frozen=weight_frozen,
             input_is_copied=input_is_copied(job.input, job.dtype),
             tile_numbers=3 + len(job.want & {"entropy", "sum_sq_prob", "mean_logit"}),
+            targets=K,
+            sum_row_bytes=topk_row_bytes(job.topk, V, weight.device),
         )
     return remembered_plan(
         rows,

@@ -136,6 +136,10 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
             hint = "Take offload=False, or a machine with a CUDA device."
             raise UnsupportedError(message("policy", "a GPU to offload from, with offload=True", "none", hint))
         if policy.keep != "all":
+            if "forward" in vars(layer):
+                hint = "Undo it (accelerate.hooks.remove_hook_from_module), and put it back after apply_policy."
+                got = "one replaced on the instance, which would pass the policy by"
+                raise UnsupportedError(message(name, "a layer with the forward of its class", got, hint))
             if hasattr(layer, "_checkpoint_wrapped_module"):
                 hint = "Leave torch's checkpoint_wrapper out."
                 raise UnsupportedError(

@@ -14,7 +14,7 @@ from collections import deque
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import Get, changed_in_place, detached, stay
@@ -39,8 +39,8 @@ class Side(Protocol):
         """Copy to the host after what computes now; return the event of its end."""
         ...
 
-    def copy_back(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
-        """Copy from the host after what computes now and after an event; return the event of its end."""
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
+        """Copy from the host after what computes now; return the event of its end."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -82,10 +82,9 @@ class CudaSide:
             host.copy_(tensor, non_blocking=True)
         return self._out.record_event()
 
-    def copy_back(self, tensor: Tensor, host: Tensor, after: Any) -> Any:
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
         """Copy on the stream for the way back."""
         self._back.wait_stream(torch.cuda.current_stream(self._device))  # whatever had the memory before
-        self._back.wait_event(after)
         with torch.cuda.stream(self._back):
             tensor.copy_(host, non_blocking=True)
         return self._back.record_event()
@@ -125,14 +124,14 @@ class _Item:
         flat = buffer.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
         self._host = flat.as_strided(tensor.shape, strides)
         self._device = tensor.device
-        self._copied = self._arrived = side.copy_out(self._host, self._tensor)
+        self._done = side.copy_out(self._host, self._tensor)  # the last copy, whichever way
 
     def let_go(self) -> None:
         """Free the device's memory as soon as no copy needs it."""
         if self._tensor is None:
             return
         self._changed = self._changed or self._tensor._version != self._version
-        self._side.wait(self._arrived)
+        self._side.wait(self._done)
         self._tensor = None
 
     def bring_back(self) -> None:
@@ -141,7 +140,7 @@ class _Item:
             self._tensor = torch.empty_strided(
                 self._host.shape, self._host.stride(), dtype=self._host.dtype, device=self._device
             )
-            self._arrived = self._side.copy_back(self._tensor, self._host, self._copied)
+            self._done = self._side.copy_back(self._tensor, self._host)  # let_go has waited for the way out
             self._version = self._tensor._version
 
     def get(self) -> Tensor:
@@ -150,7 +149,7 @@ class _Item:
         assert self._tensor is not None
         if self._changed or self._tensor._version != self._version:
             raise changed_in_place()
-        self._side.wait(self._arrived)
+        self._side.wait(self._done)
         return self._tensor.detach()
 
 
@@ -174,7 +173,14 @@ class Record:
         self._moves = moves
 
     def put(self, tensor: Tensor) -> Get:
-        """Keep a tensor, and return the function that backward gets it by."""
+        """Keep a tensor, and return the function that backward gets it by.
+
+        Raises:
+            UnsupportedError: It is of a class of its own, such as DTensor; or as `Offloader.store`.
+        """
+        if type(tensor) not in (Tensor, nn.Parameter):
+            hint = "Take offload=False for this layer."
+            raise UnsupportedError(message("offload", "plain tensors to keep", type(tensor).__name__, hint))
         if self._moves:
             item = self._offloader.store(tensor, slot=len(self._items))
             self._items.append(item)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import linear_token_stats
 from lowtide.trl.dtypes import as_trl_casts, why_not_tensors
-from lowtide.trl.numbers import why_not_number
+from lowtide.trl.numbers import why_not_cap, why_not_number
 
 # TRL's names of what it can return after the log-probabilities, in the order in which it does, and TokenStats' fields
 _FIELDS = {
@@ -39,12 +39,11 @@ def why_not(call: LogProbCall) -> str | None:
     for name in call.outputs:
         if name not in _FIELDS and name != _ALWAYS:
             return f"outputs names {name!r}, which lowtide does not know"
-    cap = call.final_logit_softcapping
     return (
         why_not_tensors("", (call.hidden, call.weight, call.bias))
         or why_not_number("temperature", call.temperature, positive=True)
         or why_not_number("logit_scale", call.logit_scale, positive=False)
-        or (None if cap is None else why_not_number("final_logit_softcapping", cap, positive=True))
+        or why_not_cap("final_logit_softcapping", call.final_logit_softcapping)
     )
 
 

@@ -10,3 +10,8 @@ def why_not_number(name: str, value: object, *, positive: bool) -> str | None:
     if not math.isfinite(value) or (positive and value <= 0):
         return f"{name} is {'not above 0' if math.isfinite(value) else 'not finite'}"
     return None
+
+
+def why_not_cap(name: str, cap: object) -> str | None:
+    """Return why lowtide cannot take a soft cap; None is none."""
+    return None if cap is None else why_not_number(name, cap, positive=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head.divergence_terms import Kind, RowNumbers
-from lowtide.head.kernels.pair_rows import pair_gradient_, pair_rows
+from lowtide.head.kernels.pair_rows import Logits, pair_gradient, pair_rows, pair_value_and_gradient
 from support import divergence_of, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,26 +47,52 @@ def padded(z_CV: Tensor, stride: int | None = None) -> Tensor:
 
 
 def run(z: Tensor, other: Tensor, kind: Kind, gradient: Any = "wide", **kwargs: Any) -> tuple[RowNumbers, Tensor]:
-    """Return the numbers of the rows and the gradient, an fp16 one lifted; poison all around must stay as it is."""
+    """Return the numbers of the rows and the gradient, an fp16 one lifted; poison all around must stay as it is.
+
+    The gradient comes both ways, after the rows' numbers and with the value: they must agree.
+    """
+    rows, separate = run_one_way(z, other, kind, gradient, at_once=False, **kwargs)
+    value, at_once = run_one_way(z, other, kind, gradient, at_once=True, **kwargs)
+    torch.testing.assert_close(value.value, rows.value, rtol=3e-6, atol=3e-7, equal_nan=True)  # compiled apart
+    assert torch.equal(at_once.isnan(), separate.isnan()) or not z.abs().max() < 1e30
+    size, floor = separate.nan_to_num().norm(dim=1), 5e-6 * (1 + value.value.nan_to_num(0, 0, 0))
+    for name in ("factor_C", "scale"):
+        floor = floor * kwargs.get(name, torch.ones((), device=DEVICE)).abs()
+    away = (at_once - separate).nan_to_num(0, 0, 0).norm(dim=1)
+    near = 5e-3 if kind.name == "tv" else 2 * LOOSE[gradient]  # where s is t but for rounding, its sign is luck
+    assert (away <= near * size + floor).all()
+    return rows, at_once if z[0, 0] < 0 else separate  # either is compared with the truth
+
+
+def run_one_way(
+    z: Tensor, other: Tensor, kind: Kind, gradient: Any, *, at_once: bool, **kwargs: Any
+) -> tuple[RowNumbers, Tensor]:
     (C, V), U = z.shape, other.shape[1]
     room, other_room = padded(z), padded(other, -(-U // 8) * 8 + 16)
     before, other_before = room.clone(), other_room.clone()
     products = (room[1:-1, :V], other_room[1:-1, :U])
-    rows = pair_rows(*products, kind, **{k: v for k, v in kwargs.items() if k != "factor_C"})
-    assert torch.equal(room.view(torch.int32), before.view(torch.int32))
-    lift = torch.full((C,), torch.nan, device=DEVICE) if gradient == "float16" else None
-    pair_gradient_(*products, rows, kind, gradient=gradient, lift_C=lift, **kwargs)
-    assert torch.equal(other_room.view(torch.int32), other_before.view(torch.int32))
-    assert room[[0, -1]].isnan().all()
+    logits = Logits(**{name: kwargs.pop(name) for name in Logits._fields if name in kwargs})
+    common = {name: value for name, value in kwargs.items() if name != "factor_C"}
     pad = room.shape[1]
-    if gradient == "wide":
-        assert (room[1:-1, V:] == 0).all()
-        return rows, room[1:-1, :V]
-    narrow = room.view(NARROW[gradient])
-    assert (narrow[1:-1, V:pad] == 0).all()
-    half = -(-pad // 2)
-    assert torch.equal(room.view(torch.int32)[1:-1, half:], before.view(torch.int32)[1:-1, half:])
-    g = narrow[1:-1, :V].float()
+    lift = torch.full((C,), torch.nan, device=DEVICE) if gradient == "float16" else None
+    out_room = (
+        room if gradient == "wide" else torch.full((C + 2, pad + 8), torch.nan, device=DEVICE).to(NARROW[gradient])
+    )
+    out = out_room[1:-1, :V]
+    if at_once:
+        value = pair_value_and_gradient(*products, out, kind, logits, lift_C=lift, **kwargs)
+        rows = RowNumbers(value, value, value, value)
+    else:
+        rows = pair_rows(*products, kind, logits, **common)
+        assert torch.equal(room.view(torch.int32), before.view(torch.int32))
+        pair_gradient(*products, out, rows, kind, logits, lift_C=lift, **kwargs)
+    assert torch.equal(other_room.view(torch.int32), other_before.view(torch.int32))
+    assert out_room[[0, -1]].isnan().all()
+    assert (out_room[1:-1, V:pad] == 0).all()
+    assert out_room[1:-1, pad:].isnan().all()
+    if gradient != "wide":
+        assert torch.equal(room.view(torch.int32), before.view(torch.int32))
+    g = out.float()
     if lift is None:
         return rows, g
     assert (lift.log2() % 1 == 0).all()
@@ -74,8 +100,9 @@ def run(z: Tensor, other: Tensor, kind: Kind, gradient: Any = "wide", **kwargs: 
     return rows, g * lift[:, None]
 
 
-def logprobs(z: Tensor, bias: Tensor | None, scale: Tensor | None, width: int) -> Tensor:
+def logprobs(z: Tensor, bias: Tensor | None, scale: Tensor | None, width: int, softcap: float | None = None) -> Tensor:
     z = z if bias is None else z + bias.double()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     z = z if scale is None else z * scale.double()
     z = torch.nn.functional.pad(z, (0, width - z.shape[1]), value=-torch.inf)
     return z.log_softmax(1)
@@ -84,8 +111,9 @@ def logprobs(z: Tensor, bias: Tensor | None, scale: Tensor | None, width: int) -
 def truth(z: Tensor, other: Tensor, kind: Kind, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return the divergence in float64 from its definition, and autograd's gradient by the products."""
     leaf, width = z.double().requires_grad_(), max(z.shape[1], other.shape[1])
-    a = logprobs(leaf, kwargs.get("bias_V"), kwargs.get("scale"), width)
-    b = logprobs(other.double(), kwargs.get("teacher_bias_U"), kwargs.get("scale"), width)
+    a = logprobs(leaf, kwargs.get("bias_V"), kwargs.get("scale"), width, kwargs.get("softcap"))
+    cap = kwargs.get("teacher_softcap")
+    b = logprobs(other.double(), kwargs.get("teacher_bias_U"), kwargs.get("scale"), width, cap)
     # -inf minus -inf is NaN on its way back, even where it is not taken: a floor, whose exp is 0 too
     if kind.name == "jsd":
         value = mixture_divergence(a, b, kind.beta)
@@ -113,8 +141,13 @@ def check(
     rows, g = run(z, other, kind, gradient, longest_block=block, **kwargs)
     value, want = truth(z, other, kind, **kwargs)
     torch.testing.assert_close(rows.value.double(), value, rtol=near, atol=2e-7)
-    for name, side, found in (("bias_V", z, rows.lse), ("teacher_bias_U", other, rows.other_lse)):
+    for name, cap, side, found in (
+        ("bias_V", "softcap", z, rows.lse),
+        ("teacher_bias_U", "teacher_softcap", other, rows.other_lse),
+    ):
         scaled = side.double() + kwargs.get(name, torch.zeros(1, device=DEVICE)).double()
+        if cap in kwargs:
+            scaled = kwargs[cap] * torch.tanh(scaled / kwargs[cap])
         lse = (scaled * kwargs.get("scale", torch.ones((), device=DEVICE)).double()).logsumexp(1)
         torch.testing.assert_close(found.double(), lse, rtol=1e-6, atol=1e-6)
     for got, true, v in zip(g, want, value, strict=True):  # row by row, so that a large row hides no other
@@ -158,6 +191,16 @@ def test_vocabularies_of_different_sizes(kind: Kind, V: int, U: int, gradient: s
         assert relative_error(g, want) < LOOSE[gradient]
     else:
         assert g.isnan().any(1).all()
+
+
+@pytest.mark.parametrize("gradient", LOOSE)
+@pytest.mark.parametrize("caps", [{"softcap": 3.0}, {"teacher_softcap": 2.0}, {"softcap": 0.4, "teacher_softcap": 30}])
+@pytest.mark.parametrize("with_options", [False, True])
+@every_kind
+def test_soft_caps(kind: Kind, caps: dict[str, float], gradient: str, with_options: bool) -> None:
+    """Also where tanh is all but 1: its slope must not cancel."""
+    z, other = sides(3, 45, spread=4.0)
+    check(z, other, kind, gradient, **caps, **(options(45) if with_options else {}))
 
 
 @every_kind
@@ -299,4 +342,5 @@ def test_no_rows() -> None:
     z, other = sides(3, 8)
     rows = pair_rows(z[:0], other[:0], KINDS[0])
     assert all(x.shape == (0,) for x in rows)
-    pair_gradient_(z[:0], other[:0], rows, KINDS[0], gradient="wide")
+    pair_gradient(z[:0], other[:0], z[:0], rows, KINDS[0])
+    assert pair_value_and_gradient(z[:0], other[:0], z[:0], KINDS[0]).shape == (0,)

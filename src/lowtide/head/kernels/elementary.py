@@ -15,13 +15,18 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def log1p(r):  # type: ignore[no-untyped-def]
-    """log(1 + r) of r >= -1/2; up to 1 as 2 atanh(r / (2 + r)), to the last bits also where r is 1e-7."""
+def log1p_near(r):  # type: ignore[no-untyped-def]
+    """log(1 + r) of r from -1/2 to 1 as 2 atanh(r / (2 + r)), to the last bits also where r is 1e-7."""
     s = r / (2.0 + r)
     ss = s * s
     high = 1.0 / 9.0 + ss * (1.0 / 11.0 + ss * (1.0 / 13.0 + ss * (1.0 / 15.0 + ss * (1.0 / 17.0))))
-    near = 2.0 * s * (1.0 + ss * (1.0 / 3.0 + ss * (1.0 / 5.0 + ss * (1.0 / 7.0 + ss * high))))
-    return tl.where(r <= 1.0, near, tl.log(1.0 + r))
+    return 2.0 * s * (1.0 + ss * (1.0 / 3.0 + ss * (1.0 / 5.0 + ss * (1.0 / 7.0 + ss * high))))
+
+
+@triton.jit
+def log1p(r):  # type: ignore[no-untyped-def]
+    """log(1 + r) of r >= -1/2."""
+    return tl.where(r <= 1.0, log1p_near(r), tl.log(1.0 + r))
 
 
 @triton.jit

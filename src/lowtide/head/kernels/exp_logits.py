@@ -34,6 +34,40 @@ def tile_at(tile, C, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def tile_logits(x_d, w_d, row, column, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a tile of x W^T, float32, through descriptors; what lies outside of either counts as zeros."""
+    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(steps):
+        z = tl.dot(x_d.load([row, k * DEPTH]), w_d.load([column, k * DEPTH]).T, z)
+    return z
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gathered_logits(  # type: ignore[no-untyped-def]
+    x_ptr, x_stride, rows, listed, w_ptr, w_stride, columns, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Return x W^T, float32, of any ``rows`` (int64) of x, where ``listed``, and any ``columns`` below V."""
+    inside = columns < V
+    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, D, DEPTH):
+        d = k + tl.arange(0, DEPTH)
+        x = tl.load(x_ptr + rows[:, None] * x_stride + d[None, :], mask=listed[:, None] & (d < D)[None, :], other=0.0)
+        w = tl.load(
+            w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None], mask=inside[None, :] & (d < D)[:, None],
+            other=0.0,
+        )  # fmt: skip
+        z = tl.dot(x, w, z)
+    return z
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a tile's left and right half of the columns: finished one after the other, they need fewer registers."""
+    return tl.split(tl.permute(tl.reshape(z, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def finish_logits(z, column, V, bias_ptr, scale_ptr, cap, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """cap * tanh((z + bias) * scale / cap), each part where it is asked for."""
     if BIAS:
@@ -89,9 +123,7 @@ def _exp_logits(  # type: ignore[no-untyped-def]
     for tile in tl.range(tl.program_id(0), tl.cdiv(C, ROWS) * tl.cdiv(V, COLUMNS), PROGRAMS, flatten=True):
         row_tile, p = tile_at(tile, C, V, ROWS, COLUMNS, GROUP)
         row, column = row_tile * ROWS, p * COLUMNS
-        z = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(steps):
-            z = tl.dot(x_d.load([row, k * DEPTH]), w_d.load([column, k * DEPTH]).T, z)
+        z = tile_logits(x_d, w_d, row, column, steps, ROWS, COLUMNS, DEPTH)
         rows = row + tl.arange(0, ROWS)
         y = tl.load(y_ptr + rows, mask=rows < C, other=-1)
         kept = y >= 0
@@ -109,7 +141,7 @@ def _exp_logits(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         else:
             HALF: tl.constexpr = COLUMNS // 2
-            left, right = tl.split(tl.permute(tl.reshape(z, (ROWS, 2, HALF)), (0, 2, 1)))
+            left, right = halves(z, ROWS, COLUMNS)
             total = _epilogue(
                 left, e_d, row, column, y, reference, coefficient, bound, V, bias_ptr, scale_ptr, cap, 0, HALF,
                 BIAS, SCALE, CAP, COEFFICIENT, BOUND, SUM, STORE,
@@ -154,18 +186,7 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
         rows = tl.load(list_ptr + slots, mask=listed, other=0).to(tl.int64)
         columns = p * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < V
-        z = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(0, D, DEPTH):
-            d = k + tl.arange(0, DEPTH)
-            x = tl.load(
-                x_ptr + rows[:, None] * x_stride + d[None, :], mask=listed[:, None] & (d < D)[None, :], other=0.0
-            )
-            w = tl.load(
-                w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None],
-                mask=inside[None, :] & (d < D)[:, None],
-                other=0.0,
-            )
-            z = tl.dot(x, w, z)
+        z = gathered_logits(x_ptr, x_stride, rows, listed, w_ptr, w_stride, columns, V, D, ROWS, COLUMNS, DEPTH)
         z = finish_logits(z, columns, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
         if FIND_HIGHEST:
             highest = tl.max(tl.where(inside[None, :], z, float("-inf")), 1)

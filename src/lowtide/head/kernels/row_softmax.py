@@ -22,7 +22,7 @@ OUT_DTYPE = {"wide": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 
 
 @triton.jit
-def _tanh_slope(x):  # type: ignore[no-untyped-def]
+def tanh_slope(x):  # type: ignore[no-untyped-def]
     """1 - tanh(x)**2, which would cancel where the cap is reached."""
     e = tl.exp(-2.0 * tl.abs(x))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
@@ -142,7 +142,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
                     g -= even
             g = tl.where(at == y, at_target, g)
             if CAPPED:
-                g *= _tanh_slope(x / softcap)
+                g *= tanh_slope(x / softcap)
             g = tl.where(at < n, g, 0.0)
             # What is written here may still be to be read by another thread: narrow values lie where wide ones of
             # this block (the first) or of an earlier one (any other) were. All reads up to here come first.

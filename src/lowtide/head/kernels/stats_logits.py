@@ -11,11 +11,37 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.exp_logits import descriptor, finish_logits, tile_at
+from lowtide.head.kernels.exp_logits import descriptor, finish_logits, halves, tile_at, tile_logits
 from lowtide.head.kernels.launch import Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
+NO_LOGIT = tl.constexpr(-1e30)  # stands beyond V; its exponential times it is 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exponential(z, reference, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """exp(z - reference), and z - reference in bits; ``reference`` is in bits. Only a bias makes a logit -inf."""
+    below = z * LOG2E - reference[:, None]
+    if BIAS:
+        below = tl.maximum(below, FLOOR)
+    return tl.exp2(below), below
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _piece_sums(z, at, reference, top_id, BIAS: tl.constexpr, HEAT: tl.constexpr, SQUARES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums over some of a tile's logits but its highest one: of e = exp(z - top), of e (z - top) and of e^2."""
+    e, below = _exponential(z, reference, BIAS)
+    e = tl.where(at[None, :] == top_id[:, None], 0.0, e)
+    rest = tl.sum(e, 1)
+    heat = rest
+    if HEAT:
+        heat = tl.sum(e * below, 1) * LN2
+    squares = rest
+    if SQUARES:
+        squares = tl.sum(e * e, 1)
+    return rest, heat, squares
 
 
 @Launcher
@@ -26,37 +52,47 @@ def _tile_stats(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr, CAP: tl.constexpr, BOUND: tl.constexpr, HEAT: tl.constexpr, SQUARES: tl.constexpr,
     TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Each tile's highest logit, its class, and sums over the tile's other classes: see `tile_stats`."""
+    """Each tile's highest logit, its class, and sums over the tile's other classes: see `tile_stats`.
+
+    Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits.
+    """
+    HALF: tl.constexpr = COLUMNS // 2
     steps = tl.cdiv(D, DEPTH)
     for tile in tl.range(tl.program_id(0), tl.cdiv(C, ROWS) * tl.cdiv(V, COLUMNS), PROGRAMS, flatten=True):
         row_tile, p = tile_at(tile, C, V, ROWS, COLUMNS, GROUP)
         row, column = row_tile * ROWS, p * COLUMNS
-        z = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(steps):
-            z = tl.dot(x_d.load([row, k * DEPTH]), w_d.load([column, k * DEPTH]).T, z)
-        at = column + tl.arange(0, COLUMNS)
-        z = finish_logits(z, at, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
+        z = tile_logits(x_d, w_d, row, column, steps, ROWS, COLUMNS, DEPTH)
+        left, right = halves(z, ROWS, COLUMNS)
+        at_left = column + tl.arange(0, HALF)
+        at_right = at_left + HALF
+        left = finish_logits(left, at_left, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
+        right = finish_logits(right, at_right, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
         if TOTAL:
-            total = tl.sum(tl.where((at < V)[None, :], z, 0.0), 1)
+            total = tl.sum(left, 1) + tl.sum(right, 1)  # beyond V logits are 0: no weight, no bias
         if BOUND:
-            z = tl.where((at < V)[None, :], z, float("-inf"))
-        top = tl.max(z, 1)
-        top_id = tl.min(tl.where(z == top[:, None], at[None, :], V), 1)
-        below = z - tl.where(top == float("-inf"), 0.0, top)[:, None]
-        e = tl.where(at[None, :] == top_id[:, None], 0.0, tl.exp2(below * LOG2E))
+            left = tl.where((at_left < V)[None, :], left, NO_LOGIT)
+            right = tl.where((at_right < V)[None, :], right, NO_LOGIT)
+        top = tl.maximum(tl.max(left, 1), tl.max(right, 1))
+        top_id = tl.minimum(
+            tl.min(tl.where(left == top[:, None], at_left[None, :], V), 1),
+            tl.min(tl.where(right == top[:, None], at_right[None, :], V), 1),
+        )
+        reference = tl.where(top == float("-inf"), 0.0, top * LOG2E)
+        rest, heat, squares = _piece_sums(left, at_left, reference, top_id, BIAS, HEAT, SQUARES)
+        more_rest, more_heat, more_squares = _piece_sums(right, at_right, reference, top_id, BIAS, HEAT, SQUARES)
         rows = row + tl.arange(0, ROWS)
         inside = rows < C
         out = sums_ptr + rows.to(tl.int64) * stride + p
         tl.store(id_ptr + rows.to(tl.int64) * stride + p, top_id, mask=inside)
         tl.store(out, top, mask=inside)
         out += plane
-        tl.store(out, tl.sum(e, 1), mask=inside)
+        tl.store(out, rest + more_rest, mask=inside)
         if HEAT:
             out += plane
-            tl.store(out, tl.sum(tl.where(e > 0.0, e * below, 0.0), 1), mask=inside)
+            tl.store(out, heat + more_heat, mask=inside)
         if SQUARES:
             out += plane
-            tl.store(out, tl.sum(e * e, 1), mask=inside)
+            tl.store(out, squares + more_squares, mask=inside)
         if TOTAL:
             out += plane
             tl.store(out, total, mask=inside)
@@ -64,74 +100,61 @@ def _tile_stats(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_piece(  # type: ignore[no-untyped-def]
-    z, column, V, bound, lse, slope, heat, even, y, at_y, top, at_top, bias_ptr, scale_ptr, cap, START: tl.constexpr,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, HEAT: tl.constexpr,
-    EVEN: tl.constexpr,
+    z, at, V, alive, lse, slope, heat, even, bias_ptr, scale_ptr, cap, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, HEAT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Turn accumulators [rows, WIDTH] into the gradient."""
-    at = START + tl.arange(0, WIDTH)  # within the tile, as y, top and bound are
-    z = finish_logits(z, column + at, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
-    below = z - lse[:, None]
-    gradient = tl.exp2(below * LOG2E)
+    """Turn accumulators of the classes ``at`` into the gradient."""
+    z = finish_logits(z, at, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
+    gradient, below = _exponential(z, lse, BIAS)
     if HEAT:
-        gradient *= slope[:, None] - heat[:, None] * tl.maximum(below, FLOOR)
+        gradient *= slope[:, None] - heat[:, None] * below
     else:
         gradient *= slope[:, None]
     if EVEN:
         gradient += even[:, None]
     if CAP:
         gradient *= 1.0 - (z / cap) * (z / cap)
-    gradient = tl.where(at[None, :] == top[:, None], at_top[:, None], gradient)
-    gradient = tl.where(at[None, :] == y[:, None], at_y[:, None], gradient)
-    return tl.where(at[None, :] < bound[:, None], gradient, 0.0)
+    return tl.where(alive[:, None], gradient, 0.0)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["C", "first_class"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _stats_gradient(  # type: ignore[no-untyped-def]
-    x_d, w_d, g_d, numbers_ptr, y_ptr, top_ptr, bias_ptr, scale_ptr, cap, C, V, D, plane, first_class,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    PIECES: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, HEAT: tl.constexpr,
-    EVEN: tl.constexpr,
+    x_d, w_d, g_d, numbers_ptr, bias_ptr, scale_ptr, cap, C, V, D, plane, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, HEAT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The logits' gradient over each row's s: see `stats_gradient`."""
     steps = tl.cdiv(D, DEPTH)
     for tile in tl.range(tl.program_id(0), tl.cdiv(C, ROWS) * tl.cdiv(V, COLUMNS), PROGRAMS, flatten=True):
         row_tile, p = tile_at(tile, C, V, ROWS, COLUMNS, GROUP)
         row, column = row_tile * ROWS, p * COLUMNS
-        z = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in range(steps):
-            z = tl.dot(x_d.load([row, k * DEPTH]), w_d.load([column, k * DEPTH]).T, z)
+        z = tile_logits(x_d, w_d, row, column, steps, ROWS, COLUMNS, DEPTH)
         rows = row + tl.arange(0, ROWS)
         inside = rows < C
         at = numbers_ptr + rows
         alive = tl.load(at, mask=inside, other=0.0) != 0.0
-        lse = tl.load(at + plane, mask=inside, other=0.0)
+        lse = tl.load(at + plane, mask=inside, other=0.0) * LOG2E
         slope = tl.load(at + 2 * plane, mask=inside, other=0.0)
-        at_y = tl.load(at + 3 * plane, mask=inside, other=0.0)
-        at_top = tl.load(at + 4 * plane, mask=inside, other=0.0)
-        heat = tl.load(at + 5 * plane, mask=inside, other=0.0)
-        even = tl.load(at + 6 * plane, mask=inside, other=0.0)
-        y = tl.load(y_ptr + rows, mask=inside, other=-1) - first_class - column
-        top = tl.load(top_ptr + rows, mask=inside, other=-1) - first_class - column
-        bound = tl.where(alive, V - column, 0)
+        heat = tl.load(at + 3 * plane, mask=inside, other=0.0) * LN2
+        even = tl.load(at + 4 * plane, mask=inside, other=0.0)
         if PIECES == 1:
             gradient = _gradient_piece(
-                z, column, V, bound, lse, slope, heat, even, y, at_y, top, at_top, bias_ptr, scale_ptr, cap, 0, COLUMNS,
+                z, column + tl.arange(0, COLUMNS), V, alive, lse, slope, heat, even, bias_ptr, scale_ptr, cap,
                 BIAS, SCALE, CAP, HEAT, EVEN,
             )  # fmt: skip
             g_d.store([row, column], gradient.to(g_d.dtype))
         else:
             HALF: tl.constexpr = COLUMNS // 2
-            left, right = tl.split(tl.permute(tl.reshape(z, (ROWS, 2, HALF)), (0, 2, 1)))
+            left, right = halves(z, ROWS, COLUMNS)
+            classes = column + tl.arange(0, HALF)
             gradient = _gradient_piece(
-                left, column, V, bound, lse, slope, heat, even, y, at_y, top, at_top, bias_ptr, scale_ptr, cap, 0, HALF,
-                BIAS, SCALE, CAP, HEAT, EVEN,
+                left, classes, V, alive, lse, slope, heat, even, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP, HEAT, EVEN
             )  # fmt: skip
             g_d.store([row, column], gradient.to(g_d.dtype))
             gradient = _gradient_piece(
-                right, column, V, bound, lse, slope, heat, even, y, at_y, top, at_top, bias_ptr, scale_ptr, cap, HALF,
-                HALF, BIAS, SCALE, CAP, HEAT, EVEN,
+                right, classes + HALF, V, alive, lse, slope, heat, even, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP,
+                HEAT, EVEN,
             )  # fmt: skip
             g_d.store([row, column + HALF], gradient.to(g_d.dtype))
 
@@ -188,9 +211,7 @@ def stats_gradient(
     x_CD: Tensor,
     w_VD: Tensor,
     g_CV: Tensor,
-    numbers_7C: Tensor,
-    y_C: Tensor,
-    top_C: Tensor,
+    numbers_5C: Tensor,
     config: GemmConfig,
     programs: int,
     *,
@@ -199,19 +220,16 @@ def stats_gradient(
     softcap: float | None = None,
     heat: bool = False,
     even: bool = False,
-    first_class: int = 0,
 ) -> None:
     """Write ``f_v (p_v (slope - heat (z_v - lse)) + even)``, p = exp(z - lse), f_v = 1 - (z_v / softcap)**2 with a cap.
 
-    At the target and at the highest class stand numbers that are given; in rows whose s is 0, zeros.
+    In rows whose s is 0, zeros. Targets and the highest class are no exception: `stats_rows.put_entries` is for them.
 
     Args:
         x_CD: As in `tile_stats`; so are the others that are not named here.
         w_VD: See there.
         g_CV: Takes the gradient, rows of 16-byte stride.
-        numbers_7C: float32, contiguous: s, lse, slope, what stands at the target, at the highest class, heat, even.
-        y_C: int32 classes, counted as ``first_class`` and on; -1: none.
-        top_C: int32, each row's highest class, the same.
+        numbers_5C: float32, contiguous: s, lse, slope, heat, even.
         config: See there.
         programs: See there.
         bias_V: See there.
@@ -219,17 +237,16 @@ def stats_gradient(
         softcap: See there.
         heat: Whether any row's heat is not 0.
         even: Whether any row's even is not 0.
-        first_class: Class of ``w_VD``'s first row.
     """
     C, D = x_CD.shape
     V = w_VD.shape[0]
     count = programs * config.per_multiprocessor
     _stats_gradient[(count,)](
         descriptor(x_CD, C, D, config.rows, config.depth), descriptor(w_VD, V, D, config.columns, config.depth),
-        descriptor(g_CV, C, V, config.rows, config.columns // config.pieces), numbers_7C, y_C, top_C,
-        numbers_7C if bias_V is None else bias_V, numbers_7C if scale is None else scale,
-        1.0 if softcap is None else softcap, C, V, D, numbers_7C.stride(0), first_class, ROWS=config.rows,
-        COLUMNS=config.columns, DEPTH=config.depth, GROUP=config.group, PROGRAMS=count, PIECES=config.pieces,
-        BIAS=bias_V is not None, SCALE=scale is not None, CAP=softcap is not None, HEAT=heat, EVEN=even,
-        num_stages=config.stages, num_warps=config.warps,
+        descriptor(g_CV, C, V, config.rows, config.columns // config.pieces), numbers_5C,
+        numbers_5C if bias_V is None else bias_V, numbers_5C if scale is None else scale,
+        1.0 if softcap is None else softcap, C, V, D, numbers_5C.stride(0), ROWS=config.rows, COLUMNS=config.columns,
+        DEPTH=config.depth, GROUP=config.group, PROGRAMS=count, PIECES=config.pieces, BIAS=bias_V is not None,
+        SCALE=scale is not None, CAP=softcap is not None, HEAT=heat, EVEN=even, num_stages=config.stages,
+        num_warps=config.warps,
     )  # fmt: skip

@@ -1,0 +1,121 @@
+"""The k highest logits of each row, from what `stats_logits.tile_stats` leaves: no more than k tiles can hold them.
+
+C rows of a chunk, D hidden size, V vocabulary, P tiles across it, COLUMNS wide; k highest logits, in T = min(k, P)
+tiles. The tiles whose own highest logits are the T highest hold the k highest of all. Their logits are computed once
+more, [C, T COLUMNS] of them: pairs of row and tile in the order of the tiles, so that rows share a tile of the weight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.head.kernels.exp_logits import finish_logits, gathered_logits
+from lowtide.head.kernels.launch import Launcher
+
+ROWS = 128  # pairs of one tile at a time
+SHARES = 8  # programs among which the pairs of one tile are divided
+NOTHING = tl.constexpr(2**31 - 1)  # stands for the class of a number that cannot be chosen
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _select_highest(  # type: ignore[no-untyped-def]
+    z_ptr, stride, tile_ptr, id_ptr, value_ptr, n, k, COLUMNS: tl.constexpr, TILED: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """A program a row: the highest, k times. Of equal ones the one of the lowest class; NaN is above all numbers."""
+    i = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < n
+    z = tl.load(z_ptr + i * stride + at, mask=inside, other=float("-inf"))
+    label = at
+    if TILED:
+        tile = tl.load(tile_ptr + i * (n // COLUMNS) + at // COLUMNS, mask=inside, other=0)
+        label = tile * COLUMNS + at % COLUMNS
+    label = tl.where(inside, label, NOTHING)
+    key = tl.where(z == z, z, float("inf"))
+    for j in range(k):
+        highest = tl.max(key, 0)
+        chosen = tl.min(tl.where(key == highest, label, NOTHING), 0)
+        is_chosen = label == chosen
+        if TILED:
+            tl.store(value_ptr + i * k + j, tl.sum(tl.where(is_chosen, z, 0.0), 0))
+        tl.store(id_ptr + i * k + j, chosen.to(id_ptr.dtype.element_ty))
+        key = tl.where(is_chosen, float("-inf"), key)
+        label = tl.where(is_chosen, NOTHING, label)
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair_logits(  # type: ignore[no-untyped-def]
+    x_ptr, x_stride, w_ptr, w_stride, order_ptr, begin_ptr, out_ptr, bias_ptr, scale_ptr, cap, V, D, T,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """The logits of the pairs of one tile; -inf beyond V."""
+    p = tl.program_id(0)
+    begin = tl.load(begin_ptr + p)
+    end = tl.load(begin_ptr + p + 1)
+    columns = p * COLUMNS + tl.arange(0, COLUMNS)
+    for first in range(begin + tl.program_id(1) * ROWS, end, SHARES * ROWS):
+        slots = first + tl.arange(0, ROWS)
+        listed = slots < end
+        pair = tl.load(order_ptr + slots, mask=listed, other=0)
+        z = gathered_logits(x_ptr, x_stride, pair // T, listed, w_ptr, w_stride, columns, V, D, ROWS, COLUMNS, DEPTH)
+        z = finish_logits(z, columns, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
+        z = tl.where((columns < V)[None, :], z, float("-inf"))
+        tl.store(out_ptr + pair[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], z, mask=listed[:, None])
+
+
+def highest_logits(
+    x_CD: Tensor,
+    w_VD: Tensor,
+    top_CP: Tensor,
+    columns: int,
+    values_Ck: Tensor,
+    ids_Ck: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    scale: Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Write each row's k highest of ``z = softcap * tanh((x @ w.T + bias) * scale / softcap)``, in descending order.
+
+    Args:
+        x_CD: Hidden states, unit stride within rows.
+        w_VD: Weight, the same.
+        top_CP: float32, contiguous: the highest logit of each tile.
+        columns: Width of a tile.
+        values_Ck: float32, contiguous; takes the logits.
+        ids_Ck: int64, contiguous; takes their classes, of equal logits the lowest class first.
+        bias_V: float32, or None.
+        scale: 0-d float32 on the device, or None.
+        softcap: Above 0, or None.
+    """
+    C, D = x_CD.shape
+    P, k = top_CP.shape[1], values_Ck.shape[1]
+    T = min(k, P)
+    tile_CT = torch.empty(C, T, dtype=torch.int32, device=x_CD.device)
+    _launch_selection(top_CP, tile_CT, tile_CT, top_CP, columns, tiled=False)
+    # in the order of the tiles, and within one in that of the rows: sorting is stable
+    tile_of_pair, order = torch.sort(tile_CT.view(-1), stable=True)
+    begin = torch.searchsorted(tile_of_pair, torch.arange(P + 1, dtype=torch.int32, device=x_CD.device), out_int32=True)
+    logits = torch.empty(C, T * columns, dtype=torch.float32, device=x_CD.device)
+    _pair_logits[(P, SHARES)](
+        x_CD, x_CD.stride(0), w_VD, w_VD.stride(0), order, begin, logits, logits if bias_V is None else bias_V,
+        logits if scale is None else scale, 1.0 if softcap is None else softcap, w_VD.shape[0], D, T, ROWS=ROWS,
+        COLUMNS=columns, DEPTH=64, SHARES=SHARES, BIAS=bias_V is not None, SCALE=scale is not None,
+        CAP=softcap is not None, num_stages=3, num_warps=8,
+    )  # fmt: skip
+    _launch_selection(logits, tile_CT, ids_Ck, values_Ck, columns, tiled=True)
+
+
+def _launch_selection(
+    z_Cn: Tensor, tile_CT: Tensor, ids_Ck: Tensor, values_Ck: Tensor, columns: int, *, tiled: bool
+) -> None:
+    C, n = z_Cn.shape
+    width = triton.next_power_of_2(n)
+    _select_highest[(C,)](
+        z_Cn, z_Cn.stride(0), tile_CT, ids_Ck, values_Ck, n, ids_Ck.shape[1], COLUMNS=columns, TILED=tiled, WIDTH=width,
+        num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
+    )  # fmt: skip
