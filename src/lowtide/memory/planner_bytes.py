@@ -235,9 +235,8 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     shape, level, n = job.shape, level_of(policy), job.narrow
     width = shape.token_mlp_width()
     mlp = width * (1 if level == 0 else 3) * n + 2 * shape.hidden * job.element
-    each_query = (
-        2 * shape.query_width if shape.kv_heads < shape.heads else 0
-    )  # keys' and values', before they are added
+    # gradients of keys and values for each query head, before those that share one are added
+    each_query = 2 * shape.query_width if shape.kv_heads < shape.heads else 0
     sums = shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads
     freed = (2 * width if level == 0 else 0) * n + 2 * shape.hidden * job.element
     attention = (
@@ -315,9 +314,7 @@ class Memory:
         """Return the phases that can hold the most: in a run of equal layers that is its first or its last."""
         head = self.job.head_plan
         kept = self.kept(groups) + 2 * self.stream  # and the final norm's input and output
-        held = (
-            self.stream + self.vocab_gradients
-        )  # by the head until its backward: gradients of hidden states and weight
+        held = self.stream + self.vocab_gradients  # gradients that the head holds until its backward
         new = self.job.shape.tied or self.job.keep_gradients  # the embedding's gradient is not the first there
         found = self._layers(groups)
         if head.accumulator_bytes:  # the gradient itself is made from it when the scratch is gone
