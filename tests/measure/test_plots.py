@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from lowtide.measure import plots
-from lowtide.measure.plots import Point, draw_front, draw_shares
+from lowtide.measure.plots import Point, draw_budget, draw_front, draw_shares
 
 FRONT = [Point(str(2**k), 576 + 1.2 * 2**k, 37 + 3000 / 2**k) for k in range(6, 13)]
 POINTS = [
@@ -68,3 +68,18 @@ def test_the_share_axis_is_the_limit_over_the_time(tmp_path: Path, monkeypatch: 
 def test_shares_are_drawn(tmp_path: Path) -> None:
     draw_shares(tmp_path / "b.png", "title", {"lowtide": [(2**k, 0.1 * k) for k in range(1, 9)], "one": [(4, 0.5)]})
     assert size(tmp_path / "b.png")[0] > 1000
+
+
+@pytest.mark.parametrize("front", [FRONT, FRONT[:1]], ids=["front", "one"])
+@pytest.mark.parametrize("budget", [300, 40_000])
+def test_a_budget_is_drawn(tmp_path: Path, front: list[Point], budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    make = plots._figure
+    monkeypatch.setattr(plots, "_figure", lambda title: figures.append(make(title)) or figures[-1])
+    draw_budget(tmp_path / "c.png", "title", front=front, chosen=front[0], budget=budget)
+    assert size(tmp_path / "c.png")[0] > 1000
+    _, axes = figures[0]
+    ticks = [tick / 1024 for tick in axes.get_xticks()]  # GiB
+    assert 1 <= len(ticks) <= 13
+    assert all(float(f"{tick:.2g}") == pytest.approx(tick) for tick in ticks)
+    assert {text.get_text() for text in axes.texts} == {point.name for point in front}

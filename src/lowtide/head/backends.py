@@ -23,6 +23,7 @@ def choose_backend(
     *,
     capped_and_smoothed: bool = False,
     weight_fits: bool = True,
+    capability: tuple[int, int] | None = None,
 ) -> tuple[str, str]:
     """Return the implementation that runs, and why.
 
@@ -34,6 +35,7 @@ def choose_backend(
         V: Vocabulary.
         capped_and_smoothed: Whether the loss has both a soft cap and label smoothing.
         weight_fits: Whether the weight's rows lie one after another, at 16-byte addresses.
+        capability: Compute capability of the GPU being planned for, where it is not this machine's.
 
     Returns:
         tuple[str, str]: "exp", "row" or "torch", and the reason.
@@ -41,7 +43,9 @@ def choose_backend(
     Raises:
         UnsupportedError: The one asked for by name cannot run.
     """
-    against_exp = why_not_exp(device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits)
+    against_exp = why_not_exp(
+        device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits, capability=capability
+    )
     against_row = why_not_row(device, dtype, V)
     if options.backend == "exp" and against_exp:
         raise UnsupportedError(message("backend", "'auto', 'row' or 'torch'", "'exp'", f"{against_exp}."))
@@ -149,6 +153,7 @@ def why_not_exp(
     *,
     capped_and_smoothed: bool = False,
     weight_fits: bool = True,
+    capability: tuple[int, int] | None = None,
 ) -> str | None:
     """Return why the exponential path cannot run, or None if it can. Arguments as in `choose_backend`."""
     no_triton = why_no_triton(device)
@@ -156,7 +161,7 @@ def why_not_exp(
         return no_triton
     if dtype != torch.bfloat16:
         return f"exponentials without a maximum need bfloat16's range, and the operands are {dtype}"
-    capability = _capability(device)
+    capability = capability or _capability(device)
     if not HOPPER <= capability < TOO_SMALL:
         return f"its loads and tiles need compute capability 9.0 to below 12, and this GPU has {capability}"
     if D < 8 or D % 8:

@@ -141,6 +141,8 @@ def plan_head(
     weight_fits: bool = True,
     input_is_copied: bool = False,
     function: bool = False,
+    capability: tuple[int, int] | None = None,
+    device_bytes: int | None = None,
 ) -> HeadPlan:
     """Say what `linear_cross_entropy` will do for N kept tokens, hidden size D and vocabulary V, and its bytes.
 
@@ -162,6 +164,8 @@ def plan_head(
         input_is_copied: True if the hidden states of a chunk have to be copied: another dtype, or axes that cannot be
             flattened without.
         function: True for `linear_apply`, whose function gets a chunk's logits in pieces: `HeadPlan.piece_rows`.
+        capability: Compute capability of a GPU that is planned for and is not this machine's. None: this machine's.
+        device_bytes: Likewise that GPU's memory.
 
     Returns:
         HeadPlan: print it, or read its fields.
@@ -185,11 +189,21 @@ def plan_head(
         backend, reason = choose_backend_of_function(options)
     else:
         backend, reason = choose_backend(
-            options, device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits
+            options,
+            device,
+            dtype,
+            D,
+            V,
+            capped_and_smoothed=capped_and_smoothed,
+            weight_fits=weight_fits,
+            capability=capability,
         )
     gradient = choose_gradient(options, reduction, weight_frozen)
     if backend == "exp":
-        return _plan_exp(N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied)
+        return _plan_exp(
+            N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied,
+            device_bytes=device_bytes,
+        )  # fmt: skip
     return plan_rows_of_logits(
         N,
         D,
@@ -203,6 +217,7 @@ def plan_head(
         weight_dtype=weight_dtype,
         weight_frozen=weight_frozen,
         function=function,
+        device_bytes=device_bytes,
     )
 
 
@@ -222,6 +237,7 @@ def plan_rows_of_logits(
     beside: int = 0,
     beside_row: int = 0,
     function: bool = False,
+    device_bytes: int | None = None,
 ) -> HeadPlan:
     """Return the plan where a chunk's logits exist: as many rows of them as the workspace holds.
 
@@ -229,7 +245,7 @@ def plan_rows_of_logits(
     arguments are those of `plan_head`, settled.
     """
     accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    budget = workspace_bytes(options, device, function=function)
+    budget = workspace_bytes(options, device, device_bytes, function=function)
     logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
     block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
     fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
@@ -296,6 +312,7 @@ def _plan_exp(
     *,
     token_bytes: int = BYTES_PER_TOKEN,
     tile_numbers: int = 1,
+    device_bytes: int | None = None,
     sum_row_bytes: int = 0,
 ) -> HeadPlan:
     """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short.
@@ -307,7 +324,7 @@ def _plan_exp(
     thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
     sums = 4 * tile_numbers * -(-V // GPU_TILE)
     whole = thin + sums + 2 * padded(V)
-    budget = workspace_bytes(options, device)
+    budget = workspace_bytes(options, device, device_bytes)
     room = max(0, budget - fixed)
     automatic = options.workspace_mib is None
     rows = min(room // whole, _exp_rows(N, D)) if automatic else room // whole
@@ -482,16 +499,25 @@ def _cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def workspace_bytes(options: HeadOptions, device: torch.device, *, function: bool = False) -> int:
-    """Return how much scratch memory a call may take, ``function``: one of `linear_apply`."""
+def workspace_bytes(
+    options: HeadOptions, device: torch.device, device_bytes: int | None = None, *, function: bool = False
+) -> int:
+    """Return how much scratch memory a call may take.
+
+    Args:
+        options: As given.
+        device: Where.
+        device_bytes: Memory of the GPU that is planned for; None: the one that is there.
+        function: Whether the call is one of `linear_apply`.
+    """
     if options.workspace_mib is not None:
         return int(options.workspace_mib * MIB)
     if device.type == "cpu":
         return CPU_WORKSPACE
     most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if function else (GPU_WORKSPACE, MOST_OF_A_GPU)
-    if device.type == "cuda" and torch.cuda.is_available():
-        return min(most, int(torch.cuda.get_device_properties(device).total_memory * share))
-    return most
+    if device_bytes is None and device.type == "cuda" and torch.cuda.is_available():
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+    return most if device_bytes is None else min(most, int(device_bytes * share))
 
 
 def _automatic_rows(N: int, device_type: str, function: bool) -> int:

@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.head.schedules import Gradients
 
@@ -32,6 +33,16 @@ def watched(args: Sequence[Any]) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or any(_is_unusual(arg) for arg in args if isinstance(arg, Tensor))
     )
+
+
+def held_elsewhere() -> bool:
+    """Return whether a compiler or a dispatch mode may hold on to what an operator returns: it must not be changed.
+
+    Selective checkpointing keeps outputs; a mode with a true attribute ``holds_no_outputs`` says that it does not.
+    """
+    if torch.compiler.is_compiling():  # first: it cannot trace what follows
+        return True
+    return any(not getattr(mode, "holds_no_outputs", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def _is_unusual(tensor: Tensor) -> bool:

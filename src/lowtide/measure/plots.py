@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _OWN, _OTHERS, _QUIET = "#0b5fa5", "#c4561c", "#777777"
+_STEPS = tuple(s * 10.0**k for k in range(-3, 5) for s in (1, 2, 5))  # GiB between ticks
 _TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of every decade
 _PLACES = ((6, 5), (6, -12), (-6, 5), (-6, -12), (0, 9), (0, -16), (12, 14), (12, -22), (-12, 14), (-12, -22))
 
@@ -96,6 +97,35 @@ def draw_shares(file: Path, title: str, lines: Mapping[str, Sequence[tuple[float
     axes.set_xlabel("tokens")
     axes.set_ylabel("share of the limit")
     axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(file, dpi=150, format="png")
+
+
+def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point, budget: float) -> None:
+    """Draw what each peak of memory costs in time, the choice on it, and the budget.
+
+    Args:
+        file: where to, as PNG.
+        title: above it.
+        front: the line's points; those with a name are labelled.
+        chosen: the choice.
+        budget: MiB, a line.
+    """
+    figure, axes = _figure(title)
+    line = sorted(front, key=lambda point: point.mib)
+    axes.plot([p.mib for p in line], [p.ms for p in line], ".-", color=_OWN, label="fastest at each peak")
+    axes.plot([chosen.mib], [chosen.ms], "*", ms=15, color=_OTHERS, label="the choice")
+    axes.axvline(budget, color=_QUIET, linestyle="--", linewidth=1, label=f"budget: {budget / 1024:.3g} GiB")
+    least, most = (pick([budget, *(p.mib for p in line)]) / 1024 for pick in (min, max))
+    step = next(s for s in _STEPS if (most - least) / s <= 10 or s == _STEPS[-1])
+    _set_ticks(axes.xaxis, [1024 * step * i for i in range(int(least / step), int(most / step) + 2)])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:,.6g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.4g}")
+    axes.set_xlabel("peak memory, GiB")
+    axes.set_ylabel("time of a step, s")
+    axes.margins(0.12)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    labels = [(p, _OWN, 7) for p in line if p.name] + [(chosen, _OTHERS, 9)]
+    _label(figure, axes, [label for label in labels if label[0].name])
     figure.savefig(file, dpi=150, format="png")
 
 

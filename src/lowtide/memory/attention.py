@@ -134,6 +134,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What both modes are: they let compiled regions inside the layer be, and see higher-order operators."""
 
     supports_higher_order_operators = True
+    holds_no_outputs = True  # but attention's, which is no operator of lowtide's
 
     def __init__(self, kept: KeptAttention) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.head.graph import differentiable_once, is_last_backward
-from lowtide.head.registration import schema_of, tensor_fields, undisturbed, watched
+from lowtide.head.registration import held_elsewhere, schema_of, tensor_fields, undisturbed, watched
 from lowtide.mlp.call import SwigluCall, Wanted
 from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
 
@@ -161,7 +161,7 @@ class _SwigluMlp(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # of gate and up there are none, and zeros would take as much memory
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
-        ctx.shared = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        ctx.shared = held_elsewhere()
         return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
 
     @staticmethod

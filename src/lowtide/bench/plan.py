@@ -1,0 +1,164 @@
+"""Real steps of a planned training, with random weights: what they take beside what was predicted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.errors import UnsupportedError, message
+from lowtide.measure import describe_machine, gib, time_side_by_side
+from lowtide.memory import MemoryPlan, apply_policy, remove_policy
+from lowtide.models import patch
+
+WARM, STEPS = 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCheck:
+    """A plan beside what real steps took: bytes that tensors took at once on the GPU, and the median step's seconds.
+
+    Attributes:
+        predicted_bytes: By the plan.
+        peak_bytes: Measured.
+        predicted_seconds: By the plan.
+        seconds: Measured.
+        reserved_bytes: What PyTorch's allocator held, with what it could not fill.
+        machine: Hardware and versions.
+    """
+
+    predicted_bytes: int
+    peak_bytes: int
+    predicted_seconds: float
+    seconds: float
+    reserved_bytes: int
+    machine: dict[str, Any]
+
+    def __str__(self) -> str:
+        rows = [
+            ("", "predicted", "measured", "off by"),
+            (
+                "peak GiB",
+                f"{gib(self.predicted_bytes):.2f}",
+                f"{gib(self.peak_bytes):.2f}",
+                f"{self.predicted_bytes / self.peak_bytes - 1:+.1%}",
+            ),
+            (
+                "s a step",
+                f"{self.predicted_seconds:.3f}",
+                f"{self.seconds:.3f}",
+                f"{self.predicted_seconds / self.seconds - 1:+.1%}",
+            ),
+        ]
+        lines = ["  ".join([row[0].ljust(10), *(cell.rjust(9) for cell in row[1:])]) for row in rows]
+        lines.append(f"PyTorch's allocator held {gib(self.reserved_bytes):.2f} GiB; {self.machine['gpu']}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures, for JSON."""
+        return {
+            "predicted_gib": gib(self.predicted_bytes),
+            "peak_gib": gib(self.peak_bytes),
+            "predicted_seconds": self.predicted_seconds,
+            "seconds": self.seconds,
+            "reserved_gib": gib(self.reserved_bytes),
+            "machine": self.machine,
+        }
+
+
+def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WARM, steps: int = STEPS) -> PlanCheck:
+    """Build the model with random weights on the GPU, apply the plan's policies, and measure some steps.
+
+    Args:
+        settings: The model's config.
+        plan: What was planned for it.
+        warm: Steps before the first that counts.
+        steps: Steps that count.
+
+    Raises:
+        UnsupportedError: There is no GPU, transformers or the optimizer's library is missing, or memory ran out.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError(message("check", "a CUDA GPU on this machine", "none", "Leave it out to plan alone."))
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # the plan counts them, whoever made them
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    try:
+        model = _model(settings, plan)
+        try:
+            step = _step(model, plan)
+            for _ in range(warm):
+                step()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            timing = time_side_by_side({"step": step}, "cuda", warm=0, reps=steps)["step"]
+        finally:
+            remove_policy(model)
+    except torch.OutOfMemoryError as error:
+        expected = f"{gib(plan.peak_bytes):.2f} GiB, as predicted, to be free on this GPU"
+        raise UnsupportedError(message("check", expected, str(error).partition(". ")[0])) from error
+    return PlanCheck(
+        predicted_bytes=plan.peak_bytes,
+        peak_bytes=torch.cuda.max_memory_allocated() - before,
+        predicted_seconds=plan.seconds,
+        seconds=timing.median_ms / 1e3,
+        reserved_bytes=torch.cuda.max_memory_reserved(),
+        machine=describe_machine(),
+    )
+
+
+def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
+    """Return the model with random weights, under the plan's policies."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise UnsupportedError(message("check", "transformers to be installed", str(error))) from error
+    job = plan.job
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**settings, "use_cache": False})
+    try:
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config, dtype=job.dtype, attn_implementation="sdpa").train()
+    except ValueError as error:  # capped scores, for one
+        why = str(error).partition(". ")[0]
+        raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
+    patch(model, options=job.head)
+    apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if plan.host_bytes else None)
+    return model
+
+
+def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
+    """Return a function that runs one training step of the plan."""
+    job = plan.job
+    optimizer = _optimizer(job.optimizer, list(model.parameters()))
+    ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=job.autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not job.keep_gradients)
+
+    return step
+
+
+def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer that a plan counted with."""
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    if name == "adamw-foreach":
+        return torch.optim.AdamW(parameters, lr=1e-5, foreach=True)
+    if name == "adamw-8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise UnsupportedError(message("optimizer", "bitsandbytes to be installed", str(error))) from error
+        found: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-5)
+        return found
+    return torch.optim.SGD(parameters, lr=1e-5, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=True)

@@ -1,0 +1,180 @@
+"""``lowtide plan``: what fits in a budget of memory, and the fastest way to spend it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli.parser import OneLineParser
+from lowtide.errors import ArgumentValueError, message
+from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS
+from lowtide.memory.planner_gpus import GPUS
+from lowtide.train.config import TrainConfig
+from lowtide.train.shapes import DEFAULT, SHAPES
+
+if TYPE_CHECKING:
+    from lowtide.memory import MemoryPlan
+
+_DESCRIPTION = """\
+Say what a training step of a language model takes, and what each layer should keep for backward so that the step is
+the fastest that fits in a budget of GPU memory, and in one of pinned host memory. From the model's config alone:
+no weights, no GPU. The table has the bytes of every phase, the ladder of what a layer can keep, the front of memory
+against time, the longest sequence and the largest batch that fit, and the lines of Python that do it."""
+
+_EXAMPLES = """\
+examples:
+  lowtide plan --model llama-3.2-1b --seq-len 32768 --budget 16GiB
+      the fastest step in 16 GiB of an H100
+  lowtide plan --model ./Llama-3.1-8B --seq-len 8192 --optimizer adamw-8bit --host 64GiB --gpu h200
+      a downloaded model's config; layers may be offloaded into 64 GiB of host memory
+  lowtide plan --model config.json --seq-len 4096 --batch-size 8 --gpu rtx4090 --json plan.json --png plan.png
+      the numbers and the picture as files
+  lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
+      rates measured on the GPU at hand; one real step, predicted beside measured"""
+
+_UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "tb": 10**12}
+
+
+def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="what fits in a budget of memory, and how fast",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = ", ".join(SHAPES)
+    add("--model", required=True, metavar="MODEL", help=f"a config.json, a folder with one, or one of {names}")
+    add("--seq-len", required=True, type=int, metavar="N", help="tokens of a sequence")
+    add("--batch-size", default=1, type=int, metavar="N", help="sequences of a step (default: 1)")
+    add("--budget", metavar="SIZE", help="GPU memory for tensors, such as 40GiB (default: 93%% of the GPU's)")
+    add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloaded layers (default: 0GiB)")
+    gpus = ", ".join(GPUS)
+    add("--gpu", metavar="NAME", help=f"{gpus}; or cuda: the one at hand, measured (default: that by name, or h100)")
+    add("--dtype", choices=list(DTYPES), help="of parameters and all else (default: bfloat16; float32 with --autocast)")
+    add(
+        "--autocast",
+        action="store_true",
+        help="float32 parameters and states, products in bfloat16: lowtide train's way",
+    )
+    add("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: adamw, fused)")
+    add("--grad-accum", default=1, type=int, metavar="N", help="backward passes a step; gradients stay (default: 1)")
+    add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
+    add("--workspace-mib", type=float, metavar="X", help="the loss's workspace, as in HeadOptions (default: chosen)")
+    add(
+        "--json", metavar="FILE", help="write the plan here as JSON; - is the standard output, and then nothing else is"
+    )
+    add("--png", type=Path, metavar="FILE", help="draw the front of memory against time (needs matplotlib)")
+    add("--check", action="store_true", help="run real steps with random weights on the GPU at hand, and compare")
+    parser.set_defaults(main=main, parser=parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Plan, and return the exit status: 1 where a checked step took more than the budget.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.head.options import HeadOptions
+    from lowtide.memory import plan_memory
+
+    if arguments.grad_accum < 1:
+        raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
+    settings = _settings(arguments.model, arguments.layers)
+    plan = plan_memory(
+        settings,
+        arguments.seq_len,
+        arguments.batch_size,
+        None if arguments.budget is None else parse_gib("budget", arguments.budget),
+        parse_gib("host", arguments.host),
+        arguments.gpu,
+        dtype=arguments.dtype,
+        optimizer=arguments.optimizer,
+        autocast=arguments.autocast,
+        keep_gradients=arguments.grad_accum > 1,
+        options=None if arguments.workspace_mib is None else HeadOptions(workspace_mib=arguments.workspace_mib),
+    )
+    told = plan.to_dict()
+    quiet = arguments.json == "-"
+    if not quiet:
+        sys.stdout.write(f"{plan}\n")
+    status = 0
+    if arguments.check:
+        from lowtide.bench.plan import check_plan
+
+        checked = check_plan(settings, plan)
+        told["check"] = checked.to_dict()
+        status = int(checked.peak_bytes > plan.budget_bytes)
+        if not quiet:
+            sys.stdout.write(f"\n{checked}\n")
+    if arguments.png is not None:
+        _draw(arguments.png, plan)
+    if arguments.json is not None:
+        text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+        if quiet:
+            sys.stdout.write(text)
+        else:
+            Path(arguments.json).write_text(text)
+    return status
+
+
+def parse_gib(name: str, text: str) -> float:
+    """Return a size such as ``40GiB``, ``24576MiB``, ``80GB`` or ``40`` (GiB) in GiB.
+
+    Raises:
+        ArgumentValueError: It is none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].lower() not in _UNITS:
+        raise ArgumentValueError(message(name, "a size such as 40GiB or 24576MiB", repr(text)))
+    return float(found[1]) * _UNITS[found[2].lower()] / 2**30
+
+
+def _settings(name: str, layers: int | None) -> dict[str, Any]:
+    """Return the config of a ``--model``, with another number of layers where asked for."""
+    from lowtide.memory.planner_shapes import read_settings
+
+    if name == DEFAULT:
+        settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})
+    elif name in SHAPES:
+        settings = read_settings(SHAPES[name])
+    elif Path(name).expanduser().exists():
+        settings = read_settings(Path(name))
+    else:
+        expected = f"a config.json, a folder with one, or one of {', '.join(SHAPES)}"
+        raise ArgumentValueError(message("model", expected, repr(name)))
+    if layers is None:
+        return settings
+    if layers < 1:
+        raise ArgumentValueError(message("layers", "at least 1", str(layers)))
+    types = settings.get("layer_types")
+    if isinstance(types, list):
+        settings["layer_types"] = (types * -(-layers // len(types)))[:layers]
+    return {**settings, "num_hidden_layers": layers}
+
+
+def _draw(file: Path, plan: MemoryPlan) -> None:
+    from lowtide.measure.plots import Point, draw_budget
+
+    job = plan.job
+    title = (
+        f"{job.shape.model_type}, {job.shape.params / 1e9:.2f} billion parameters, {job.batch_size} x {job.seq_len}"
+        f" tokens, {job.optimizer}, on {job.gpu.name}"
+    )
+    last = len(plan.front) - 1
+    marked = {0, last // 3, 2 * last // 3, last}
+    front = [
+        Point(str(one) if i in marked else "", one.peak / 2**20, one.seconds * 1e3) for i, one in enumerate(plan.front)
+    ]
+    chosen = Point(str(plan.chosen), plan.peak_bytes / 2**20, plan.seconds * 1e3)
+    front = [p if (p.mib, p.ms) != (chosen.mib, chosen.ms) else Point("", p.mib, p.ms) for p in front]
+    try:
+        draw_budget(file, title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
+    except ImportError as error:
+        raise ArgumentValueError(message("png", "matplotlib to be installed", str(error))) from error

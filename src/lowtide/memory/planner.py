@@ -1,0 +1,228 @@
+"""`plan_memory`: what fits in a budget of memory, and the fastest way to spend it, by arithmetic alone."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.head.options import HeadOptions
+from lowtide.measure import gib
+from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS, Job, checkpoint_bytes
+from lowtide.memory.planner_choice import Candidate, Search, largest_batch, longest_sequence
+from lowtide.memory.planner_gpus import Gpu, find_gpu
+from lowtide.memory.planner_report import MemoryPlan, rung_of
+from lowtide.memory.planner_shapes import KINDS, read_shape
+
+CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
+USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
+
+
+def plan_memory(
+    model_or_config: Any,
+    seq_len: int,
+    batch_size: int,
+    budget_gib: float | None = None,
+    host_gib: float = 0,
+    device: str | torch.device | Gpu | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    optimizer: str = "adamw",
+    autocast: bool = False,
+    keep_gradients: bool = False,
+    options: HeadOptions | None = None,
+) -> MemoryPlan:
+    """Choose what each layer keeps for backward so that a training step is the fastest that fits in a budget.
+
+    Nothing is computed on a GPU, no weights are needed: peak memory and time of a step follow from the model's shape.
+    The peak is the largest of what is live at the end of forward, in the head, in each layer's backward, in the
+    embedding's and in the optimizer's step: parameters, gradients as far as they exist, optimizer states, what the
+    layers keep, and the phase's own temporaries. The time is that of the matrix products and of attention at the GPU's
+    rates, of the bytes that the other operations read and write, of transfers where they are not hidden, and never less
+    than what the host takes to launch it.
+
+    It describes full training of a decoder-only model that `lowtide.patch` has patched, ``use_cache`` off, with
+    attention that builds no scores (flash attention), on one GPU.
+
+    Args:
+        model_or_config: A `transformers` model (on any device, the meta device too) or config, a dictionary like a
+            config.json's, or the path of one.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences of a step.
+        budget_gib: What tensors may take on the GPU, in GiB. None: 93% of its memory.
+        host_gib: Pinned host memory for offloaded layers, in GiB; 0: nothing is offloaded.
+        device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
+            seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
+            where the table lacks it), and an H100 where there is none.
+        dtype: Of parameters, activations, gradients and optimizer states: ``"bfloat16"``, ``"float16"``,
+            ``"float32"`` or the `torch.dtype`. None: the model's own, bfloat16 for a config, float32 with ``autocast``.
+        optimizer: ``"adamw"`` (fused), ``"adamw-foreach"``, ``"adamw-8bit"``, ``"sgd"`` or ``"sgd-momentum"``.
+        autocast: Whether parameters, gradients and states are float32 and the products run in bfloat16, under
+            ``torch.autocast``.
+        keep_gradients: Whether gradients outlive a backward pass, as where they are accumulated over several.
+        options: How the loss is to run, as for `lowtide.patch`.
+
+    Returns:
+        MemoryPlan: print it for the table; ``policies`` is what `lowtide.memory.apply_policy` takes.
+
+    Raises:
+        ArgumentTypeError: An argument of a wrong type.
+        ArgumentValueError: A value that is not allowed; a config that lacks a field or has one that cannot be planned
+            for; a budget in which nothing fits, with what is lacking and what would help.
+        UnsupportedError: ``device="cuda"`` without a GPU.
+
+    Example:
+        >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+        ...           "num_attention_heads": 4, "vocab_size": 1000, "tie_word_embeddings": True}
+        >>> plan = plan_memory(config, seq_len=2048, batch_size=4, budget_gib=2)
+        >>> len(plan.policies)
+        4
+    """
+    for name, size in (("seq_len", seq_len), ("batch_size", batch_size)):
+        _check_size(name, size)
+    for name, flag in (("autocast", autocast), ("keep_gradients", keep_gradients)):
+        if not isinstance(flag, bool):
+            raise ArgumentTypeError(message(name, "a bool", f"{flag!r}"))
+    if options is not None and not isinstance(options, HeadOptions):
+        raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
+    if optimizer not in OPTIMIZERS:
+        raise ArgumentValueError(message("optimizer", f"one of {', '.join(OPTIMIZERS)}", f"{optimizer!r}"))
+    gpu = find_gpu(device)
+    budget = gpu.memory_bytes * USABLE if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
+    host = _gib_bytes("host_gib", host_gib)
+    job = Job(
+        shape=read_shape(model_or_config),
+        seq_len=seq_len,
+        batch_size=batch_size,
+        gpu=gpu,
+        dtype=_dtype(dtype, model_or_config, autocast),
+        optimizer=optimizer,
+        keep_gradients=keep_gradients,
+        head=options,
+        autocast=autocast,
+    )
+    if autocast and job.shape.experts:
+        raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
+    return _plan(job, int(budget), int(host))
+
+
+def _plan(job: Job, budget: int, host: int) -> MemoryPlan:
+    search = Search(job, host)
+    chosen = search.fastest(budget)
+    if chosen is None:
+        chosen = search.least()
+        if chosen.peak > budget:
+            raise _refusal(search, chosen, budget)
+    phases = tuple(search.memory.phases(chosen.groups))
+    return MemoryPlan(
+        policies=chosen.policies,
+        peak_bytes=chosen.peak,
+        seconds=chosen.seconds,
+        tokens_per_second=job.tokens / chosen.seconds,
+        phase=search.memory.peak(chosen.groups),
+        phases=phases,
+        host_bytes=chosen.host,
+        budget_bytes=budget,
+        host_budget_bytes=host,
+        front=tuple(search.front),
+        ladder=tuple(
+            rung_of(job, policy, checkpoint_bytes(job, policy), search.times.of(policy)) for policy in search.ladder
+        ),
+        longest_sequence=longest_sequence(job, budget, host),
+        largest_batch=largest_batch(job, budget, host),
+        job=job,
+        chosen=chosen,
+        notes=_notes(job, budget, chosen.peak),
+    )
+
+
+def _refusal(search: Search, least: Candidate, budget: int) -> ArgumentValueError:
+    """Return the error that says by how much nothing fits, and what would help."""
+    job, memory = search.job, search.memory
+    states = memory.weights + memory.all_gradients + memory.states
+    phase = memory.peak(least.groups)
+    helps = []
+    if states > budget:
+        helps.append(
+            f"parameters, gradients and optimizer states alone take {gib(states):.2f} GiB: take another optimizer"
+            f" ({', '.join(name for name in OPTIMIZERS if name != job.optimizer)}), or more GPUs"
+        )
+    else:
+        sequence = longest_sequence(job, budget, search.host_bytes)
+        batch = largest_batch(job, budget, search.host_bytes)
+        if batch:
+            helps.append(f"batch_size={batch} fits")
+        if sequence:
+            helps.append(f"seq_len={sequence} fits")
+    roomy = Search(job, 2**60).least()
+    if roomy.host > search.host_bytes and roomy.peak <= budget:
+        helps.append(f"host_gib={math.ceil(gib(roomy.host))} would do, with layers offloaded")
+    lacking = gib(least.peak - budget)
+    expected = f"at least {gib(least.peak):.2f} for {job.batch_size} x {job.seq_len} tokens ({least}; peak in {phase})"
+    got = f"{gib(budget):.2f}, {lacking:.2f} GiB too little"
+    return ArgumentValueError(
+        message("budget_gib", expected, got, f"What would help: {'; '.join(helps)}." if helps else "")
+    )
+
+
+def _notes(job: Job, budget: int, peak: int) -> tuple[str, ...]:
+    shape = job.shape
+    found = [f"head: {str(job.head_plan).splitlines()[0]}"]
+    if not job.gpu.measured:
+        found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
+    if budget > job.gpu.memory_bytes:
+        found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
+    if CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes:
+        found.append("close to the GPU's size: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against gaps")
+    if 0 < shape.positions < job.seq_len:
+        found.append(
+            f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"
+        )
+    if shape.model_type not in KINDS:
+        found.append(f"{shape.model_type}: that lowtide.patch fuses its norms, rotary embedding and MLP is assumed")
+    if job.operand == torch.float32:
+        found.append("float32: assumed is attention that builds no scores, which PyTorch lacks for grouped queries")
+    if shape.experts:
+        found.append(
+            "experts are not fused: what they keep is that of transformers' grouped_mm; temporaries are a guess"
+        )
+    if any(shape.windows) and job.seq_len > min(w for w in shape.windows if w):
+        found.append("layers look back on a window: attention has to take it without a [T, T] mask (flash attention)")
+    if shape.capped_scores:
+        found.append("attention caps its scores: assumed is a kernel that does so without building them")
+    return tuple(found)
+
+
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ArgumentTypeError(message(name, "a whole number", f"{size!r}"))
+    if size < 1:
+        raise ArgumentValueError(message(name, "at least 1", str(size)))
+
+
+def _gib_bytes(name: str, size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, Real):
+        raise ArgumentTypeError(message(name, "a number of GiB", f"{size!r}"))
+    value = float(size)
+    if not math.isfinite(value) or value < 0 or (value == 0 and name == "budget_gib"):
+        least = "above 0" if name == "budget_gib" else "of at least 0"
+        raise ArgumentValueError(message(name, f"a finite number of GiB {least}", f"{size!r}"))
+    return int(value * 2**30)
+
+
+def _dtype(dtype: object, model_or_config: Any, autocast: bool) -> torch.dtype:
+    if dtype is None:
+        if not isinstance(model_or_config, nn.Module):
+            return torch.float32 if autocast else torch.bfloat16
+        dtype = next(model_or_config.parameters()).dtype
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ArgumentValueError(message("dtype", f"one of {', '.join(DTYPES)}", f"{dtype!r}"))
+    assert isinstance(found, torch.dtype)
+    if autocast and found != torch.float32:
+        raise ArgumentValueError(message("dtype", "float32 with autocast=True", f"{dtype!r}"))
+    return found

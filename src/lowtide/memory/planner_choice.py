@@ -1,0 +1,166 @@
+"""Which layer keeps what: all mixtures of up to three policies, the fastest that fits, and the front of the others.
+
+Layers are alike, so a mixture is a number of layers for each policy. Those that keep less come first: backward reaches
+them last, when what the others kept is free again, and offloaded ones have the longest time to travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+from lowtide.memory.offload import ON_DEVICE
+from lowtide.memory.planner_bytes import Job, Memory
+from lowtide.memory.planner_times import Times
+from lowtide.memory.policy import ActivationPolicy
+
+THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
+STEP = 256  # tokens: the longest sequence is a multiple of it
+
+Mixture = tuple[tuple[ActivationPolicy, int], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mixture of policies: ``peak`` bytes on the GPU, ``host`` bytes in pinned memory, ``seconds`` a step."""
+
+    groups: Mixture
+    peak: int
+    host: int
+    seconds: float
+
+    @property
+    def policies(self) -> tuple[ActivationPolicy, ...]:
+        """Return one policy for each layer."""
+        return tuple(policy for policy, n in self.groups for _ in range(n))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n} x {name_of(policy)}" for policy, n in self.groups)
+
+
+def name_of(policy: ActivationPolicy) -> str:
+    """Return a policy in a few letters: ``attention/0``, ``input/1 offloaded``."""
+    level = "" if policy.mlp_level is None else f"/{policy.mlp_level}"
+    return f"{policy.keep}{level}{' offloaded' if policy.offload else ''}"
+
+
+def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
+    """Return the policies of a layer, from what keeps the most on the GPU to what keeps the least."""
+    levels = (None,) if job.shape.experts else (0, 1)
+    places = (False, True) if offload else (False,)
+    found = [ActivationPolicy(mlp_level=level) for level in levels]
+    for place in places:
+        for keep in ("attention", "input"):
+            found += [ActivationPolicy(keep=keep, mlp_level=level, offload=place) for level in levels]
+    return found
+
+
+class Search:
+    """All that is known of one job's mixtures, for a budget of pinned host memory in bytes."""
+
+    def __init__(self, job: Job, host_bytes: int) -> None:
+        self.job, self.host_bytes = job, host_bytes
+        self.memory, self.times = Memory(job), Times(job)
+        self.ladder = ladder(job, offload=host_bytes > 0)
+
+    def candidate(self, groups: Sequence[tuple[ActivationPolicy, int]]) -> Candidate:
+        """Return a mixture with its numbers."""
+        groups = tuple((policy, n) for policy, n in groups if n)
+        memory = self.memory
+        return Candidate(groups, memory.peak(groups).bytes, memory.host(groups), self.times.step(groups))
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """Return every mixture of one or two policies, and of three that matter, that the host has room for."""
+        layers = self.job.shape.layers
+        lean_first = sorted(self.ladder, key=lambda policy: self.memory.of(policy, moves=policy.offload).on_gpu)
+        pairs = [self.candidate([(policy, layers)]) for policy in lean_first]
+        for a, b in combinations(lean_first, 2):
+            pairs += [self.candidate([(a, n), (b, layers - n)]) for n in range(1, layers)]
+        pairs = [one for one in pairs if self._counts(one)]
+        used = {policy for one in pareto(pairs) for policy, _ in one.groups}
+        step = -(-layers // THIRDS)
+        triples = [
+            self.candidate([(a, i), (b, j), (c, layers - i - j)])
+            for a, b, c in combinations([policy for policy in lean_first if policy in used], 3)
+            for i in range(step, layers, step)
+            for j in range(step, layers - i, step)
+        ]
+        return pairs + [one for one in triples if self._counts(one)]
+
+    def _counts(self, one: Candidate) -> bool:
+        """Return whether the host has room for a mixture, and offloading moves anything: the last layers' stays."""
+        idle = one.host == 0 and any(policy.offload for policy, _ in one.groups)
+        return one.host <= self.host_bytes and not idle
+
+    @cached_property
+    def front(self) -> list[Candidate]:
+        """Return the mixtures that no other one beats in both memory and time, from the leanest to the fastest."""
+        return pareto(self.candidates)
+
+    def fastest(self, budget_bytes: int) -> Candidate | None:
+        """Return the fastest mixture within the budget, None where there is none."""
+        fitting = [one for one in self.front if one.peak <= budget_bytes]
+        return fitting[-1] if fitting else None
+
+    def least(self) -> Candidate:
+        """Return the mixture of the lowest peak, among one policy for all layers and as many offloaded as fit.
+
+        No other mixture is lower: the head meets what all layers keep, and each backward what its own layer recomputes.
+        """
+        return min(filter(self._counts, self._lean()), key=lambda one: (one.peak, one.seconds))
+
+    def _lean(self) -> Iterator[Candidate]:
+        layers = self.job.shape.layers
+        for policy in self.ladder:
+            each = self.memory.of(policy, moves=policy.offload).on_host
+            room = layers if not each else min(layers, self.host_bytes // each + ON_DEVICE)
+            if room == layers:
+                yield self.candidate([(policy, layers)])
+            else:
+                for other in self.ladder:
+                    if not other.offload:
+                        yield self.candidate([(policy, room), (other, layers - room)])
+
+
+def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return those that no other beats in both memory and time, by memory."""
+    found: list[Candidate] = []
+    for one in sorted(candidates, key=lambda one: (one.peak, one.seconds)):
+        if not found or one.seconds < found[-1].seconds:
+            found.append(one)
+    return found
+
+
+def longest_sequence(job: Job, budget_bytes: int, host_bytes: int) -> int:
+    """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0 where none does."""
+
+    def fits(steps: int) -> bool:
+        return _fits(replace(job, seq_len=steps * STEP), budget_bytes, host_bytes)
+
+    return _largest(fits) * STEP
+
+
+def largest_batch(job: Job, budget_bytes: int, host_bytes: int) -> int:
+    """Return the largest batch that fits at the job's sequence length; 0 where none does."""
+    return _largest(lambda n: _fits(replace(job, batch_size=n), budget_bytes, host_bytes))
+
+
+def _fits(job: Job, budget_bytes: int, host_bytes: int) -> bool:
+    return Search(job, host_bytes).least().peak <= budget_bytes
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, and whose successor does not."""
+    if not fits(1):
+        return 0
+    high = 2
+    while fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,314 @@
+"""A model's shape, read from its config by the names of the fields: what the planner's arithmetic begins with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+
+# Fields that stand for parts of a layer whose bytes this planner does not know. Where one is set, it refuses.
+_FOREIGN = (
+    "kv_lora_rank", "q_lora_rank", "ssm_state_size", "state_size", "mamba_d_state", "linear_num_value_heads",
+    "cross_attention_layers", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
+    "mlp_only_layers", "num_nextn_predict_layers", "is_encoder_decoder", "num_kv_shared_layers",
+    "hidden_size_per_layer_input", "attn_output_gate", "quantization_config",
+)  # fmt: skip
+_ATTENTIONS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What a model type has and its config does not say."""
+
+    layer_norms: int = 2  # over the residual stream, in each layer
+    head_norms: bool = False  # over each query and key head
+    heads_first: bool = False  # those norms see [heads, tokens], and attention's output is copied back
+    qkv_bias: bool | None = None  # None: the config's attention_bias, for the output projection too
+    expert_fields: tuple[str, ...] = ()  # names of the number of experts, where the layers are mixtures
+    expert_width: str = "intermediate_size"
+
+
+_PLAIN = _Kind()
+KINDS = {
+    "llama": _PLAIN,
+    "mistral": _PLAIN,
+    "qwen2": _Kind(qkv_bias=True),
+    "qwen3": _Kind(head_norms=True),
+    "gemma": _PLAIN,
+    "gemma2": _Kind(layer_norms=4),
+    "gemma3_text": _Kind(layer_norms=4, head_norms=True, heads_first=True),
+    "mixtral": _Kind(expert_fields=("num_local_experts",)),
+    "qwen3_moe": _Kind(
+        head_norms=True, expert_fields=("num_local_experts", "num_experts"), expert_width="moe_intermediate_size"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The numbers of a decoder-only language model that memory and time follow from; all its layers are alike.
+
+    Attributes:
+        model_type: As in the config.
+        layers: Decoder layers.
+        hidden: Width of the residual stream.
+        heads: Query heads of each layer, of ``head_dim`` numbers.
+        kv_heads: Key and value heads.
+        head_dim: See there.
+        intermediate: Width of the MLP, or of one expert.
+        vocab: Rows of the output layer.
+        tied: Whether embedding and output layer are one tensor.
+        layer_norms: Norms over the residual stream in a layer: 2, or 4 with norms behind attention and MLP.
+        head_norms: Whether query and key heads have norms of their own.
+        heads_first: Whether queries lie in memory by heads, so that attention's output is kept twice, in both orders.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        output_bias: Whether attention's output projection has one.
+        mlp_bias: Whether the MLP's three products have them.
+        experts: Experts of a layer; 0 for a plain MLP.
+        experts_per_token: How many of them a token visits.
+        windows: Tokens that each layer's attention looks back on; 0: all.
+        capped_scores: Whether attention's scores pass a soft cap.
+        positions: Tokens of a sequence that the config says the model is for; 0 where it does not.
+    """
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    layer_norms: int = 2
+    head_norms: bool = False
+    heads_first: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    windows: tuple[int, ...] = ()
+    capped_scores: bool = False
+    positions: int = 0
+
+    @property
+    def query_width(self) -> int:
+        """Return the numbers of a token's queries, and of attention's output."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Return the numbers of a token's keys, and of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def projection_params(self) -> int:
+        """Return the parameters of attention's four products."""
+        wide = self.query_width + 2 * self.kv_width
+        biases = wide * self.qkv_bias + self.hidden * self.output_bias
+        return self.hidden * wide + self.query_width * self.hidden + biases
+
+    @property
+    def attention_params(self) -> int:
+        """Return the parameters of a layer's attention and norms."""
+        return self.projection_params + self.layer_norms * self.hidden + 2 * self.head_dim * self.head_norms
+
+    @property
+    def mlp_params(self) -> int:
+        """Return the parameters of a layer's MLP, or of its router and experts."""
+        one = 3 * self.hidden * self.intermediate + (2 * self.intermediate + self.hidden) * self.mlp_bias
+        return self.experts * (one + self.hidden) if self.experts else one
+
+    @property
+    def layer_params(self) -> int:
+        """Return the parameters of one layer."""
+        return self.attention_params + self.mlp_params
+
+    @property
+    def vocab_params(self) -> int:
+        """Return the parameters of the output layer, which are the embedding's too where they are tied."""
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> int:
+        """Return all parameters."""
+        return self.layers * self.layer_params + self.vocab_params * (1 if self.tied else 2) + self.hidden
+
+    def token_mlp_width(self) -> int:
+        """Return the MLP width that one token passes through."""
+        return self.intermediate * max(1, self.experts_per_token)
+
+
+def read_shape(model_or_config: Any) -> ModelShape:
+    """Return the shape of a model, from its config.
+
+    Args:
+        model_or_config: A `transformers` model (on any device, meta too) or config, a dictionary like a config.json's,
+            the path of one, or that of its folder.
+
+    Raises:
+        ArgumentTypeError: It is something else.
+        ArgumentValueError: The config lacks a field, or has one that stands for what cannot be planned; it is named.
+    """
+    if isinstance(model_or_config, ModelShape):
+        return model_or_config
+    model = model_or_config if isinstance(model_or_config, nn.Module) else None
+    settings = read_settings(model_or_config)
+    shape = _from_settings(settings)
+    if model is not None:
+        _compare(shape, model)
+    elif shape.model_type not in KINDS:
+        _compare(shape, _on_meta(settings, shape.model_type))
+    return shape
+
+
+def read_settings(model_or_config: Any) -> dict[str, Any]:
+    """Return a config's fields, completed by transformers' defaults where it is installed.
+
+    Args:
+        model_or_config: As for `read_shape`.
+
+    Raises:
+        ArgumentTypeError: As there.
+        ArgumentValueError: As there.
+    """
+    given = model_or_config
+    config: Any = getattr(given, "config", None) if isinstance(given, nn.Module) else given
+    if isinstance(config, (str, Path)):
+        config = _read_file(Path(config).expanduser())
+    if callable(getattr(config, "get_text_config", None)):
+        return dict(config.get_text_config().to_dict())
+    if not isinstance(config, Mapping):
+        expected = "a transformers model or config, a dictionary, or the path of a config.json"
+        raise ArgumentTypeError(message("model_or_config", expected, type(given).__name__))
+    if isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]
+    if not isinstance(config.get("model_type"), str):
+        raise ArgumentValueError(message("model_type", "the name of an architecture in the config", "none"))
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        return dict(config)
+    try:
+        return dict(AutoConfig.for_model(**config).to_dict())
+    except Exception as error:  # transformers' checks of configs have no common base
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ArgumentValueError(message("model_or_config", "a config that transformers accepts", why)) from error
+
+
+def _read_file(path: Path) -> Any:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        got = f"{file} ({error})"
+        raise ArgumentValueError(message("model_or_config", "the path of a readable config.json", got)) from error
+    if not isinstance(settings, dict):
+        raise ArgumentValueError(message("model_or_config", "a JSON object", f"something else in {file}"))
+    return settings
+
+
+def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
+    for name in _FOREIGN:
+        if settings.get(name):
+            hint = "Its part of a layer is not planned for; measure one step with lowtide.measure instead."
+            raise ArgumentValueError(message(name, "unset", f"{settings[name]!r}", hint))
+    if settings.get("decoder_sparse_step", 1) != 1:
+        raise ArgumentValueError(message("decoder_sparse_step", "1: all layers alike", settings["decoder_sparse_step"]))
+    model_type = str(settings["model_type"])
+    kind = KINDS.get(model_type, _PLAIN)
+    heads = _size(settings, "num_attention_heads")
+    hidden = _size(settings, "hidden_size")
+    layers = _size(settings, "num_hidden_layers")
+    experts = next((_size(settings, name) for name in kind.expert_fields if settings.get(name) is not None), 0)
+    if kind.expert_fields and not experts:
+        raise ArgumentValueError(message(kind.expert_fields[0], "the number of experts in the config", "none"))
+    given_bias = bool(settings.get("attention_bias", False))
+    return ModelShape(
+        model_type=model_type,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_size(settings, "num_key_value_heads", heads),
+        head_dim=_size(settings, "head_dim", None if hidden % heads else hidden // heads),
+        intermediate=_size(settings, kind.expert_width),
+        vocab=_size(settings, "vocab_size"),
+        tied=_flag(settings, "tie_word_embeddings"),
+        layer_norms=kind.layer_norms,
+        head_norms=kind.head_norms,
+        heads_first=kind.heads_first,
+        qkv_bias=given_bias if kind.qkv_bias is None else kind.qkv_bias,
+        output_bias=given_bias and kind.qkv_bias is None,
+        mlp_bias=bool(settings.get("mlp_bias", False)),
+        experts=experts,
+        experts_per_token=_size(settings, "num_experts_per_tok") if experts else 0,
+        windows=_windows(settings, layers),
+        capped_scores=bool(settings.get("attn_logit_softcapping")),
+        positions=int(settings.get("max_position_embeddings") or 0),
+    )
+
+
+def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    window = settings.get("sliding_window")
+    if not window or settings.get("use_sliding_window") is False:
+        return (0,) * layers
+    types = settings.get("layer_types") or ["sliding_attention"] * layers
+    if len(types) != layers or set(types) - set(_ATTENTIONS):
+        expected = f"{layers} times one of {', '.join(_ATTENTIONS)}"
+        raise ArgumentValueError(message("layer_types", expected, f"{types}"))
+    return tuple(int(window) if name == "sliding_attention" else 0 for name in types)
+
+
+def _size(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = settings.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentValueError(message(name, "a whole number of at least 1 in the config", f"{value!r}"))
+    return value
+
+
+def _flag(settings: Mapping[str, Any], name: str) -> bool:
+    value = settings.get(name)
+    if not isinstance(value, bool):
+        hint = "Write it into the config, or install transformers, which knows the default."
+        raise ArgumentValueError(message(name, "true or false in the config", f"{value!r}", hint))
+    return value
+
+
+def _on_meta(settings: Mapping[str, Any], model_type: str) -> Any:
+    """Return the model without weights, to count a type's parameters that nobody has compared yet.
+
+    Raises:
+        ArgumentValueError: transformers is not installed, or does not know it.
+    """
+    import torch
+
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    except Exception as error:  # an unknown type, or checks without a common base
+        expected = f"one of {', '.join(KINDS)}, or one that transformers can build"
+        raise ArgumentValueError(message("model_type", expected, f"{model_type!r}")) from error
+
+
+def _compare(shape: ModelShape, model: nn.Module) -> None:
+    """Refuse a model whose parameters are not those that its config was read to have."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        hint = "Frozen parameters and adapters are not planned for."
+        raise ArgumentValueError(message("model_or_config", "all parameters trained", f"{frozen[0]} frozen", hint))
+    found = sum(parameter.numel() for parameter in model.parameters())
+    if found != shape.params:
+        expected = f"layers of attention, norms and a gated MLP, {shape.params:,} parameters by its config"
+        hint = "Its layers have parts that this planner does not know."
+        raise ArgumentValueError(message("model_type", expected, f"{shape.model_type!r} with {found:,}", hint))

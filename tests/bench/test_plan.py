@@ -1,0 +1,48 @@
+"""A plan beside real steps: what is told of it. The steps themselves need a GPU: tests/gpu/test_plan.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lowtide.bench.plan import PlanCheck, _optimizer, check_plan
+from lowtide.errors import UnsupportedError
+from lowtide.memory import plan_memory
+from lowtide.memory.planner_bytes import OPTIMIZERS
+from lowtide.train.shapes import SHAPES
+
+CHECK = PlanCheck(
+    predicted_bytes=11 * 2**30,
+    peak_bytes=10 * 2**30,
+    predicted_seconds=0.9,
+    seconds=1.0,
+    reserved_bytes=12 * 2**30,
+    machine={"gpu": "NVIDIA Q1"},
+)
+
+
+def test_a_check_is_a_table() -> None:
+    _, peak, seconds, held = str(CHECK).splitlines()
+    assert peak.split() == ["peak", "GiB", "11.00", "10.00", "+10.0%"]
+    assert seconds.split() == ["s", "a", "step", "0.900", "1.000", "-10.0%"]
+    assert held == "PyTorch's allocator held 12.00 GiB; NVIDIA Q1"
+    assert json.loads(json.dumps(CHECK.to_dict()))["peak_gib"] == 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_check_needs_a_gpu() -> None:
+    plan = plan_memory(SHAPES["llama-3.2-1b"], 1024, 1, device="h100")
+    with pytest.raises(UnsupportedError, match=r"^check: expected a CUDA GPU"):
+        check_plan(SHAPES["llama-3.2-1b"], plan)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("adamw-8bit", "adamw")])
+def test_an_optimizer_keeps_as_many_tensors_as_was_planned(name: str) -> None:
+    weight = torch.nn.Parameter(torch.randn(7, 11))
+    optimizer = _optimizer(name, [weight])
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = [x for x in optimizer.state[weight].values() if isinstance(x, torch.Tensor) and x.shape == weight.shape]
+    assert len(kept) == OPTIMIZERS[name].states

@@ -1,0 +1,140 @@
+"""``lowtide plan`` on a laptop: no GPU, no weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.cli import main
+from lowtide.cli.plan import parse_gib
+from lowtide.errors import ArgumentValueError
+from lowtide.memory import plan_memory
+from lowtide.memory.planner_gpus import GPUS
+from lowtide.train.shapes import SHAPES
+
+SMALL = ["plan", "--model", "llama-3.2-1b", "--seq-len", "4096", "--gpu", "h100"]
+
+
+def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--budget", "10GiB"]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{plan_memory(SHAPES['llama-3.2-1b'], 4096, 1, 10, device='h100')}\n"
+
+
+def test_json_on_the_standard_output_is_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--budget", "24GB", "--host", "2GiB", "--batch-size", "4", "--grad-accum", "2", "--optimizer", "adamw-8bit"]
+    assert main([*SMALL, *run, "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    plan = plan_memory(
+        SHAPES["llama-3.2-1b"], 4096, 4, 24e9 / 2**30, 2, "h100", optimizer="adamw-8bit", keep_gradients=True
+    )
+    assert told == json.loads(json.dumps(plan.to_dict()))
+
+
+def test_autocast_is_sixteen_bytes_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--autocast", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["dtype"], told["autocast"]) == ("float32", True)
+    parts = told["peak_parts_gib"]
+    assert parts["weights"] + parts["optimizer"] == pytest.approx(12 * told["params"] / 2**30)
+
+
+def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture, numbers = tmp_path / "plan.png", tmp_path / "plan.json"
+    assert main([*SMALL, "--png", str(picture), "--json", str(numbers)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(numbers.read_text())["gpu"] == "h100"
+    assert "keep 16 x all/0" in capsys.readouterr().out
+
+
+def test_a_config_is_read_and_its_layers_counted_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["gemma-2-2b"]))
+    run = ["plan", "--model", str(tmp_path), "--seq-len", "512", "--gpu", "a100-80gb", "--layers", "3", "--json", "-"]
+    assert main(run) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert model["layers"] == len(model["windows"]) == 3
+
+
+def test_every_named_shape_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in SHAPES:
+        budget = ["--budget", "600GiB"] if "70b" in name else ["--gpu", "b200"]
+        assert main(["plan", "--model", name, "--seq-len", "64", *budget]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--budget", "40 parsecs"], "budget: expected a size such as 40GiB"),
+        (["--host", "-1"], "host: expected a size such as"),
+        (["--budget", "1GiB"], "budget_gib: expected at least"),
+        (["--gpu", "abacus"], "device: expected"),
+        (["--model", "nobody"], "model: expected a config.json"),
+        (["--layers", "0"], "layers: expected at least 1"),
+        (["--grad-accum", "0"], "grad_accum: expected at least 1"),
+        (["--seq-len", "0"], "seq_len: expected at least 1"),
+        (["--workspace-mib", "-3"], "workspace_mib: expected"),
+        (["--optimizer", "lion"], "invalid choice"),
+    ],
+)
+def test_what_cannot_be_is_one_line(change: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main([*SMALL, *change])
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    err = capsys.readouterr().err
+    assert status == 2
+    assert err.count("\n") == 1
+    assert said in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_check_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--check"]) == 2
+    assert "check: expected a CUDA GPU" in capsys.readouterr().err
+
+
+def test_sizes_are_parsed() -> None:
+    assert parse_gib("budget", "40") == parse_gib("budget", "40GiB") == parse_gib("budget", " 40 gib ") == 40
+    assert parse_gib("budget", "512MiB") == 0.5
+    assert parse_gib("budget", "1.5TiB") == 1536
+    assert parse_gib("budget", "80GB") == pytest.approx(74.5, abs=0.01)
+    for text in ("", "GiB", "4e3", "1,5", "40GiBs"):
+        with pytest.raises(ArgumentValueError, match=r"^budget: expected"):
+            parse_gib("budget", text)
+
+
+def test_help_names_gpus_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    out = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
+    assert all(name in out for name in [*GPUS, *SHAPES])
+
+
+def test_it_needs_no_transformers() -> None:
+    code = "import sys; sys.modules['transformers'] = None; from lowtide.cli import main; sys.exit(main(sys.argv[1:]))"
+    run = [sys.executable, "-W", "error", "-c", code, *SMALL]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "apply_policy(model" in ended.stdout
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    command, shown = re.findall(r"```console\n\$ lowtide (plan .*?)\n(.*?)```", page, re.DOTALL)[0]
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "plan", "exec"), {})

@@ -1,0 +1,237 @@
+"""`plan_memory`: the fastest that fits, the longest and the largest that fit, and refusals that help."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
+from lowtide.memory.planner_choice import Search, ladder, longest_sequence
+from lowtide.memory.planner_gpus import GPUS
+from lowtide.train.shapes import SHAPES
+
+GIB = 2**30
+LLAMA = SHAPES["llama-3.2-1b"]
+FEW = {**LLAMA, "num_hidden_layers": 5}
+
+
+def plan(model: Any = LLAMA, seq_len: int = 16384, batch: int = 1, budget: float = 16, **kwargs: Any) -> MemoryPlan:
+    return plan_memory(model, seq_len, batch, budget, **{"device": "h100", **kwargs})
+
+
+@pytest.mark.parametrize("host_gib", [0, 0.2, 3])
+def test_more_budget_is_never_slower_and_none_is_overdrawn(host_gib: float) -> None:
+    last = float("inf")
+    for budget in (11, 11.5, 12, 13, 14, 15.7, 18, 22, 30, 79):
+        found = plan(budget=budget, host_gib=host_gib)
+        assert found.peak_bytes <= budget * GIB
+        assert found.host_bytes <= host_gib * GIB
+        assert found.seconds <= last
+        assert len(found.policies) == 16
+        last = found.seconds
+    assert set(found.policies) == {ActivationPolicy(mlp_level=0)}
+
+
+@pytest.mark.parametrize("host_gib", [0, 0.1, 50])
+@pytest.mark.parametrize("seq_len", [1024, 32768])
+def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
+    """All mixtures of a model of 5 layers in the order of memory, one by one, for budgets from the least up."""
+    search = Search(plan(FEW, seq_len, budget=60, host_gib=host_gib).job, int(host_gib * GIB))
+    by_memory = sorted(
+        ladder(search.job, offload=host_gib > 0), key=lambda p: search.memory.of(p, moves=p.offload).on_gpu
+    )
+    every = []
+    for layers in itertools.combinations_with_replacement(by_memory, 5):
+        one = search.candidate([(policy, len(list(same))) for policy, same in itertools.groupby(layers)])
+        if one.host <= host_gib * GIB:
+            every.append(one)
+    least, most = min(one.peak for one in every), max(one.peak for one in every)
+    assert search.least().peak <= least * 1.0005
+    for share in (0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1):
+        budget = least + share * (most - least)
+        fastest = min(one.seconds for one in every if one.peak <= budget)
+        found = plan(FEW, seq_len, budget=budget / GIB, host_gib=host_gib)
+        assert found.seconds == pytest.approx(fastest, rel=5e-3)  # mixtures of four and more are not tried
+
+
+def test_layers_are_offloaded_only_where_something_moves() -> None:
+    for one in Search(plan(host_gib=8).job, 8 * GIB).candidates:
+        assert (one.host > 0) == any(policy.offload for policy in one.policies)
+
+
+def test_the_front_is_one() -> None:
+    front = plan(host_gib=8).front
+    for a, b in itertools.pairwise(front):
+        assert a.peak < b.peak
+        assert a.seconds > b.seconds
+
+
+@pytest.mark.parametrize("host_gib", [0, 6])
+def test_the_longest_sequence_is_really_the_longest(host_gib: float) -> None:
+    found = plan(seq_len=2048, host_gib=host_gib)
+    longest = found.longest_sequence
+    assert plan(seq_len=longest, host_gib=host_gib).peak_bytes <= 16 * GIB
+    for more in (256, 512, 4096):
+        with pytest.raises(ArgumentValueError, match=r"^budget_gib: expected at least"):
+            plan(seq_len=longest + more, host_gib=host_gib)
+
+
+def test_the_largest_batch_is_really_the_largest() -> None:
+    largest = plan(seq_len=4096).largest_batch
+    assert plan(seq_len=4096, batch=largest).peak_bytes <= 16 * GIB
+    with pytest.raises(ArgumentValueError, match=f"batch_size={largest} fits"):
+        plan(seq_len=4096, batch=largest + 1)
+
+
+def test_host_memory_makes_the_longest_sequence_longer() -> None:
+    job = plan().job
+    assert longest_sequence(job, 16 * GIB, 64 * GIB) > 1.3 * longest_sequence(job, 16 * GIB, 0)
+
+
+def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
+    with pytest.raises(ArgumentValueError) as caught:
+        plan(seq_len=36864, batch=2, budget=16)
+    text = str(caught.value)
+    needed, got, lacking = (float(x) for x in re.findall(r"least ([\d.]+) .*got ([\d.]+), ([\d.]+) GiB", text)[0])
+    assert got == 16
+    assert lacking == pytest.approx(needed - got, abs=0.011)
+    assert plan(seq_len=36864, batch=2, budget=needed + 0.01).peak_bytes <= (needed + 0.01) * GIB
+    host = int(re.findall(r"host_gib=(\d+) would do", text)[0])
+    assert plan(seq_len=36864, batch=2, budget=16, host_gib=host).peak_bytes <= 16 * GIB
+    sequence = int(re.findall(r"seq_len=(\d+) fits", text)[0])
+    assert plan(seq_len=sequence, batch=2, budget=16).peak_bytes <= 16 * GIB
+    assert "batch_size=1 fits" in text
+
+
+def test_states_that_do_not_fit_are_said_to_be_it() -> None:
+    with pytest.raises(ArgumentValueError, match=r"optimizer states alone take 59\.83 GiB: take another optimizer"):
+        plan(SHAPES["llama-3-8b"], budget=40)
+
+
+def test_the_lines_are_python_that_makes_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(seq_len=32768, budget=13, host_gib=2)
+    assert any(policy.offload for policy in found.policies)
+    seen = {}
+
+    def apply_policy(model: object, policy: object, *, host_gib: float | None = None) -> None:
+        seen.update(model=model, policy=policy, host_gib=host_gib)
+
+    monkeypatch.setattr("lowtide.patch", lambda model: seen.update(patched=model))
+    monkeypatch.setattr("lowtide.memory.apply_policy", apply_policy)
+    model = SimpleNamespace(config=SimpleNamespace(use_cache=True))
+    exec(found.lines(), {"model": model})
+    assert seen == {"patched": model, "model": model, "policy": list(found.policies), "host_gib": 2}
+    assert not model.config.use_cache
+
+
+def test_notes_say_what_is_assumed() -> None:
+    assert not any("max_position" in note for note in plan(seq_len=8192, budget=70).notes)
+    notes = " ".join(plan({**LLAMA, "max_position_embeddings": 4096}, seq_len=8192, budget=70).notes)
+    assert "max_position_embeddings is 4,096" in notes
+    assert "from a table" in notes
+    window = {**FEW, "model_type": "mistral", "sliding_window": 1024}
+    assert "look back on a window" in " ".join(plan(window, seq_len=8192, budget=70).notes)
+    assert "caps its scores" in " ".join(plan(SHAPES["gemma-2-2b"], seq_len=512, budget=70).notes)
+    assert "float32" in " ".join(plan(FEW, seq_len=512, budget=70, dtype="float32").notes)
+    assert "expandable_segments" in " ".join(plan(seq_len=65536, budget=79).notes)
+    assert "expandable_segments" not in notes
+    assert "more than the 23.5 GiB" in " ".join(plan(FEW, seq_len=512, budget=70, device="rtx4090").notes)
+
+
+def test_it_prints_what_it_found() -> None:
+    found = plan(seq_len=32768, budget=16)
+    text = str(found)
+    assert str(found.chosen) in text
+    assert found.lines() in text
+    assert f"peak {found.peak_bytes / GIB:.2f} of 16.00 GiB" in text
+    assert f"{found.longest_sequence:,} tokens" in text
+    assert "the peak" in text
+    for line in found.chart().splitlines():
+        assert len(line) <= 80
+    assert found.chart().count("X") == 2  # and in the legend
+    assert json.loads(json.dumps(found.to_dict()))["choice"]["seconds"] == found.seconds
+
+
+def test_a_chart_of_one_point_is_drawn() -> None:
+    one = plan({**LLAMA, "num_hidden_layers": 1}, seq_len=16, budget=16)
+    assert "X" in one.chart()
+
+
+def test_a_model_on_the_meta_device_is_planned_like_its_config() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**FEW)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert plan(model, 4096).to_dict() == plan(config, 4096).to_dict() == plan(FEW, 4096).to_dict()
+    in_float32 = plan(model.float(), 4096)
+    assert in_float32.job.dtype == torch.float32
+    assert in_float32.peak_bytes > plan(model.bfloat16(), 4096).peak_bytes
+
+
+def test_a_budget_is_the_gpu_s_where_none_is_given() -> None:
+    found = plan_memory(LLAMA, 1024, 1, device="rtx4090")
+    assert found.budget_bytes == int(GPUS["rtx4090"].memory_bytes * 0.93)
+
+
+def test_mixtures_of_experts_have_no_levels() -> None:
+    experts = {
+        "model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "vocab_size": 999, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    found = plan(experts, 1024)
+    assert {policy.mlp_level for policy in found.policies} == {None}
+    assert any("experts" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        ({"seq_len": 0}, ArgumentValueError, "seq_len"),
+        ({"seq_len": 8.0}, ArgumentTypeError, "seq_len"),
+        ({"batch_size": True}, ArgumentTypeError, "batch_size"),
+        ({"budget_gib": 0}, ArgumentValueError, "budget_gib"),
+        ({"budget_gib": float("nan")}, ArgumentValueError, "budget_gib"),
+        ({"budget_gib": "40"}, ArgumentTypeError, "budget_gib"),
+        ({"host_gib": -1}, ArgumentValueError, "host_gib"),
+        ({"device": "h1000"}, ArgumentValueError, "device"),
+        ({"device": 3}, ArgumentTypeError, "device"),
+        ({"dtype": "int8"}, ArgumentValueError, "dtype"),
+        ({"dtype": torch.int8}, ArgumentValueError, "dtype"),
+        ({"optimizer": "adam"}, ArgumentValueError, "optimizer"),
+        ({"autocast": 1}, ArgumentTypeError, "autocast"),
+        ({"autocast": True, "dtype": "bfloat16"}, ArgumentValueError, "dtype"),
+        ({"keep_gradients": 1}, ArgumentTypeError, "keep_gradients"),
+        ({"options": {}}, ArgumentTypeError, "options"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], error: type[Exception], named: str) -> None:
+    arguments = {"model_or_config": LLAMA, "seq_len": 8, "batch_size": 1, "budget_gib": 20, "device": "h100", **change}
+    with pytest.raises(error, match=f"^{named}: expected"):
+        plan_memory(**arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_no_gpu_can_be_measured_where_there_is_none() -> None:
+    with pytest.raises(UnsupportedError, match=r"^device: expected a CUDA GPU"):
+        plan(device="cuda")
+    assert plan_memory(LLAMA, 1024, 1).job.gpu.name == "h100"
+
+
+def test_it_is_reachable_and_every_argument_documented() -> None:
+    assert lowtide.memory.plan_memory is plan_memory
+    text = inspect.getdoc(plan_memory) or ""
+    for argument in inspect.signature(plan_memory).parameters:
+        assert f"{argument}:" in text, argument
+    text = inspect.getdoc(MemoryPlan) or ""
+    for field in inspect.signature(MemoryPlan).parameters:
+        assert f"{field}:" in text or f"{field}``" in text, field

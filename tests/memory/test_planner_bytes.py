@@ -1,0 +1,232 @@
+"""The planner's bytes and operations, by hand for Llama-3-8B (h = 4096, f = 3.5h, 32 heads and 8 of keys, 128 each)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowtide import HeadOptions, plan_head
+from lowtide.memory import ActivationPolicy
+from lowtide.memory.planner_bytes import (
+    OPTIMIZERS,
+    PAGES,
+    WORKSPACE,
+    Job,
+    Memory,
+    backward_transients,
+    checkpoint_bytes,
+    forward_transients,
+    kept_by_operation,
+)
+from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner_times import BESIDE, HOST_FORWARD, Times, attention_flop, layer_time
+from lowtide.train.shapes import SHAPES
+
+T, H = 8192, 4096
+LLAMA = Job(read_shape(SHAPES["llama-3-8b"]), T, 1, GPUS["h100"], torch.bfloat16, "sgd")
+ALL, ALL1 = ActivationPolicy(mlp_level=0), ActivationPolicy(mlp_level=1)
+ATTENTION, INPUT = (ActivationPolicy(keep=keep, mlp_level=0) for keep in ("attention", "input"))
+NORMS, LSE = 2 * 4, 32 * 4  # bytes a token: a float32 for each row of a norm, and for each head
+
+
+@pytest.mark.parametrize(
+    ("policy", "bytes_per_token"),
+    [
+        (ALL, 27 * H + NORMS + LSE),
+        (ALL1, 13 * H + NORMS + LSE),
+        (ATTENTION, 4 * H + LSE),
+        (ActivationPolicy(keep="attention", mlp_level=1), 4 * H + LSE),
+        (INPUT, 2 * H),
+        (ActivationPolicy(keep="input", offload=True), 2 * H),
+    ],
+)
+def test_a_layer_keeps(policy: ActivationPolicy, bytes_per_token: int) -> None:
+    assert checkpoint_bytes(LLAMA, policy) == T * bytes_per_token
+    assert checkpoint_bytes(replace(LLAMA, batch_size=3), policy) == 3 * T * bytes_per_token
+
+
+def test_what_each_operation_keeps() -> None:
+    kept = kept_by_operation(LLAMA, 0)
+    assert kept["queries, keys, values"] == 2 * (32 + 8 + 8) * 128
+    assert kept["gate and up"] == 2 * 2 * 14336
+    wide = replace(LLAMA, dtype=torch.float32)
+    assert sum(kept_by_operation(wide, 0).values()) == 2 * 27 * H + NORMS + LSE
+    gemma, qwen = (replace(LLAMA, shape=read_shape(SHAPES[name])) for name in ("gemma-2-2b", "qwen3-8b"))
+    behind = kept_by_operation(gemma, 1)["outputs of attention and MLP before their norms"]
+    assert behind == 2 * 2 * 2304
+    heads = kept_by_operation(qwen, 1)["queries and keys before their norms"]
+    assert heads == 2 * (32 + 8) * 128 + 4 * (32 + 8)
+
+
+def test_temporaries_of_a_layer() -> None:
+    h, f, e = H, 14336, 2
+    assert forward_transients(LLAMA, ALL) == T * e * (f + h)
+    assert forward_transients(LLAMA, ALL1) == T * e * (2 * f + h)
+    assert forward_transients(LLAMA, INPUT) == T * e * (3 * f + 3 * h)
+    assert backward_transients(LLAMA, ALL) == T * e * (f + 2 * h)
+    assert backward_transients(LLAMA, ALL1) == T * e * (3 * f + 2 * h)
+
+
+def test_phases_of_a_step_that_keeps_all() -> None:
+    phases = {str(phase): phase for phase in Memory(LLAMA).phases([(ALL, 32)])}
+    params, layer, vocab = 8_030_261_248, 218_112_000, 128_256 * H
+    kept = T * (27 * H + NORMS + LSE)
+    other = 2 * WORKSPACE + 24 * T + 2 * T * 128 * 2
+    head = plan_head(T, H, 128_256, torch.bfloat16, "cuda", capability=(9, 0), device_bytes=GPUS["h100"].memory_bytes)
+    at_head = phases["head"]
+    assert at_head.weights == 2 * params
+    assert at_head.optimizer == 0
+    assert at_head.activations == 32 * kept + 2 * 2 * T * H
+    assert at_head.head == 2 * T * H + 2 * vocab + head.scratch_bytes
+    assert at_head.bytes == 2 * params + at_head.activations + at_head.head + other
+    last, first = phases["backward of layer 31"], phases["backward of layer 0"]
+    mlp = 3 * H * 14336
+    assert last.activations == 32 * kept
+    assert last.gradients == 2 * (vocab + mlp // 3)
+    assert first.activations == kept
+    assert first.gradients == 2 * (31 * layer + vocab + mlp // 3)
+    few = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H)).phases([(ALL, 32)])}
+    assert few["backward of layer 31"].gradients == 2 * (vocab + mlp // 3)
+    fewer = {str(phase): phase for phase in Memory(replace(LLAMA, seq_len=H // 2)).phases([(ALL, 32)])}
+    assert fewer["backward of layer 31"].gradients == 2 * (vocab + mlp - 2 * (H // 2) * 14336)
+    assert phases["embedding"].transients == 2 * T * H + 4 * T * H
+    assert phases["optimizer"].gradients == 2 * params
+    assert phases["optimizer"].bytes == 4 * params + other
+
+
+def test_a_recomputed_layer_is_whole_while_its_backward_runs() -> None:
+    phases = {str(phase): phase for phase in Memory(LLAMA).phases([(INPUT, 32)])}
+    whole, alone = checkpoint_bytes(LLAMA, ALL), checkpoint_bytes(LLAMA, INPUT)
+    assert phases["backward of layer 31"].activations == 31 * alone + whole
+    assert phases["backward of layer 0"].activations == whole
+
+
+def test_offloaded_layers_are_on_the_host_but_for_those_in_flight() -> None:
+    memory = Memory(LLAMA)
+    away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
+    one, whole = checkpoint_bytes(LLAMA, ATTENTION), checkpoint_bytes(LLAMA, ALL)
+    groups = [(away, 20), (ALL, 12)]
+    assert memory.host(groups) == 18 * (one + PAGES)  # the last two offloaded layers stay
+    assert memory.kept(groups) == 2 * one + 12 * whole
+    phases = {str(phase): phase for phase in memory.phases(groups)}
+    assert phases["backward of layer 17"].activations == whole + one + PAGES  # the next one is on its way back
+    assert phases["backward of layer 19"].activations == one + whole
+    assert phases["backward of layer 0"].activations == whole
+    assert memory.host([(away, 2), (ALL, 30)]) == 0
+    assert memory.host([(away, 1), (ActivationPolicy(keep="input", offload=True), 3), (ALL, 28)]) == (
+        one + checkpoint_bytes(LLAMA, INPUT) + 2 * PAGES
+    )
+
+
+def test_autocast_keeps_the_stream_wide_and_copies_attention_s_weights() -> None:
+    job = replace(LLAMA, dtype=torch.float32, autocast=True)
+    # the stream's three tensors at 4 bytes, three copies of attention's input, gate and up, at 2; the rest as before
+    each = 3 * 4 * H + 3 * 2 * H + 3 * H + 2 * H + 14 * H + NORMS + LSE
+    copies = 2 * (H * (H + 2 * 1024) + H * H)
+    assert checkpoint_bytes(job, ALL) == T * each + copies
+    assert checkpoint_bytes(job, ATTENTION) == T * (4 * H + 2 * H + LSE)
+    memory = Memory(replace(job, optimizer="adamw"))
+    assert memory.weights + memory.all_gradients + memory.states == 16 * 8_030_261_248
+    assert job.head_plan.backend == "exp"
+    assert job.head_plan.cast_bytes == 2 * 128_256 * H
+    head = next(phase for phase in memory.phases([(ALL, 32)]) if phase.name == "head")
+    held = 4 * T * H + 4 * 128_256 * H + job.head_plan.scratch_bytes + job.head_plan.cast_bytes
+    assert head.head == held + job.head_plan.accumulator_bytes
+    assert Times(job).of(ALL).forward < 1.3 * Times(LLAMA).of(ALL).forward
+
+
+def test_gradients_that_stay_are_there_in_every_phase() -> None:
+    job = replace(LLAMA, keep_gradients=True)
+    for phase in Memory(job).phases([(ATTENTION, 32)]):
+        assert phase.gradients == 2 * 8_030_261_248
+    before, after = (Memory(one).peak([(ATTENTION, 32)]).bytes for one in (LLAMA, job))
+    assert after > before
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "each"), [("adamw", 4), ("adamw-8bit", 2 + 8 / 256), ("sgd", 0), ("sgd-momentum", 2)]
+)
+def test_states_of_optimizers(optimizer: str, each: float) -> None:
+    memory = Memory(replace(LLAMA, optimizer=optimizer))
+    assert memory.states == int(each * LLAMA.shape.params)
+    in_float32 = Memory(replace(LLAMA, optimizer=optimizer, dtype=torch.float32))
+    assert in_float32.states == int((each if "8bit" in optimizer else 2 * each) * LLAMA.shape.params)
+
+
+def test_the_foreach_optimizer_s_temporaries_can_be_the_peak() -> None:
+    short = replace(LLAMA, seq_len=16, optimizer="adamw-foreach")
+    peak = Memory(short).peak([(ALL, 32)])
+    assert peak.name == "optimizer"
+    assert peak.transients == 2 * LLAMA.shape.params
+    assert set(OPTIMIZERS) == {"adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"}
+
+
+def test_a_tied_embedding_s_gradient_stands_beside_the_head_s() -> None:
+    tied = Job(read_shape(SHAPES["llama-3.2-1b"]), 128, 1, GPUS["h100"], torch.bfloat16, "sgd")
+    untied = replace(tied, shape=replace(tied.shape, tied=False))
+    one, two = (next(p for p in Memory(job).phases([(ALL, 16)]) if p.name == "embedding") for job in (tied, untied))
+    assert one.transients - two.transients == 2 * 128_256 * 2048
+    assert two.gradients - one.gradients == 2 * 128_256 * 2048
+
+
+def test_the_head_is_planned_for_the_gpu_that_is_named() -> None:
+    assert LLAMA.head_plan.backend == "exp"
+    assert replace(LLAMA, gpu=GPUS["a100-80gb"]).head_plan.backend == "row"
+    small = replace(LLAMA, gpu=GPUS["rtx4090"]).head_plan
+    assert small.backend == "row"
+    assert small.scratch_bytes <= GPUS["rtx4090"].memory_bytes / 32
+    mine = replace(LLAMA, head=HeadOptions(workspace_mib=64)).head_plan
+    assert mine.scratch_bytes <= 64 * 2**20
+
+
+def test_operations_of_attention() -> None:
+    assert attention_flop(LLAMA) == 4 * (T * T / 2) * 4096
+    window = replace(LLAMA, shape=replace(LLAMA.shape, windows=(1024,) * 32))
+    pairs = sum(min(i + 1, 1024) for i in range(T))  # one by one
+    assert attention_flop(window) == pytest.approx(4 * pairs * 4096, rel=1e-3)
+    half = replace(LLAMA, shape=replace(LLAMA.shape, windows=(1024, 0) * 16))
+    assert attention_flop(half) == pytest.approx((attention_flop(window) + attention_flop(LLAMA)) / 2)
+
+
+def test_what_recompute_costs() -> None:
+    all_, all1, attention, input_ = (layer_time(LLAMA, p) for p in (ALL, ALL1, ATTENTION, INPUT))
+    assert all_.flop == 0
+    assert all1.flop == pytest.approx(2 * 2 * T * H * 14336)
+    assert attention.flop == 2 * T * (218_112_000 - 2 * H - H * 14336)  # but for the down projection
+    assert layer_time(LLAMA, ActivationPolicy(keep="attention", mlp_level=1)).flop == attention.flop
+    assert input_.flop - attention.flop == attention_flop(LLAMA)
+    assert all_.backward < all1.backward < attention.backward < input_.backward
+    assert all_.forward == input_.forward
+    assert attention.forward == pytest.approx(all_.forward, rel=0.01)
+    assert layer_time(LLAMA, ActivationPolicy(keep="input", offload=True)).transfer == 2 * T * H / GPUS["h100"].pcie
+
+
+def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:
+    slow = replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e9))
+    away = ActivationPolicy(keep="input", mlp_level=0, offload=True)
+    each = 2 * T * H / 1e9
+    assert each > layer_time(slow, away).backward
+    moved = 32 - 2
+    difference = (
+        Times(slow).step([(away, 32)])
+        - Times(slow).fixed
+        - 2 * sum((one.forward + one.backward) for one in [layer_time(slow, away)])
+    )
+    assert difference == pytest.approx(moved * 2 * each * (1 + BESIDE))
+    quick = Times(LLAMA).step([(away, 32)]) - Times(LLAMA).step([(INPUT, 32)])
+    assert quick == pytest.approx(moved * 2 * BESIDE * 2 * T * H / GPUS["h100"].pcie)
+
+
+def test_nothing_is_faster_than_the_host() -> None:
+    short = layer_time(replace(LLAMA, seq_len=1), ALL)
+    longer = layer_time(replace(LLAMA, seq_len=64), ALL)
+    assert (short.forward, short.backward) == pytest.approx((longer.forward, longer.backward), rel=0.01)
+    assert short.forward > HOST_FORWARD
+
+
+def test_memory_that_costs_nothing_is_spent_where_the_host_sets_the_pace() -> None:
+    short = replace(LLAMA, seq_len=64)
+    assert layer_time(short, ALL).backward < layer_time(short, ALL1).backward

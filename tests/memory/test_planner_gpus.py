@@ -1,0 +1,110 @@
+"""GPUs by name, by the driver's name, and remembered measurements."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.errors import ArgumentValueError
+from lowtide.memory import planner_gpus
+from lowtide.memory.planner_gpus import GPUS, cache_file, find_gpu, known_as, measured_gpu
+
+DRIVER = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100 80GB PCIe": "a100-80gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L4": "l4",
+    "NVIDIA A10": "a10",
+    "NVIDIA A10G": None,
+    "NVIDIA RTX A6000": "a6000",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 3090": "rtx3090",
+    "Tesla T4": None,
+}
+
+
+@pytest.mark.parametrize("name", DRIVER)
+def test_drivers_names_are_known(name: str) -> None:
+    assert known_as(name) == DRIVER[name]
+
+
+def test_every_gpu_of_the_table_has_a_driver_s_name() -> None:
+    assert set(GPUS) == {name for name in DRIVER.values() if name}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_rates_are_below_the_data_sheets(name: str) -> None:
+    gpu = GPUS[name]
+    assert gpu.gemm32 < gpu.gemm
+    assert gpu.attention_backward < gpu.attention < gpu.gemm * 1.01
+    assert gpu.pcie < gpu.bandwidth / 4
+    assert not gpu.measured
+
+
+def test_rates_of_an_h100() -> None:
+    """Products at 670 to 790 TFLOP/s, copies at 2.5 TB/s, PCIe at 55 GB/s: benchmarks/results, 2026-11-21-plan-h100."""
+    gpu = GPUS["h100"]
+    assert 650e12 < gpu.gemm < 800e12
+    assert gpu.bandwidth == pytest.approx(2.52e12, rel=0.01)
+    assert gpu.pcie == pytest.approx(55e9, rel=0.01)
+
+
+def test_a_gpu_of_one_s_own_is_taken() -> None:
+    mine = replace(GPUS["h100"], name="mine", memory_gib=12.5)
+    assert find_gpu(mine) is mine
+    assert mine.memory_bytes == 12.5 * 2**30
+
+
+def test_an_unknown_one_is_refused() -> None:
+    with pytest.raises(ArgumentValueError, match=r"^device: expected 'cuda' .* h100, "):
+        find_gpu("h300")
+
+
+@pytest.fixture
+def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU that is not there, measured by a stand-in; the list grows by each measurement."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Q1")
+    measured: list[str] = []
+
+    def measure(device: torch.device) -> planner_gpus.Gpu:
+        measured.append(str(device))
+        return replace(GPUS["l4"], name="NVIDIA Q1", measured=True)
+
+    monkeypatch.setattr(planner_gpus, "_measure", measure)
+    return measured
+
+
+def test_a_measurement_is_kept(at_hand: list[str]) -> None:
+    first = measured_gpu(torch.device("cuda"))
+    assert find_gpu("cuda") == find_gpu(torch.device("cuda")) == find_gpu(None) == first
+    assert first.measured
+    assert at_hand == ["cuda"]
+    told = json.loads(cache_file().read_text())
+    assert list(told) == [f"NVIDIA Q1, torch {torch.__version__}"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"NVIDIA Q1": 3}', '{"a": {"name": "old"}}'])
+def test_a_file_that_cannot_be_read_is_measured_again(at_hand: list[str], text: str) -> None:
+    cache_file().parent.mkdir(parents=True)
+    cache_file().write_text(text)
+    assert measured_gpu(torch.device("cuda")).name == "NVIDIA Q1"
+    assert measured_gpu(torch.device("cuda")).measured
+    assert len(at_hand) == 1
+
+
+def test_one_that_is_known_is_not_measured(at_hand: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100-SXM4-40GB")
+    assert find_gpu(None) is GPUS["a100-40gb"]
+    assert at_hand == []

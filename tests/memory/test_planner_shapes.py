@@ -1,0 +1,149 @@
+"""Shapes are read from configs by the fields' names, and refused by the fields' names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError
+from lowtide.memory.planner_shapes import read_shape
+from lowtide.train.shapes import DEFAULT, SHAPES
+
+SMALL = {
+    "num_hidden_layers": 3, "hidden_size": 42, "intermediate_size": 72, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 131, "tie_word_embeddings": False,
+}  # fmt: skip
+TYPES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16},
+    "gemma3_text": {"layer_types": ["full_attention"] * 3},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "granite": {},  # not in the planner's own list: compared with the model that transformers builds
+}
+PUBLISHED = {  # parameters, as counted in the published checkpoints
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "gemma-2-2b": 2_614_341_888,
+}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_parameters_are_those_of_the_model(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shape = read_shape(config)
+    assert shape.params == sum(p.numel() for p in model.parameters())
+    assert shape.vocab_params == model.get_output_embeddings().weight.numel()
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert shape.layer_params == layer
+    assert read_shape(model) == shape
+    assert read_shape({"model_type": model_type, **SMALL, **TYPES[model_type]}) == shape
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_named_shapes_have_the_published_parameters(name: str) -> None:
+    assert read_shape(SHAPES[name]).params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != DEFAULT])
+def test_named_shapes_are_read_without_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = read_shape(SHAPES[name])
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    bare = read_shape(SHAPES[name])
+    assert (bare.params, bare.windows.count(0)) == (whole.params, whole.windows.count(0) if name != "gemma-2-2b" else 0)
+
+
+def test_windows_are_each_layer_s_own() -> None:
+    assert read_shape({"model_type": "gemma2", **SMALL, **TYPES["gemma2"]}).windows == (16, 0, 16)
+    assert read_shape({"model_type": "mistral", **SMALL, **TYPES["mistral"]}).windows == (16, 16, 16)
+    assert read_shape({"model_type": "llama", **SMALL}).windows == (0, 0, 0)
+
+
+def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
+    settings = {"model_type": "llama", **SMALL}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert read_shape(tmp_path) == read_shape(str(tmp_path / "config.json")) == read_shape(settings)
+
+
+def test_the_text_part_of_a_config_is_read() -> None:
+    assert read_shape({"model_type": "llava", "text_config": {"model_type": "llama", **SMALL}}).params > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"num_attention_heads": "6"}, "num_attention_heads"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"cross_attention_layers": [3]}, "cross_attention_layers"),
+        ({"layer_types": ["linear_attention"] * 3, "sliding_window": 4}, "layer_types"),
+        ({"layer_types": ["full_attention"], "sliding_window": 4}, "layer_types"),
+        ({"model_type": None}, "model_type"),
+        ({"model_type": "nobody-knows-this"}, "model_type"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"model_type": "mixtral"}, "num_local_experts"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_name(
+    change: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)  # whose own checks would come first
+    with pytest.raises(ArgumentValueError, match=f"^{named}: expected"):
+        read_shape({"model_type": "llama", **SMALL, **change})
+
+
+def test_a_missing_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        settings = {"model_type": "llama", **SMALL}
+        del settings[name]
+        with pytest.raises(ArgumentValueError, match=f"^{name}: expected"):
+            read_shape(settings)
+
+
+def test_a_model_with_parts_that_are_not_planned_for_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("llama", **SMALL)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.model.layers[1].extra = torch.nn.Linear(3, 4, device="meta")
+    with pytest.raises(ArgumentValueError, match="'llama' with"):
+        read_shape(model)
+    del model.model.layers[1].extra
+    model.model.embed_tokens.weight.requires_grad_(False)
+    with pytest.raises(ArgumentValueError, match=r"embed_tokens\.weight frozen"):
+        read_shape(model)
+
+
+def test_a_type_nobody_compared_is_refused_where_its_parameters_differ() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ArgumentValueError, match=r"^model_type: .*'olmo2' with"):
+        read_shape({"model_type": "olmo2", **SMALL})
+
+
+@pytest.mark.parametrize("given", [3, None, ["llama"], torch.nn.Linear(2, 3)])
+def test_something_else_is_refused(given: object) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^model_or_config: expected"):
+        read_shape(given)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    for path in (tmp_path / "config.json", tmp_path / "absent.json"):
+        with pytest.raises(ArgumentValueError, match=r"^model_or_config: expected"):
+            read_shape(path)
