@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
+from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import (
     BASE,
@@ -95,8 +96,7 @@ def patch(
         >>> lowtide.unpatch(model)
     """
     target = _unwrapped(model)
-    if options is not None and not isinstance(options, HeadOptions):
-        raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
+    check_options(options)
     for name, flag in (("loss", loss), ("mlp", mlp), ("norm", norm), ("rope", rope)):
         if not isinstance(flag, bool):
             raise ArgumentTypeError(message(name, "True or False", f"{flag!r}"))
