@@ -316,6 +316,21 @@ def test_a_bias_that_is_a_column_of_the_weight(D: int, softcap: float | None, mo
         torch.testing.assert_close(g, e)
 
 
+@pytest.mark.parametrize("D", [5, 7, 8])
+def test_a_bias_that_rules_a_class_out_is_a_column_too(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its -inf stands beside columns that pad the weight, and must not be multiplied with their zeros."""
+    plan_head = public.plan_head
+    monkeypatch.setattr(public, "plan_head", lambda *a, **k: replace(plan_head(*a, **k), bias_column=True))
+    x, w, b, _ = head((3, 7), D, 13, dtype=torch.float64)
+    with torch.no_grad():
+        b[4] = -torch.inf
+    got = linear_apply(lambda z: z.logsumexp(-1), x, w, linear_bias=b)
+    want = F.linear(x, w, b).logsumexp(-1)
+    torch.testing.assert_close(got, want)
+    for g, e in zip(torch.autograd.grad(got.sum(), (x, w, b)), torch.autograd.grad(want.sum(), (x, w, b)), strict=True):
+        torch.testing.assert_close(g, e)
+
+
 def test_the_plan_says_where_a_copy_of_the_weight_is_small() -> None:
     def of(D: int, V: int, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> bool:
         return public.plan_head(32768, D, V, dtype, "cuda", function=True, **kwargs).bias_column

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide import HeadOptions, HeadPlan, plan_head
+from lowtide import HeadOptions, HeadPlan, plan_divergence, plan_head
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose_backend
 from lowtide.head.plan import MIB, plan_exp_stats
@@ -85,6 +85,18 @@ def test_the_plan_prints_what_a_reader_wants_to_know() -> None:
 def test_sizes_below_zero_are_refused() -> None:
     with pytest.raises(LowtideError, match="V: expected a size of 0 or more, got -1"):
         plan_head(1, 1, -1, torch.float32, "cpu")
+
+
+def test_what_is_no_option_and_no_reduction_is_refused() -> None:
+    size = (1, 1, 2)
+    for plan in (
+        lambda **kwargs: plan_head(*size, torch.float32, "cpu", **kwargs),
+        lambda **kwargs: plan_divergence(*size, 1, torch.float32, "cpu", **kwargs),
+    ):
+        with pytest.raises(LowtideError, match=r"options: expected lowtide.HeadOptions or None, got dict"):
+            plan(options={"workspace_mib": 1})
+        with pytest.raises(LowtideError, match=r"reduction: expected .*, got 'avg'"):
+            plan(reduction="avg")
 
 
 def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_do_not() -> None:

@@ -1,6 +1,5 @@
 """Any function of the final linear layer's logits, which are never built whole."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +14,12 @@ from lowtide.head.apply_function import TENSOR, UserFunction, compiled, current_
 from lowtide.head.arguments import (
     check_device,
     check_head,
-    check_number,
+    check_options,
     check_per_token,
     check_tensor,
     refuse_transforms,
     scalar_tensor,
+    softcap_number,
 )
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
@@ -110,14 +110,13 @@ def linear_apply(
     dtype = check_head(input, linear_weight, linear_bias)
     if linear_weight.shape[0] == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
-    _check_arguments(fn, input, token_args, mask, out, compile, options)
-    options = options or HeadOptions()
+    _check_arguments(fn, input, token_args, mask, out, compile)
+    options = check_options(options)
     if options.gradient == "forward" and out == "token":
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if softcap is not None:
-        check_number("softcap", softcap, 0, math.inf, above=True)
+    softcap = softcap_number("softcap", softcap)
     plain_scale = scalar_tensor("logit_scale", logit_scale, torch.float64)
     if plain_scale.requires_grad:
         # as factors of input and bias, where autograd finds its gradient; a NaN in a masked token must not reach it
@@ -171,7 +170,6 @@ def _check_arguments(
     mask: Tensor | None,
     out: object,
     compile: object,
-    options: object,
 ) -> None:
     if not callable(fn):
         raise ArgumentTypeError(message("fn", "a function of logits [C, V]", type(fn).__name__))
@@ -179,8 +177,6 @@ def _check_arguments(
         raise ArgumentValueError(message("out", "'token' or 'sum'", f"{out!r}"))
     if not isinstance(compile, bool):
         raise ArgumentTypeError(message("compile", "True or False", f"{compile!r}"))
-    if options is not None and not isinstance(options, HeadOptions):
-        raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
     leading = input.shape[:-1]
     for i, value in enumerate(token_args):
         name = f"token_args[{i}]"

@@ -55,7 +55,7 @@ def apply(call: ApplyCall, tensors: tuple[Tensor | None, ...]) -> Any:
 class _Applied(torch.autograd.Function):
     """One scalar to differentiate: forward stores its gradients. Else backward runs the function once more.
 
-    Stored gradients are attributes, not saved by save_for_backward: see `lowtide.head.autograd`.
+    Stored gradients are attributes, not saved by save_for_backward: see `lowtide.head.stored.keep`.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Applied(torch.autograd.Function):
         else:
             ctx.dtypes = [None if t is None else t.dtype for t in tensors]
             ctx.shapes = [None if t is None else t.shape for t in tensors]
-            ctx.sources = tensors  # as in `lowtide.head.autograd`
+            ctx.sources = tensors  # as in `lowtide.head.stored.keep`
         finished = collected.finished()
         flags = zip(finished, collected.differentiable, strict=True)
         ctx.mark_non_differentiable(*(leaf for leaf, needed in flags if leaf is not None and not needed))

@@ -2,8 +2,7 @@
 
 C rows of the chunk, V vocabulary (the larger of the two, what one side lacks is -inf there), K classes of a teacher's
 top k. s and t are the student's and the teacher's probabilities, a and b their logarithms. What has probability 0 adds
-0, whatever the other side says. What overwrites the logits
-it is given says so.
+0, whatever the other side says. What overwrites the logits it is given says so.
 """
 
 from typing import NamedTuple

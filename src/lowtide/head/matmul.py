@@ -49,10 +49,10 @@ class HeadMatmul:
         As one more column of a copy of the weight, times 1: logits are written once, where adding it would read and
         write them again, which takes as long as the product where the hidden size is small.
         """
-        pad = padded(self.weight_VD.shape[1] + 1) - self.weight_VD.shape[1]
-        self._unit = self.weight_VD.new_zeros(1, pad)
-        self._unit[:, 0] = 1
-        self._with_bias = torch.cat((self.weight_VD, bias_V[:, None] * self._unit), 1)
+        V, D = self.weight_VD.shape
+        rest = self.weight_VD.new_zeros(1, padded(D + 1) - D - 1)  # zeros also where the bias is -inf
+        self._unit = torch.cat((rest.new_ones(1, 1), rest), 1)
+        self._with_bias = torch.cat((self.weight_VD, bias_V[:, None], rest.expand(V, -1)), 1)
 
     def logits(self, x_CD: Tensor, out_CV: Tensor, bias_V: Tensor | None = None) -> None:
         """Write ``x @ weight.T``, and a bias of the wide dtype, into ``out_CV`` of the wide dtype."""

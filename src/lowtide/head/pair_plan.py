@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.arguments import check_reduction
+from lowtide.head.arguments import check_options, check_reduction
 from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import (
@@ -74,6 +74,7 @@ def plan_divergence(
 
     Raises:
         ArgumentValueError: A negative size, a reduction that there is not, or not one of ``teacher_D`` and ``topk``.
+        ArgumentTypeError: ``options`` that are none.
         UnsupportedError: ``options`` asks for what cannot run here.
 
     Example:
@@ -88,7 +89,7 @@ def plan_divergence(
     if (teacher_D is None) == (topk is None):
         raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
     check_reduction(reduction)
-    options, device = options or HeadOptions(), torch.device(device)
+    options, device = check_options(options), torch.device(device)
     backend, reason = choose_divergence_backend(options, device, dtype, V, topk=topk is not None)
     teacher = (teacher_D, V if teacher_V is None else teacher_V) if teacher_D is not None else (0, topk or 0)
     plan, _ = plan_pair(

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.head.arguments import check_options, check_reduction
 from lowtide.head.backends import choose_backend, choose_backend_of_function
 from lowtide.head.options import HeadOptions
 
@@ -171,7 +172,8 @@ def plan_head(
         HeadPlan: print it, or read its fields.
 
     Raises:
-        ArgumentValueError: A negative size.
+        ArgumentValueError: A negative size, or a reduction that there is not.
+        ArgumentTypeError: ``options`` that are none.
         UnsupportedError: ``options`` asks for what cannot run here.
 
     Example:
@@ -182,8 +184,8 @@ def plan_head(
     for name, size in (("N", N), ("D", D), ("V", V)):
         if not isinstance(size, int) or size < 0:
             raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
-    options = options or HeadOptions()
-    device = torch.device(device)
+    check_reduction(reduction)
+    options, device = check_options(options), torch.device(device)
     weight_dtype = weight_dtype or dtype
     if function:
         backend, reason = choose_backend_of_function(options)

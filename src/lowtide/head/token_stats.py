@@ -12,11 +12,11 @@ from lowtide.head import token_stats_autograd
 from lowtide.head.arguments import (
     check_head,
     check_index,
-    check_number,
     check_options,
     check_target,
     logit_scale_tensor,
     refuse_transforms,
+    softcap_number,
 )
 from lowtide.head.backends import choose_stats_backend
 from lowtide.head.cross_entropy import linear_cross_entropy
@@ -253,7 +253,7 @@ def _token_stats(
             else target.long().reshape(N, target.shape[-1] if target.dim() > len(leading) else 1),
             logit_scale=scale,
             dtype=dtype,
-            softcap=None if softcap is None else check_number("softcap", softcap, 0, math.inf, above=True),
+            softcap=softcap_number("softcap", softcap),
             want=",".join(sorted(names)),
             topk=topk,
             ignore_index=check_index("ignore_index", ignore_index),

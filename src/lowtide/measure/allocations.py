@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocation
     seen = Allocations()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # 5 lets two lines a profile through to stderr
     # The CUDA activity is left out on purpose: both allocators report to the CPU side, and CUPTI is slow to start.
-    # acc_events: there is one cycle only, and without it some versions warn that the events of others are dropped.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    # Not torch.profiler.profile: some versions warn unless it is told to accumulate events, and then it makes a Python
+    # object of each when the block ends, which takes many times as long as the block.
+    with profile(use_kineto=True, profile_memory=True) as profiler:
         yield seen
         if kind == "cuda":
             torch.cuda.synchronize()
@@ -75,10 +76,9 @@ def track_allocations(device: str | torch.device = "cpu") -> Iterator[Allocation
 
 def _fill(seen: Allocations, profiler: profile, kind: str) -> None:
     """Read the allocators' events of one kind of device out of a finished profile."""
-    raw = profiler.profiler
-    if raw is None or raw.kineto_results is None:
+    if profiler.kineto_results is None:
         raise RuntimeError("torch.profiler kept no events: this build of PyTorch has no Kineto")
-    events: list[Any] = raw.kineto_results.events()  # Any: torch's stub lacks nbytes()
+    events: list[Any] = profiler.kineto_results.events()  # Any: torch's stub lacks nbytes()
     memory = [e for e in events if e.name() == "[memory]" and _kind(e.device_type()) == kind]
     total = 0
     for event in sorted(memory, key=lambda e: e.start_ns()):  # a stable sort: equal times keep the order of arrival

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.errors import ArgumentTypeError, message
+from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import (
     is_causal_lm_loss,
@@ -102,8 +103,7 @@ def patch(
         >>> lowtide.unpatch(model)
     """
     target = _unwrapped(model)
-    if options is not None and not isinstance(options, HeadOptions):
-        raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
+    check_options(options)
     asked = {"mlp": mlp, "norm": norm, "rope": rope}
     for name, flag in {"loss": loss, **asked}.items():
         if not isinstance(flag, bool):
