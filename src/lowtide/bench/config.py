@@ -31,6 +31,10 @@ def _setting(default: Any, help: str, *, metavar: str | None = None) -> Any:
 
 
 class _Settings:
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings that a result file tells: all but where it was to lie."""
+        return {name: value for name, value in vars(self).items() if name != "output"}
+
     def _require(self, name: str, met: bool, expected: str) -> None:
         if not met:
             got = getattr(self, name)

@@ -249,6 +249,8 @@ def run(config: LayersBenchConfig, say: Callable[[str], object]) -> list[dict[st
             rows.append(row)
             say(line(row))
         told = {"command": config.command(), "date": today, "commit": source_commit(), "machine": machine}
-        files.write_json({**told, "dtype": str(dtype).removeprefix("torch."), "config": vars(config), "rows": rows})
+        files.write_json(
+            {**told, "dtype": str(dtype).removeprefix("torch."), "config": config.recorded(), "rows": rows}
+        )
     say(f"written: {files.json}\n")
     return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +41,7 @@ def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str,
         "commit": source_commit(),
         "machine": machine,
         "dtype": dtype,
-        "config": dataclasses.asdict(config),
+        "config": config.recorded(),
         "rows": rows,
     }
     say(f"\n{config.model}, batch {config.batch}, {dtype}, attention by {config.sdpa}\n{_COLUMNS}")
