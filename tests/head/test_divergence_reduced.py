@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide import HeadOptions, linear_divergence, plan_divergence
@@ -257,6 +263,32 @@ def test_inside_a_checkpoint(reentrant: bool) -> None:
     checkpoint(block, *student, use_reentrant=reentrant).backward()
     for leaf, e in zip(student, torch.autograd.grad(block(*student), student), strict=True):
         torch.testing.assert_close(leaf.grad, e)
+
+
+def test_a_selective_checkpoint_that_keeps_what_the_operator_returned() -> None:
+    """Backward meets the stored gradients first, and may not scale in place what is then looked up again."""
+    student, teacher = make(torch.float64)
+
+    def block(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return call([F.layer_norm(x, (9,)), w, b], teacher, reduction="mean")
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if "lowtide" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    with set_checkpoint_early_stop(False):  # else it stops before the operator, whose results nobody saves
+        loss = 3 * checkpoint(block, *student, use_reentrant=False, context_fn=contexts)
+        got = torch.autograd.grad(loss, student)
+    for g, e in zip(got, torch.autograd.grad(3 * block(*student), student), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_nothing_counts_in_fp16() -> None:
+    """Its gradients are divided by the number of tokens in backward: 0 by 0."""
+    student, teacher = make(torch.float16)
+    value = call(student, teacher, mask=torch.zeros(3, 5, dtype=torch.bool), reduction="mean")
+    assert value.isnan()
+    assert all((g == 0).all() for g in torch.autograd.grad(value, student))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

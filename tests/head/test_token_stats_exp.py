@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.kernels import configs
+from lowtide.head.kernels import configs, stats_rows
 from lowtide.head.logit_stats import Known, Upstream
 from lowtide.head.plan import HeadPlan
 from lowtide.head.schedules import Gradients
@@ -39,6 +39,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
     monkeypatch.setattr(configs, "of_device", lambda device: config)
+
+
+@pytest.fixture(autouse=True)
+def each_class_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU two entries for one class of a row would race; the interpreter, which has no threads, hides that."""
+    put = stats_rows.put_entries
+
+    def checked(g_CV: Tensor, entries: stats_rows.Entries, first_class: int) -> None:
+        for row in entries.id.tolist():
+            classes = [v for v in row if v >= 0]
+            assert len(set(classes)) == len(classes)
+        put(g_CV, entries, first_class)
+
+    monkeypatch.setattr(stats_rows, "put_entries", checked)
 
 
 def plan(N: int, V: int, rows: int) -> HeadPlan:

@@ -159,9 +159,10 @@ def check(
 @pytest.mark.parametrize(("V", "U", "block"), [(1, 1, 4096), (2, 2, 8), (37, 37, 16), (1003, 1003, 256), (96, 96, 32)])
 @every_kind
 def test_sizes(kind: Kind, V: int, U: int, block: int, gradient: str) -> None:
-    z, other = sides(3, V, U)
-    check(z, other, kind, gradient, block=block)
+    z, other = sides(2, V, U)
     check(z, other, kind, gradient, block=block, **options(V, U))
+    if gradient == "wide":  # what is stored, and how, does not depend on the options
+        check(z, other, kind, gradient, block=block)
 
 
 @pytest.mark.parametrize("name", ["bias_V", "teacher_bias_U", "scale"])
@@ -193,13 +194,12 @@ def test_vocabularies_of_different_sizes(kind: Kind, V: int, U: int, gradient: s
         assert g.isnan().any(1).all()
 
 
-@pytest.mark.parametrize("gradient", LOOSE)
+@pytest.mark.parametrize(("gradient", "with_options"), [("wide", False), *((gradient, True) for gradient in LOOSE)])
 @pytest.mark.parametrize("caps", [{"softcap": 3.0}, {"teacher_softcap": 2.0}, {"softcap": 0.4, "teacher_softcap": 30}])
-@pytest.mark.parametrize("with_options", [False, True])
 @every_kind
 def test_soft_caps(kind: Kind, caps: dict[str, float], gradient: str, with_options: bool) -> None:
     """Also where tanh is all but 1: its slope must not cancel."""
-    z, other = sides(3, 45, spread=4.0)
+    z, other = sides(2, 45, spread=4.0)
     check(z, other, kind, gradient, **caps, **(options(45) if with_options else {}))
 
 
@@ -274,7 +274,7 @@ def test_classes_that_are_ruled_out(kind: Kind, gradient: str) -> None:
 
 @every_kind
 def test_huge_logits(kind: Kind) -> None:
-    z, other = sides(4, 53, spread=100.0)
+    z, other = sides(2, 53, spread=100.0)
     z += 1e4  # of which half of the digits are lost, in the products already
     for gradient in LOOSE:
         check(z, other, kind, gradient, near=2e-3)
@@ -286,8 +286,8 @@ def test_huge_logits(kind: Kind) -> None:
 @every_kind
 def test_a_student_close_to_its_teacher(kind: Kind) -> None:
     """The divergence is far below the rounding of a sum of exponentials: no term may cancel."""
-    _, other = sides(6, 1003)
-    shift = 1e-3 * torch.randn(6, 1003, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    _, other = sides(3, 1003)
+    shift = 1e-3 * torch.randn(3, 1003, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     z = other + shift + 0.125  # what is the same in all classes shifts the logsumexp alone
     rows, g = run(z, other, kind, longest_block=256)
     value, want = truth(z, other, kind)
@@ -303,7 +303,7 @@ def test_a_student_close_to_its_teacher(kind: Kind) -> None:
 @pytest.mark.parametrize("spread", [0.01, 2.0, 60.0])
 @every_kind
 def test_a_lifted_row_fits_fp16(kind: Kind, spread: float, scale: float) -> None:
-    z, other = sides(4, 203, spread=spread / scale)
+    z, other = sides(2, 203, spread=spread / scale)
     rows, g = run(z, other, kind, "float16", scale=torch.tensor(scale, device=DEVICE), longest_block=64)
     _, want = run(z, other, kind, "wide", scale=torch.tensor(scale, device=DEVICE), longest_block=64)
     assert rows.value.isfinite().all()
@@ -313,13 +313,13 @@ def test_a_lifted_row_fits_fp16(kind: Kind, spread: float, scale: float) -> None
 
 @every_kind
 def test_narrow_values_are_the_wide_ones_rounded(kind: Kind) -> None:
-    z, other = sides(3, 203)
-    _, wide = run(z, other, kind, longest_block=32, **options(203))
+    z, other = sides(2, 75)
+    _, wide = run(z, other, kind, longest_block=32, **options(75))
     for gradient, dtype in NARROW.items():
         expected = wide
         if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off
             expected = (wide.clone().view(torch.int32) & -0x10000).view(torch.float32)
-        got = run(z, other, kind, gradient, longest_block=32, **options(203))[1]
+        got = run(z, other, kind, gradient, longest_block=32, **options(75))[1]
         if dtype == torch.bfloat16:
             assert torch.equal(got, expected.to(dtype).float())
         else:
