@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs, stats_rows
 from lowtide.head.logit_stats import Known, Upstream
-from lowtide.head.plan import HeadPlan
 from lowtide.head.schedules import Gradients
 from lowtide.head.token_stats_exp import ExpStats
 from lowtide.head.token_stats_rows import StatsJob, _of_targets

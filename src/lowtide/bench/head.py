@@ -20,7 +20,7 @@ from lowtide.bench.results import Files
 from lowtide.bench.rows import Bench, Row, plan_of, release
 from lowtide.bench.shapes import Shape
 from lowtide.errors import UnsupportedError, message
-from lowtide.head.plan import MIB
+from lowtide.head.head_plan import MIB
 from lowtide.measure import describe_machine, source_commit
 
 SWEEP_POINTS = 7

@@ -16,7 +16,8 @@ from lowtide.bench.limit import bare_gemms, measure_limit
 from lowtide.bench.peers import CannotError, Peer
 from lowtide.bench.problem import Problem, Setting
 from lowtide.bench.reference import Floor, Reference, reference, relative_error, rounding_floor
-from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.head.head_plan import HeadPlan
+from lowtide.head.plan import plan_head
 from lowtide.measure import mib, peak_above, time_side_by_side
 
 REASON_LENGTH = 200

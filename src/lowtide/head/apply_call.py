@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.apply_function import UserFunction
-from lowtide.head.plan import HeadPlan
+from lowtide.head.head_plan import HeadPlan
 from lowtide.head.schedules import rows_are_viewable, take_leading
 
 

@@ -14,8 +14,8 @@ from lowtide.head.apply_call import ApplyCall, Needs, Rows, Tensors, Totals, has
 from lowtide.head.apply_function import Caller, Results, vjp
 from lowtide.head.apply_random import RandomState, random_state, same_state, set_random_state
 from lowtide.head.backends import why_not_row
+from lowtide.head.head_plan import padded
 from lowtide.head.matmul import HeadMatmul, narrow_view
-from lowtide.head.plan import padded
 from lowtide.head.schedules import put_input_grad
 from lowtide.head.softmax import finish_logits_
 

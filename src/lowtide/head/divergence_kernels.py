@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lowtide.head.divergence_rows import DivergenceJob, Teacher, teacher_rows
 from lowtide.head.divergence_terms import RowNumbers
+from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.kernels.pair_rows import Logits, pair_gradient, pair_rows, pair_value_and_gradient
 from lowtide.head.matmul import HeadMatmul
-from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.schedules import FP16_LIFT, Gradients, put_input_grad
 
 

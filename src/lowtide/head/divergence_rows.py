@@ -12,10 +12,10 @@ from torch import Tensor
 from lowtide.errors import TargetIndexError, message
 from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.divergence_terms import Kind, RowNumbers, dense_gradient_, dense_rows, topk_gradient_, topk_rows
+from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import plan_pair
-from lowtide.head.plan import HeadPlan, padded
 from lowtide.head.schedules import Gradients, drops_rows, gradient_buffers, positions, put_input_grad, take_rows
 from lowtide.head.softmax import finish_logits_
 

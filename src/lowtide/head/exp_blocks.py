@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.schedules import Gradients
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.exp_blocks import aligned_rows, matmul_into, operand_rows, rebuild_in_blocks, slices
-from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, take_rows
 
 Settle = Callable[[], tuple[Tensor, Gradients]]

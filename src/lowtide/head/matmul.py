@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.plan import HeadPlan, padded
+from lowtide.head.head_plan import HeadPlan, padded
 
 BIAS_FIRST = 2048  # hidden size from which a GPU's product hides that it reads what it adds to
 

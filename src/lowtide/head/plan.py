@@ -3,9 +3,6 @@
 N tokens, D hidden size, V vocabulary, C rows of a chunk.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -14,117 +11,32 @@ import torch
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.arguments import check_options, check_reduction
 from lowtide.head.backends import choose_backend, choose_backend_of_function
+from lowtide.head.exp_plan import plan_exp
+from lowtide.head.head_plan import (
+    BYTES_PER_TOKEN,
+    GPU_TILE,
+    MIB,
+    HeadPlan,
+    accumulate_in,
+    level,
+    padded,
+    workspace_bytes,
+    workspace_note,
+)
 from lowtide.head.options import HeadOptions
 
-MIB = 2**20
-CPU_WORKSPACE = 128 * MIB  # GEMMs of 128 rows already run at 93% of their best rate on two AVX-512 cores
-GPU_WORKSPACE = 1152 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
-MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
 FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
 FEWEST_ROWS = {"cpu": 8, "cuda": 512}  # chunks smaller than this are not made for FEWEST_CHUNKS' sake
-GPU_TILE = 128
 ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
-BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
-STATS_BYTES_PER_TOKEN = 128  # what is found and kept of each token, and in backward the upstream gradients
-STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first
-
-# The exponential path. Figures: benchmarks/results, one H100; docs/algorithm.md says what they mean.
-EXP_ROWS = 2048  # a chunk may have so many however few the tokens: W is read twice for each, dW read and written
-EXP_WORK = 3 * 2**20  # rows times hidden size below which the thin kernels between the GEMMs begin to show
-EXP_PIECES = 8  # chunks, where memory allows: dW may be rounded that often
-EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
-EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
-EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often
-EXP_FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
-EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
-EXP_LEAST_BLOCK = 2048  # columns
-EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
-EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
 
 # Any function of the logits (linear_apply).
 FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
 PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits it gets at a time: half a millisecond of the host's for each
-GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
-MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
 FUNCTION_CHUNKS = {"cpu": FEWEST_CHUNKS, "cuda": 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
 FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}
 BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
 FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadPlan:
-    """What one call of the head will do. All sizes are upper bounds in bytes.
-
-    Attributes:
-        backend: The implementation that runs, and ``reason``, why it does.
-        gradient: ``"forward"`` or ``"recompute"``, as in `HeadOptions`.
-        accumulate: ``"float32"`` or ``"input"``, as in `HeadOptions`.
-        rows: Tokens that are computed, in ``chunks`` chunks of ``chunk_rows`` tokens, the last one perhaps of fewer.
-        scratch_bytes: Workspace: logits of one chunk, row sums, [C, D] buffers and blocks of the weight.
-        accumulator_bytes: The float32 sum of the weight's gradient, where the gradient itself is narrower.
-        cast_bytes: The weight's low-precision copy under autocast.
-        logits_gemm: How the logits come about: ``"same"`` (operands and result share a dtype), ``"out_dtype"``
-            (narrow operands, float32 result, on the device), ``"blocks"`` (a block of the weight at a time is cast).
-        backward_gemm: The same for the two gradient GEMMs; ``"narrow"`` casts the logits' gradient to the operands'
-            dtype instead.
-        block_rows: Rows of the weight cast at a time (0: none are).
-        columns: Width of the blocks in which a chunk's logits are turned into their gradient.
-        note: What else the reader should know, such as a workspace that was too small; empty if nothing.
-        schedule: ``"chunks"``: a chunk's logits (or exponentials) over the whole vocabulary at once. ``"blocks"``, on
-            the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
-        block_columns: See there.
-        sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
-        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path and in
-            `linear_divergence`.
-        piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
-        bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
-    """
-
-    backend: str
-    reason: str
-    gradient: Literal["forward", "recompute"]
-    accumulate: Literal["float32", "input"]
-    rows: int
-    chunks: int
-    chunk_rows: int
-    scratch_bytes: int
-    accumulator_bytes: int
-    cast_bytes: int
-    logits_gemm: Literal["same", "out_dtype", "blocks"] = "out_dtype"
-    backward_gemm: Literal["same", "narrow", "blocks"] = "narrow"
-    block_rows: int = 0
-    columns: int = 0
-    note: str = ""
-    schedule: Literal["chunks", "blocks"] = "chunks"
-    block_columns: int = 0
-    sum_rows: int = 0
-    product_rows: int = 0
-    piece_rows: int = 0
-    bias_column: bool = False
-
-    def slices(self) -> Iterator[slice]:
-        """Yield each chunk's rows."""
-        for start in range(0, self.rows, self.chunk_rows):
-            yield slice(start, min(start + self.chunk_rows, self.rows))
-
-    def __str__(self) -> str:
-        lines = [
-            f"backend {self.backend}: {self.reason}",
-            f"{self.rows} rows in {self.chunks} chunks of {self.chunk_rows}; gradients"
-            f" {'in forward' if self.gradient == 'forward' else 'recomputed in backward'}, weight gradient summed in"
-            f" {'float32' if self.accumulate == 'float32' else 'its own dtype'}",
-            f"scratch {self.scratch_bytes / MIB:.1f} MiB, accumulator {self.accumulator_bytes / MIB:.1f} MiB,"
-            f" weight copy {self.cast_bytes / MIB:.1f} MiB",
-        ]
-        if self.schedule == "blocks":
-            lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
-        if self.backend == "row" and 0 < self.product_rows < self.chunk_rows:
-            lines.append(f"both sides' logits exist of {self.product_rows} rows at a time, their gradient of a chunk's")
-        if self.piece_rows:
-            lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
-        return "\n".join([*lines, self.note] if self.note else lines)
 
 
 def plan_head(
@@ -202,7 +114,7 @@ def plan_head(
         )
     gradient = choose_gradient(options, reduction, weight_frozen)
     if backend == "exp":
-        return _plan_exp(
+        return plan_exp(
             N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied,
             device_bytes=device_bytes,
         )  # fmt: skip
@@ -271,12 +183,12 @@ def plan_rows_of_logits(
     rows = min(most, wanted) if automatic else most
     if device.type != "cpu" and rows > GPU_TILE:
         rows -= rows % GPU_TILE
-        rows = _level(N, rows) if function else rows
+        rows = level(N, rows) if function else rows
     chunks = -(-N // rows)
     rows = max(1, -(-N // max(1, chunks))) if device.type == "cpu" else min(rows, max(1, N))
     scratch = fixed + rows * row_bytes
     needs_whole_weight = backward_gemm != "blocks" or logits_gemm == "out_dtype"
-    accumulate = _accumulate(options, weight_dtype, accumulate_dtype, many=chunks > 1)
+    accumulate = accumulate_in(options, weight_dtype, accumulate_dtype, many=chunks > 1)
     if device.type != "cpu" and weight_dtype not in (dtype, accumulate_dtype):
         accumulate = "float32"  # a GPU's GEMM of operands narrowed in another way cannot add to the weight's dtype
     return HeadPlan(
@@ -297,160 +209,6 @@ def plan_rows_of_logits(
         note=workspace_note(options, N, scratch),
         piece_rows=-(-rows // -(-rows // piece_rows)) if function else 0,  # pieces of one size
         bias_column=bias_column,
-    )
-
-
-def _plan_exp(
-    N: int,
-    D: int,
-    V: int,
-    device: torch.device,
-    options: HeadOptions,
-    reason: str,
-    gradient: Literal["forward", "recompute"],
-    weight_dtype: torch.dtype,
-    weight_frozen: bool,
-    input_is_copied: bool,
-    *,
-    token_bytes: int = BYTES_PER_TOKEN,
-    tile_numbers: int = 1,
-    device_bytes: int | None = None,
-    sum_row_bytes: int = 0,
-) -> HeadPlan:
-    """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short.
-
-    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row, and
-    ``sum_row_bytes`` what else a row takes where nothing but sums is computed.
-    """
-    fixed = N * token_bytes + 24 * V + 32 * D
-    thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
-    sums = 4 * tile_numbers * -(-V // GPU_TILE)
-    whole = thin + sums + 2 * padded(V)
-    budget = workspace_bytes(options, device, device_bytes)
-    room = max(0, budget - fixed)
-    automatic = options.workspace_mib is None
-    rows = min(room // whole, _exp_rows(N, D)) if automatic else room // whole
-    rows = max(1, min(_whole_tiles(rows), max(1, N)))
-    rows = _level(N, rows)
-    few = EXP_FEW_CHUNKS if automatic else EXP_FEW_ASKED_CHUNKS
-    many = -(-N // rows) > few
-    accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
-    columns = V
-    light = -(-N // rows) > EXP_FEW_CHUNKS and rows * D * V < EXP_LIGHT_CHUNK
-    if gradient == "recompute" or light or rows < min(N, EXP_BLOCKS_BELOW[accumulate]):
-        if automatic:
-            room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
-        blocked = _exp_blocks(N, V, room, thin)
-        if blocked is not None:
-            rows, columns = blocked
-            many = -(-N // rows) > few
-            accumulate = _accumulate(options, weight_dtype, torch.float32, many=many)
-    blocked_schedule = gradient == "recompute" or columns < V
-    sum_row = sums + 64 + 2 * D * input_is_copied + sum_row_bytes
-    sum_rows = max(1, min(max(1, N), EXP_SUM_ROWS, _whole_tiles(room // sum_row)))
-    scratch = fixed + rows * (thin + 2 * padded(columns) + (0 if blocked_schedule else sums))
-    if blocked_schedule:
-        scratch = max(scratch, fixed + sum_rows * sum_row)
-    return HeadPlan(
-        backend="exp",
-        reason=reason,
-        gradient=gradient,
-        accumulate=accumulate,
-        rows=N,
-        chunks=-(-N // rows),
-        chunk_rows=rows,
-        scratch_bytes=scratch,
-        accumulator_bytes=V * D * 4 if accumulate == "float32" and not weight_frozen else 0,
-        cast_bytes=V * D * 2 if weight_dtype != torch.bfloat16 else 0,
-        note=workspace_note(options, N, scratch),
-        schedule="blocks" if blocked_schedule else "chunks",
-        block_columns=columns,
-        sum_rows=sum_rows,
-        product_rows=rows if blocked_schedule else min(rows, _wave_rows(D)),
-    )
-
-
-def plan_exp_stats(
-    N: int,
-    D: int,
-    V: int,
-    device: torch.device,
-    options: HeadOptions,
-    reason: str,
-    *,
-    weight_dtype: torch.dtype,
-    weight_frozen: bool,
-    input_is_copied: bool,
-    tile_numbers: int,
-    targets: int,
-    sum_row_bytes: int,
-) -> HeadPlan:
-    """Return the plan of `linear_token_stats` on the exponential path; arguments as in `plan_head`.
-
-    ``tile_numbers`` float32 are what each tile of the vocabulary leaves of a row, ``sum_row_bytes`` are what else it
-    takes in forward. Each token has so many ``targets``.
-    """
-    return _plan_exp(
-        N, D, V, device, options, reason, "recompute", weight_dtype, weight_frozen, input_is_copied,
-        token_bytes=STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, targets - 1), tile_numbers=tile_numbers,
-        sum_row_bytes=sum_row_bytes,
-    )  # fmt: skip
-
-
-def _exp_rows(N: int, D: int) -> int:
-    """Return the rows of a chunk where memory is no matter: few enough to be small beside N, enough to be fast."""
-    fast = max(N // EXP_PIECES, -(-EXP_WORK // max(1, D)))
-    power = 1 << max(0, fast - 1).bit_length()
-    return max(1, min(power, max(N // 4, EXP_ROWS)))
-
-
-def _exp_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
-    """Return (chunk rows, columns of a block) that fit ``room`` bytes; None where blocks would be no use."""
-    for rows in (2048, 1536, 1024, 768, 512, 384, 256, 128):
-        rows = min(rows, max(1, N))
-        columns = (room - rows * thin) // (2 * rows) // 256 * 256
-        if columns >= min(V, EXP_LEAST_BLOCK):
-            return _level(N, rows), min(V, columns)
-    return None
-
-
-def _wave_rows(D: int) -> int:
-    """Return the power of two nearest to the rows of one wave of tiles: beyond it a second one would begin."""
-    return 1 << round(math.log2(EXP_WAVE / max(1, D)))
-
-
-def _whole_tiles(rows: int) -> int:
-    """Return fewer rows, in whole tiles; half ones count where a tile is much of a chunk."""
-    tile = GPU_TILE if rows >= 4 * GPU_TILE else GPU_TILE // 2
-    return rows - rows % tile if rows > GPU_TILE else rows
-
-
-def _level(N: int, rows: int) -> int:
-    """Return fewer rows where that leaves the number of chunks: the last one should not be a short one."""
-    if rows < GPU_TILE or rows >= N:
-        return rows
-    share = -(-N // -(-N // rows))
-    tile = GPU_TILE if rows >= 4 * GPU_TILE else GPU_TILE // 2
-    return min(rows, -(-share // tile) * tile)
-
-
-def _accumulate(
-    options: HeadOptions, weight_dtype: torch.dtype, wide: torch.dtype, *, many: bool
-) -> Literal["float32", "input"]:
-    if weight_dtype == torch.float16:
-        return "float32"
-    if weight_dtype.itemsize >= wide.itemsize:
-        return "input"
-    return "float32" if options.accumulate == "float32" or (options.accumulate == "auto" and many) else "input"
-
-
-def workspace_note(options: HeadOptions, N: int, scratch: int) -> str:
-    """Return what a plan says where the least that can be done takes more than was asked for; empty if it does not."""
-    if options.workspace_mib is None or scratch <= options.workspace_mib * MIB:
-        return ""
-    return (
-        f"workspace_mib={options.workspace_mib} is less than one row of logits and the numbers kept for each of"
-        f" {N} tokens take: one row is computed at a time, in {scratch / MIB:.2f} MiB"
     )
 
 
@@ -501,27 +259,6 @@ def _cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def workspace_bytes(
-    options: HeadOptions, device: torch.device, device_bytes: int | None = None, *, function: bool = False
-) -> int:
-    """Return how much scratch memory a call may take.
-
-    Args:
-        options: As given.
-        device: Where.
-        device_bytes: Memory of the GPU that is planned for; None: the one that is there.
-        function: Whether the call is one of `linear_apply`.
-    """
-    if options.workspace_mib is not None:
-        return int(options.workspace_mib * MIB)
-    if device.type == "cpu":
-        return CPU_WORKSPACE
-    most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if function else (GPU_WORKSPACE, MOST_OF_A_GPU)
-    if device_bytes is None and device.type == "cuda" and torch.cuda.is_available():
-        device_bytes = torch.cuda.get_device_properties(device).total_memory
-    return most if device_bytes is None else min(most, int(device_bytes * share))
-
-
 def _automatic_rows(N: int, device_type: str, function: bool) -> int:
     """Return the rows of a chunk where memory is no matter."""
     kind = device_type if device_type == "cpu" else "cuda"
@@ -537,11 +274,6 @@ def _piece_rows(N: int, V: int, most: int, device_type: str) -> int:
 def block_rows_of(budget: int, D: int, V: int) -> int:
     """Return how many rows of the weight are cast at a time."""
     return max(1, min(V, 4096, budget // 8 // max(1, 4 * D)))
-
-
-def padded(V: int) -> int:
-    """Return the row length of a chunk's logits: 16-byte rows for the GEMMs, also when narrowed to two bytes."""
-    return -(-V // 8) * 8
 
 
 def columns_of(rows: int, V: int, device_type: str) -> int:

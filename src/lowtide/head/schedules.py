@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError
+from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul, narrow_view
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import HeadPlan, padded, plan_head
+from lowtide.head.plan import plan_head
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_gradient_, loss_rows, row_stats
 
 KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowtide.head.exp_blocks import aligned_rows, operand_rows, rebuild_in_blocks, slices
+from lowtide.head.head_plan import HeadPlan
 from lowtide.head.logit_stats import Known, Upstream
-from lowtide.head.plan import HeadPlan
 from lowtide.head.schedules import Gradients, take_rows
 from lowtide.head.token_stats_rows import StatsJob
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lowtide.head.backends import choose_stats_backend
+from lowtide.head.exp_plan import plan_exp_stats
+from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.logit_stats import Known, Upstream, row_sums, stats_gradient_
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import HeadPlan, padded, plan_exp_stats
 from lowtide.head.schedules import (
     Gradients,
     check_classes,

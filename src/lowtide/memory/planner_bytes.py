@@ -13,8 +13,9 @@ from functools import cached_property
 
 import torch
 
+from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import HeadPlan, plan_head
+from lowtide.head.plan import plan_head
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner_gpus import Gpu
 from lowtide.memory.planner_shapes import ModelShape
