@@ -26,14 +26,17 @@ ALL = "all"
 TOKENS = tuple(2**k for k in range(10, 19))
 
 
-def _setting(default: Any, help: str, *, metavar: str | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "metavar": metavar})
+def _setting(default: Any, help: str, *, metavar: str | None = None, last: bool = False) -> Any:
+    return field(default=default, metadata={"help": help, "metavar": metavar, "last": last})
 
 
 class _Settings:
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a result file tells: all but where it was to lie."""
         return {name: value for name, value in vars(self).items() if name != "output"}
+
+    def _require_at_least(self, name: str, least: int) -> None:
+        self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
 
     def _require(self, name: str, met: bool, expected: str) -> None:
         if not met:
@@ -42,7 +45,27 @@ class _Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadBenchConfig(_Settings):
+class _RunSettings(_Settings):
+    """What all benchmarks have that measure in rounds and write a result: the last of their options."""
+
+    warm: int = _setting(2, "rounds that do not count", last=True)
+    reps: int = _setting(6, "rounds that count; every candidate takes turns with the limit", last=True)
+    dtype: Dtype = _setting("auto", "of all inputs; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    device: Device = _setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
+    seed: int = _setting(0, "of the random inputs", last=True)
+    output: str = _setting(".", "folder for the result (json)", metavar="DIR", last=True)
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
+            self._require_at_least(name, least)
+        self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
+        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
+        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
+        self._require("output", self.output != "", "a name that is not empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadBenchConfig(_RunSettings):
     """What `lowtide.bench.head.run` measures; each field is the option of ``lowtide bench head`` with the same name.
 
     Raises:
@@ -64,24 +87,15 @@ class HeadBenchConfig(_Settings):
     )
     table: bool = _setting(True, "leave out the peers' table and measure only what other options ask for")
     error: bool = _setting(True, "do not compute the errors of losses and gradients")
-    warm: int = _setting(2, "rounds that do not count")
-    reps: int = _setting(6, "rounds that count; every candidate takes turns with the limit")
-    dtype: Dtype = _setting("auto", "of the products' operands; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
-    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
-    seed: int = _setting(0, "of the random inputs")
-    output: str = _setting(".", "folder for the result (json) and the pictures (png)", metavar="DIR")
+    dtype: Dtype = _setting("auto", "of the products' operands; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    output: str = _setting(".", "folder for the result (json) and the pictures (png)", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
-        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
-            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
-        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
+        super().__post_init__()
         for name in ("only", "skip"):
             for peer in getattr(self, name):
                 if peer not in PEERS:
                     raise ArgumentValueError(message(name, f"names out of {', '.join(PEERS)}", repr(peer)))
-        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
-        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
-        self._require("output", self.output != "", "a name that is not empty")
         self._require("workspace_mib", all(0 < v < math.inf for v in self.sweep_mib), "numbers above 0")
         self._require("workspace_mib", self.sweep or not self.workspace_mib, "--sweep beside it")
         self._require("tokens", all(n > 0 for n in self.token_counts), "whole numbers above 0, or all")
@@ -120,7 +134,7 @@ class HeadBenchConfig(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpBenchConfig(_Settings):
+class MlpBenchConfig(_RunSettings):
     """What `lowtide.bench.mlp.run` measures; each field is the option of ``lowtide bench mlp`` with the same name.
 
     Raises:
@@ -133,22 +147,12 @@ class MlpBenchConfig(_Settings):
     )  # fmt: skip
     only: tuple[str, ...] = _setting((), "measure these alone: {peers}", metavar="PEER")
     skip: tuple[str, ...] = _setting((), "leave these out", metavar="PEER")
-    warm: int = _setting(2, "rounds that do not count")
-    reps: int = _setting(6, "rounds that count; every candidate takes turns with the limit")
-    dtype: Dtype = _setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
-    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
-    seed: int = _setting(0, "of the random inputs")
-    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+    dtype: Dtype = _setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
-            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
-        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
+        super().__post_init__()
         for name in ("only", "skip"):
             self._require(name, set(getattr(self, name)) <= set(MLP_PEERS), f"names out of {', '.join(MLP_PEERS)}")
-        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
-        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
-        self._require("output", self.output != "", "a name that is not empty")
         self._require("skip", bool(self.peers), "at least one peer that is left")
         assert self.shapes
 
@@ -177,7 +181,7 @@ APPLY_FUNCTIONS = ("cross-entropy", "focal", "entropy", "top-k")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApplyBenchConfig(_Settings):
+class ApplyBenchConfig(_RunSettings):
     """What `lowtide.bench.apply.run` measures; each field is the option of ``lowtide bench apply`` with the same name.
 
     Raises:
@@ -198,21 +202,14 @@ class ApplyBenchConfig(_Settings):
     steps: int = _setting(50, "of training")
     batch: int = _setting(4, "sequences of a training step")
     seq_len: int = _setting(1024, "tokens of a sequence")
-    warm: int = _setting(2, "rounds that do not count")
-    reps: int = _setting(6, "rounds that count")
-    dtype: Dtype = _setting("auto", "of inputs and model; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
-    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
-    seed: int = _setting(0, "of the random inputs")
-    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+    reps: int = _setting(6, "rounds that count", last=True)
+    dtype: Dtype = _setting("auto", "of inputs and model; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        for name, least in (("warm", 0), ("reps", 1), ("seed", 0), ("steps", 1), ("batch", 1), ("seq_len", 8)):
-            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
-        self._require("seed", self.seed < 2**32, "a whole number below 2**32")
+        super().__post_init__()
+        for name, least in (("steps", 1), ("batch", 1), ("seq_len", 8)):
+            self._require_at_least(name, least)
         self._require("only", set(self.only) <= set(APPLY_FUNCTIONS), f"names out of {', '.join(APPLY_FUNCTIONS)}")
-        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
-        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
-        self._require("output", self.output != "", "a name that is not empty")
         self._require("table", self.table or self.train or self.grpo, "--train or --grpo beside --no-table")
         assert self.shapes
 
@@ -237,7 +234,7 @@ LAYER_OPS = ("norm", "add-norm", "rotary")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersBenchConfig(_Settings):
+class LayersBenchConfig(_RunSettings):
     """What `lowtide.bench.layers.run` measures; each field is the option of ``lowtide bench layers`` of the same name.
 
     Raises:
@@ -251,22 +248,15 @@ class LayersBenchConfig(_Settings):
     heads: int = _setting(32, "of the queries")
     kv_heads: int = _setting(8, "of the keys")
     head_dim: int = _setting(64, "of a head; all of it is rotated")
-    warm: int = _setting(3, "rounds that do not count")
-    reps: int = _setting(10, "rounds that count; all peers of an operation take turns")
-    dtype: Dtype = _setting("auto", "of all inputs; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
-    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
-    seed: int = _setting(0, "of the random inputs")
-    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+    warm: int = _setting(3, "rounds that do not count", last=True)
+    reps: int = _setting(10, "rounds that count; all peers of an operation take turns", last=True)
 
     def __post_init__(self) -> None:
-        least = {"warm": 0, "reps": 1, "seed": 0, "tokens": 64, "hidden": 1, "heads": 1, "kv_heads": 1, "head_dim": 2}
-        for name, value in least.items():
-            self._require(name, getattr(self, name) >= value, f"a whole number of at least {value}")
+        super().__post_init__()
+        for name, least in (("tokens", 64), ("hidden", 1), ("heads", 1), ("kv_heads", 1), ("head_dim", 2)):
+            self._require_at_least(name, least)
         self._require("head_dim", self.head_dim % 2 == 0, "an even number")
         self._require("op", set(self.op) <= set(LAYER_OPS), f"names out of {', '.join(LAYER_OPS)}")
-        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
-        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
-        self._require("output", self.output != "", "a name that is not empty")
 
     def command(self) -> str:
         """Return the command that says the same."""
@@ -278,7 +268,7 @@ Sdpa = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBenchConfig(_Settings):
+class StepBenchConfig(_RunSettings):
     """What `lowtide.bench.step.run` measures; each field is the option of ``lowtide bench step`` with the same name.
 
     Raises:
@@ -295,24 +285,19 @@ class StepBenchConfig(_Settings):
     sdpa: Sdpa = _setting("auto", "attention's kernel, the same for all; auto: as PyTorch chooses")  # noqa: RUF009
     model: str = _setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
     batch: int = _setting(1, "sequences of a step")
-    warm: int = _setting(2, "steps that do not count")
-    reps: int = _setting(4, "steps that count; the median is taken")
-    dtype: Dtype = _setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
-    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
-    seed: int = _setting(0, "of weights and tokens")
-    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
+    warm: int = _setting(2, "steps that do not count", last=True)
+    reps: int = _setting(4, "steps that count; the median is taken", last=True)
+    dtype: Dtype = _setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    seed: int = _setting(0, "of weights and tokens", last=True)
 
     def __post_init__(self) -> None:
-        for name, least in (("warm", 0), ("reps", 1), ("seed", 0), ("batch", 1)):
-            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+        super().__post_init__()
+        self._require_at_least("batch", 1)
         self._require("tokens", all(n > 1 for n in self.lengths), "whole numbers above 1")
         self._require("peer", set(self.peer) <= {*STEP_PEERS, "none"}, f"names out of {', '.join(STEP_PEERS)}, or none")
         for text in self.policy:
             parse_policies(text)
         self._require("sdpa", self.sdpa in get_args(Sdpa), " or ".join(get_args(Sdpa)))
-        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
-        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
-        self._require("output", self.output != "", "a name that is not empty")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -331,7 +316,7 @@ class StepBenchConfig(_Settings):
 
 def _command(benchmark: str, config: Any) -> str:
     words = ["lowtide", "bench", benchmark]
-    for setting in dataclasses.fields(config):
+    for setting in sorted(dataclasses.fields(config), key=lambda setting: setting.metadata["last"]):
         value, flag = getattr(config, setting.name), "--" + setting.name.replace("_", "-")
         if value == setting.default or setting.name == "output":
             continue
@@ -359,7 +344,7 @@ class TuneConfig(_Settings):
 
     def __post_init__(self) -> None:
         for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
-            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+            self._require_at_least(name, least)
         self._require("seed", self.seed < 2**32, "a whole number below 2**32")
         self._require("seconds", 0 < self.seconds < math.inf, "a number above 0")
         self._require("shape", parse_numbers(self.shape) is not None, "three numbers C,D,V above 0")
@@ -371,7 +356,7 @@ class TuneConfig(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBenchConfig(_Settings):
+class TokenBenchConfig(_RunSettings):
     """What benchmarks of values for each token have in common.
 
     Raises:
@@ -387,22 +372,11 @@ class TokenBenchConfig(_Settings):
     only: tuple[str, ...] = _setting((), "measure these alone: {peers}", metavar="PEER")
     skip: tuple[str, ...] = _setting((), "leave these out", metavar="PEER")
     error: bool = _setting(True, "do not compute the errors of values and gradients")
-    warm: int = _setting(2, "rounds that do not count")
-    reps: int = _setting(6, "rounds that count; every candidate takes turns with the limit")
-    dtype: Dtype = _setting("auto", "of all inputs; auto: bfloat16 on a GPU, float32 on a CPU")  # noqa: RUF009
-    device: Device = _setting("auto", "where; auto: a GPU if there is one")  # noqa: RUF009
-    seed: int = _setting(0, "of the random inputs")
-    output: str = _setting(".", "folder for the result (json)", metavar="DIR")
 
     def __post_init__(self) -> None:
-        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
-            self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
-        self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
+        super().__post_init__()
         for name, known in (("only", self.known_peers), ("skip", self.known_peers), ("work", self.known_works)):
             self._require(name, set(getattr(self, name)) <= set(known), f"names out of {', '.join(known)}")
-        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
-        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
-        self._require("output", self.output != "", "a name that is not empty")
         self._require("skip", bool(self.peers), "at least one peer that is left")
         assert self.shapes
 

@@ -30,11 +30,12 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
 
     Args:
         parser: where to.
-        config: the dataclass; ``metadata`` of its fields has ``help`` and ``metavar``.
+        config: the dataclass; ``metadata`` of its fields has ``help`` and ``metavar``, and may have ``last``: after the
+            others.
         names: what ``{...}`` in a help text stands for.
     """
     hints = get_type_hints(config)
-    for field in dataclasses.fields(config):
+    for field in sorted(dataclasses.fields(config), key=lambda field: field.metadata.get("last", False)):
         flag = "--" + field.name.replace("_", "-")
         # str.replace, not format: argparse's own %(...)s and braces of examples stay as they are
         text = field.metadata["help"]
