@@ -31,9 +31,11 @@ def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, .
 
     Args:
         linears: The linear layers.
-        others: Modules between them, whose hooks count as well.
+        others: Modules between them, whose hooks, and forwards put on the instance, count as well.
     """
-    if any(plain_class(linear) is not nn.Linear or "forward" in vars(linear) for linear in linears):
+    if any(plain_class(linear) is not nn.Linear for linear in linears):
+        return False
+    if any("forward" in vars(module) for module in (*linears, *others)):
         return False
     if any(getattr(module, kind) for module in (*linears, *others) for kind in MODULE_HOOKS):
         return False

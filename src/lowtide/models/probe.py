@@ -22,7 +22,8 @@ def random(*shape: int, seed: int) -> Tensor:
 
 def rows(D: int) -> Tensor:
     """Return one random row of each of `ROW_SCALES` [2, 2, D]."""
-    return (random(len(ROW_SCALES), D, seed=0) * torch.tensor(ROW_SCALES, device="cpu")[:, None]).view(2, -1, D)
+    scales = torch.tensor(ROW_SCALES, device="cpu", dtype=torch.float32)  # whatever the default dtype is
+    return (random(len(ROW_SCALES), D, seed=0) * scales[:, None]).view(2, -1, D)
 
 
 def twin_of(
