@@ -180,3 +180,21 @@ def test_copies_of_a_patched_mlp_count_their_activation_as_well(build):
         mlp.act_fn = nn.ReLU()
         expected = mlp.down_proj(F.relu(mlp.gate_proj(x)) * mlp.up_proj(x))
         torch.testing.assert_close(mlp(x), expected)
+
+
+def test_a_function_mode_sees_what_it_would_see_of_stock_code(pair):
+    class Doubling(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            return result * 2 if function in (F.linear, torch.rsqrt) else result
+
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    x = torch.randn(3, 16)
+    for name in ("mlp", "input_layernorm"):
+        patched, plain = (getattr(m.model.layers[0], name) for m in (model, stock))
+        with Doubling():
+            torch.testing.assert_close(patched(x), plain(x))
+        with torch.device("cpu"):
+            assert part_of(patched) is not None
+            torch.testing.assert_close(patched(x), plain(x))
