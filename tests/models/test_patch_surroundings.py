@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from lowtide.errors import UnsupportedError
+from lowtide.layers import rms_norm, rotary
 from lowtide.models import rope_part
 from lowtide.models.instance import part_of
 
@@ -198,3 +200,16 @@ def test_a_function_mode_sees_what_it_would_see_of_stock_code(pair):
         with torch.device("cpu"):
             assert part_of(patched) is not None
             torch.testing.assert_close(patched(x), plain(x))
+
+
+@pytest.mark.parametrize("function", ["swiglu_mlp", "rms_norm", "rotary"])
+def test_a_batch_of_gradients_is_one_clear_error(function):
+    x, weight = torch.randn(1, 2, 3, 4, requires_grad=True), torch.randn(6, 4)
+    table = torch.randn(1, 3, 4)
+    y = {
+        "swiglu_mlp": lambda: lowtide.swiglu_mlp(x, weight, weight, weight.T),
+        "rms_norm": lambda: rms_norm(x, weight[0], 1e-5),
+        "rotary": lambda: rotary(x, x, table, table)[0],
+    }[function]()
+    with pytest.raises(UnsupportedError, match=f"{function}: expected one gradient of its output at a time"):
+        torch.autograd.grad(y, x, torch.randn(5, *y.shape), is_grads_batched=True)
