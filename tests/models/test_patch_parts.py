@@ -187,6 +187,16 @@ def with_exact_gelu(model):
     model.model.layers[0].mlp.act_fn = nn.GELU()
 
 
+def with_a_high_clamp(model):
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn = Clamped()
+
+
+class Clamped(nn.Module):
+    def forward(self, x):
+        return F.silu(x).clamp(max=3000)
+
+
 class LearnedSilu(nn.Module):
     def __init__(self):
         super().__init__()
@@ -232,8 +242,8 @@ def with_parametrization(model):
 
 
 MLP_CHANGES = [
-    with_dropout, with_exact_gelu, with_a_learned_activation, with_adapter, with_hook, with_hook_on_the_activation,
-    with_own_forward, with_parametrization,
+    with_dropout, with_exact_gelu, with_a_learned_activation, with_a_high_clamp, with_adapter, with_hook,
+    with_hook_on_the_activation, with_own_forward, with_parametrization,
 ]  # fmt: skip
 
 
@@ -247,7 +257,7 @@ def test_an_mlp_that_is_not_plain_runs_its_own_code(change, when, pair, batch, c
     report = lowtide.patch(model)
     if when == "after":
         change(model)
-    replaced_activation = change in (with_dropout, with_exact_gelu, with_a_learned_activation)
+    replaced_activation = change in (with_dropout, with_exact_gelu, with_a_learned_activation, with_a_high_clamp)
     if when == "after" and replaced_activation:  # only looked at when patching: patch again
         assert lowtide.patch(model) is report
     reset(calls)

@@ -27,6 +27,36 @@ def plain(norm, x):
     return norm.weight * normed.to(x.dtype)
 
 
+def epsilon_outside(norm, x):
+    wide = x.float()
+    root = wide.pow(2).mean(-1, keepdim=True).sqrt()
+    return norm.weight * (wide / (root + norm.variance_epsilon)).to(x.dtype)
+
+
+def epsilon_as_least(norm, x):
+    wide = x.float()
+    square = wide.pow(2).mean(-1, keepdim=True).clamp_min(norm.variance_epsilon)
+    return norm.weight * (wide * torch.rsqrt(square)).to(x.dtype)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-9, 1e-16])
+def test_where_the_epsilon_stands_shows_however_small_it_is(eps):
+    assert isinstance(norm_part.find(Norm(plain, eps), Norm), tuple)
+    for forward in (epsilon_outside, epsilon_as_least):
+        assert isinstance(norm_part.find(Norm(forward, eps), Norm), str)
+
+
+def test_a_norm_is_not_patched_for_dtypes_that_no_probe_saw():
+    def in_the_weights_dtype(norm, x):  # of float32 rows and a bfloat16 weight bfloat16, as T5's
+        narrow = norm.weight.dtype not in (torch.float32, x.dtype)
+        return plain(norm, x).to(norm.weight.dtype if narrow else torch.promote_types(norm.weight.dtype, x.dtype))
+
+    norm = Norm(in_the_weights_dtype)
+    give_class(norm, "norm", norm_part.overrides, *norm_part.find(norm, Norm)[1])
+    norm.bfloat16()
+    assert norm(torch.randn(3, 12)).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("forward", "patched"),
     [
@@ -35,6 +65,8 @@ def plain(norm, x):
         (lambda norm, x: plain(norm, x) * 1.001, False),
         (lambda norm, x: plain(norm, x) + 1e-3, False),
         (lambda norm, x: plain(norm, x.clamp(-20, 20)), False),
+        (lambda norm, x: plain(norm, x).clamp(-0.5, 0.5) if x.dtype == torch.float16 else plain(norm, x), False),
+        (lambda norm, x: plain(norm, x.clamp(-3000, 3000)), False),
         (lambda norm, x: norm.weight * F.layer_norm(x.float(), (12,)).to(x.dtype), False),
         (lambda norm, x: norm.weight * F.normalize(x.float(), dim=-1).to(x.dtype) * 12**0.5, False),  # no epsilon
         (lambda norm, x: norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)), False),  # narrow
@@ -106,6 +138,11 @@ def turn_one(x, cos, sin, unsqueeze_dim=1):
     return stock_turn(x, x, cos, sin, unsqueeze_dim)[0]
 
 
+def turn_clamped_in_float16(q, k, cos, sin, unsqueeze_dim=1):
+    turned = stock_turn(q, k, cos, sin, unsqueeze_dim)
+    return tuple(x.clamp(-0.5, 0.5) for x in turned) if q.dtype == torch.float16 else turned
+
+
 def turn_in_place(q, k, cos, sin, unsqueeze_dim=1):
     for x, new in zip((q, k), stock_turn(q, k, cos, sin, unsqueeze_dim), strict=True):
         x.copy_(2 * new)
@@ -116,7 +153,8 @@ def turn_in_place(q, k, cos, sin, unsqueeze_dim=1):
     ("turn", "fused"),
     [
         (stock_turn, True), (turn_the_last, False), (turn_pairs, False), (turn_the_other_way, False),
-        (turn_one, False), (turn_in_place, False), (lambda q, k, cos, sin: (q, k), False),
+        (turn_one, False), (turn_clamped_in_float16, False), (turn_in_place, False),
+        (lambda q, k, cos, sin: (q, k), False),
     ],
 )  # fmt: skip
 def test_a_rotation_is_what_its_numbers_say(turn, fused, monkeypatch):

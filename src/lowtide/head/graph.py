@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.errors import UnsupportedError
+from lowtide.errors import UnsupportedError, message
 
 TWICE = (
     "lowtide: expected gradients that are not differentiated again, got a second derivative."
@@ -40,6 +40,23 @@ def differentiable_once(
         return list(grads)
     leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
     return list(_DifferentiatedOnce.apply(error, len(leaves), *leaves, *sources))  # type: ignore[no-untyped-call]
+
+
+def refuse_batched(function: str, *upstream: Tensor) -> None:
+    """Raise where gradients of several outputs come at once, for which ``function`` has no formula.
+
+    Raises:
+        UnsupportedError: ``is_grads_batched=True``, or ``vectorize=True`` of ``torch.autograd.functional``.
+    """
+    if torch.compiler.is_compiling() or not any(map(_is_batch, upstream)):
+        return
+    hint = "Call torch.autograd.grad once for each, without is_grads_batched or vectorize."
+    raise UnsupportedError(message(function, "one gradient of its output at a time", "a batch of them", hint))
+
+
+def _is_batch(tensor: Tensor) -> bool:
+    functorch: Any = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)  # type: ignore[no-any-return]
 
 
 def is_last_backward() -> bool:

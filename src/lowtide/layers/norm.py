@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import check_tensor
 from lowtide.head.backends import why_not_row
-from lowtide.head.graph import differentiable_once
+from lowtide.head.graph import differentiable_once, refuse_batched
 from lowtide.head.registration import on_device, schema_of, undisturbed, watched
 
 Rounding = Literal["before_weight", "after_weight"]
@@ -313,6 +313,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
+        refuse_batched("add_rms_norm" if ctx.added else "rms_norm", *upstream)
         x, weight, rstd = ctx.saved_tensors
         wants_x, wants_residual, wants_weight = ctx.needs_input_grad[:3]
         call = _BackwardCall(

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.head.arguments import check_tensor
 from lowtide.head.backends import why_not_row
-from lowtide.head.graph import differentiable_once
+from lowtide.head.graph import differentiable_once, refuse_batched
 from lowtide.head.registration import on_device, schema_of, undisturbed, watched
 
 _TWICE = (
@@ -190,6 +190,7 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
+        refuse_batched("rotary", *upstream)
         cos, sin = ctx.saved_tensors
         g_q, g_k = upstream
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError
-from lowtide.head.graph import differentiable_once, is_last_backward
+from lowtide.head.graph import differentiable_once, is_last_backward, refuse_batched
 from lowtide.head.registration import held_elsewhere, schema_of, tensor_fields, undisturbed, watched
 from lowtide.mlp.call import SwigluCall, Wanted
 from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
@@ -166,6 +166,7 @@ class _SwigluMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
+        refuse_batched("swiglu_mlp", upstream)
         *tensors, gate, up = ctx.saved_tensors
         kept = [gate, up]
         del gate, up

@@ -79,8 +79,7 @@ def why_not_call(head: nn.Module) -> str | None:
         return "the output embedding's forward was replaced on the instance"
     if nn.Linear.forward is not LINEAR_FORWARD:
         return "torch.nn.Linear.forward was replaced"
-    modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    if any(type(mode).__name__ != "DeviceContext" for mode in modes):
+    if is_function_mode_active():
         return "a TorchFunctionMode is active"
     for hook in _hooks(head):
         module = _defining_module(hook)
@@ -108,6 +107,12 @@ def is_under_compile() -> bool:
 def is_autocast_on(device_type: str) -> bool:
     """Whether autocast is on for a device type; False for one that has no autocast."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def is_function_mode_active() -> bool:
+    """Whether a ``TorchFunctionMode`` other than ``with device:`` looks at, or changes, what functions do."""
+    modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode).__name__ != "DeviceContext" for mode in modes)
 
 
 def module_name(model: nn.Module, module: nn.Module) -> str:

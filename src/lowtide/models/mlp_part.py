@@ -3,17 +3,19 @@
 An MLP is a module with children gate_proj, up_proj and down_proj; what lies between them is found by a probe.
 """
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.mlp.swiglu import swiglu_mlp
-from lowtide.models.eligibility import plain_class
+from lowtide.models.eligibility import is_autocast_on, plain_class
+from lowtide.models.instance import part_of
 from lowtide.models.ordinary import are_plain_linears, is_ordinary
 from lowtide.models.probe import agree, outcome, random, rows, twin_of
 
@@ -33,7 +35,7 @@ def is_candidate(module: nn.Module) -> bool:
     return all(name in children for name in _PROJECTIONS) or {"gate_up_proj", "down_proj"} <= children.keys()
 
 
-def find(module: nn.Module, base: Any) -> tuple[str, tuple[str]] | str:
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
     children = dict(module.named_children())
     if "gate_up_proj" in children:
@@ -41,11 +43,13 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str]] | str:
     for name in _PROJECTIONS:
         if plain_class(children[name]) is not nn.Linear:  # an adapter, or quantised
             return f"{name} is a {type(children[name]).__name__}, not a plain torch.nn.Linear"
-    others = [child for name, child in children.items() if name not in _PROJECTIONS]
+    others = _others(module)
     if not are_plain_linears(tuple(children[name] for name in _PROJECTIONS), tuple(others)):
         return "a child has hooks or a forward of its own"
-    if any(True for child in (*others, module) for _ in child.parameters(recurse=child is not module)):
-        return "it has weights beside its three projections"
+    if any(True for child in (*others, module) for _ in _state(child, recurse=child is not module)):
+        return "it has weights or buffers beside its three projections"
+    if LEVEL in vars(module) and part_of(module) is None:
+        return f"it has a {LEVEL} of its own"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if len(inspect.signature(base.forward).parameters) != 2:
@@ -53,22 +57,39 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str]] | str:
     activation = _activation(module, base, children)
     if activation not in _ACTIVATIONS:
         return activation
-    return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up", (activation,)
+    return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up", (
+        activation,
+        tuple(map(type, others)),
+    )
+
+
+def _others(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the children beside the projections: the activation, as a rule."""
+    return tuple(child for name, child in module.named_children() if name not in _PROJECTIONS)
+
+
+def _state(module: nn.Module, *, recurse: bool) -> Iterator[Tensor]:
+    return itertools.chain(module.parameters(recurse), module.buffers(recurse))
 
 
 def _activation(module: nn.Module, base: Any, children: dict[str, nn.Module]) -> str:
     """Return the name of the activation that makes the module's twin what swiglu_mlp computes, or why none does."""
     small = {name: _small(name, children[name]) for name in _PROJECTIONS}
-    twin = twin_of(module, base, modules={**children, **small}, parameters={})
+    others = {name: copy.deepcopy(child) for name, child in children.items() if name not in _PROJECTIONS}
+    twin = twin_of(module, base, modules={**others, **small}, parameters={})
     x = 2 * rows(6)
     got = outcome(lambda: base.forward(twin, x))
     if isinstance(got, Exception):
         return f"its forward does not run on its projections alone ({type(got).__name__})"
-    with torch.no_grad():
-        for name, function in _ACTIVATIONS.items():
-            if agree(got, small["down_proj"](function(small["gate_proj"](x)) * small["up_proj"](x)), _TOLERANCE):
-                return name
+    for name, function in _ACTIVATIONS.items():
+        if agree(got, outcome(functools.partial(_written_out, small, function, x)), _TOLERANCE):
+            return name
     return "it is not down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
+
+
+def _written_out(small: dict[str, nn.Linear], act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    y: Tensor = small["down_proj"](act(small["gate_proj"](x)) * small["up_proj"](x))
+    return y
 
 
 def _small(name: str, linear: nn.Module) -> nn.Linear:
@@ -81,11 +102,19 @@ def _small(name: str, linear: nn.Module) -> nn.Linear:
     return small
 
 
-def overrides(base: Any, activation: str) -> dict[str, Any]:
-    """Return what a patched MLP does differently from ``base``."""
+def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict[str, Any]:
+    """Return what a patched MLP does differently from ``base``.
+
+    Args:
+        base: The stock class.
+        activation: As `swiglu_mlp` takes it.
+        other_types: Of the children beside the projections, which were a part of what the probe ran.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not _is_ours(self, args[0]):
+        # None: not patched. Somebody made it from this class, or holds this method of one that was unpatched since.
+        level = getattr(self, LEVEL, None)
+        if level is None or len(args) != 1 or kwargs or not _is_ours(self, args[0], other_types):
             return base.forward(self, *args, **kwargs)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         return swiglu_mlp(
@@ -97,7 +126,7 @@ def overrides(base: Any, activation: str) -> dict[str, Any]:
             up_bias=up.bias,
             down_bias=down.bias,
             activation=activation,
-            checkpoint_level=self.checkpoint_level,
+            checkpoint_level=level,
         )
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
@@ -105,11 +134,12 @@ def overrides(base: Any, activation: str) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def _is_ours(mlp: Any, x: Tensor) -> bool:
+def _is_ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> bool:
+    others = _others(mlp)
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if not are_plain_linears(linears, tuple(mlp.children())):
+    if tuple(map(type, others)) != other_types or not are_plain_linears(linears, others):
         return False
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     if not is_ordinary((x,), (*(linear.weight for linear in linears), *biases)):
         return False
-    return x.is_floating_point() and (x.dtype == mlp.gate_proj.weight.dtype or torch.is_autocast_enabled(x.device.type))
+    return x.is_floating_point() and (x.dtype == mlp.gate_proj.weight.dtype or is_autocast_on(x.device.type))

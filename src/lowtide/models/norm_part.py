@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from lowtide.layers import rms_norm
 from lowtide.models.ordinary import is_ordinary
-from lowtide.models.probe import outcome, random, rows, twin_of
+from lowtide.models.probe import ROW_SCALES, outcome, random, rows, twin_of
 
 _EPSILONS = ("variance_epsilon", "eps")
 # Of the rows and of the weight. transformers' norms of float64 rows compute in float32, and are left to it.
-_DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32))
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+)
 _CANDIDATES = tuple(itertools.product(("before_weight", "after_weight"), (0.0, 1.0)))
 _EQUAL = 0.97  # of the values in a narrow dtype: another order of rounding changes every fourth
 
@@ -59,10 +64,14 @@ def _computes(
     D = module.weight.shape[0]
     weight = nn.Parameter(random(D, seed=1).to(w_dtype))
     twin = twin_of(module, base, modules={}, parameters={"weight": weight})
-    x = rows(D).to(x_dtype)
+    x = rows(D)
+    eps = getattr(module, name)
+    if eps > 0:
+        x[0, 0] *= eps**0.5 / ROW_SCALES[0]  # its mean square is of the epsilon's size: where that is added shows
+    x = x.to(x_dtype)
     got = outcome(lambda: base.forward(twin, x))
     with torch.no_grad():
-        expected = rms_norm(x, weight, getattr(module, name), offset=offset, rounding=rounding)
+        expected = rms_norm(x, weight, eps, offset=offset, rounding=rounding)
     if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     # A last bit may differ (a root of another form), a rounding more may not.
@@ -86,4 +95,6 @@ def overrides(base: Any, rounding: Any, offset: float, name: str) -> dict[str, A
 def _is_ours(weight: nn.Parameter, x: Tensor) -> bool:
     if not is_ordinary((x,), (weight,)) or x.shape[-1:] != weight.shape or x.device != weight.device:
         return False
-    return x.is_floating_point() and torch.float64 not in (x.dtype, weight.dtype)
+    if not x.is_floating_point() or torch.float64 in (x.dtype, weight.dtype):
+        return False
+    return weight.dtype in (x.dtype, torch.float32)  # as probed

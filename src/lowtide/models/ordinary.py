@@ -5,11 +5,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
-from lowtide.models.eligibility import LINEAR_FORWARD, MODULE_HOOKS, plain_class
+from lowtide.models.eligibility import LINEAR_FORWARD, MODULE_HOOKS, is_function_mode_active, plain_class
 
 
 def is_ordinary(tensors: tuple[object, ...], parameters: tuple[object, ...]) -> bool:
-    """Whether these are plain tensors and Parameters, and no transform, trace or export is at work on them.
+    """Whether these are plain tensors and Parameters, and no transform, mode, trace or export is at work on them.
 
     Exact types: DTensor, quantised tensors and other subclasses have rules of their own.
     """
@@ -20,7 +20,8 @@ def is_ordinary(tensors: tuple[object, ...], parameters: tuple[object, ...]) -> 
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return (
-        not torch._C._are_functorch_transforms_active()
+        not is_function_mode_active()
+        and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
     )
@@ -31,9 +32,11 @@ def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, .
 
     Args:
         linears: The linear layers.
-        others: Modules between them, whose hooks count as well.
+        others: Modules between them, whose hooks, and forwards put on the instance, count as well.
     """
-    if any(plain_class(linear) is not nn.Linear or "forward" in vars(linear) for linear in linears):
+    if any(plain_class(linear) is not nn.Linear for linear in linears):
+        return False
+    if any("forward" in vars(module) for module in (*linears, *others)):
         return False
     if any(getattr(module, kind) for module in (*linears, *others) for kind in MODULE_HOOKS):
         return False

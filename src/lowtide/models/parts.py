@@ -47,6 +47,8 @@ def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
         give_class(module, part, kind.overrides, *args)
         if part == "mlp":
             vars(module).setdefault(mlp_part.LEVEL, 0)
+        elif part == "rope":
+            rope_part.refresh(module, stock_class(module), *args)
         rows.append(PartReport(part, name, what, patched=True))
     if rows:
         report.add_modules(part, rows)

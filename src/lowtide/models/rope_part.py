@@ -19,6 +19,12 @@ from lowtide.models.probe import outcome, random
 
 _NAME = "apply_rotary_pos_emb"
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
+_DTYPES = (  # of q and k, and of cos and sin
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+)
 _ROUNDINGS = 4  # of the products and the sum, in units of the dtype's epsilon
 
 
@@ -33,12 +39,12 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool]] | str:
     forward = base.forward
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if not isinstance(forward, FunctionType) or _NAME not in forward.__globals__:
+    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return "its forward is wrapped in another function"
     stock = forward.__globals__[_NAME]
     mixed = _outcome(stock, torch.bfloat16, torch.float32, 8, 1)
     promote = isinstance(mixed, tuple) and isinstance(mixed[0], Tensor) and mixed[0].dtype == torch.float32
-    for x_dtype, table_dtype in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
+    for x_dtype, table_dtype in _DTYPES:
         for dim in (1, 2):
             if not _computes(stock, promote, x_dtype, table_dtype, 8, dim):
                 return f"its {_NAME} is not of the form rotary(q, k, cos, sin), halves rotated"
@@ -79,6 +85,22 @@ def _computes(stock: Any, promote: bool, x_dtype: torch.dtype, table_dtype: torc
 def overrides(base: Any, promote: bool) -> dict[str, Any]:
     """Return what a patched attention does differently from ``base``: the same code, another global."""
     stock: FunctionType = base.forward
+    own = _globals(stock, promote)
+    forward = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
+    forward.__kwdefaults__ = stock.__kwdefaults__
+    forward.__dict__.update(vars(stock))
+    for name in ("__annotations__", "__doc__", "__qualname__", "__module__"):
+        setattr(forward, name, getattr(stock, name))
+    return {"forward": forward}
+
+
+def refresh(module: Any, base: Any, promote: bool) -> None:
+    """Bring a patched module's globals up to date: its class may be older than what was last put into the stock's."""
+    type(module).forward.__globals__.update(_globals(base.forward, promote))
+
+
+def _globals(stock: FunctionType, promote: bool) -> dict[str, Any]:
+    """Return the globals of ``stock`` with our own rotation."""
     turn: Any = stock.__globals__[_NAME]
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
@@ -92,9 +114,4 @@ def overrides(base: Any, promote: bool) -> dict[str, Any]:
     # Without the module's name torch.compile looks names up here, and not in the module.
     own = {name: value for name, value in stock.__globals__.items() if name != "__name__"}
     own[_NAME] = apply_rotary_pos_emb
-    forward = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
-    forward.__kwdefaults__ = stock.__kwdefaults__
-    forward.__dict__.update(vars(stock))
-    for name in ("__annotations__", "__doc__", "__qualname__", "__module__"):
-        setattr(forward, name, getattr(stock, name))
-    return {"forward": forward}
+    return own
