@@ -378,3 +378,9 @@ def test_levels_of_a_module_that_layers_share() -> None:
     assert shared.checkpoint_level == 1
     remove_policy(model)
     assert shared.checkpoint_level == 0
+
+
+@pytest.mark.parametrize("level", [1.0, 0.0, True, 2, "1"])
+def test_a_level_is_a_whole_number(level: Any) -> None:
+    with pytest.raises(ArgumentValueError, match="mlp_level: expected 0, 1 or None"):
+        ActivationPolicy(mlp_level=level)
