@@ -366,6 +366,8 @@ def test_keep_all_after_a_policy_that_something_lies_on_top_of(ids: Tensor) -> N
         apply_policy(model, policy)
         assert calls(model, ids) == expected
     assert_same(step(model, ids), step(stock, ids))
+    model.blocks[0].attend = lambda q, k, v: q + k + v  # where nothing is kept, none is asked for either
+    step(model, ids)
 
 
 def test_levels_of_a_module_that_layers_share() -> None:
