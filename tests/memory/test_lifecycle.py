@@ -296,8 +296,8 @@ def test_arguments() -> None:
     for number in (0, 4, 6):
         with pytest.raises(ArgumentValueError, match=f"policy: expected 5 policies.*got {number}"):
             apply_policy(model, [INPUT] * number)
-    for budget in (-1, float("nan")):
-        with pytest.raises(ArgumentValueError, match="host_gib: expected a number of GiB"):
+    for budget in (-1, float("nan"), float("inf")):
+        with pytest.raises(ArgumentValueError, match="host_gib: expected a finite number of GiB"):
             apply_policy(model, INPUT, host_gib=budget)
     with pytest.raises(ArgumentTypeError, match="host_gib: expected a number of GiB"):
         apply_policy(model, INPUT, host_gib="8")  # type: ignore[arg-type]
@@ -319,3 +319,70 @@ def test_hidden_states_by_name(ids: Tensor) -> None:
     loss.backward()
     want.backward()
     assert torch.equal(model.embed.weight.grad, stock.embed.weight.grad)
+
+
+class Residual(nn.Module):
+    """A layer that adds to a tensor beside its hidden states, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        total += x.detach()
+        return self.linear(x) * total.sum().clone()
+
+
+def test_what_a_layer_writes_to_beside_its_input_raises() -> None:
+    """It has another value when the layer runs again: gradients would be wrong without a word."""
+    holder = nn.Module()
+    holder.blocks = nn.ModuleList([Residual(), Residual()])
+    apply_policy(holder, INPUT)
+    x, total = torch.randn(3, 4), torch.zeros(3, 4)
+    for block in holder.blocks:
+        x = block(x, total)
+    with pytest.raises(UnsupportedError, match="changed by an in-place operation"):
+        x.sum().backward()
+
+
+def test_a_batch_that_is_overwritten_before_backward_raises() -> None:
+    holder = nn.Module()
+    holder.blocks = nn.ModuleList([nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0)])
+    apply_policy(holder, INPUT)
+    padding = torch.zeros(3, dtype=torch.bool)
+    loss = holder.blocks[0](torch.randn(3, 4), src_key_padding_mask=padding).sum()
+    padding[1:] = True
+    with pytest.raises(UnsupportedError, match="changed by an in-place operation"):
+        loss.backward()
+
+
+def test_keep_all_after_a_policy_that_something_lies_on_top_of(ids: Tensor) -> None:
+    """fully_shard's class stays on top of ours: the next policy cannot take ours away."""
+    model, stock = Plain(), Plain()
+    apply_policy(model, INPUT)
+    for block in model.blocks:
+        block.__class__ = type(type(block).__name__, (type(block),), {})
+    for policy, expected in ((ActivationPolicy(), 5), (INPUT, 10), (ActivationPolicy(), 5)):
+        apply_policy(model, policy)
+        assert calls(model, ids) == expected
+    assert_same(step(model, ids), step(stock, ids))
+    model.blocks[0].attend = lambda q, k, v: q + k + v  # where nothing is kept, none is asked for either
+    step(model, ids)
+
+
+def test_levels_of_a_module_that_layers_share() -> None:
+    model = Plain()
+    shared = model.blocks[0].mlp
+    shared.checkpoint_level = 0
+    for block in model.blocks:
+        block.mlp = shared
+    apply_policy(model, ActivationPolicy(mlp_level=1))
+    assert shared.checkpoint_level == 1
+    remove_policy(model)
+    assert shared.checkpoint_level == 0
+
+
+@pytest.mark.parametrize("level", [1.0, 0.0, True, 2, "1"])
+def test_a_level_is_a_whole_number(level: Any) -> None:
+    with pytest.raises(ArgumentValueError, match="mlp_level: expected 0, 1 or None"):
+        ActivationPolicy(mlp_level=level)

@@ -15,7 +15,7 @@ import torch
 import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
-from lowtide.memory.planner_choice import Search, ladder, longest_sequence
+from lowtide.memory.planner_choice import Candidate, Search, ladder, longest_sequence
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.train.shapes import SHAPES
 
@@ -133,6 +133,33 @@ def test_the_lines_are_python_that_makes_the_policies(monkeypatch: pytest.Monkey
     assert not model.config.use_cache
 
 
+def test_the_lines_say_the_options_that_were_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = lowtide.HeadOptions(workspace_mib=100.5, gradient="recompute")
+    found = plan(FEW, seq_len=2048, budget=40, options=options)
+    seen = {}
+    monkeypatch.setattr("lowtide.patch", lambda model, *, options: seen.update(options=options))
+    monkeypatch.setattr("lowtide.memory.apply_policy", lambda model, policy: None)
+    exec(found.lines(), {"model": SimpleNamespace(config=SimpleNamespace(use_cache=True))})
+    assert seen == {"options": options}
+    bare = plan(FEW, seq_len=2048, budget=40, options=lowtide.HeadOptions())
+    assert "lowtide.patch(model)\n" in bare.lines()
+
+
+def test_more_host_memory_is_never_slower() -> None:
+    """A model and step in which three policies for a small host budget are not those for a large one."""
+    model = {**LLAMA, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 256}
+    model |= {"hidden_size": 2048, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}
+    job = plan(model, 2048, budget=70, dtype="float32", keep_gradients=True, device="a100-80gb").job
+    last: list[Candidate] = []
+    for host in (0, 2**26, 2**28, 2**30, 2**32, 2**36):
+        search = Search(job, host)
+        for one in last:
+            found = search.fastest(one.peak)
+            assert found is not None
+            assert found.seconds <= one.seconds
+        last = search.front
+
+
 def test_notes_say_what_is_assumed() -> None:
     assert not any("max_position" in note for note in plan(seq_len=8192, budget=70).notes)
     notes = " ".join(plan({**LLAMA, "max_position_embeddings": 4096}, seq_len=8192, budget=70).notes)
@@ -202,12 +229,15 @@ def test_mixtures_of_experts_have_no_levels() -> None:
         ({"budget_gib": 0}, ArgumentValueError, "budget_gib"),
         ({"budget_gib": float("nan")}, ArgumentValueError, "budget_gib"),
         ({"budget_gib": "40"}, ArgumentTypeError, "budget_gib"),
+        ({"budget_gib": 1e300}, ArgumentValueError, "budget_gib"),
+        ({"host_gib": 10**400}, ArgumentValueError, "host_gib"),
         ({"host_gib": -1}, ArgumentValueError, "host_gib"),
         ({"device": "h1000"}, ArgumentValueError, "device"),
         ({"device": 3}, ArgumentTypeError, "device"),
         ({"dtype": "int8"}, ArgumentValueError, "dtype"),
         ({"dtype": torch.int8}, ArgumentValueError, "dtype"),
         ({"optimizer": "adam"}, ArgumentValueError, "optimizer"),
+        ({"optimizer": ["adamw"]}, ArgumentValueError, "optimizer"),
         ({"autocast": 1}, ArgumentTypeError, "autocast"),
         ({"autocast": True, "dtype": "bfloat16"}, ArgumentValueError, "dtype"),
         ({"keep_gradients": 1}, ArgumentTypeError, "keep_gradients"),

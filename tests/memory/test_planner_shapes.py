@@ -97,6 +97,11 @@ def test_the_text_part_of_a_config_is_read() -> None:
         ({"model_type": "nobody-knows-this"}, "model_type"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ({"model_type": "mixtral"}, "num_local_experts"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_key_value_heads"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_its_name(

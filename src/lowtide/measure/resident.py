@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -12,6 +12,7 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def resident_bytes() -> int:
@@ -54,8 +55,8 @@ def reset_peak_resident() -> bool:
 def available_bytes() -> int:
     """Return the host memory that can still be taken without swapping, in bytes; 0 where the system does not tell.
 
-    The least of what the machine has (Linux's MemAvailable, elsewhere psutil's) and of what the control group that a
-    container or a scheduler put this process in leaves, its file cache not counted as used.
+    The least of what the machine has (Linux's MemAvailable, elsewhere psutil's) and of what the control groups that a
+    container or a scheduler put this process in leave, their file cache not counted as used.
     """
     machine = _field_bytes(_MEMINFO, "MemAvailable")
     if machine is None:
@@ -68,19 +69,38 @@ def available_bytes() -> int:
 
 
 def _left_in_cgroup(unlimited: int) -> int:
-    """Return what the control group leaves, version 2's files or version 1's; ``unlimited`` without a limit."""
-    for folder, limit, usage, cache in (
-        (_CGROUP, "memory.max", "memory.current", "inactive_file"),
-        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    """Return what the control groups leave, version 2's files or version 1's; ``unlimited`` without a limit.
+
+    A group's limit holds for all below it, so those above count too. Inside a container with a namespace of its own the
+    root is its group; elsewhere (a scheduler's job, a service) /proc names it.
+    """
+    left = [unlimited]
+    for controllers, root, limit, usage, cache in (
+        ("", _CGROUP, "memory.max", "memory.current", "inactive_file"),
+        ("memory", _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        try:
-            most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-            fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if most.isdigit():  # version 2 says "max" where there is none, version 1 a number near 2**63
-            return max(int(most) - used + int(fields.get(cache, 0)), 0)
-    return unlimited
+        for folder in _groups(root, controllers):
+            try:
+                most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+                fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            if most.isdigit():  # version 2 says "max" where there is none, version 1 a number near 2**63
+                left.append(max(int(most) - used + int(fields.get(cache, 0)), 0))
+    return min(left)
+
+
+def _groups(root: Path, controllers: str) -> list[Path]:
+    """Return the folders of this process's control group and of all above it, where ``root`` is the highest."""
+    try:
+        lines = [line.split(":", 2) for line in _OWN_CGROUP.read_text().splitlines()]
+    except OSError:
+        return [root]
+    own = next((line[2] for line in lines if len(line) == 3 and controllers in line[1].split(",")), "/")
+    group = PurePosixPath(own.lstrip("/"))
+    if ".." in group.parts:  # of a group outside the namespace: nothing below the root is ours
+        return [root]
+    return [root / above for above in (group, *group.parents)]
 
 
 def cuda_peak_bytes() -> int:

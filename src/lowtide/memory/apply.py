@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,11 +61,12 @@ def apply_policy(
     Raises:
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, or a
-            negative ``host_gib``.
+            ``host_gib`` that is negative or not finite.
         UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
             layer's ``forward`` was replaced on the instance, ``mlp_level`` is asked of a layer without a fused MLP, or
             ``offload`` of a machine without a CUDA device. At a layer's first forward: ``keep="attention"`` where no
-            fused attention ran, or host memory that does not suffice.
+            fused attention ran, or host memory that does not suffice. In backward: an argument of a layer that was
+            written to since its forward.
 
     Example:
         >>> report = lowtide.memory.apply_policy(model, ActivationPolicy(keep="attention"))
@@ -81,7 +83,7 @@ def apply_policy(
         raise ArgumentValueError(message("policy", expected, f"{len(policies)}", hint))
     chosen = dict(zip(stack.layers, policies, strict=True))
     _check_layers(model, stack, chosen)
-    for layer in stack.layers.values():
+    for layer in reversed(stack.layers.values()):
         _restore(layer)
     offloaded = [name for name, one in chosen.items() if one.offload]
     moving = offloaded[: max(len(offloaded) - ON_DEVICE, 0)]
@@ -112,7 +114,7 @@ def remove_policy(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
-    for module in model.modules():
+    for module in reversed(list(model.modules())):  # the last that set a module which layers share, first
         _restore(module)
 
 
@@ -129,8 +131,9 @@ def _check(model: object, policy: object, host_gib: object) -> None:
         return
     if isinstance(host_gib, bool) or not isinstance(host_gib, int | float):
         raise ArgumentTypeError(message("host_gib", "a number of GiB or None", type(host_gib).__name__))
-    if not host_gib >= 0:
-        raise ArgumentValueError(message("host_gib", "a number of GiB, at least 0", f"{host_gib}"))
+    if not 0 <= host_gib < math.inf:
+        hint = "Leave it at None for whatever the host has free."
+        raise ArgumentValueError(message("host_gib", "a finite number of GiB, at least 0", f"{host_gib}", hint))
 
 
 def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, ActivationPolicy]) -> None:
@@ -196,7 +199,8 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = getattr(self, _STATE, None)
         stock = functools.partial(base.forward, self)  # not a bound method: dynamo may look that up again, and find us
-        if state is None or not torch.is_grad_enabled():
+        # A class put on top of ours (fully_shard) keeps it in place under keep="all" as well.
+        if state is None or state.policy.keep == "all" or not torch.is_grad_enabled():
             return stock(*args, **kwargs)
         return run_layer(self, state, stock, args, kwargs)
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.memory.attention import KeptAttention, Store, contexts_under_compile, stay
+from lowtide.memory.attention import KeptAttention, Store, changed_in_place, contexts_under_compile, stay
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
 
@@ -120,17 +120,37 @@ def _of_hidden_states(
     """Return the layer as a function of its hidden states alone, and these: they are the input that is kept.
 
     They are the first floating-point tensor among what the layer was called with. The rest (positions, masks, another
-    stack's output) is shared by the layers and stays as it is.
+    stack's output) is shared by the layers and stays as it is, which the recompute makes sure of.
     """
     at = next((index for index, value in enumerate(args) if _is_hidden(value)), None)
     if at is not None:
         before, after = args[:at], args[at + 1 :]
-        return lambda hidden: forward(*before, hidden, *after, **kwargs), args[at]
+        run = _of_unchanged(forward, (before, after, kwargs))
+        return lambda hidden: run(*before, hidden, *after, **kwargs), args[at]
     key = next((key for key, value in kwargs.items() if _is_hidden(value)), None)
     if key is None:
         raise UnsupportedError(message(name, "hidden states: a floating-point tensor", "none among its arguments"))
     rest = {other: value for other, value in kwargs.items() if other != key}
-    return lambda hidden: forward(*args, **{key: hidden}, **rest), kwargs[key]
+    run = _of_unchanged(forward, (args, rest))
+    return lambda hidden: run(*args, **{key: hidden}, **rest), kwargs[key]
+
+
+def _of_unchanged(forward: Forward, rest: Any) -> Forward:
+    """Return a forward that raises when it runs again after a tensor of ``rest`` was written to.
+
+    Hidden states are not for it to hold: they may be on the host meanwhile, and the checkpoint looks after them.
+    """
+    if torch.compiler.is_compiling():
+        return forward  # the compiler makes writes part of its graph
+    tensors = [x for x in tree_leaves(rest) if isinstance(x, Tensor) and not x.is_inference()]
+    versions = [x._version for x in tensors]
+
+    def unchanged(*args: Any, **kwargs: Any) -> Any:
+        if [x._version for x in tensors] != versions:
+            raise changed_in_place()
+        return forward(*args, **kwargs)
+
+    return unchanged
 
 
 def _is_hidden(value: Any) -> bool:

@@ -89,7 +89,7 @@ def plan_memory(
             raise ArgumentTypeError(message(name, "a bool", f"{flag!r}"))
     if options is not None and not isinstance(options, HeadOptions):
         raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
-    if optimizer not in OPTIMIZERS:
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise ArgumentValueError(message("optimizer", f"one of {', '.join(OPTIMIZERS)}", f"{optimizer!r}"))
     gpu = find_gpu(device)
     budget = gpu.memory_bytes * USABLE if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
@@ -207,11 +207,14 @@ def _check_size(name: str, size: object) -> None:
 def _gib_bytes(name: str, size: object) -> int:
     if isinstance(size, bool) or not isinstance(size, Real):
         raise ArgumentTypeError(message(name, "a number of GiB", f"{size!r}"))
-    value = float(size)
+    try:
+        value = float(size) * 2**30
+    except OverflowError:  # a whole number that no float reaches
+        value = math.inf
     if not math.isfinite(value) or value < 0 or (value == 0 and name == "budget_gib"):
         least = "above 0" if name == "budget_gib" else "of at least 0"
         raise ArgumentValueError(message(name, f"a finite number of GiB {least}", f"{size!r}"))
-    return int(value * 2**30)
+    return int(value)
 
 
 def _dtype(dtype: object, model_or_config: Any, autocast: bool) -> torch.dtype:

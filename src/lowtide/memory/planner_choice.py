@@ -79,8 +79,9 @@ class Search:
         pairs = [self.candidate([(policy, layers)]) for policy in lean_first]
         for a, b in combinations(lean_first, 2):
             pairs += [self.candidate([(a, n), (b, layers - n)]) for n in range(1, layers)]
-        pairs = [one for one in pairs if self._counts(one)]
-        used = {policy for one in pareto(pairs) for policy, _ in one.groups}
+        every = [one for one in pairs if self._moves(one)]
+        pairs = [one for one in every if self._counts(one)]
+        used = _used(every)
         step = -(-layers // THIRDS)
         triples = [
             self.candidate([(a, i), (b, j), (c, layers - i - j)])
@@ -91,9 +92,12 @@ class Search:
         return pairs + [one for one in triples if self._counts(one)]
 
     def _counts(self, one: Candidate) -> bool:
-        """Return whether the host has room for a mixture, and offloading moves anything: the last layers' stays."""
-        idle = one.host == 0 and any(policy.offload for policy, _ in one.groups)
-        return one.host <= self.host_bytes and not idle
+        """Return whether the host has room for a mixture, and offloading moves anything."""
+        return one.host <= self.host_bytes and self._moves(one)
+
+    def _moves(self, one: Candidate) -> bool:
+        """Return whether a mixture has something on the host where it is to offload: the last layers' stays."""
+        return one.host > 0 or not any(policy.offload for policy, _ in one.groups)
 
     @cached_property
     def front(self) -> list[Candidate]:
@@ -131,6 +135,21 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     for one in sorted(candidates, key=lambda one: (one.peak, one.seconds)):
         if not found or one.seconds < found[-1].seconds:
             found.append(one)
+    return found
+
+
+def _used(candidates: Sequence[Candidate]) -> set[ActivationPolicy]:
+    """Return the policies on the front of any budget of host memory.
+
+    Of any, so that what is tried for a small one is tried for a larger one too: more host memory is never slower.
+    """
+    by_host: dict[int, list[Candidate]] = {}
+    for one in candidates:
+        by_host.setdefault(one.host, []).append(one)
+    found, front = set[ActivationPolicy](), list[Candidate]()
+    for host in sorted(by_host):
+        front = pareto([*front, *by_host[host]])
+        found.update(policy for one in front for policy, _ in one.groups)
     return found
 
 

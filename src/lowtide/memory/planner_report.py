@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from lowtide.head.options import HeadOptions
 from lowtide.measure import gib
 from lowtide.memory.planner_bytes import Job, Phase
 from lowtide.memory.planner_choice import Candidate, name_of
@@ -97,7 +98,7 @@ class MemoryPlan:
                 "from lowtide.memory import ActivationPolicy, apply_policy",
                 "",
                 "model.config.use_cache = False",
-                "lowtide.patch(model)",
+                f"lowtide.patch(model{_options(self.job)})",
                 *policies,
                 f"apply_policy(model, {layers}{host})",
             ]
@@ -260,6 +261,15 @@ def _constructor(policy: ActivationPolicy) -> str:
     if policy.offload:
         words.append("offload=True")
     return f"ActivationPolicy({', '.join(words)})"
+
+
+def _options(job: Job) -> str:
+    """Return the head's options as an argument of `lowtide.patch`, where the plan was made with some."""
+    if job.head is None or job.head == HeadOptions():
+        return ""
+    said = [(f.name, getattr(job.head, f.name), f.default) for f in fields(job.head)]
+    words = ", ".join(f"{name}={value!r}" for name, value, default in said if value != default)
+    return f", options=lowtide.HeadOptions({words})".replace("'", '"')
 
 
 def _candidate(one: Candidate) -> dict[str, Any]:

@@ -230,13 +230,20 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
     experts = next((_size(settings, name) for name in kind.expert_fields if settings.get(name) is not None), 0)
     if kind.expert_fields and not experts:
         raise ArgumentValueError(message(kind.expert_fields[0], "the number of experts in the config", "none"))
+    kv_heads = _size(settings, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ArgumentValueError(message("num_key_value_heads", f"a divisor of the {heads} heads", str(kv_heads)))
+    experts_per_token = _size(settings, "num_experts_per_tok") if experts else 0
+    if experts_per_token > experts:
+        expected = f"at most the {experts} experts of a layer"
+        raise ArgumentValueError(message("num_experts_per_tok", expected, str(experts_per_token)))
     given_bias = bool(settings.get("attention_bias", False))
     return ModelShape(
         model_type=model_type,
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_size(settings, "num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=_size(settings, "head_dim", None if hidden % heads else hidden // heads),
         intermediate=_size(settings, kind.expert_width),
         vocab=_size(settings, "vocab_size"),
@@ -248,7 +255,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         output_bias=given_bias and kind.qkv_bias is None,
         mlp_bias=bool(settings.get("mlp_bias", False)),
         experts=experts,
-        experts_per_token=_size(settings, "num_experts_per_tok") if experts else 0,
+        experts_per_token=experts_per_token,
         windows=_windows(settings, layers),
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=int(settings.get("max_position_embeddings") or 0),

@@ -34,7 +34,7 @@ class ActivationPolicy:
         offload: object = self.offload
         if self.keep not in allowed:
             raise ArgumentValueError(message("keep", f"one of {', '.join(map(repr, allowed))}", f"{self.keep!r}"))
-        if self.mlp_level not in (None, 0, 1) or isinstance(self.mlp_level, bool):
+        if self.mlp_level not in (None, 0, 1) or type(self.mlp_level) not in (int, type(None)):
             raise ArgumentValueError(message("mlp_level", "0, 1 or None", f"{self.mlp_level!r}"))
         if not isinstance(offload, bool):
             raise ArgumentTypeError(message("offload", "a bool", f"{offload!r}"))
