@@ -86,22 +86,28 @@ def test_each_part_alone_is_right_and_runs(any_model, part, dtype, pair, batch, 
         torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
         assert_same_gradients(model, stock)
     else:
-        torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
+        torch.testing.assert_close(*losses, rtol=4e-3, atol=0)  # a last digit of bfloat16
         assert max(relative_errors(model, stock).values()) < 3e-2
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "olmo2"])
 def test_in_bfloat16_no_further_from_the_truth_than_stock(name, pair, batch):
-    model, stock = pair(name, torch.bfloat16)
-    exact = copy.deepcopy(stock).double()
-    lowtide.patch(model, loss=False)
-    for m in (model, stock, exact):
-        m(**batch).loss.backward()
-    true = {n: p.grad for n, p in exact.named_parameters()}
-    totals = [
-        sum((p.grad.double() - true[n]).square().sum() for n, p in m.named_parameters()).sqrt() for m in (model, stock)
-    ]
-    assert totals[0] < 1.2 * totals[1]
+    squares = [0.0, 0.0]
+    for seed in range(6):  # with one draw of weights either may be the nearer one by half
+        model, stock = pair(name, torch.bfloat16)
+        torch.manual_seed(seed)
+        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+            if p.dim() > 1:
+                p.data.normal_(std=q.float().std().item())
+                q.data.copy_(p.data)
+        exact = copy.deepcopy(stock).double()
+        lowtide.patch(model, loss=False)
+        for m in (model, stock, exact):
+            m(**batch).loss.backward()
+        true = {n: p.grad for n, p in exact.named_parameters()}
+        for i, m in enumerate((model, stock)):
+            squares[i] += sum((p.grad.double() - true[n]).square().sum().item() for n, p in m.named_parameters())
+    assert squares[0] < 1.2**2 * squares[1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi"])
