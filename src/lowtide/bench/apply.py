@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from lowtide.bench.config import ApplyBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.problem import ROWS, blocks, make_problem
 from lowtide.bench.reference import exact_products, relative_error
-from lowtide.bench.results import Files
+from lowtide.bench.results import begin
 from lowtide.bench.rows import reason_of, release
 from lowtide.bench.shapes import Shape
 from lowtide.head.apply import linear_apply
@@ -25,7 +24,7 @@ from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.measure import describe_machine, mib, peak_above, source_commit, time_side_by_side
+from lowtide.measure import mib, peak_above, time_side_by_side
 
 NAIVE, TWO_CHUNKS, DEFAULT, TOKEN = "naive", "two chunks", "default", "default, per token"
 FUSED, COMPILED, TWO_COMPILED = "linear_cross_entropy", "default, compiled", "two chunks, compiled"
@@ -251,12 +250,9 @@ def run(config: ApplyBenchConfig, say: Callable[[str], object]) -> dict[str, Any
     """
     device = chosen_device(config.device)
     dtype = chosen_dtype(config.dtype, device)
-    machine, today = describe_machine(), dt.datetime.now(tz=dt.UTC).date().isoformat()
-    files = Files.prepare(config.output, f"{today}-apply", machine["gpu"] if device.type == "cuda" else None)
-    told: dict[str, Any] = {
-        "command": config.command(), "date": today, "commit": source_commit(), "machine": machine,
-        "dtype": str(dtype).removeprefix("torch."), "warm": config.warm, "reps": config.reps, "shapes": [],
-    }  # fmt: skip
+    files, about = begin(config.output, "apply", config.command(), device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    told: dict[str, Any] = {**about, "dtype": dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
     for shape in config.shapes if config.table else ():
         torch._dynamo.reset()  # else what was compiled for one shape would be made general for the next
         inputs = make_inputs(shape, dtype, device, config.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import importlib.util
 import math
 from collections.abc import Callable
@@ -16,12 +15,11 @@ from lowtide.bench.config import HeadBenchConfig
 from lowtide.bench.peers import LIGER, LOWTIDE, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
 from lowtide.bench.problem import PLAIN, SETTINGS, Problem, make_problem
 from lowtide.bench.report import header, line, ratio
-from lowtide.bench.results import Files
+from lowtide.bench.results import begin
 from lowtide.bench.rows import Bench, Row, plan_of, release
 from lowtide.bench.shapes import Shape
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.head_plan import MIB
-from lowtide.measure import describe_machine, source_commit
 
 SWEEP_POINTS = 7
 SETTING_PEERS = (LOWTIDE, "compile", "liger-large", "cce-exact")
@@ -82,21 +80,13 @@ def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResu
         ArgumentValueError: the folder for the results cannot be written.
     """
     device = chosen_device(config.device)
-    machine = describe_machine(sorted({peer.package for peer in PEERS.values()} - {""}))
-    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
-    files = Files.prepare(config.output, f"{today}-head", machine["gpu"] if device.type == "cuda" else None)
+    packages = (peer.package for peer in PEERS.values())
+    files, about = begin(config.output, "head", config.command(), device, packages)
     pictures = config.sweep or bool(config.tokens)
     if pictures:
         _require_matplotlib()
     results: list[ShapeResult] = []
-    told = {
-        "command": config.command(),
-        "date": today,
-        "commit": source_commit(),
-        "machine": machine,
-        "warm": config.warm,
-        "reps": config.reps,
-    }
+    told = {**about, "warm": config.warm, "reps": config.reps}
 
     def save() -> None:
         files.write_json({**told, "shapes": [result.to_json() for result in results]})
@@ -108,7 +98,7 @@ def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResu
         if pictures:
             from lowtide.bench.pictures import draw
 
-            for file in draw(results[-1], files, machine):
+            for file in draw(results[-1], files, about["machine"]):
                 say(f"drawn: {file}\n")
     say(f"written: {files.json}\n")
     return results

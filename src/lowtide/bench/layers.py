@@ -5,7 +5,6 @@ N tokens, D hidden size; Hq and Hk heads of d values.
 
 from __future__ import annotations
 
-import datetime as dt
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from torch import Tensor
 from lowtide.bench.config import LayersBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.reference import relative_error
-from lowtide.bench.results import Files
+from lowtide.bench.results import begin
 from lowtide.bench.rows import reason_of, release
 from lowtide.layers import add_rms_norm, rms_norm, rotary
-from lowtide.measure import describe_machine, source_commit, time_side_by_side
+from lowtide.measure import time_side_by_side
 
 EPS = 1e-5
 IN_A_ROW = 8  # calls: all but the first are launched while others run, as in a model
@@ -232,9 +231,7 @@ def run(config: LayersBenchConfig, say: Callable[[str], object]) -> list[dict[st
     """
     device = chosen_device(config.device)
     dtype = chosen_dtype(config.dtype, device)
-    machine = describe_machine(["liger-kernel"])
-    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
-    files = Files.prepare(config.output, f"{today}-layers", machine["gpu"] if device.type == "cuda" else None)
+    files, about = begin(config.output, "layers", config.command(), device, ["liger-kernel"])
     rows: list[dict[str, Any]] = []
     for name, op in ops(config, dtype, device).items():
         if config.op and name not in config.op:
@@ -248,9 +245,8 @@ def run(config: LayersBenchConfig, say: Callable[[str], object]) -> list[dict[st
         for row in measure(op, config, device, name):
             rows.append(row)
             say(line(row))
-        told = {"command": config.command(), "date": today, "commit": source_commit(), "machine": machine}
         files.write_json(
-            {**told, "dtype": str(dtype).removeprefix("torch."), "config": config.recorded(), "rows": rows}
+            {**about, "dtype": str(dtype).removeprefix("torch."), "config": config.recorded(), "rows": rows}
         )
     say(f"written: {files.json}\n")
     return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,9 @@ from lowtide.bench.config import MlpBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.mlp_peers import MLP_PEERS, MlpPeer, Stack, bare_products, make_stack
 from lowtide.bench.peers import LOWTIDE, CannotError
-from lowtide.bench.results import Files
+from lowtide.bench.results import begin
 from lowtide.bench.rows import reason_of, release
-from lowtide.measure import describe_machine, kept_above, mib, peak_above, source_commit, time_side_by_side
+from lowtide.measure import kept_above, mib, peak_above, time_side_by_side
 
 _COLUMNS = (
     f"{'':18}{'forward ms':>11}{'backward ms':>12}{'both ms':>9}{'limit ms':>9}{'over it':>9}"
@@ -125,15 +124,11 @@ def run(config: MlpBenchConfig, say: Callable[[str], object]) -> list[MlpRow]:
     """
     device = chosen_device(config.device)
     dtype = chosen_dtype(config.dtype, device)
-    machine = describe_machine(sorted({peer.package for peer in MLP_PEERS.values()} - {""}))
-    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     name = str(dtype).removeprefix("torch.")
-    files = Files.prepare(config.output, f"{today}-mlp-{name}", machine["gpu"] if device.type == "cuda" else None)
+    packages = (peer.package for peer in MLP_PEERS.values())
+    files, about = begin(config.output, f"mlp-{name}", config.command(), device, packages)
     shapes: list[dict[str, Any]] = []
-    told = {
-        "command": config.command(), "date": today, "commit": source_commit(), "machine": machine, "dtype": name,
-        "warm": config.warm, "reps": config.reps, "shapes": shapes,
-    }  # fmt: skip
+    told = {**about, "dtype": name, "warm": config.warm, "reps": config.reps, "shapes": shapes}
     found: list[MlpRow] = []
     for shape in config.shapes:
         stack = make_stack(shape, dtype, device, config.seed)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowtide.errors import ArgumentValueError, message
+from lowtide.measure import describe_machine, source_commit
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,26 @@ class Files:
         """Write or replace the numbers."""
         text = json.dumps(told, indent=1, allow_nan=False, default=str) + "\n"
         replace(self.json, lambda file: file.write_text(text))
+
+
+def begin(
+    folder: str, benchmark: str, command: str, device: torch.device, packages: Iterable[str] = ()
+) -> tuple[Files, dict[str, Any]]:
+    """Return the files of a run, and what each result tells first: command, date, commit, machine.
+
+    Args:
+        folder: Where they go.
+        benchmark: What their names say after the date.
+        command: What was asked.
+        device: Where it runs.
+        packages: Whose versions are told beside our own; "" counts for nothing.
+
+    Raises:
+        ArgumentValueError: the folder cannot be made or written.
+    """
+    machine, today = describe_machine(sorted({*packages} - {""})), dt.datetime.now(tz=dt.UTC).date().isoformat()
+    files = Files.prepare(folder, f"{today}-{benchmark}", machine["gpu"] if device.type == "cuda" else None)
+    return files, {"command": command, "date": today, "commit": source_commit(), "machine": machine}
 
 
 def replace(target: Path, write: Callable[[Path], object]) -> None:

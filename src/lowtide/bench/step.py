@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable
 from typing import Any
 
 from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
-from lowtide.bench.results import Files
+from lowtide.bench.results import begin
 from lowtide.bench.step_way import OUT_OF_MEMORY as OUT_OF_MEMORY
 from lowtide.bench.step_way import VOCABULARY, measure
-from lowtide.measure import describe_machine, run_child, source_commit
+from lowtide.measure import run_child
 from lowtide.train.model import model_config
 
 _COLUMNS = f"{'':34}{'T':>9}{'s':>9}{'tokens/s':>11}{'GiB':>8}{'loss':>9}{'last':>9}{'of first':>10}\n"
@@ -31,15 +30,10 @@ def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str,
     device = chosen_device(config.device)
     dtype = str(chosen_dtype(config.dtype, device)).removeprefix("torch.")
     model_config(config.model, vocab_size=VOCABULARY)
-    machine = describe_machine(["liger-kernel"])
-    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
-    files = Files.prepare(config.output, f"{today}-step", machine["gpu"] if device.type == "cuda" else None)
+    files, about = begin(config.output, "step", config.command(), device, ["liger-kernel"])
     rows: list[dict[str, Any]] = []
     told = {
-        "command": config.command(),
-        "date": today,
-        "commit": source_commit(),
-        "machine": machine,
+        **about,
         "dtype": dtype,
         "config": config.recorded(),
         "rows": rows,

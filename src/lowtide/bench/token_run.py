@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 from lowtide.bench.config import DivergenceBenchConfig, StatsBenchConfig, TokenBenchConfig
 from lowtide.bench.divergence import divergence_tasks
 from lowtide.bench.head import chosen_device, chosen_dtype
-from lowtide.bench.results import Files
+from lowtide.bench.results import begin
 from lowtide.bench.rows import release
 from lowtide.bench.stats import stats_tasks
 from lowtide.bench.tokens import Task, TokenBench, TokenPeer, TokenRow, header, line
-from lowtide.measure import describe_machine, source_commit
 
 Say = Callable[[str], object]
 Tasks = Callable[[tuple[str, ...], Any, torch.dtype, torch.device, int], Iterator[Task]]
@@ -49,20 +47,10 @@ def run(config: TokenBenchConfig, tasks: Tasks, say: Say) -> list[TokenRow]:
     device = chosen_device(config.device)
     dtype = chosen_dtype(config.dtype, device)
     peers: Mapping[str, TokenPeer] = config.known_peers
-    machine = describe_machine(sorted({peer.package for peer in peers.values()} - {""}))
-    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
-    gpu = machine["gpu"] if device.type == "cuda" else None
-    files = Files.prepare(config.output, f"{today}-{config.benchmark}", gpu)
+    packages = (peer.package for peer in peers.values())
+    files, about = begin(config.output, config.benchmark, config.command(), device, packages)
     shapes: list[dict[str, Any]] = []
-    told = {
-        "command": config.command(),
-        "date": today,
-        "commit": source_commit(),
-        "machine": machine,
-        "warm": config.warm,
-        "reps": config.reps,
-        "shapes": shapes,
-    }
+    told = {**about, "warm": config.warm, "reps": config.reps, "shapes": shapes}
     rows: list[TokenRow] = []
     for shape in config.shapes:
         tables: list[dict[str, Any]] = []

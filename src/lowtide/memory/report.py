@@ -22,7 +22,8 @@ class PolicyReport:
         stack: The name of the list of layers inside the model.
         policies: Each layer's policy, by the layer's name, in order.
         bytes_per_token: What a layer keeps for a token, by the layer's name; None where it depends on the layer's
-            operations (``keep="all"``) or the model does not tell its sizes.
+            operations (``keep="all"``) or the model does not tell its sizes. In the dtype of its parameters: under
+            autocast attention's output is narrower.
         on_device: The names of layers with ``offload=True`` that stay on the GPU, since backward begins with them.
         others: Further lists of layers, left as they were.
         offloader: What the layers with ``offload=True`` share; None without any.
