@@ -197,7 +197,7 @@ def test_fsdp2_on_two_ranks(keep: str, order: str) -> None:
     path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
     env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([*launch, *script], capture_output=True, text=True, check=False, timeout=120, env=env)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("is right") == 2
 
 
