@@ -12,7 +12,7 @@ from lowtide.profile.owners import ACTIVATIONS, OTHER, OWNERS, Known, Owned, own
 from lowtide.profile.phases import FORWARD, KINDS, Phase
 from lowtide.profile.recording import Recording
 
-POINTS = 1200  # of a timeline, at most: a screen has no more columns
+POINTS = 600  # of a timeline, about: as many as can be told apart
 LARGEST = 8  # blocks at the peak that are listed
 
 
