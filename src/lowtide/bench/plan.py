@@ -147,4 +147,3 @@ def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
         optimizer.zero_grad(set_to_none=not job.keep_gradients)
 
     return step
-

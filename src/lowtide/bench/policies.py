@@ -9,8 +9,8 @@ from lowtide.memory import ActivationPolicy
 
 _WORD = re.compile(r"(?:(\d+)\s*x\s*)?(all|attention|input)((?:-mlp|/)[01])?([-\s]offload(?:ed)?)?")
 FORM = (
-    "all, attention or input, with -mlp0 or -mlp1 and -offload behind; or several as 4xall+12xinput, or as lowtide plan "
-    "prints them"
+    "all, attention or input, with -mlp0 or -mlp1 and -offload behind; or several as 4xall+12xinput, or as lowtide "
+    "plan prints them"
 )
 
 

@@ -161,28 +161,40 @@ def _set_way(model: Any, way: Way, compiler: Callable[..., Any]) -> None:
         if policy.offload:
             for module in model.modules():
                 if hasattr(module, "_gradient_checkpointing_func"):
-                    module._gradient_checkpointing_func = checkpointing(policy)
+                    module._gradient_checkpointing_func = partial(_run_checkpointed, policy)
 
 
 def _compile(model: Any, policy: ActivationPolicy, compiler: Callable[..., Any]) -> None:
     """Compile each layer, and checkpoint it from outside; and the loss, from the logits on."""
     for layer in find_stack(model).layers.values():
         compiled = compiler(layer.forward)
-        layer.forward = compiled if policy.keep == "all" else partial(checkpointing(policy), compiled)  # type: ignore[method-assign]
+        layer.forward = compiled if policy.keep == "all" else Checkpointed(compiled, policy)
     model.loss_function = compiler(model.loss_function)
 
 
-def checkpointing(policy: ActivationPolicy) -> Callable[..., Any]:
-    """Return PyTorch's checkpoint of a function, which keeps by a peer's policy; on the host where that says so."""
+class Checkpointed:
+    """A layer's forward under PyTorch's checkpoint, which keeps by a peer's policy.
+
+    Attributes:
+        function: The forward, which backward runs again.
+    """
+
+    def __init__(self, function: Callable[..., Any], policy: ActivationPolicy) -> None:
+        self.function = function
+        self._policy = policy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return _run_checkpointed(self._policy, self.function, *args, **kwargs)
+
+
+def _run_checkpointed(policy: ActivationPolicy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function under PyTorch's checkpoint; what that keeps lies in host memory where the policy says so."""
     arguments = _checkpoint_arguments(policy)
-
-    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not policy.offload:
-            return checkpoint(function, *args, **arguments, **kwargs)
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):  # what checkpoint keeps; it hides the rest from us
-            return checkpoint(function, *args, **arguments, **kwargs)
-
-    return run
+    if not policy.offload:
+        return checkpoint(function, *args, **arguments, **kwargs)
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):  # of what checkpoint keeps alone: it hides the rest from us
+        return checkpoint(function, *args, **arguments, **kwargs)
 
 
 def _checkpoint_arguments(policy: ActivationPolicy) -> dict[str, Any]:

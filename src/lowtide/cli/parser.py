@@ -60,6 +60,16 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
         parser.add_argument(flag, **options)
 
 
+def given(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
+    """Return the options of a dataclass that stand in the arguments."""
+    names = {field.name for field in dataclasses.fields(config)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(arguments).items()
+        if name in names
+    }
+
+
 def _plain(kind: Any) -> type:
     """Return ``int`` for ``int`` and for ``int | None``."""
     if get_origin(kind) in (Union, types.UnionType):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 
 from lowtide.bench.policies import FORM
 from lowtide.bench.ways import IMPLEMENTATIONS, LOWTIDE
-from lowtide.cli.parser import OneLineParser, add_options
+from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.profile.config import ProfileConfig
 from lowtide.train.shapes import SHAPES
 
@@ -55,17 +54,12 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something the user can mend.
     """
+    from lowtide.bench.step_way import OUT_OF_MEMORY
     from lowtide.profile.run import run
 
-    names = {field.name for field in dataclasses.fields(ProfileConfig)}
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(arguments).items()
-        if name in names
-    }
-    told = run(ProfileConfig(**given), _say)
+    told = run(ProfileConfig(**given(arguments, ProfileConfig)), _say)
     own = [row for row in told["implementations"] if row["impl"] == LOWTIDE and "failed" in row]
-    return int(any(not row["failed"].startswith("out of memory") for row in own))
+    return int(any(not row["failed"].startswith(OUT_OF_MEMORY) for row in own))
 
 
 def _say(text: str) -> None:

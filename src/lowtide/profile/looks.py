@@ -103,3 +103,8 @@ def title_of(told: dict[str, object]) -> str:
         f"{model['name']}, {settings['batch_size']} x {settings['seq_len']} tokens, {', '.join(how)}\n"
         f"{where}, torch {machine['torch']}, transformers {machine['transformers']}"
     )
+
+
+def loss_text(loss: float | None) -> str:
+    """Return a loss; json has no word for one that is not finite."""
+    return "not finite" if loss is None else f"{loss:.4f}"

@@ -1,10 +1,9 @@
-"""Whose each byte is: weights, gradients, optimizer states, activations by layer, the head's, recomputed, transients."""
+"""Whose each byte is: weights, gradients, optimizer states, layers' activations, the head's, recomputed, transients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,7 @@ class Owned:
 
 
 def owners_of(recording: Recording, known: Known) -> list[Owned]:
-    """Return the owner of each block of a recording: by identity where that is known, else by the phase it is made in."""
+    """Return the owner of each block: by identity where that is known, else by the phase in which it was made."""
     phases, begins = recording.phases, recording.begins
     # Gradients were looked at when the optimizer began, or when an error ended the step.
     grown = next(event for phase, event in zip(phases, begins, strict=True) if phase.kind in (OPTIMIZER, END))

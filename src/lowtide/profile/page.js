@@ -7,15 +7,17 @@
   const drawn = rows.filter((row) => row.timeline);
   const timed = rows.filter((row) => row.seconds);
   const state = { share: false, owner: "" }; // owner: the name of the one that is shown by owner, "" for all as lines
-  const LEFT = 64, RIGHT = 14, PLOT = 330, STRIP = 20;
+  const LEFT = 150, RIGHT = 14, PLOT = 330, STRIP = 20;
 
   const label = (row) => (row.name.includes(":") ? row.name : `${row.name}, ${row.policy}`);
   const most = (values, otherwise) => values.reduce((a, b) => Math.max(a, b), otherwise);
+  const short = (text) => (text.length > 22 ? `${text.slice(0, 21)}…` : text);
   const unit = most(drawn.map((row) => row.peak.gib), 0) >= 1 ? ["GiB", 1] : ["MiB", 1024];
   const number = (value) =>
     value === 0 ? "0"
       : Math.abs(value) >= 0.1 ? value.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })
       : value.toPrecision(2);
+  const loss = (value) => (value === null ? "not finite" : value.toFixed(4));
   const size = (gib) => number(gib * unit[1]);
   const seconds = (ms) => (ms < 10000 ? `${number(ms)} ms` : `${number(ms / 1000)} s`);
 
@@ -144,13 +146,13 @@
         const x = toX(row, part.begin_ms), wide = toX(row, part.end_ms) - x;
         const kind = names.kinds.find((k) => k.id === part.kind);
         picture.append(svg("rect", { x, y, width: Math.max(wide, 0.3), height: STRIP - 5, fill: kind.color }));
+        if (wide > 4) picture.append(svg("rect", { x, y, width: 0.7, height: STRIP - 5, fill: "#fff" }));
         if (part.layer !== null && wide > 13) {
           picture.append(svg("text", { class: "small on-dark", x: x + wide / 2, y: y + 11, "text-anchor": "middle" }, `${part.layer}`));
         }
       }
-      picture.append(svg("text", { x: LEFT - 8, y: y + 11, "text-anchor": "end" },
-        row.name.length > 9 ? `${row.name.slice(0, 8)}…` : row.name));
-      picture.append(svg("rect", { x: LEFT - 8, y, width: 4, height: STRIP - 5, fill: row.color }));
+      picture.append(svg("text", { x: LEFT - 14, y: y + 11, "text-anchor": "end" }, short(label(row))));
+      picture.append(svg("rect", { x: LEFT - 9, y, width: 4, height: STRIP - 5, fill: row.color }));
     });
 
     const cross = svg("line", { class: "cross", y1: 12, y2: height - 8, visibility: "hidden" });
@@ -189,14 +191,13 @@
 
   function bars(id, list, parts, total, end_text) {
     const place = document.getElementById(id);
-    const width = Math.max(place.clientWidth, 480), left = 150, right = 210, tall = 26;
+    const width = Math.max(place.clientWidth, 480), left = LEFT, right = 210, tall = 26;
     const scale = (width - left - right) / (most(list.map(total), 0) || 1);
     const picture = svg("svg", { viewBox: `0 0 ${width} ${tall * list.length + 4}`, role: "img", "aria-label": id });
     list.forEach((row, i) => {
       let x = left;
-      const text = label(row);
-      picture.append(svg("text", { x: left - 10, y: tall * i + 17, "text-anchor": "end", fill: row.color },
-        text.length > 22 ? `${text.slice(0, 21)}…` : text));
+      picture.append(svg("text", { x: left - 14, y: tall * i + 17, "text-anchor": "end" }, short(label(row))));
+      picture.append(svg("rect", { x: left - 9, y: tall * i + 4, width: 4, height: tall - 7, fill: row.color }));
       for (const [name, color, value, said] of parts(row)) {
         const wide = value * scale;
         if (wide <= 0) continue;
@@ -231,11 +232,10 @@
       lines.push([["peak by the allocator's count", ...drawn.map((row) => (row.allocated_gib ? size(row.allocated_gib) : ""))], false]);
       lines.push([["held by the allocator", ...drawn.map((row) => (row.reserved_gib ? size(row.reserved_gib) : ""))], false]);
     }
-    const layers = [...new Set(drawn.flatMap((row) => Object.keys(row.peak.activations_gib)))];
-    for (const layer of layers) {
-      lines.push([[`activations of ${layer}`, ...drawn.map((row) => size(row.peak.activations_gib[layer] || 0))], false]);
-    }
     fill("peak-table", [unit[0], ...heads(drawn)], lines, drawn.length);
+    const layers = [...new Set(drawn.flatMap((row) => Object.keys(row.peak.activations_gib)))];
+    fill("layer-table", [unit[0], ...heads(drawn)],
+      layers.map((layer) => [[layer, ...drawn.map((row) => size(row.peak.activations_gib[layer] || 0))], false]), layers.length);
   }
 
   function times() {
@@ -256,7 +256,7 @@
     if (timed.some((row) => row.mfu)) {
       lines.push([[`MFU, of ${plain(data.peak_tflops)} TFLOP/s`, ...timed.map((row) => `${(100 * row.mfu).toFixed(1)}%`)], false]);
     }
-    lines.push([["loss, first and last step", ...timed.map((row) => `${row.losses[0].toFixed(4)}, ${row.losses[row.losses.length - 1].toFixed(4)}`)], false]);
+    lines.push([["loss, first and last step", ...timed.map((row) => `${loss(row.losses[0])}, ${loss(row.losses[row.losses.length - 1])}`)], false]);
     fill("time-table", ["ms", ...heads(timed)], lines, timed.length);
   }
 

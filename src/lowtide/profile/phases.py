@@ -1,9 +1,9 @@
 """The phases of a training step, and the hooks that tell when each begins.
 
-A step is the embedding, the layers' forwards, the head (final norm, output layer, loss), the head's backward, the layers'
-backwards from the last to the first, the embedding's, and the optimizer. What a layer computes again in backward is a
-phase of its own. Hooks sit on the decoder layers and their children, never on a linear layer: a hook there would change
-which code runs.
+A step is the embedding, the layers' forwards, the head (final norm, output layer, loss), the head's backward, the
+layers' backwards from the last to the first, the embedding's, and the optimizer. What a layer computes again in
+backward is a phase of its own. Hooks sit on the decoder layers and their children, never on a linear layer: a
+hook there would change which code runs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from lowtide.bench.ways import Checkpointed
 from lowtide.memory.stack import find_stack
 
 EMBEDDING, FORWARD, HEAD = "embedding", "forward", "head"
@@ -52,7 +52,7 @@ class PhaseMarks:
     """Tells which phase a step is in.
 
     ``begin(phase)`` is called by whoever runs the step for what no layer can see (the step's begin, backward, the
-    optimizer, the end), and by the hooks for the rest. Every begin goes to ``tell``, and no phase is told twice in a row.
+    optimizer, the end), and by the hooks for the rest. Each goes to ``tell``, and no phase is told twice in a row.
     ``see_weights(module)`` is called when a module's weights are about to be read, gathered where they are sharded.
     """
 
@@ -60,7 +60,6 @@ class PhaseMarks:
         self.current = Phase(END)
         self.tell: Callable[[Phase], object] = lambda _: None
         self.see_weights: Callable[[nn.Module], object] = lambda _: None
-        self._handles: list[RemovableHandle] = []
         self._running = 0  # modules of the layer that is computed again, in each other
         self._layers = 0
 
@@ -76,31 +75,23 @@ class PhaseMarks:
         Args:
             model: With decoder layers.
             children: Whether the layers' children get some too, which a policy's recompute is seen by: it runs the
-                layer's forward, and not the layer's call. Not where layers are compiled.
+                layer's forward, and not the layer's call. Not where layers are compiled: it would be compiled too.
         """
         layers = list(find_stack(model).layers.values())
         self._layers = len(layers)
         for index, layer in enumerate(layers):
             # Before FSDP's own hook, which gathers the weights: that is a part of the phase. They are seen after it.
-            self._handles += [
-                layer.register_forward_pre_hook(self._before(index), prepend=True, with_kwargs=True),
-                layer.register_forward_pre_hook(lambda module, _: self.see_weights(module)),
-                layer.register_forward_hook(self._after(index, model), always_call=True),
-            ]
+            layer.register_forward_pre_hook(self._before(index), prepend=True, with_kwargs=True)
+            layer.register_forward_pre_hook(lambda module, _: self.see_weights(module))
+            layer.register_forward_hook(self._after(index, model), always_call=True)
+            if isinstance(layer.forward, Checkpointed):  # its recompute calls neither the layer nor a child
+                layer.forward.function = self._around(layer.forward.function, index)
             if not children:
                 continue
             for child in layer.children():
                 if not isinstance(child, nn.Linear):
-                    self._handles += [
-                        child.register_forward_pre_hook(lambda _, __, index=index: self._enter(index)),  # type: ignore[misc]
-                        child.register_forward_hook(lambda _, __, ___: self._leave(), always_call=True),
-                    ]
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+                    child.register_forward_pre_hook(lambda _, __, index=index: self._enter(index))
+                    child.register_forward_hook(lambda _, __, ___: self._leave(), always_call=True)
 
     def restart(self) -> None:
         """Forget the phase that an error ended."""
@@ -115,7 +106,7 @@ class PhaseMarks:
             if index == 0:
                 hidden = _first(args) if _first(args) is not None else _first(kwargs.values())
                 if hidden is not None and hidden.requires_grad:
-                    hidden.register_hook(lambda _: self.begin(Phase(EMBEDDING_BACKWARD)))
+                    hidden.register_hook(lambda _: self.begin(Phase(EMBEDDING_BACKWARD)))  # type: ignore[no-untyped-call]
 
         return hook
 
@@ -132,12 +123,22 @@ class PhaseMarks:
                 return
             hidden = _first(output if isinstance(output, tuple) else (output,))
             if hidden is not None and hidden.requires_grad:
-                hidden.register_hook(lambda _: self._begin_backward(index, module))
+                hidden.register_hook(lambda _: self._begin_backward(index, module))  # type: ignore[no-untyped-call]
             if index == self._layers - 1:
                 self.begin(Phase(HEAD))
                 self.see_weights(model)
 
         return hook
+
+    def _around(self, function: Callable[..., Any], index: int) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._enter(index)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return run
 
     def _enter(self, index: int) -> None:
         if self.current.kind in _IN_BACKWARD:

@@ -79,7 +79,13 @@ def _draw_strips(axes: Any, rows: Sequence[dict[str, Any]], colors: Sequence[str
         for part in row["segments"]:
             length = part["end_ms"] - part["begin_ms"]
             bar = axes.barh(
-                i, length, left=part["begin_ms"], height=0.72, color=KIND_COLORS[part["kind"]], linewidth=0
+                i,
+                length,
+                left=part["begin_ms"],
+                height=0.72,
+                color=KIND_COLORS[part["kind"]],
+                linewidth=0.4,
+                edgecolor="white",
             )
             seen.setdefault(part["kind"], bar)
             if part["layer"] is not None and length > 0.012 * longest:

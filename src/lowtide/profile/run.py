@@ -1,4 +1,4 @@
-"""``lowtide profile``: each implementation in a process of its own, then the tables, the picture, the page and the json."""
+"""``lowtide profile``: each implementation in a process of its own, then tables, picture, page and json."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def _result(ended: list[ChildResult]) -> dict[str, Any]:
     if failed.returncode < 0:
         hint = " (the system kills what takes too much host memory)" if failed.returncode == -9 else ""
         return {"failed": f"ended by signal {-failed.returncode}{hint}"}
-    return {"failed": (errors or lines or [f"ended with status {failed.returncode}"])[-1][:300]}
+    last = (errors or lines or [f"ended with status {failed.returncode}"])[-1]
+    return {"failed": last.removeprefix("lowtide.errors.UnsupportedError: ")[:300]}
 
 
 def _add_rates(row: dict[str, Any], flop: dict[str, float], peak: float | None) -> None:
@@ -179,7 +180,8 @@ def _write(config: ProfileConfig, files: Files, told: dict[str, Any]) -> list[Pa
     written = [files.json]
     page = Path(config.html) if config.html is not None else files.json.with_suffix(".html")
     picture = Path(config.png) if config.png is not None else files.json.with_suffix(".png")
-    if importlib.util.find_spec("matplotlib") is not None:
+    drawn = any("peak" in row for row in told["implementations"])
+    if drawn and importlib.util.find_spec("matplotlib") is not None:
         replace(picture, lambda at: draw_profile(at, told))
         written.append(picture)
     replace(page, lambda at: write_page(at, files.json.read_text()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide.memory.stack import find_stack
 
+TIMEOUT = timedelta(minutes=5)  # until a rank gives up waiting for one that failed
+
 
 def start_group(device: torch.device) -> None:
     """Join the process group; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment."""
     # gloo beside NCCL: what lies on the host has collectives too
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
 
 
 def shard(model: Any, sharding: str, device: torch.device, *, offload: bool) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowtide.profile.looks import KIND_TEXTS, OWNER_TEXTS, unit_of
+from lowtide.profile.looks import KIND_TEXTS, OWNER_TEXTS, loss_text, unit_of
 from lowtide.profile.owners import OWNERS
 from lowtide.profile.phases import KINDS
+
 
 def line(row: dict[str, Any]) -> str:
     """Return an implementation's result as soon as it is known."""
     text = f"{row['name']:16} {row['policy']:20} "
     if "failed" in row:
         return f"{text}{row['failed']}\n"
-    return f"{text}{_size(row['peak']['gib'])}, {row['seconds']:.4g} s a step, loss {row['losses'][0]:.4f}\n"
+    return f"{text}{_size(row['peak']['gib'])}, {row['seconds']:.4g} s a step, loss {loss_text(row['losses'][0])}\n"
 
 
 def tables(told: dict[str, Any]) -> str:
@@ -34,8 +35,9 @@ def tables(told: dict[str, Any]) -> str:
 def _peaks(rows: Sequence[dict[str, Any]]) -> str:
     unit, scale = unit_of(max(row["peak"]["gib"] for row in rows))
     cells = [[f"peak, {unit}", *(row["name"] for row in rows)]]
-    for owner in OWNERS:
-        cells.append([OWNER_TEXTS[owner], *(_number(row["peak"]["owners_gib"][owner] * scale) for row in rows)])
+    cells += [
+        [OWNER_TEXTS[owner], *(_number(row["peak"]["owners_gib"][owner] * scale) for row in rows)] for owner in OWNERS
+    ]
     cells.append(["sum", *(_number(row["peak"]["gib"] * scale) for row in rows)])
     cells.append(["of the first", *(_share(row["peak"]["gib"], rows[0]["peak"]["gib"]) for row in rows)])
     cells.append(["reached in", *(row["peak"]["phase"] for row in rows)])
@@ -49,13 +51,17 @@ def _peaks(rows: Sequence[dict[str, Any]]) -> str:
 
 def _times(rows: Sequence[dict[str, Any]], told: dict[str, Any]) -> str:
     cells = [["time, ms", *(row["name"] for row in rows)]]
-    for kind in KINDS:
-        cells.append([KIND_TEXTS[kind], *(_number(row["time_by_kind_ms"][kind]) for row in rows)])
+    cells += [[KIND_TEXTS[kind], *(_number(row["time_by_kind_ms"][kind]) for row in rows)] for kind in KINDS]
     cells.append(["step", *(_number(row["seconds"] * 1e3) for row in rows)])
     cells.append(["of the first", *(_share(row["seconds"], rows[0]["seconds"]) for row in rows)])
     cells.append(["tokens/s", *(f"{row['tokens_per_s']:,.0f}" for row in rows)])
     if all("tflops" in row for row in rows):
-        names = {"forward": "layers, forward", "head": "head, both ways", "backward": "layers, backward", "step": "step"}
+        names = {
+            "forward": "layers, forward",
+            "head": "head, both ways",
+            "backward": "layers, backward",
+            "step": "step",
+        }
         for name, text in names.items():
             cells.append([f"TFLOP/s: {text}", *(_number(row["tflops"].get(name, 0.0)) for row in rows)])
     if all("mfu" in row for row in rows):
@@ -69,8 +75,10 @@ def _times(rows: Sequence[dict[str, Any]], told: dict[str, Any]) -> str:
 def _largest(row: dict[str, Any]) -> str:
     unit, scale = unit_of(row["peak"]["largest"][0]["gib"] if row["peak"]["largest"] else 1)
     cells = [[f"{row['name']}: largest at the peak, {unit}", "", "made in"]]
-    for one in row["peak"]["largest"][:5]:
-        cells.append([one["operation"][:48], _number(one["gib"] * scale), f"{one['phase']}, {one['owner']}"])
+    cells += [
+        [one["operation"][:48], _number(one["gib"] * scale), f"{one['phase']}, {one['owner']}"]
+        for one in row["peak"]["largest"][:5]
+    ]
     return table(cells, left=(0, 2))
 
 

@@ -68,7 +68,7 @@ def _phase_at(recording: Recording, event: int) -> Phase:
 
 
 def _places(recording: Recording, lengths_ms: Sequence[float]) -> list[float]:
-    """Return when each event was, in ms of a step that nobody recorded: a phase is stretched to the length it has there.
+    """Return when each event was, in ms of a step that nobody recorded: each phase is stretched to its length there.
 
     On a GPU the allocator runs ahead of the kernels: an event stands where its phase stands, not where the host was.
     """

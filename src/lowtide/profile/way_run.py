@@ -9,9 +9,9 @@ import math
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from lowtide.bench.rows import reason_of, release
+from lowtide.bench.step_way import OUT_OF_MEMORY
 from lowtide.bench.ways import COMPILE, Way, build_way, make_optimizer
+from lowtide.errors import UnsupportedError
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, resident_bytes
-from lowtide.profile.owners import Known, known_before, optimizer_tensors
+from lowtide.profile.owners import known_before, optimizer_tensors
 from lowtide.profile.phases import EMBEDDING, END, HEAD_BACKWARD, OPTIMIZER, Phase, PhaseMarks, mended
 from lowtide.profile.recording import Recording, record, storages
 from lowtide.profile.sharding import leave, shard, start_group
@@ -55,10 +57,10 @@ def measure(way: dict[str, str], settings: dict[str, Any], stem: str) -> dict[st
         start_group(device)
     try:
         told = Steps(Way(**way), settings, device, rank).run(stem)
-    except Exception as error:  # of building it: a package that is missing, a policy that does not fit, a lack of memory
+    except Exception as error:  # a policy that does not fit, a lack of memory for the model alone
         if settings["gpus"] > 1:  # the other ranks would wait for this one
             raise
-        told = {"failed": out_of_memory("the model is built", device) if is_memory(error) else reason_of(error)}
+        told = {"failed": out_of_memory("while the model was built", device) if is_memory(error) else reason_of(error)}
     if sharded:
         atexit.register(leave)  # when the answer is written
     return told if rank == 0 else None
@@ -72,14 +74,14 @@ def is_memory(error: BaseException) -> bool:
 def out_of_memory(where: str, device: torch.device) -> str:
     """Return the row's text; on a GPU with what its tensors took at most."""
     taken = cuda_peak_bytes() if device.type == "cuda" else resident_bytes()
-    return f"out of memory at {gib(taken):.2f} GiB, in {where}"
+    return f"{OUT_OF_MEMORY} at {gib(taken):.2f} GiB, {where}"
 
 
 class Steps:
     """A model of one way, and its training step."""
 
     def __init__(self, way: Way, settings: dict[str, Any], device: torch.device, rank: int) -> None:
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.rank = settings, device, rank
         self.model = build_way(
             way,
             settings["model"],
@@ -135,18 +137,21 @@ class Steps:
                     self.step()
                 timed.append(found)
         except Exception as error:
-            if not is_memory(error) or settings["gpus"] > 1:
+            if not is_memory(error):
                 raise
-            failed = out_of_memory(f"the {self.marks.current}", self.device)
+            failed = out_of_memory(f"in the {self.marks.current}", self.device)
+            if settings["gpus"] > 1:
+                raise UnsupportedError(failed) from error
         taken = self._memory()
-        losses = [loss.item() for loss in self.losses]
-        recorded = self._recorded(f"{stem}-snapshot.pickle" if settings["trace"] else None, timed)
+        losses = [value if math.isfinite(value) else None for value in (loss.item() for loss in self.losses)]
+        files = settings["trace"] and self.rank == 0  # every rank takes the same steps, and the first one writes
+        recorded = self._recorded(f"{stem}-snapshot.pickle" if files else None, timed)
         told = {**taken, **recorded, "losses": losses, "parameters": sum(p.numel() for p in self.model.parameters())}
         told["trained_parameters"] = sum(p.numel() for p in self.trained)
         if failed:
             return {**told, "failed": failed}
         if settings["trace"]:
-            told["files"]["trace"] = self._trace(f"{stem}-trace.json.gz")
+            self._trace(f"{stem}-trace.json.gz" if files else None, told["files"])
         steps_ms = [sum(ms for _, ms in step) for step in timed]
         tokens = settings["seq_len"] * settings["batch_size"] * settings["gpus"]
         seconds = statistics.median(steps_ms) / 1e3
@@ -163,11 +168,13 @@ class Steps:
         self.marks.tell = lambda phase: seen.append((phase, now()))
         try:
             yield found
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
         finally:
             self.marks.tell = lambda _: None
-        for (phase, begin), (_, end) in zip(seen, seen[1:], strict=False):
+        if seen[-1][0].kind != END:  # an error ended it
+            seen.append((Phase(END), now()))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        for (phase, begin), (_, end) in pairwise(seen):
             found.append((phase, _between(begin, end)))
         found.append((seen[-1][0], 0.0))
 
@@ -184,19 +191,14 @@ class Steps:
         self._clean()
         known = known_before(self.model, self.optimizer, [self.ids, *self.losses], self.device)
         files: dict[str, str] = {}
-        own: list[tuple[Phase, float]] = []
-        with _snapshot(snapshot if self.device.type == "cuda" else None, files):
+        of_gpu = snapshot if self.device.type == "cuda" else None
+        with _snapshot(of_gpu, files), self.clock() as own, record(self.marks, self.device) as recording:
             try:
-                with self.clock() as own, record(self.marks, self.device) as recording:
-                    try:
-                        self.step()
-                    except Exception as error:
-                        if not is_memory(error):
-                            raise
-                        self.see_gradients()
-            except RuntimeError as error:
+                self.step()
+            except Exception as error:
                 if not is_memory(error):
                     raise
+                self.see_gradients()
         known.gradients = self.gradients
         known.states = set(storages(optimizer_tensors(self.optimizer), self.device))
         self._clean()
@@ -211,8 +213,11 @@ class Steps:
         self.optimizer.zero_grad(set_to_none=True)
         release(self.device)
 
-    def _trace(self, file: str) -> str:
-        """Write the profiler's trace of one more step, and return the file's name."""
+    def _trace(self, file: str | None, files: dict[str, str]) -> None:
+        """Write the profiler's trace of one more step; without a file, take the step alone."""
+        if file is None:
+            self.step()
+            return
         plain = Path(file.removesuffix(".gz"))
         cuda = self.device.type == "cuda"
         with profile(use_kineto=True, use_device="cuda" if cuda else None) as profiler:
@@ -224,7 +229,7 @@ class Steps:
         with plain.open("rb") as source, gzip.open(file, "wb", compresslevel=5) as target:
             shutil.copyfileobj(source, target)
         plain.unlink()
-        return Path(file).name
+        files["trace"] = Path(file).name
 
 
 def _lengths(
@@ -237,7 +242,7 @@ def _lengths(
     if len(own) == len(recording.phases):
         return [ms for _, ms in own][:-1], "times are those of the recorded step, which recording slows"
     begins = recording.begins_ns
-    found = [(end - begin) / 1e6 for begin, end in zip(begins, begins[1:], strict=False)]
+    found = [(end - begin) / 1e6 for begin, end in pairwise(begins)]
     return found, "times are the host's in the recorded step, which recording slows"
 
 
@@ -251,13 +256,13 @@ def _snapshot(file: str | None, files: dict[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.cuda.memory._dump_snapshot(file)
+        torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
         files["snapshot"] = Path(file).name
 
 
 def _gpu_now() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
