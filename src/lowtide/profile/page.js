@@ -19,7 +19,7 @@
       : value.toPrecision(2);
   const loss = (value) => (value === null ? "not finite" : value.toFixed(4));
   const size = (gib) => number(gib * unit[1]);
-  const seconds = (ms) => (ms < 10000 ? `${number(ms)} ms` : `${number(ms / 1000)} s`);
+  const seconds = (ms) => (ms < 1000 ? `${number(ms)} ms` : `${number(ms / 1000)} s`);
 
   function html(tag, attributes = {}, ...children) {
     const element = document.createElement(tag);
@@ -81,7 +81,7 @@
     const shown = one ? [one] : drawn.filter((row) => row.shown);
     const width = Math.max(place.clientWidth, 480), inner = width - LEFT - RIGHT;
     const height = 12 + PLOT + 40 + STRIP * shown.length + 8;
-    const top = most(shown.map((row) => row.peak.gib * unit[1]), 0) * 1.06 || 1;
+    const top = most(shown.map((row) => row.peak.gib * unit[1]), 0) * 1.1 || 1;
     const longest = most(shown.map(end), 0) || 1;
     const limit = state.share ? 100 : longest;
     const toX = (row, ms) => LEFT + (state.share ? ms / end(row) : ms / longest) * inner;
@@ -102,7 +102,7 @@
     picture.append(
       svg("text", { class: "axis", x: width - RIGHT, y: PLOT + 41, "text-anchor": "end" },
         state.share ? "share of the step, %" : "time of a step, ms"),
-      svg("text", { class: "axis", transform: `translate(14 ${12 + PLOT / 2}) rotate(-90)`, "text-anchor": "middle" },
+      svg("text", { class: "axis", transform: `translate(${LEFT - 56} ${12 + PLOT / 2}) rotate(-90)`, "text-anchor": "middle" },
         `memory of tensors, ${unit[0]}`));
 
     if (one) {
@@ -135,9 +135,8 @@
       const x = toX(row, row.peak.ms), y = toY(row.peak.gib * unit[1]);
       picture.append(svg("circle", { cx: x, cy: y, r: 4, fill: row.color, stroke: "#fff" }));
       if (row.failed) {
-        const left = x > width - 150;
-        picture.append(svg("text", { x: left ? x - 8 : x + 8, y: y + 4, "text-anchor": left ? "end" : "start", fill: row.color },
-          "out of memory"));
+        const side = x > width - 100 ? "end" : x < LEFT + 60 ? "start" : "middle";
+        picture.append(svg("text", { x, y: y - 8, "text-anchor": side }, "out of memory"));
       }
     }
     shown.forEach((row, i) => {
@@ -227,7 +226,7 @@
     const lines = names.owners.map((o) => [[[swatch(o.color), ` ${o.text}`], ...drawn.map((row) => size(row.peak.owners_gib[o.id]))], false]);
     lines.push([["sum", ...drawn.map((row) => size(row.peak.gib))], true]);
     lines.push([["of the first", ...drawn.map((row) => (row.peak.gib / drawn[0].peak.gib).toFixed(3))], false]);
-    lines.push([["reached in", ...drawn.map((row) => row.peak.phase)], false]);
+    lines.push([["reached in", ...drawn.map((row) => row.peak.phase + (row.failed ? ", out of memory" : ""))], false]);
     if (drawn.some((row) => row.allocated_gib)) {
       lines.push([["peak by the allocator's count", ...drawn.map((row) => (row.allocated_gib ? size(row.allocated_gib) : ""))], false]);
       lines.push([["held by the allocator", ...drawn.map((row) => (row.reserved_gib ? size(row.reserved_gib) : ""))], false]);

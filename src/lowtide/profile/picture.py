@@ -151,4 +151,4 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def _time(ms: float) -> str:
-    return f"{ms:.4g} ms" if ms < 10_000 else f"{ms / 1e3:.4g} s"
+    return f"{ms:.4g} ms" if ms < 1000 else f"{ms / 1e3:.4g} s"
