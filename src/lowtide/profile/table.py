@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lowtide.measure.text import table
 from lowtide.profile.looks import KIND_TEXTS, OWNER_TEXTS, loss_text, unit_of
 from lowtide.profile.owners import OWNERS
 from lowtide.profile.phases import KINDS
@@ -74,23 +75,12 @@ def _times(rows: Sequence[dict[str, Any]], told: dict[str, Any]) -> str:
 
 def _largest(row: dict[str, Any]) -> str:
     unit, scale = unit_of(row["peak"]["largest"][0]["gib"] if row["peak"]["largest"] else 1)
-    cells = [[f"{row['name']}: largest at the peak, {unit}", "", "made in"]]
+    cells = [[f"{row['name']}: largest at the peak, {unit}", "", "made in", "counted as"]]
     cells += [
-        [one["operation"][:48], _number(one["gib"] * scale), f"{one['phase']}, {one['owner']}"]
+        [one["operation"][:48], _number(one["gib"] * scale), one["phase"], one["owner"]]
         for one in row["peak"]["largest"][:5]
     ]
-    return table(cells, left=(0, 2))
-
-
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return rows of cells with their columns aligned; those not in ``left`` end on the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return table(cells, left=(0, 2, 3))
 
 
 def _size(gib: float) -> str:
