@@ -25,7 +25,7 @@ from lowtide.profile.phases import (
     mended,
 )
 from lowtide.profile.recording import Recording, record, storages
-from lowtide.profile.timeline import describe, segments, time_by_kind
+from lowtide.profile.timeline import describe, drawn, segments, time_by_kind
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -252,6 +252,24 @@ def test_a_long_recording_is_drawn_with_its_peak() -> None:
             del large
         marks.begin(Phase(END))
     line = describe(recording, Known(), [7.0])["timeline"]
-    assert len(line["ms"]) < 1000
+    assert len(line["ms"]) < 2600
     assert max(line["gib"]) == pytest.approx(50 / 2**20, rel=1e-4)
     assert max(line["ms"]) <= 7
+
+
+@pytest.mark.parametrize("tolerance", [0, 3, 40, 10**6])
+def test_what_is_drawn_is_never_further_off_than_told(tolerance: int) -> None:
+    random = torch.Generator().manual_seed(tolerance)
+    parts = torch.randint(0, 3, (500,), generator=random).tolist()
+    deltas = torch.randint(-20, 21, (500,), generator=random).tolist()
+    rows = drawn([100, 50, 0], list(zip(parts, deltas, strict=True)), tolerance, 123)
+    assert {-1, 123, 499} <= {event for event, _ in rows}
+    assert len(rows) <= {0: 501, 3: 480, 40: 250, 10**6: 3}[tolerance]
+    live, shown, ahead = [100, 50, 0], rows[0][1], dict(rows)
+    for event, (part, delta) in enumerate(zip(parts, deltas, strict=True)):
+        live[part] += delta
+        if event in ahead:
+            shown = ahead[event]
+            assert shown == live
+        assert all(abs(a - b) <= tolerance for a, b in zip(live, shown, strict=True))
+        assert abs(sum(live) - sum(shown)) <= tolerance

@@ -12,7 +12,8 @@ from lowtide.profile.owners import ACTIVATIONS, OTHER, OWNERS, Known, Owned, own
 from lowtide.profile.phases import FORWARD, KINDS, Phase
 from lowtide.profile.recording import Recording
 
-POINTS = 600  # of a timeline, about: as many as can be told apart
+POINTS = 2500  # of a timeline, at most
+TOLERANCE = 1 / 2000  # of the peak, by which what is drawn may be off: less than a pixel
 LARGEST = 8  # blocks at the peak that are listed
 
 
@@ -90,36 +91,51 @@ def _timeline(
     recording: Recording, known: Known, owned: Sequence[Owned], at: Sequence[float], peak: int
 ) -> dict[str, Any]:
     """Return time, bytes in all, and bytes by owner, at the events that a picture needs."""
-    live = _before(known)
-    total = known.baseline
-    rows: list[tuple[float, int, dict[str, int]]] = [(0.0, total, dict(live))]
-    kept = _kept_events(recording.totals(), peak)
+    changes = []
     for event, (delta, number) in enumerate(zip(recording.deltas, recording.event_blocks, strict=True)):
-        total += delta
         owner = owned[number].owner if number is not None else _owner_before(recording, known, event)
-        live[owner] += delta
-        if event in kept:
-            rows.append((at[event], total, dict(live)))
+        changes.append((OWNERS.index(owner), delta))
+    before = list(_before(known).values())
+    top = max(known.baseline, known.baseline + max(recording.totals(), default=0))
+    tolerance = top * TOLERANCE
+    while len(rows := drawn(before, changes, tolerance, peak)) > POINTS:
+        tolerance *= 2
     return {
-        "ms": [round(ms, 4) for ms, _, _ in rows],
-        "gib": [_short(size) for _, size, _ in rows],
-        "owners": {owner: [_short(sizes[owner]) for _, _, sizes in rows] for owner in OWNERS},
+        "ms": [round(at[event], 4) if event >= 0 else 0.0 for event, _ in rows],
+        "gib": [_short(sum(sizes)) for _, sizes in rows],
+        "owners": {owner: [_short(sizes[i]) for _, sizes in rows] for i, owner in enumerate(OWNERS)},
+        "tolerance_gib": _short(int(tolerance)),
     }
+
+
+def drawn(
+    before: Sequence[int], changes: Sequence[tuple[int, int]], tolerance: float, always: int
+) -> list[tuple[int, list[int]]]:
+    """Return the events at which a step function of several parts has to be drawn, and the parts behind each.
+
+    Between two of them neither a part nor the sum is further than the tolerance from what is drawn.
+
+    Args:
+        before: The parts at first; they are drawn as event -1.
+        changes: Of each event, the part and by how much it changes.
+        tolerance: See there.
+        always: An event that is drawn whatever it changes.
+    """
+    live, shown, total, shown_total = list(before), list(before), sum(before), sum(before)
+    found = [(-1, list(before))]
+    for event, (part, delta) in enumerate(changes):
+        live[part] += delta
+        total += delta
+        far = abs(live[part] - shown[part]) > tolerance or abs(total - shown_total) > tolerance
+        if far or event in (always, len(changes) - 1):
+            shown, shown_total = list(live), total
+            found.append((event, shown))
+    return found
 
 
 def _short(size: int) -> float:
     """Return GiB with as many digits as a picture can show of a model of any size."""
     return float(f"{gib(size):.6g}")
-
-
-def _kept_events(totals: Sequence[int], peak: int) -> set[int]:
-    """Return the events that are drawn: of each run of events the highest, the lowest and the last."""
-    run = max(1, -(-3 * len(totals) // POINTS))
-    kept = {peak}
-    for first in range(0, len(totals), run):
-        events = range(first, min(first + run, len(totals)))
-        kept |= {max(events, key=totals.__getitem__), min(events, key=totals.__getitem__), events[-1]}
-    return kept
 
 
 def _before(known: Known) -> dict[str, int]:

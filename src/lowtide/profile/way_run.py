@@ -154,7 +154,7 @@ class Steps:
             self._trace(f"{stem}-trace.json.gz" if files else None, told["files"])
         steps_ms = [sum(ms for _, ms in step) for step in timed]
         tokens = settings["seq_len"] * settings["batch_size"] * settings["gpus"]
-        seconds = statistics.median(steps_ms) / 1e3
+        seconds = statistics.median_low(steps_ms) / 1e3
         return {**told, "steps_ms": steps_ms, "seconds": seconds, "tokens_per_s": tokens / seconds}
 
     @contextlib.contextmanager
@@ -235,10 +235,12 @@ class Steps:
 def _lengths(
     recording: Recording, timed: list[list[tuple[Phase, float]]], own: list[tuple[Phase, float]]
 ) -> tuple[list[float], str | None]:
-    """Return the ms of each phase of a recording: the median of the timed steps that went through the same phases."""
+    """Return the ms of each phase of a recording: as the median step took them, if it went through the same phases."""
     same = [step for step in timed if mended([phase for phase, _ in step]) == recording.phases]
     if same:
-        return [statistics.median(step[i][1] for step in same) for i in range(len(recording.phases) - 1)], None
+        totals = [sum(ms for _, ms in step) for step in same]
+        median = same[totals.index(statistics.median_low(totals))]
+        return [ms for _, ms in median][:-1], None
     if len(own) == len(recording.phases):
         return [ms for _, ms in own][:-1], "times are those of the recorded step, which recording slows"
     begins = recording.begins_ns
