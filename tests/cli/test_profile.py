@@ -124,6 +124,22 @@ def test_parameters_on_the_host_and_adapters(tiny: Path, tmp_path: Path) -> None
     assert {file.name for file in tmp_path.iterdir()} == {"a.json", "a.png", "a.html"}
 
 
+def test_two_ranks_of_which_the_first_is_shown(tiny: Path, tmp_path: Path) -> None:
+    command = f"profile --model {tiny} --impl lowtide --seq-len 33 --steps 1 --fsdp zero3 --gpus 2 --policy all"
+    assert main([*command.split(), "--device", "cpu", "--output", str(tmp_path)]) == 0
+    told = result(tmp_path)
+    (lowtide,) = told["implementations"]
+    assert "failed" not in lowtide
+    # Half of the optimizer's states lie here; what is gathered of the weights comes and goes.
+    states = [gib for gib in lowtide["timeline"]["owners"]["optimizer"] if gib]
+    assert states == pytest.approx([lowtide["parameters"] * 4 / 2**30] * len(states), rel=0.02)
+    weights = lowtide["timeline"]["owners"]["weights"]
+    assert min(weights) == pytest.approx(lowtide["parameters"] * 4 / 2 / 2**30, rel=0.02)
+    assert max(weights) > 1.5 * min(weights)
+    assert lowtide["tokens_per_s"] == pytest.approx(66 / lowtide["seconds"])
+    assert len(list(tmp_path.glob("*-trace.json.gz"))) == 1
+
+
 def ended(value: Any = None, status: int = 0, stderr: str = "") -> ChildResult:
     return ChildResult(returncode=status, seconds=1, peak_bytes=0, value=value, stderr=stderr)
 
