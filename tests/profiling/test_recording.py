@@ -24,7 +24,7 @@ from lowtide.profile.phases import (
     PhaseMarks,
     mended,
 )
-from lowtide.profile.recording import Recording, record, storages
+from lowtide.profile.recording import Block, Recording, record, storages
 from lowtide.profile.timeline import describe, drawn, segments, time_by_kind
 
 CPU = torch.device("cpu")
@@ -42,9 +42,10 @@ def tensors_of_known_sizes() -> tuple[Recording, list[Tensor]]:
         marks.begin(Phase(EMBEDDING))
         stream = kib(3)
         marks.begin(Phase(FORWARD, 0))
-        kept, passing = kib(5), kib(7)
+        kept, passing, late = kib(5), kib(7), kib(4)
         del passing
         marks.begin(Phase(HEAD))
+        del late  # the next phase's first event: it was there when that began
         logits = kib(40)
         marks.begin(Phase(HEAD_BACKWARD))
         del logits
@@ -66,7 +67,7 @@ def tensors_of_known_sizes() -> tuple[Recording, list[Tensor]]:
 
 def test_blocks_are_what_was_allocated_and_freed() -> None:
     recording, _ = tensors_of_known_sizes()
-    assert [block.bytes // KIB for block in recording.blocks] == [3, 5, 7, 40, 11, 2, 1, 6, 13, 9]
+    assert [block.bytes // KIB for block in recording.blocks] == [3, 5, 7, 4, 40, 11, 2, 1, 6, 13, 9]
     live = [block.bytes // KIB for block in recording.blocks if block.end is None]
     assert live == [3, 6, 9]
     assert max(recording.totals()) == 48 * KIB
@@ -89,14 +90,22 @@ def test_each_block_has_its_owner() -> None:
     )
     owners = [owned.owner for owned in owners_of(recording, known)]
     assert owners == [
-        "activations", "activations", "transients", "head", "recomputed", "recomputed", "recomputed", "gradients",
-        "transients", "optimizer",
+        "activations", "activations", "transients", "activations", "head", "recomputed", "recomputed", "recomputed",
+        "gradients", "transients", "optimizer",
     ]  # fmt: skip
-    told = describe(recording, known, [1.0] * 10)
+    lengths = [100.0, 1.0, 300.0, 7.0, 2.0, 0.5, 0.5, 0.5, 20.0, 1000.0]
+    told = describe(recording, known, lengths)
     peak = {owner: gib * 2**20 for owner, gib in told["peak"]["owners_gib"].items() if gib}
     assert peak == {"weights": 100, "other": 30, "activations": 8, "head": 40}
     assert told["peak"]["gib"] == 178 * KIB / 2**30
     assert told["peak"]["phase"] == "head"
+    assert 101 <= told["peak"]["ms"] <= 401
+    phases = iter(segments(recording.phases, lengths))
+    assert [one["end_ms"] for one in phases][-1] == sum(lengths)
+    # each phase's events are drawn within it: the drop behind the head's forward is in its backward
+    drop = next(ms for ms, gib in zip(told["timeline"]["ms"], told["timeline"]["gib"], strict=True) if ms > 401)
+    assert 401 < drop <= 408
+    assert told["timeline"]["ms"][-1] > sum(lengths[:-1])
     assert {name: gib * 2**20 for name, gib in told["peak"]["activations_gib"].items()} == {
         "embedding": 3, "layer 0": 5,
     }  # fmt: skip
@@ -109,7 +118,8 @@ def test_each_block_has_its_owner() -> None:
 
 
 def test_an_error_leaves_what_was_recorded_until_then() -> None:
-    marks = PhaseMarks()
+    marks, told = PhaseMarks(), []
+    marks.tell = told.append
     found = []
     with pytest.raises(RuntimeError, match="no more"), record(marks, CPU) as recording:  # noqa: PT012
         found.append(recording)
@@ -120,10 +130,30 @@ def test_an_error_leaves_what_was_recorded_until_then() -> None:
     recording = found[0]
     assert [phase.kind for phase in recording.phases] == [EMBEDDING, END]
     assert recording.totals() == [4 * KIB]
-    told: list[Phase] = []
-    marks.tell = told.append  # as before: the recorder has taken its own away
-    marks.begin(Phase(HEAD))
-    assert told == [Phase(HEAD)]
+    assert marks.tell == told.append, "the recorder has taken its own away"
+    assert told == [Phase(EMBEDDING)]
+
+
+def test_what_was_there_before_may_be_freed() -> None:
+    """As a GPU's allocator tells it; a CPU's does not."""
+    weight, block = 77, Block(address=5, bytes=30 * KIB, begin=1, operation="aten::mm", phase=0)
+    recording = Recording(
+        blocks=[block],
+        times_ns=[10, 20, 30],
+        deltas=[-20 * KIB, 30 * KIB, -1 * KIB],
+        event_blocks=[None, 0, None],
+        freed_before={0: weight, 2: 78},
+        phases=[Phase(HEAD), Phase(END)],
+        begins=[0, 3],
+        begins_ns=[0, 40],
+    )
+    known = Known(before={weight: ("weights", 20 * KIB)}, baseline=50 * KIB)
+    told = describe(recording, known, [4.0])
+    assert told["peak"]["gib"] == 60 * KIB / 2**30
+    found = {owner: gib * 2**20 for owner, gib in told["peak"]["owners_gib"].items() if gib}
+    assert found == {"head": 30, "other": 30}
+    assert told["timeline"]["owners"]["other"][-1] == pytest.approx(29 / 2**20, rel=1e-4)
+    assert told["timeline"]["ms"] == [0, 1, 2, 3]
 
 
 def test_nothing_allocated_is_a_recording_too() -> None:
@@ -184,6 +214,7 @@ def test_a_models_step_byte_by_byte() -> None:
         step(model, optimizer, ids, marks)
     assert first.peak_bytes > 0
     marks.install(model, children=True)
+    assert not model.layers[0].linear._forward_hooks, "a hook there would change which code runs"
     with track_allocations() as plain:
         step(model, optimizer, ids, marks)
     known = known_before(model, optimizer, [ids], CPU)
@@ -207,6 +238,29 @@ def test_a_models_step_byte_by_byte() -> None:
     assert by_owner["activations"] == (1 + 2 * 3) * N * D * 4
     kept = {one.detail for one in owned if one.owner == "activations"}
     assert kept == {"embedding", "forward/0", "forward/1", "forward/2"}
+
+
+def test_what_a_layers_own_hook_gathers_is_of_its_phase_and_a_weight() -> None:
+    """FSDP2 gathers weights in a hook that was there first, and puts them on the module."""
+    model, gathered = Model(), []
+
+    def gather(module: Any, args: Any) -> None:
+        gathered.append(module.linear.weight.detach().clone())
+        module.linear.weight.data = gathered[-1]
+
+    model.layers[1].register_forward_pre_hook(gather)
+    marks = PhaseMarks()
+    marks.install(model, children=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 71, (9,))
+    known = known_before(model, optimizer, [ids], CPU)
+    with record(marks, CPU) as recording:
+        known.gradients = step(model, optimizer, ids, marks)
+    (block,) = [block for block in recording.blocks if block.address == gathered[0].data_ptr()]
+    assert recording.phases[block.phase] == Phase(FORWARD, 1)
+    found = [owned for owned in owners_of(recording, known) if owned.owner == "weights"]
+    assert len(found) == 1
+    assert sum(owned.owner == "gradients" for owned in owners_of(recording, known)) == len(list(model.parameters()))
 
 
 def test_a_recompute_is_a_phase_of_its_own() -> None:

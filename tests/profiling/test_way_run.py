@@ -18,8 +18,8 @@ from lowtide.memory.planner_gpus import GPUS
 from lowtide.memory.planner_shapes import read_shape
 from lowtide.profile import way_run
 from lowtide.profile.owners import known_before, owners_of
-from lowtide.profile.phases import KINDS
-from lowtide.profile.recording import record
+from lowtide.profile.phases import KINDS, Phase
+from lowtide.profile.recording import Recording, record
 from lowtide.profile.way_run import Steps, measure
 
 CPU = torch.device("cpu")
@@ -159,34 +159,47 @@ def test_lora_trains_adapters_alone(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("where", ["forward", "backward"])
 def test_memory_that_runs_out_is_a_row_with_a_picture(
-    at: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    where: str, at: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the backward of a layer: by the first step, and by one that counts."""
+    """In the last layer: by the first step, and by one that counts."""
     steps = [0]
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        steps[0] += 1
+        if steps[0] > at:
+            full() if where == "forward" else output.register_hook(full)
 
     def build(*args: Any, **kwargs: Any) -> Any:
         model = build_way(*args, **kwargs)
-
-        def full(grad: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-        def hook(module: Any, args: Any, output: Any) -> None:
-            steps[0] += 1
-            if steps[0] > at:
-                output.register_hook(full)
-
         model.model.layers[1].mlp.register_forward_hook(hook)
         return model
 
     monkeypatch.setattr(way_run, "build_way", build)
     told = run("stock", "all", {**settings, "steps": 2})
     assert told["failed"].startswith("out of memory at ")
-    assert told["failed"].endswith(" GiB, in the backward of layer 1")
-    assert parts(told)[-1] == "backward of layer 1"
+    assert told["failed"].endswith(f" GiB, in the {where} of layer 1")
+    assert parts(told)[-1] == f"{where} of layer 1"
+    assert all(one["end_ms"] > one["begin_ms"] for one in told["segments"])
+    assert told["note"] == "times are those of the recorded step, which recording slows"
     assert told["peak"]["owners_gib"]["activations"] > 0
     assert "seconds" not in told
     assert len(told["losses"]) == at
+
+
+def test_phases_are_as_long_as_in_the_median_step() -> None:
+    phases = [Phase("embedding"), Phase("head"), Phase("end")]
+    recording = Recording(phases=phases, begins=[0, 0, 0], begins_ns=[0, 1, 2])
+    timed = [[(phases[0], a), (phases[1], b), (phases[2], 0.0)] for a, b in ((9, 9), (1, 2), (5, 1), (0.5, 0.5))]
+    others = [[(phases[1], 4.0), (phases[2], 0.0)]] * 3  # went another way
+    assert way_run._lengths(recording, [*others, *timed], [])[0] == [1, 2]
+    lengths, note = way_run._lengths(recording, others, [(phases[0], 3.0), (phases[1], 7.0), (phases[2], 0.0)])
+    assert lengths == [3, 7]
+    assert note
 
 
 def test_a_model_that_cannot_be_built_is_a_row_that_says_why(settings: dict[str, Any]) -> None:

@@ -72,14 +72,10 @@ def owners_of(recording: Recording, known: Known) -> list[Owned]:
     phases, begins = recording.phases, recording.begins
     # Gradients were looked at when the optimizer began, or when an error ended the step.
     grown = next(event for phase, event in zip(phases, begins, strict=True) if phase.kind in (OPTIMIZER, END))
-    after: list[int] = []  # of each phase, the event at which another one begins
-    for number in reversed(range(len(phases))):
-        again = number + 1 < len(phases) and phases[number + 1] == phases[number]
-        after.insert(0, after[0] if again else begins[min(number + 1, len(phases) - 1)])
-    return [_owner(recording, known, block, grown, after) for block in recording.blocks]
+    return [_owner(recording, known, block, grown) for block in recording.blocks]
 
 
-def _owner(recording: Recording, known: Known, block: Block, grown: int, after: list[int]) -> Owned:
+def _owner(recording: Recording, known: Known, block: Block, grown: int) -> Owned:
     phase = recording.phases[block.phase]
     if block.end is None and block.address in known.states:
         return Owned(OPTIMIZER_STATES)
@@ -87,7 +83,7 @@ def _owner(recording: Recording, known: Known, block: Block, grown: int, after: 
         return Owned(GRADIENTS)
     if any(_is_live(block, event) for event in recording.weights.get(block.address, ())):
         return Owned(WEIGHTS, "gathered")
-    if phase.kind in (FORWARD, EMBEDDING) and (block.end is None or block.end >= after[block.phase]):
+    if phase.kind in (FORWARD, EMBEDDING) and _is_live(block, recording.begins[block.phase + 1]):
         return Owned(ACTIVATIONS, phase.to_text())
     return Owned(_BY_PHASE.get(phase.kind, TRANSIENTS), phase.to_text())
 

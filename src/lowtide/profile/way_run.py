@@ -241,11 +241,7 @@ def _lengths(
         totals = [sum(ms for _, ms in step) for step in same]
         median = same[totals.index(statistics.median_low(totals))]
         return [ms for _, ms in median][:-1], None
-    if len(own) == len(recording.phases):
-        return [ms for _, ms in own][:-1], "times are those of the recorded step, which recording slows"
-    begins = recording.begins_ns
-    found = [(end - begin) / 1e6 for begin, end in pairwise(begins)]
-    return found, "times are the host's in the recorded step, which recording slows"
+    return [ms for _, ms in own][:-1], "times are those of the recorded step, which recording slows"
 
 
 @contextlib.contextmanager
