@@ -108,6 +108,36 @@ def test_the_page_of_a_real_run_works_in_a_browser(written: Path, tmp_path: Path
     assert json.loads(data) == result(written)
 
 
+def test_earlier_runs_are_shown_beside_others(
+    written: Path, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first,) = written.glob(f"{PATTERN}.json")
+    assert main(["profile", "--impl", "none", "--include", str(first), "--output", str(tmp_path / "again")]) == 0
+    again = result(tmp_path / "again")
+    assert {**again, "command": "", "included": ""} == {**result(written), "command": "", "included": ""}
+    assert again["included"] == [result(written)["command"]]
+    assert {file.suffix for file in (tmp_path / "again").iterdir()} == {".json", ".png", ".html"}
+    good = row("lowtide", "lowtide", 1.0, 10)
+    monkeypatch.setattr(profiling, "run_child", lambda *args, **kwargs: ended(good))
+    old = {**result(written), "machine": {**result(written)["machine"], "torch": "2.0"}}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    both = ["--impl", "lowtide", "--include", str(tmp_path / "old.json"), "--device", "cpu", "--seq-len", "64"]
+    assert main(["profile", "--model", str(tiny.parent), *both, "--output", str(tmp_path / "both")]) == 0
+    names = [(one["name"], one.get("note")) for one in result(tmp_path / "both")["implementations"]]
+    note = "measured on torch 2.0"
+    assert names == [("stock", note), ("lowtide:2xall/1", note), ("lowtide", None)]
+    capsys.readouterr()
+    for arguments, says in (
+        (["--impl", "stock", "--include", first], "include: expected each name once, got stock twice"),
+        (["--impl", "lowtide", "--include", first], "include: expected a profile with model lowtide-small, as now"),
+        (["--impl", "none", "--include", tmp_path / "none.json"], "include: expected a json file of lowtide profile"),
+        (["--impl", "none", "--include", tiny], "include: expected a json file of lowtide profile"),
+        (["--impl", "none"], "impl: expected names out of"),
+    ):
+        assert main(["profile", "--device", "cpu", "--output", str(tmp_path / "no"), *map(str, arguments)]) == 2
+        assert f"lowtide profile: {says}" in capsys.readouterr().err
+
+
 def test_parameters_on_the_host_and_adapters(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     files = [word for kind in ("json", "png", "html") for word in (f"--{kind}", str(tmp_path / f"a.{kind}"))]
@@ -269,8 +299,8 @@ def test_operations_behind_frozen_weights_and_of_models_nobody_can_count() -> No
 
 def test_the_share_of_a_known_gpus_peak() -> None:
     told = {"seconds": 2.0, "time_by_kind_ms": {FORWARD: 500.0, HEAD: 100.0, HEAD_BACKWARD: 0.0, BACKWARD: 1000.0}}
-    flop = {FORWARD: 1e14, HEAD: 1e13, HEAD_BACKWARD: 2e13, BACKWARD: 2e14}
-    profiling._add_rates(told, flop, 989e12)
+    tflop = {FORWARD: 100.0, HEAD: 10.0, HEAD_BACKWARD: 20.0, BACKWARD: 200.0}
+    profiling._add_rates(told, tflop, 989.0)
     assert told["tflops"] == {"forward": 200, "head": 300, "backward": 200, "step": 165}
     assert told["mfu"] == pytest.approx(165 / 989)
 

@@ -30,6 +30,8 @@ examples:
       checkpoints in host memory, and adapters
   lowtide profile --model llama-3-8b --seq-len 32768 --policy input-offload --offload-params --impl stock,liger,lowtide
       full training, parameters and optimizer in host memory
+  lowtide profile --impl lowtide --seq-len 16384 --include stock.json
+      beside an earlier run of the same job
   lowtide profile --impl stock lowtide:input "lowtide:8xattention+8xall" --seq-len 16384
       what layers keep, mixed"""
 

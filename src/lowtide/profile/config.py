@@ -17,6 +17,7 @@ Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum
 Fsdp = Literal["none", "zero2", "zero3"]
 AUTO = "auto"
 FULL = "zero3"
+NOBODY = "none"
 
 
 def _setting(default: Any, help: str, *, metavar: str | None = None, last: bool = False) -> Any:
@@ -39,7 +40,8 @@ class ProfileConfig:
     )
     impl: tuple[str, ...] = _setting(
         ("stock", "lowtide"),
-        "who: {impls}, with commas or spaces between them; NAME:POLICY for one with a policy of its own, also twice",
+        "who: {impls}, with commas or spaces between them; NAME:POLICY for one with a policy of its own, also twice; "
+        "none: nobody",
         metavar="NAME",
     )
     seq_len: int = _setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU")
@@ -50,6 +52,10 @@ class ProfileConfig:
         "(layer checkpointing), attention-offload and input-offload (checkpoints in host memory)",
         metavar="POLICY",
     )
+    include: tuple[str, ...] = _setting(
+        (), "json files of earlier runs, whose implementations are shown too; with --impl none, only these",
+        metavar="FILE",
+    )  # fmt: skip
     optimizer: Optimizer = _setting("adamw", "the optimizer; adamw: PyTorch's fused one")  # noqa: RUF009
     lora: int = _setting(0, "train adapters of this rank on all linear layers but the last, all else frozen")
     offload_params: bool = _setting(
@@ -87,7 +93,7 @@ class ProfileConfig:
             hint = "Its states have no kernel for the CPU's memory."
             if self.optimizer == "adamw-8bit":
                 raise ArgumentValueError(message("optimizer", "another with --offload-params", self.optimizer, hint))
-        assert self.ways
+        assert self.ways or self.include
 
     def _require(self, name: str, met: bool, expected: str) -> None:
         if not met:
@@ -116,13 +122,15 @@ class ProfileConfig:
             else:
                 raise ArgumentValueError(message("policy", "NAME=POLICY with a name of --impl", repr(text)))
         found: dict[str, Way] = {}
+        if words == [NOBODY] and self.include:
+            return found
         for word in words:
             impl, _, policy = word.partition(":")
             if word in found:
                 raise ArgumentValueError(message("impl", "each name once", f"{word!r} twice"))
             found[word] = Way(impl=impl, policy=policy or own.get(impl, common))
         if not found:
-            raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", "none"))
+            raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", "nothing"))
         return found
 
     def command(self) -> str:

@@ -300,7 +300,7 @@
     document.title = `lowtide profile: ${what}`;
     document.getElementById("title").textContent = what;
     document.getElementById("where").textContent = `${where} · ${data.date}`;
-    document.getElementById("command").textContent = data.command;
+    document.getElementById("command").textContent = [...(data.included || []), data.command].join("\n");
     const told = { ...data.machine, commit: data.commit, ...data.settings };
     const lines = Object.entries(told).filter(([, value]) => value !== null).map(([name, value]) => [[name.replaceAll("_", " "), String(value)], false]);
     for (const row of rows) {

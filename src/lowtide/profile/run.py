@@ -20,6 +20,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure import ChildResult, run_child
 from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.flops import device_peak, step_flop
+from lowtide.profile.include import include, read_profiles
 from lowtide.profile.looks import title_of
 from lowtide.profile.page import write_page
 from lowtide.profile.phases import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD
@@ -45,28 +46,18 @@ def run(config: ProfileConfig, say: Callable[[str], object]) -> dict[str, Any]:
         UnsupportedError: There is no such device, or too few GPUs; a package that was asked for is not installed.
         ArgumentValueError: There is no such model, or a file cannot be written.
     """
-    device = chosen_device(config.device)
-    settings = _settings(config, device)
-    _check(config, device)
-    model = model_config(settings["model"], vocab_size=settings["vocab_size"])
-    peak = device_peak(device, getattr(torch, settings["dtype"]))
-    flop, why_not = step_flop(model.to_dict(), settings["seq_len"], settings["batch_size"], lora=config.lora > 0)
-    files, about = begin(config.output, "profile", config.command(), device, _PACKAGES)
-    told: dict[str, Any] = {
-        **about,
-        "settings": settings,
-        "model": {"name": settings["model"], **_shape(model)},
-        "peak_tflops": None if peak is None else peak / 1e12,
-        "step_tflop": {kind: value / 1e12 for kind, value in flop.items()},
-        "flop_note": why_not,
-        "implementations": [],
-    }
+    earlier = read_profiles(config.include)
+    _check_names(config, earlier)
+    files, told = _begin(config) if config.ways else _begin_again(config, earlier[0])
+    include(told, earlier)
     say(f"{title_of(told)}\n\n")
+    for row in told["implementations"]:
+        say(line(row))
     for name, way in config.ways.items():
         stem = files.json.with_name(f"{files.json.stem}-{re.sub('[^A-Za-z0-9.]+', '-', name)}")
-        ended = _in_children(way, settings, stem)
+        ended = _in_children(way, told["settings"], stem)
         row = {"name": name, "impl": way.impl, "policy": way.policy, **_result(ended)}
-        _add_rates(row, flop, peak)
+        _add_rates(row, told["step_tflop"], told["peak_tflops"])
         told["implementations"].append(row)
         say(line(row))
         files.write_json(told)
@@ -77,10 +68,46 @@ def run(config: ProfileConfig, say: Callable[[str], object]) -> dict[str, Any]:
     return told
 
 
+def _begin(config: ProfileConfig) -> tuple[Files, dict[str, Any]]:
+    """Return the files of a run, and what its json tells first."""
+    device = chosen_device(config.device)
+    settings = _settings(config, device)
+    _check(config, device)
+    model = model_config(settings["model"], vocab_size=settings["vocab_size"])
+    peak = device_peak(device, getattr(torch, settings["dtype"]))
+    flop, why_not = step_flop(model.to_dict(), settings["seq_len"], settings["batch_size"], lora=config.lora > 0)
+    files, about = begin(config.output, "profile", config.command(), device, _PACKAGES)
+    return files, {
+        **about,
+        "settings": settings,
+        "model": {"name": settings["model"], **_shape(model)},
+        "peak_tflops": None if peak is None else peak / 1e12,
+        "step_tflop": {kind: value / 1e12 for kind, value in flop.items()},
+        "flop_note": why_not,
+        "implementations": [],
+    }
+
+
+def _begin_again(config: ProfileConfig, first: dict[str, Any]) -> tuple[Files, dict[str, Any]]:
+    """Return the same where nothing is to be measured: what the first profile told, but for its implementations."""
+    gpu = first["machine"]["gpu"] if first["settings"]["device"] == "cuda" else None
+    files = Files.prepare(config.output, f"{first['date']}-profile", gpu)
+    return files, {**first, "command": config.command(), "implementations": []}
+
+
+def _check_names(config: ProfileConfig, earlier: list[dict[str, Any]]) -> None:
+    """Raise where two implementations have one name."""
+    names = [*(row["name"] for one in earlier for row in one["implementations"]), *config.ways]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        hint = "Call one of them NAME:POLICY."
+        raise ArgumentValueError(message("include", "each name once", f"{', '.join(twice)} twice", hint))
+
+
 def _settings(config: ProfileConfig, device: torch.device) -> dict[str, Any]:
     """Return what a child needs, with nothing left to choose."""
     cuda = device.type == "cuda"
-    own = {"json", "png", "html", "output", "impl", "policy", "fsdp"}
+    own = {"json", "png", "html", "output", "impl", "policy", "fsdp", "include"}
     kept = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
     return {
         **kept,
@@ -155,20 +182,20 @@ def _result(ended: list[ChildResult]) -> dict[str, Any]:
     return {"failed": last.removeprefix("lowtide.errors.UnsupportedError: ")[:300]}
 
 
-def _add_rates(row: dict[str, Any], flop: dict[str, float], peak: float | None) -> None:
+def _add_rates(row: dict[str, Any], tflop: dict[str, float], peak_tflops: float | None) -> None:
     """Add the TFLOP a second of the parts and of the whole step, and the share of the device's peak."""
-    if not flop or "seconds" not in row:
+    if not tflop or "seconds" not in row:
         return
     times = row["time_by_kind_ms"]
     parts = {
-        "forward": (flop[FORWARD], times[FORWARD]),
-        "head": (flop[HEAD] + flop[HEAD_BACKWARD], times[HEAD] + times[HEAD_BACKWARD]),
-        "backward": (flop[BACKWARD], times[BACKWARD]),
-        "step": (sum(flop.values()), row["seconds"] * 1e3),
+        "forward": (tflop[FORWARD], times[FORWARD]),
+        "head": (tflop[HEAD] + tflop[HEAD_BACKWARD], times[HEAD] + times[HEAD_BACKWARD]),
+        "backward": (tflop[BACKWARD], times[BACKWARD]),
+        "step": (sum(tflop.values()), row["seconds"] * 1e3),
     }
-    row["tflops"] = {name: work / ms / 1e9 for name, (work, ms) in parts.items() if ms > 0}
-    if peak is not None:
-        row["mfu"] = row["tflops"]["step"] * 1e12 / peak
+    row["tflops"] = {name: work / ms * 1e3 for name, (work, ms) in parts.items() if ms > 0}
+    if peak_tflops is not None:
+        row["mfu"] = row["tflops"]["step"] / peak_tflops
 
 
 def _write(config: ProfileConfig, files: Files, told: dict[str, Any]) -> list[Path]:
