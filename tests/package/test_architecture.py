@@ -14,7 +14,7 @@ import lowtide
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
     "errors", "swap", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "trl",
-    "train", "bench", "cli",
+    "train", "bench", "profile", "cli",
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lowtide.bench.ways import make_optimizer
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure import describe_machine, gib, time_side_by_side
 from lowtide.memory import MemoryPlan, apply_policy, remove_policy
@@ -134,7 +135,7 @@ def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
 def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
     """Return a function that runs one training step of the plan."""
     job = plan.job
-    optimizer = _optimizer(job.optimizer, list(model.parameters()))
+    optimizer = make_optimizer(job.optimizer, list(model.parameters()))
     ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device="cuda")
 
     def step() -> None:
@@ -146,19 +147,3 @@ def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
         optimizer.zero_grad(set_to_none=not job.keep_gradients)
 
     return step
-
-
-def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that a plan counted with."""
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-    if name == "adamw-foreach":
-        return torch.optim.AdamW(parameters, lr=1e-5, foreach=True)
-    if name == "adamw-8bit":
-        try:
-            from bitsandbytes.optim import AdamW8bit
-        except ImportError as error:
-            raise UnsupportedError(message("optimizer", "bitsandbytes to be installed", str(error))) from error
-        found: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-5)
-        return found
-    return torch.optim.SGD(parameters, lr=1e-5, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=True)

@@ -7,8 +7,11 @@ import re
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory import ActivationPolicy
 
-_WORD = re.compile(r"(?:(\d+)x)?(all|attention|input)(-mlp[01])?(-offload)?")
-FORM = "all, attention or input, with -mlp0 or -mlp1 and -offload behind; or several as 4xall+12xinput"
+_WORD = re.compile(r"(?:(\d+)\s*x\s*)?(all|attention|input)((?:-mlp|/)[01])?([-\s]offload(?:ed)?)?")
+FORM = (
+    "all, attention or input, with -mlp0 or -mlp1 and -offload behind; or several as 4xall+12xinput, or as lowtide "
+    "plan prints them"
+)
 
 
 def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | list[ActivationPolicy]:
@@ -16,7 +19,7 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
 
     Args:
         text: ``keep[-mlpLEVEL][-offload]``; or several of them, each as ``NUMBERxPOLICY``, joined by ``+``, first
-            layers first.
+            layers first. Or as ``lowtide plan`` prints it: ``3 x input/0 offloaded, 13 x all/1``.
         layers: How many the model has, to check that the numbers add up; None: not checked.
 
     Raises:
@@ -26,7 +29,7 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
         >>> parse_policies("4xall+12xattention-mlp1", 16)[4]
         ActivationPolicy(keep='attention', mlp_level=1, offload=False)
     """
-    found = [_WORD.fullmatch(word) for word in text.split("+")]
+    found = [_WORD.fullmatch(word.strip()) for word in re.split(r"[+,]", text)]
     counts = [match[1] for match in found if match]
     if None in found or (len(found) > 1 and None in counts):
         raise ArgumentValueError(message("policy", FORM, repr(text)))

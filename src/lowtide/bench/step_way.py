@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lowtide.bench.policies import parse_policies
 from lowtide.bench.rows import reason_of, release
-from lowtide.head.options import HeadOptions
+from lowtide.bench.ways import LOWTIDE, Way, build_way, make_optimizer
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, time_side_by_side
-from lowtide.memory import apply_policy
-from lowtide.models import patch
-from lowtide.train.model import model_config
 
-STOCK = "stock"
-LIGER = "liger"
-KEEP_ATTENTION = "-attention"  # ends the name of a way whose checkpoint keeps attention's output
-NO_CHECKPOINT = "-all"
 OURS = "lowtide:"  # begins the name of a way; a policy follows
-LEARNING_RATE = 1e-5
 VOCABULARY = 1000  # of the model that has none of its own
 OUT_OF_MEMORY = "out of memory"
 
@@ -67,7 +54,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     try:
         built = build(way, model, getattr(torch, dtype), torch.device(device), seed)
-        optimizer = torch.optim.AdamW(built.parameters(), lr=LEARNING_RATE, fused=True)
+        optimizer = make_optimizer("adamw", list(built.parameters()))
     except Exception as error:
         return [{"tokens": tokens, "failed": reason_of(error)} for tokens in lengths]
     for tokens in lengths:
@@ -112,39 +99,14 @@ def _steps(
     }
 
 
-def build(way: str, name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Return the model of a way, with random weights, ready to train."""
-    config = model_config(name, vocab_size=VOCABULARY)
-    if way.startswith(LIGER):
-        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
-    model.config.use_cache = False
-    if way.startswith(OURS):
-        patch(model, options=HeadOptions())
-        apply_policy(model, parse_policies(way.removeprefix(OURS), model.config.num_hidden_layers))
-    elif not way.endswith(NO_CHECKPOINT):
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(_checkpoint(way))  # the former name in transformers 5.23 and later
-    return model
+def build(name: str, model: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """Return the model of a row's way, with random weights, ready to train."""
+    return build_way(way_of(name), model, dtype, device, seed=seed, vocab_size=VOCABULARY)
 
 
-def _checkpoint(way: str) -> dict[str, Any]:
-    if not way.endswith(KEEP_ATTENTION):
-        return {"use_reentrant": False}
-    aten = torch.ops.aten
-    kept = {
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
-        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, policy)
-    return {"use_reentrant": False, "context_fn": contexts}
+def way_of(name: str) -> Way:
+    """Return the way that a row's name stands for: ``lowtide:POLICY``, or a peer, whose layers are checkpointed."""
+    if name.startswith(OURS):
+        return Way(impl=LOWTIDE, policy=name.removeprefix(OURS))
+    impl, _, keep = name.partition("-")
+    return Way(impl=impl, policy=keep or "input")

@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lowtide.cli import bench, plan, train
+from lowtide.cli import bench, plan, profile, train
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import LowtideError
 
-SUBCOMMANDS = (train, plan, bench)
+SUBCOMMANDS = (train, plan, profile, bench)
 
 USAGE_ERROR = 2  # argparse's own; also for every error that the user can mend
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells have it

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
-from typing import Any
 
 from lowtide.bench.config import (
     APPLY_FUNCTIONS,
@@ -27,6 +25,7 @@ from lowtide.bench.policies import FORM
 from lowtide.bench.problem import SETTINGS
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
 from lowtide.cli.parser import OneLineParser, add_options
+from lowtide.cli.parser import given as _given
 
 _HEAD = """\
 Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and of everyone who can be
@@ -341,16 +340,6 @@ def main_tune(arguments: argparse.Namespace) -> int:
     from lowtide.bench.tune import run
 
     return int(run(TuneConfig(**_given(arguments, TuneConfig)), _say) is None)
-
-
-def _given(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Return the options of a dataclass that stand in the arguments."""
-    names = {field.name for field in dataclasses.fields(config)}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(arguments).items()
-        if name in names
-    }
 
 
 def _say(text: str) -> None:

@@ -49,7 +49,8 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
             parser.add_argument(flag.replace("--", "--no-") if field.default else flag, action=action, **options)
             continue
         if field.default not in (None, ()):
-            options["help"] += f" (default: {field.default})"
+            told = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+            options["help"] += f" (default: {told})"
         if get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
         elif get_origin(kind) is tuple:
@@ -58,6 +59,16 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
             plain = _plain(kind)
             options |= {"type": plain, "metavar": field.metadata["metavar"] or ("N" if plain is int else "X")}
         parser.add_argument(flag, **options)
+
+
+def given(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
+    """Return the options of a dataclass that stand in the arguments."""
+    names = {field.name for field in dataclasses.fields(config)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(arguments).items()
+        if name in names
+    }
 
 
 def _plain(kind: Any) -> type:

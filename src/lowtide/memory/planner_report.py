@@ -7,6 +7,7 @@ from typing import Any
 
 from lowtide.head.options import HeadOptions
 from lowtide.measure import gib
+from lowtide.measure.text import table
 from lowtide.memory.planner_bytes import Job, Phase
 from lowtide.memory.planner_choice import Candidate, name_of
 from lowtide.memory.planner_times import LayerTime
@@ -200,7 +201,7 @@ class MemoryPlan:
             rows.append([label, *(f"{gib(phase.parts()[name]):.2f}" for phase in columns)])
         rows.append(["sum", *(f"{gib(phase.bytes):.2f}" for phase in columns)])
         rows.append(["", *("the peak" if phase.bytes == self.peak_bytes else "" for phase in columns)])
-        return _table(rows)
+        return table(rows)
 
     def _ladder(self) -> str:
         rows = [
@@ -219,7 +220,7 @@ class MemoryPlan:
             ]
             for rung in self.ladder
         ]
-        return _table(rows)
+        return table(rows)
 
     def _front(self) -> str:
         shown = list(self.front[:: -(-len(self.front) // FRONT_LINES)])
@@ -230,7 +231,7 @@ class MemoryPlan:
         for one in sorted(shown, key=lambda one: one.peak):
             mark = " <" if one == self.chosen else ""
             rows.append([f"{gib(one.peak):.2f}", f"{gib(one.host):.2f}", f"{one.seconds:.3f}", f"{one}{mark}"])
-        return _table(rows, left=(3,))
+        return table(rows, left=(3,))
 
     def _limits(self) -> str:
         lines = [
@@ -279,13 +280,3 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "host_gib": gib(one.host),
         "seconds": one.seconds,
     }
-
-
-def _table(rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

@@ -1,0 +1,215 @@
+"""Ways through a training step: who computes it, and what its layers keep. Models are built here, for all that measure.
+
+The implementations: ``stock`` is transformers' model as it comes; ``compile`` the same with each layer and the loss
+through torch.compile; ``liger`` with Liger's kernels; ``lowtide`` patched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lowtide.bench.policies import parse_policies
+from lowtide.errors import ArgumentValueError, UnsupportedError, message
+from lowtide.head.options import HeadOptions
+from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory.stack import find_stack
+from lowtide.models import patch
+from lowtide.train.model import model_config
+
+STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
+IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, LOWTIDE)
+LEARNING_RATE = 1e-5
+_PEERS_KEEP = "all, attention or input, the last two with -offload, for all layers alike"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """An implementation, and what its layers keep for backward.
+
+    Attributes:
+        impl: One of `IMPLEMENTATIONS`.
+        policy: As `lowtide.bench.policies.parse_policies` reads it; a peer's layers are all alike, and have no levels
+            of the MLP.
+
+    Raises:
+        ArgumentValueError: No such implementation or policy, or not together.
+    """
+
+    impl: str
+    policy: str = "input"
+
+    def __post_init__(self) -> None:
+        if self.impl not in IMPLEMENTATIONS:
+            raise ArgumentValueError(message("impl", f"names out of {', '.join(IMPLEMENTATIONS)}", repr(self.impl)))
+        found = parse_policies(self.policy)
+        if self.impl == LOWTIDE:
+            return
+        if isinstance(found, list) or found.mlp_level is not None:
+            raise ArgumentValueError(message("policy", f"for {self.impl} {_PEERS_KEEP}", repr(self.policy)))
+        if self.impl == COMPILE and found.keep == "attention":
+            hint = "A checkpoint cannot look into a compiled layer to keep attention's output."
+            raise ArgumentValueError(message("policy", f"for {COMPILE} all or input", repr(self.policy), hint))
+
+    def check_installed(self) -> None:
+        """Raise where the implementation's package is not installed.
+
+        Raises:
+            UnsupportedError: It is not.
+        """
+        if self.impl == LIGER and importlib.util.find_spec("liger_kernel") is None:
+            hint = "pip install liger-kernel, or leave liger out."
+            raise UnsupportedError(message("impl", "the package liger-kernel to be installed", "none", hint))
+
+
+def build_way(
+    way: Way,
+    model: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    seed: int,
+    vocab_size: int,
+    lora: int = 0,
+    compiler: Callable[..., Any] | None = None,
+) -> Any:
+    """Return the model of a way, with random weights, ready to train.
+
+    Args:
+        way: Which.
+        model: Whose shape, as in ``lowtide train --model``.
+        dtype: Of its weights, adapters included.
+        device: Where.
+        seed: Of the weights.
+        vocab_size: Of the model that has none of its own.
+        lora: The rank of adapters on every linear layer but the output layer, all else frozen; 0: full training.
+        compiler: What stands in for ``torch.compile``.
+
+    Raises:
+        UnsupportedError: peft or Liger is not installed.
+    """
+    config = model_config(model, vocab_size=vocab_size)
+    if way.impl == LIGER:
+        way.check_installed()
+        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with device:
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        built.config.use_cache = False
+        trained = with_lora(built, lora) if lora else built
+    _set_way(built, way, compiler or partial(torch.compile, dynamic=False))
+    return trained
+
+
+def with_lora(model: Any, rank: int) -> Any:
+    """Return the model with LoRA adapters of this rank on its linear layers, in their dtype, all else frozen.
+
+    Raises:
+        UnsupportedError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise UnsupportedError(message("lora", "the package peft to be installed", str(error))) from error
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer by its name among the planner's.
+
+    Raises:
+        UnsupportedError: Its library is not installed.
+    """
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    if name == "adamw-foreach":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=True)
+    if name == "adamw-8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise UnsupportedError(message("optimizer", "bitsandbytes to be installed", str(error))) from error
+        found: torch.optim.Optimizer = AdamW8bit(parameters, lr=LEARNING_RATE)
+        return found
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=True)
+
+
+def _set_way(model: Any, way: Way, compiler: Callable[..., Any]) -> None:
+    """Make the model compute what the way's name says, and keep what its policy says."""
+    if way.impl == LOWTIDE:
+        patch(model, options=HeadOptions())
+        apply_policy(model, parse_policies(way.policy, model.config.num_hidden_layers))
+        return
+    policy = parse_policies(way.policy)
+    assert isinstance(policy, ActivationPolicy)
+    if way.impl == COMPILE:
+        _compile(model, policy, compiler)
+    elif policy.keep != "all":
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(_checkpoint_arguments(policy))  # the former name in transformers 5.23 and later
+        if policy.offload:
+            for module in model.modules():
+                if hasattr(module, "_gradient_checkpointing_func"):
+                    module._gradient_checkpointing_func = partial(_run_checkpointed, policy)
+
+
+def _compile(model: Any, policy: ActivationPolicy, compiler: Callable[..., Any]) -> None:
+    """Compile each layer, and checkpoint it from outside; and the loss, from the logits on."""
+    for layer in find_stack(model).layers.values():
+        compiled = compiler(layer.forward)
+        layer.forward = compiled if policy.keep == "all" else Checkpointed(compiled, policy)
+    model.loss_function = compiler(model.loss_function)
+
+
+class Checkpointed:
+    """A layer's forward under PyTorch's checkpoint, which keeps by a peer's policy.
+
+    Attributes:
+        function: The forward, which backward runs again.
+    """
+
+    def __init__(self, function: Callable[..., Any], policy: ActivationPolicy) -> None:
+        self.function = function
+        self._policy = policy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return _run_checkpointed(self._policy, self.function, *args, **kwargs)
+
+
+def _run_checkpointed(policy: ActivationPolicy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function under PyTorch's checkpoint; what that keeps lies in host memory where the policy says so."""
+    arguments = _checkpoint_arguments(policy)
+    if not policy.offload:
+        return checkpoint(function, *args, **arguments, **kwargs)
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):  # of what checkpoint keeps alone: it hides the rest from us
+        return checkpoint(function, *args, **arguments, **kwargs)
+
+
+def _checkpoint_arguments(policy: ActivationPolicy) -> dict[str, Any]:
+    if policy.keep == "input":
+        return {"use_reentrant": False}
+    aten = torch.ops.aten
+    kept = {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+
+    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, choose)
+    return {"use_reentrant": False, "context_fn": contexts}
