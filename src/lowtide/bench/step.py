@@ -8,7 +8,6 @@ from typing import Any
 from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import begin
-from lowtide.bench.step_way import OUT_OF_MEMORY as OUT_OF_MEMORY
 from lowtide.bench.step_way import VOCABULARY, measure
 from lowtide.measure import run_child
 from lowtide.train.model import model_config

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lowtide.bench.policies import parse_policies
-from lowtide.bench.rows import reason_of, release
+from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.head.options import HeadOptions
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, time_side_by_side
 from lowtide.memory import apply_policy
@@ -28,7 +28,6 @@ NO_CHECKPOINT = "-all"
 OURS = "lowtide:"  # begins the name of a way; a policy follows
 LEARNING_RATE = 1e-5
 VOCABULARY = 1000  # of the model that has none of its own
-OUT_OF_MEMORY = "out of memory"
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
