@@ -217,7 +217,7 @@ class LayersBenchConfig(RunSettings):
         return command_of("layers", self)
 
 
-STEP_PEERS = ("liger", "liger-attention", "liger-all", "stock", "stock-attention", "stock-all")
+STEP_PEERS = tuple(f"{who}{keep}" for who in ("liger", "stock", "compile") for keep in ("", "-attention", "-all"))
 Sdpa = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 

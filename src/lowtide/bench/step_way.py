@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from lowtide.train.model import model_config
 
 STOCK = "stock"
 LIGER = "liger"
+COMPILE = "compile"  # stock, under torch.compile
 KEEP_ATTENTION = "-attention"  # ends the name of a way whose checkpoint keeps attention's output
 NO_CHECKPOINT = "-all"
 OURS = "lowtide:"  # begins the name of a way; a policy follows
@@ -48,6 +51,7 @@ def measure(
     device: str,
     sdpa: str,
     seed: int,
+    file: str | None = None,
 ) -> list[dict[str, Any]]:
     """Return seconds, peak and losses of a step at each length, or why there are none; `run_child` calls it.
 
@@ -62,6 +66,7 @@ def measure(
         device: where.
         sdpa: attention's kernel, or auto.
         seed: of weights and tokens.
+        file: where to write the rows as json after each length, for whoever outlives this process.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -77,6 +82,8 @@ def measure(
             return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
         except Exception as error:
             rows.append({"tokens": tokens, "failed": reason_of(error)})
+        if file is not None:
+            Path(file).write_text(json.dumps(rows))
     return rows
 
 
@@ -128,6 +135,10 @@ def build(way: str, name: str, dtype: torch.dtype, device: torch.device, seed: i
     elif not way.endswith(NO_CHECKPOINT):
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable(_checkpoint(way))  # the former name in transformers 5.23 and later
+    if way.startswith(COMPILE):
+        torch.compiler.reset()
+        # Each length for itself, as the others see it: dynamic sizes are slower. In place, so that it is still a model.
+        model.compile(dynamic=False)
     return model
 
 

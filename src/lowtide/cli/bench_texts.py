@@ -108,10 +108,10 @@ examples:
 
 STEP = """\
 Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by transformers as it is,
-with Liger's kernels, and patched by lowtide with each activation policy. A peer's layers are checkpointed;
-NAME-attention keeps attention's output, NAME-all keeps everything. Each way is a process of its own. The last column is
-the time over that of the first way. The result is DIR/<date>-step-<gpu>.json. Exit status 1 where lowtide itself
-failed, other than for want of memory."""
+with Liger's kernels, under torch.compile, and patched by lowtide with each activation policy. A peer's layers are
+checkpointed; NAME-attention keeps attention's output, NAME-all keeps everything. Each way is a process of its own. The
+last column is the time over that of the first way. The result is DIR/<date>-step-<gpu>.json with the hardware and the
+versions. Exit status 1 where lowtide itself failed, other than for want of memory."""
 
 STEP_EXAMPLES = """\
 examples:
