@@ -100,7 +100,7 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
         seen.append(file.read_text() if file.exists() else "")
         return {"seconds": float(tokens)}
 
-    monkeypatch.setattr(step_way, "_steps", steps)
+    monkeypatch.setattr(step_way, "steps", steps)
     settings = ("stock", "lowtide-small", [10, 20], 1, 0, 1, "float32", "cpu", "auto", 0)
     rows = step_way.measure(*settings, str(file))
     assert seen == ["", json.dumps(rows[:1])]
@@ -112,7 +112,7 @@ def test_memory_that_does_not_suffice_ends_a_way(monkeypatch: pytest.MonkeyPatch
             raise torch.cuda.OutOfMemoryError("no")
         return {"seconds": 1.0}
 
-    monkeypatch.setattr(step_way, "_steps", steps)
+    monkeypatch.setattr(step_way, "steps", steps)
     rows = step_way.measure("stock", "lowtide-small", [10, 20, 30], 1, 0, 1, "float32", "cpu", "auto", 0)
     failed = {"failed": step_way.OUT_OF_MEMORY}
     assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]

@@ -76,7 +76,12 @@ def measure(
         return [{"tokens": tokens, "failed": reason_of(error)} for tokens in lengths]
     for tokens in lengths:
         try:
-            rows.append({"tokens": tokens, **_steps(built, optimizer, tokens, batch, warm, reps, sdpa, seed)})
+            rows.append(
+                {
+                    "tokens": tokens,
+                    **steps(built, optimizer, tokens, batch, warm, reps, sdpa, seed, torch.device(device)),
+                }
+            )
         except torch.cuda.OutOfMemoryError:
             left = lengths[len(rows) :]
             return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
@@ -87,10 +92,18 @@ def measure(
     return rows
 
 
-def _steps(
-    model: Any, optimizer: torch.optim.Optimizer, tokens: int, batch: int, warm: int, reps: int, sdpa: str, seed: int
+def steps(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    tokens: int,
+    batch: int,
+    warm: int,
+    reps: int,
+    sdpa: str,
+    seed: int,
+    device: torch.device,
 ) -> dict[str, Any]:
-    device = next(model.parameters()).device
+    """Return seconds, tokens a second, peak and losses of training steps on random tokens; as for `measure`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
     losses: list[Tensor] = []
@@ -122,7 +135,7 @@ def build(way: str, name: str, dtype: torch.dtype, device: torch.device, seed: i
     """Return the model of a way, with random weights, ready to train."""
     config = model_config(name, vocab_size=VOCABULARY)
     if way.startswith(LIGER):
-        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
+        apply_liger(config)
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -133,13 +146,23 @@ def build(way: str, name: str, dtype: torch.dtype, device: torch.device, seed: i
         patch(model, options=HeadOptions())
         apply_policy(model, parse_policies(way.removeprefix(OURS), model.config.num_hidden_layers))
     elif not way.endswith(NO_CHECKPOINT):
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(_checkpoint(way))  # the former name in transformers 5.23 and later
+        enable_checkpointing(model, _checkpoint(way))
     if way.startswith(COMPILE):
         torch.compiler.reset()
         # Each length for itself, as the others see it: dynamic sizes are slower. In place, so that it is still a model.
         model.compile(dynamic=False)
     return model
+
+
+def apply_liger(config: Any) -> None:
+    """Let Liger change the classes that a model of this config will be made of."""
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
+
+
+def enable_checkpointing(model: Any, settings: dict[str, Any]) -> None:
+    """Switch transformers' own checkpointing of layers on."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(settings)  # the former name in transformers 5.23 and later
 
 
 def _checkpoint(way: str) -> dict[str, Any]:

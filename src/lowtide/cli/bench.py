@@ -22,6 +22,7 @@ from lowtide.bench.config import (
     TuneConfig,
 )
 from lowtide.bench.divergence import PAIR_SHAPES
+from lowtide.bench.longest_config import WAYS, LongestBenchConfig
 from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
 from lowtide.bench.peers import PEERS
 from lowtide.bench.policies import FORM
@@ -83,6 +84,10 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     benchmark(
         StepBenchConfig, main_step, "a training step, end to end", ("step", texts.STEP, texts.STEP_EXAMPLES),
         peers=STEP_PEERS, policies=[FORM],
+    )  # fmt: skip
+    benchmark(
+        LongestBenchConfig, main_longest, "the longest sequence that runs",
+        ("longest", texts.LONGEST, texts.LONGEST_EXAMPLES), ways=WAYS,
     )  # fmt: skip
     benchmark(
         MlpBenchConfig, main_mlp, "the gated MLP", ("mlp", texts.MLP, texts.MLP_EXAMPLES),
@@ -180,6 +185,18 @@ def main_step(arguments: argparse.Namespace) -> int:
     return int(
         any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows if row["way"].startswith("lowtide"))
     )
+
+
+def main_longest(arguments: argparse.Namespace) -> int:
+    """Measure long sequences, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.longest import run
+
+    told = run(LongestBenchConfig(**_given(arguments, LongestBenchConfig)), _say)
+    return int(any("failed" in row and not row.get("out_of") for row in told["rows"] if row["way"] == "lowtide"))
 
 
 def main_tune(arguments: argparse.Namespace) -> int:

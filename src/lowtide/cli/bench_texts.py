@@ -122,6 +122,27 @@ examples:
   lowtide bench step --model lowtide-small --tokens 64 --device cpu --peer stock --policy all input
       a look at it without a GPU"""
 
+LONGEST = """\
+Tokens a second at one length, and the longest sequence that runs, of a large model on one GPU: full training with
+parameters, gradients and AdamW's states in host memory (FSDP2's CPU offload in a world of one), or LoRA; by lowtide,
+whose layers keep their inputs in pinned host memory as far as there is room and on the GPU beyond, and by
+transformers' checkpointing, with Liger's kernels or without, its checkpoints on the GPU or offloaded. Each try is a
+process of its own; the search begins where the planner says that memory ends. Memory that runs out, on the GPU or on
+the host, is a result: what should not fit into the host is not tried, and a try is ended before the host has none left.
+The result is DIR/<date>-longest-<gpu>.json, written after each try. Exit status 1 where lowtide itself failed, other
+than for want of memory or time."""
+
+LONGEST_EXAMPLES = """\
+examples:
+  lowtide bench longest --no-search
+      the rate of a Llama of 8B at 32768 tokens, every parameter trained
+  lowtide bench longest --train lora --way lowtide --tokens 0 --seconds 3600
+      how long a sequence can be with adapters
+  lowtide bench longest --layers 4 --way lowtide --start 262144 --sdpa cudnn
+      a look at the GPU's side of it in less time
+  lowtide bench longest --model lowtide-small --device cpu --way lowtide stock --start 1024 --seconds 60 --host 3GiB
+      a look at it without a GPU"""
+
 MLP = """\
 Time and memory of the gated MLP of today's transformers, forward and backward, at both levels of swiglu_mlp and of
 everyone who can be imported, in one process and in turns with the limit: the bare matrix products, 9 a layer, or 11
