@@ -62,8 +62,8 @@ def run(config: LongestBenchConfig, say: Callable[[str], object]) -> dict[str, A
     told |= {"budget_gib": None if fit.gpu_bytes is None else gib(fit.gpu_bytes), "host_gib": gib(host)}
     told |= {"ways": [], "rows": []}
     say(
-        f"\n{config.model}, {fit.shape.layers} layers, {config.train}, {told['dtype']}; host memory {gib(host):.1f} GiB,"
-        f" {gib(fit.states):.1f} of it for parameters, gradients and optimizer\n{_COLUMNS}"
+        f"\n{config.model}, {fit.shape.layers} layers, {config.train}, {told['dtype']}; host memory {gib(host):.1f}"
+        f" GiB, {gib(fit.states):.1f} of it for parameters, gradients and optimizer\n{_COLUMNS}"
     )
 
     def tell(row: Row) -> None:

@@ -86,9 +86,10 @@ class Fit:
             host += memory.host(groups)
         else:
             peak += T * PEERS_MORE * self.shape.hidden // 2 * self.dtype.itemsize
-            if self.way.endswith(OFFLOADED):  # every layer's input, in memory that PyTorch pins
+            if self.way.endswith(OFFLOADED):  # each layer's input and position embeddings, in memory that PyTorch pins
                 each = checkpoint_bytes(job, groups[0][0])
-                host += self.shape.layers * pinned_bytes(each)
+                positions = 2 * pinned_bytes(T * self.shape.head_dim * self.dtype.itemsize)
+                host += self.shape.layers * (pinned_bytes(each) + positions)
                 peak -= (self.shape.layers - ON_DEVICE) * each
         peak += self._resident(memory)
         if self.gpu_bytes is None:

@@ -166,6 +166,7 @@ def build(
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+    model.tie_weights()  # which the empty ones are not
     _shard(model, device)
     _finish(model, way)
     return model
