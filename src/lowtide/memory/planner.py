@@ -114,9 +114,7 @@ def _plan(job: Job, budget: int, host: int) -> MemoryPlan:
     search = Search(job, host)
     chosen = search.fastest(budget)
     if chosen is None:
-        chosen = search.least()
-        if chosen.peak > budget:
-            raise _refusal(search, chosen, budget)
+        raise _refusal(search, search.least(), budget)
     phases = tuple(search.memory.phases(chosen.groups))
     return MemoryPlan(
         policies=chosen.policies,
