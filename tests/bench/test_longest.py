@@ -45,8 +45,11 @@ def measured(way: str, train: str, tokens: int = 40, policies: str = "2xinput-ml
 @needs_ranks
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
 @pytest.mark.parametrize("train", ["full", "lora"])
-def test_a_step_is_the_same_by_each_way(train: str) -> None:
+def test_a_step_is_the_same_by_each_way(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
+    reports: list[Any] = []
+    patch = longest_way.patch
+    monkeypatch.setattr(longest_way, "patch", lambda model: reports.append(patch(model)))
     rows = {way: measured(way, train) for way in ("lowtide", "stock", "stock-offload")}
     for way, row in rows.items():
         assert "failed" not in row, (way, row)
@@ -54,6 +57,9 @@ def test_a_step_is_the_same_by_each_way(train: str) -> None:
         assert row["losses"][0] > row["losses"][1], "the optimizer's step counts"
         assert row["host_gib"] >= 0
     assert not dist.is_initialized()
+    (report,) = reports
+    assert (report.calls_fused, report.calls_materialised) == (2, 0), "of long sequences the logits are all memory"
+    assert all(part.patched for part in report.parts.values())
 
 
 @needs_ranks

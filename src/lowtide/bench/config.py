@@ -231,7 +231,7 @@ class StepBenchConfig(RunSettings):
 
     tokens: tuple[str, ...] = setting((), "lengths of a sequence; without it, 8192 32768 65536", metavar="T")
     peer: tuple[str, ...] = setting(
-        ("liger", "liger-attention", "stock"), "these peers: {peers}, or none", metavar="PEER"
+        ("liger", "liger-attention", "stock", "compile"), "these peers: {peers}, or none", metavar="PEER"
     )
     policy: tuple[str, ...] = setting(
         ("input", "attention", "all-mlp1", "all"), "lowtide with these policies: {policies}", metavar="POLICY"
