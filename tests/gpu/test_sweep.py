@@ -17,22 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile and of peers
 def test_every_peer_has_a_row(tmp_path: Path) -> None:
-    lines = [
-        "--shape",
-        "1024,512,8192",
-        "--tokens",
-        "512",
-        "1024",
-        "--hidden",
-        "none",
-        "--vocab",
-        "8192",
-        "16384",
-        "--reps",
-        "1",
-        "--dtype",
-        "bfloat16",
-    ]
+    lines = ["--tokens", "512", "1024", "--hidden", "none", "--vocab", "8192", "16384", "--reps", "1"]
+    lines = ["--shape", "1024,512,8192", *lines, "--dtype", "bfloat16"]
     assert main(["bench", "sweep", *lines, "--seconds", "0.1", "--output", str(tmp_path)]) == 0
     assert main(["bench", "sweep", *lines, "--output", str(tmp_path)]) == 0
     told = json.loads(next(tmp_path.glob("*.json")).read_text())

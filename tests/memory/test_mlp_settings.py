@@ -66,13 +66,18 @@ def test_a_tile_bounds_what_backward_holds_for_a_moment(llama: Callable[..., Any
     assert peaks[20] < peaks[None] - 0.8 * whole
 
 
-def test_a_modules_own_tile_is_used_and_given_back() -> None:
+def test_a_modules_own_tile_is_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+    monkeypatch.setattr(lowtide.nn, "swiglu_mlp", lambda *args, tile_tokens, **kwargs: seen.append(tile_tokens))
     mlp = lowtide.nn.SwiGLU(8, 20, checkpoint_level=0)
     model = torch.nn.Sequential(torch.nn.Sequential(mlp, torch.nn.Linear(8, 8)))
     mlp.tile_tokens = 5
     apply_policy(model, ActivationPolicy(mlp_tile_tokens=2))
     assert mlp.tile_tokens == 2
+    mlp(torch.zeros(3, 8))
     remove_policy(model)
+    mlp(torch.zeros(3, 8))
+    assert seen == [2, 5]
     assert (mlp.tile_tokens, mlp.checkpoint_level) == (5, 0)
 
 
