@@ -19,7 +19,9 @@ examples:
   lowtide bench head --no-table --settings
       other uses of the loss, each beside its own limit
   lowtide bench head --no-table --tokens all
-      from 1024 to 262144 tokens"""
+      from 1024 to 262144 tokens
+  lowtide bench head --shape 256,64,4096 --skip compile --device cpu
+      a look at it without a GPU"""
 
 SWEEP = """\
 Rate, peak memory and errors of linear + cross entropy, forward and backward, over the number of tokens N, the hidden
