@@ -118,6 +118,7 @@ def main() -> int:
         except LowtideError as error:
             rows.append({"case": str(case), **dataclasses.asdict(case), "failed": str(error)})
             print(f"{case!s:52}{error}", flush=True)
+            files.write_json(told)
             continue
         rows.append({"case": str(case), **dataclasses.asdict(case), **row})
         print(

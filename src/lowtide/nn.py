@@ -118,7 +118,7 @@ class SwiGLU(torch.nn.Module):
         hidden: Size D of each hidden state.
         intermediate: Size F of gate and up.
         checkpoint_level: 0 keeps the input, gate and up, 1 the input alone: see `lowtide.swiglu_mlp`. An attribute,
-            which may be set at any time.
+            which may be set at any time, and so may ``tile_tokens``, which is None at first.
         device: Device of the weights.
         dtype: dtype of the weights.
 
@@ -141,6 +141,7 @@ class SwiGLU(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.checkpoint_level = check_level(checkpoint_level)
+        self.tile_tokens: int | None = None
         self.gate_proj = torch.nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
         self.up_proj = torch.nn.Linear(hidden, intermediate, bias=False, device=device, dtype=dtype)
         self.down_proj = torch.nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
@@ -157,6 +158,7 @@ class SwiGLU(torch.nn.Module):
             up_bias=up.bias,
             down_bias=down.bias,
             checkpoint_level=self.checkpoint_level,
+            tile_tokens=self.tile_tokens,
         )
 
     def extra_repr(self) -> str:

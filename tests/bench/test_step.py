@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.bench import layers, step_way
+from lowtide.bench import layers, step, step_way
 from lowtide.bench.config import LayersBenchConfig, StepBenchConfig
 from lowtide.bench.policies import parse_policies
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
+from lowtide.measure import ChildResult
 from lowtide.memory import ActivationPolicy
 
 KEEP_ALL = ActivationPolicy()
@@ -71,13 +72,47 @@ def test_a_way_that_fails_is_a_row_that_says_why(tmp_path: Path) -> None:
     assert "one for each of 2 layers" in row["failed"]
 
 
+def test_what_was_measured_before_an_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed, and one that is interrupted, had measured the first length."""
+    command = "bench step --model lowtide-small --tokens 16 24 --peer none --policy all --device cpu --output"
+
+    def child(*args: Any) -> Any:
+        Path(args[-1]).write_text(json.dumps([{"tokens": 16, "failed": "measured"}]))
+        if ends == "interrupted":
+            raise KeyboardInterrupt
+        return ChildResult(returncode=-9, seconds=1.0, peak_bytes=0)
+
+    monkeypatch.setattr(step, "run_child", child)
+    ends = "killed"
+    assert main([*command.split(), str(tmp_path / ends)]) == 1
+    rows = result(tmp_path / ends, "step")["rows"]
+    assert [row["failed"] for row in rows] == ["measured", "the process ended with status -9"]
+    ends = "interrupted"
+    assert main([*command.split(), str(tmp_path / ends)]) == 130
+    assert [row["failed"] for row in result(tmp_path / ends, "step")["rows"]] == ["measured"]
+
+
+def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows"
+    seen: list[str] = []
+
+    def steps(model: Any, optimizer: Any, tokens: int, *args: Any) -> dict[str, Any]:
+        seen.append(file.read_text() if file.exists() else "")
+        return {"seconds": float(tokens)}
+
+    monkeypatch.setattr(step_way, "steps", steps)
+    settings = ("stock", "lowtide-small", [10, 20], 1, 0, 1, "float32", "cpu", "auto", 0)
+    rows = step_way.measure(*settings, str(file))
+    assert seen == ["", json.dumps(rows[:1])]
+
+
 def test_memory_that_does_not_suffice_ends_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(model: Any, optimizer: Any, tokens: int, *args: Any) -> dict[str, Any]:
         if tokens > 10:
             raise torch.cuda.OutOfMemoryError("no")
         return {"seconds": 1.0}
 
-    monkeypatch.setattr(step_way, "_steps", steps)
+    monkeypatch.setattr(step_way, "steps", steps)
     rows = step_way.measure("stock", "lowtide-small", [10, 20, 30], 1, 0, 1, "float32", "cpu", "auto", 0)
     failed = {"failed": step_way.OUT_OF_MEMORY}
     assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]
@@ -92,6 +127,26 @@ def test_peers_keep_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> Non
     for way in ("stock", "stock-attention", "stock-all"):
         step_way.build(way, "lowtide-small", torch.float32, torch.device("cpu"), 0)
     assert [kwargs.keys() for kwargs in enabled] == [{"use_reentrant"}, {"use_reentrant", "context_fn"}]
+
+
+@pytest.mark.parametrize("way", ["compile", "compile-all"])
+def test_compile_is_the_stock_model_with_compiled_layers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: compiled.append(kwargs) or function)
+    model = step_way.build(way, "lowtide-small", torch.float32, torch.device("cpu"), 0)
+    assert compiled == [{"dynamic": False}] * (len(model.model.layers) + 1)  # and the loss
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+@pytest.mark.slow
+def test_a_compiled_step_is_the_same_step(tmp_path: Path) -> None:
+    arguments = "--tokens 16 --peer stock compile compile-all --policy all --model lowtide-small --warm 1 --reps 1"
+    assert main(["bench", "step", *arguments.split(), "--output", str(tmp_path), "--device", "cpu"]) == 0
+    rows = result(tmp_path, "step")["rows"]
+    assert [row["way"] for row in rows] == ["stock", "compile", "compile-all", "lowtide:all"]
+    for row in rows:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-4), row
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lowtide.bench import head as benchmark
+from lowtide.bench import pictures
 from lowtide.bench import tune as tuning
 from lowtide.bench.config import HeadBenchConfig, TuneConfig
 from lowtide.bench.peers import PEERS, Peer
@@ -190,7 +191,7 @@ def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixtu
 def test_pictures_without_matplotlib_are_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda _: None)
     assert head("--sweep", *QUICK, "--output", tmp_path) == 2
     assert "lowtide[plot]" in capsys.readouterr().err
 

@@ -90,6 +90,23 @@ def test_a_way_that_fails_is_a_row_and_linear_applys_own_is_status_1(
     assert bench(*run, tmp_path / "b") == 1
 
 
+def test_what_is_known_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peak_above, asked = benchmark.peak_above, []
+
+    def interrupted(*args: Any) -> int:
+        asked.append(args)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return peak_above(*args)
+
+    monkeypatch.setattr(benchmark, "peak_above", interrupted)
+    run = ["--shape", "24,8,40", "--only", "focal", "--device", "cpu", "--warm", "0", "--reps", "1", "--output"]
+    assert main(["bench", "apply", *run, str(tmp_path)]) == 130
+    (file,) = tmp_path.glob("*.json")
+    (shape,) = json.loads(file.read_text())["shapes"]
+    assert len(shape["rows"]) == 1
+
+
 @pytest.mark.parametrize("N", [2, 3, 100, 1000])
 def test_two_chunks_are_two(N: int) -> None:
     shape = dataclasses.replace(APPLY_SHAPES["64x512"], N=N, D=8, V=300)

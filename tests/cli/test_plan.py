@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from lowtide.cli import main
-from lowtide.cli.plan import parse_gib
-from lowtide.errors import ArgumentValueError
 from lowtide.memory import plan_memory
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.train.shapes import SHAPES
@@ -102,14 +100,12 @@ def test_a_check_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "check: expected a CUDA GPU" in capsys.readouterr().err
 
 
-def test_sizes_are_parsed() -> None:
-    assert parse_gib("budget", "40") == parse_gib("budget", "40GiB") == parse_gib("budget", " 40 gib ") == 40
-    assert parse_gib("budget", "512MiB") == 0.5
-    assert parse_gib("budget", "1.5TiB") == 1536
-    assert parse_gib("budget", "80GB") == pytest.approx(74.5, abs=0.01)
-    for text in ("", "GiB", "4e3", "1,5", "40GiBs"):
-        with pytest.raises(ArgumentValueError, match=r"^budget: expected"):
-            parse_gib("budget", text)
+@pytest.mark.parametrize("said", ["12", "12G", "12gib", "12288MiB", "12884901888B"])
+def test_budgets_take_units(said: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert main([*SMALL, "--budget", said, "--host", said, "--json", str(file)]) == 0
+    told = json.loads(file.read_text())
+    assert (told["budget_gib"], told["host_budget_gib"]) == (12.0, 12.0)
 
 
 def test_help_names_gpus_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,3 +196,17 @@ def test_memory() -> None:
     partial = 4 * torch.cuda.get_device_properties(0).multi_processor_count * D * 4
     extra = peak_above(lambda: torch.autograd.grad(out, (x, weight), out, retain_graph=True), "cuda")
     assert extra <= row + partial + 64 * D
+
+
+def test_rotary_of_heads_that_lie_far_apart() -> None:
+    """A long sequence with its heads first: one head begins more than 2**31 values behind the first."""
+    apart, T, d = 2**30, 5, 64
+    far = torch.empty(2 * apart + T * d, device="cuda", dtype=torch.bfloat16)
+    q = far.as_strided((1, 3, T, d), (0, apart, d, 1))
+    near = random(1, 3, T, d, dtype=torch.bfloat16, grad=False)
+    q.copy_(near)
+    k = random(1, 1, T, d, dtype=torch.bfloat16, seed=1, grad=False)
+    angles = random(1, T, d // 2, seed=2, grad=False)
+    cos, sin = (table.repeat(1, 1, 2).bfloat16() for table in (angles.cos(), angles.sin()))
+    for got, want in zip(rotary(q, k, cos, sin), rotary(near, k, cos, sin), strict=True):
+        assert torch.equal(got, want)

@@ -185,3 +185,44 @@ def test_inside_torch_compile() -> None:
         ran = sum("attention" in n and n.startswith("aten::_scaled") and "backward" not in n for n in names)
         assert ran == calls, (keep, sorted({n for n in names if "attention" in n}))
         assert abs(loss.item() - stock[0].item()) < 1e-2
+
+
+def test_a_refused_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = offload.CudaSide(torch.device("cuda"))
+    runtime = torch.cuda.cudart()
+
+    class Twice:
+        """Locks what it is asked to, and then once more, which the driver refuses."""
+
+        def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+            assert int(runtime.cudaHostRegister(pointer, nbytes, flags)) == 0
+            code = int(runtime.cudaHostRegister(pointer, nbytes, flags))
+            runtime.cudaHostUnregister(pointer)
+            return code
+
+    monkeypatch.setattr(torch.cuda, "cudart", Twice)
+    with pytest.raises(UnsupportedError, match="CUDA error 712"):
+        side.pin(10_000)
+    assert (torch.ones(3, device="cuda") + 1).tolist() == [2, 2, 2]  # a launch that looks for errors
+
+
+def test_backward_on_another_stream() -> None:
+    """Copies that are slow beside a stream that is not the one forward ran on: nothing is overwritten."""
+    model, ids = model_and_ids(4, 256, 700)
+    apply_policy(model, ActivationPolicy(keep="input", offload=True))
+    want = step(model, ids)
+    other = torch.cuda.Stream()
+    for _ in range(3):
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss = model(ids) if isinstance(model, Plain) else model(input_ids=ids, labels=ids).loss
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            loss.backward()
+            junk = [torch.full((700 * 256,), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(40)]
+        torch.cuda.current_stream().wait_stream(other)
+        del junk
+        assert torch.equal(loss, want[0])
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                assert (p.grad - want[1][name]).norm() <= 1e-2 * want[1][name].norm(), name

@@ -126,6 +126,9 @@ class LazySide:
         self.copies = 0
         self.begun_back = 0
         self.lost = 0
+        self.now = "default"  # the stream that computes
+        self.waits: list[str] = []  # the streams that waited for a copy
+        self.used: list[str] = []  # the streams that a tensor of another one was given to
 
     def pin(self, nbytes: int) -> Tensor:
         self.pinned += nbytes
@@ -143,8 +146,15 @@ class LazySide:
         tensor.data.fill_(float("nan"))
         return self._later(tensor, lambda back: back.data.copy_(host))
 
-    def wait(self, event: Any) -> None:
+    def stream(self) -> str:
+        return self.now
+
+    def wait(self, event: Any, stream: str) -> None:
+        self.waits.append(stream)
         event()
+
+    def used_on(self, tensor: Tensor, stream: str) -> None:
+        self.used.append(stream)
 
     def _later(self, tensor: Tensor, run: Callable[[Tensor], object]) -> Callable[[], None]:
         pending = [run]

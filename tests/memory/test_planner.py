@@ -63,6 +63,19 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
         assert found.seconds == pytest.approx(fastest, rel=5e-3)  # mixtures of four and more are not tried
 
 
+@pytest.mark.parametrize("model", [FEW, {**LLAMA, "num_hidden_layers": 1}, {**LLAMA, "num_hidden_layers": 3}])
+@pytest.mark.parametrize("seq_len", [512, 20000, 131072])
+def test_where_no_mixture_fits_not_even_the_least_does(model: Any, seq_len: int) -> None:
+    """So that a budget with none on the front is refused, whatever the least one takes."""
+    job = plan(model, seq_len, budget=500).job
+    for host in (0, 1, 10**7, 2**28, 2**30, 3 * 2**30, 2**40):
+        search = Search(job, host)
+        least = search.least()
+        assert least.peak == min(one.peak for one in search.candidates) == search.front[0].peak
+        assert search.fastest(least.peak) is not None
+        assert search.fastest(least.peak - 1) is None
+
+
 def test_layers_are_offloaded_only_where_something_moves() -> None:
     for one in Search(plan(host_gib=8).job, 8 * GIB).candidates:
         assert (one.host > 0) == any(policy.offload for policy in one.policies)

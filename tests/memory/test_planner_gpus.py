@@ -11,7 +11,7 @@ import torch
 
 from lowtide.errors import ArgumentValueError
 from lowtide.memory import planner_gpus
-from lowtide.memory.planner_gpus import GPUS, cache_file, find_gpu, known_as, measured_gpu
+from lowtide.memory.planner_gpus import GPUS, MEASURED, find_gpu, known_as, measured_gpu
 
 DRIVER = {
     "NVIDIA H100 80GB HBM3": "h100",
@@ -91,14 +91,14 @@ def test_a_measurement_is_kept(at_hand: list[str]) -> None:
     assert find_gpu("cuda") == find_gpu(torch.device("cuda")) == find_gpu(None) == first
     assert first.measured
     assert at_hand == ["cuda"]
-    told = json.loads(cache_file().read_text())
+    told = json.loads(MEASURED.file.read_text())
     assert list(told) == [f"NVIDIA Q1, torch {torch.__version__}"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"NVIDIA Q1": 3}', '{"a": {"name": "old"}}'])
 def test_a_file_that_cannot_be_read_is_measured_again(at_hand: list[str], text: str) -> None:
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_text(text)
+    MEASURED.file.parent.mkdir(parents=True)
+    MEASURED.file.write_text(text)
     assert measured_gpu(torch.device("cuda")).name == "NVIDIA Q1"
     assert measured_gpu(torch.device("cuda")).measured
     assert len(at_hand) == 1

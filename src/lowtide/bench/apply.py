@@ -189,8 +189,8 @@ def exact(name: str, inputs: Inputs) -> tuple[Tensor, tuple[Tensor, Tensor, Tens
     return value, (dx, dw, db)
 
 
-def measure(name: str, inputs: Inputs, config: ApplyBenchConfig, say: Callable[[str], object]) -> list[ApplyRow]:
-    """Return the rows of a function; one that fails says why."""
+def measure(name: str, inputs: Inputs, config: ApplyBenchConfig, tell: Callable[[ApplyRow], object]) -> None:
+    """Tell the rows of a function, each as it is known; one that fails says why."""
     device = inputs.x.device
     value, gradients = exact(name, inputs)
     release(device)
@@ -216,8 +216,7 @@ def measure(name: str, inputs: Inputs, config: ApplyBenchConfig, say: Callable[[
         for leaf in inputs.leaves:
             leaf.grad = None
         release(device)
-        say(line(row))
-    return rows
+        tell(row)
 
 
 def _keep(into: list[Tensor], inputs: Inputs, mean: Callable[[], Tensor]) -> None:
@@ -235,7 +234,7 @@ def line(row: ApplyRow) -> str:
 
 
 def run(config: ApplyBenchConfig, say: Callable[[str], object]) -> dict[str, Any]:
-    """Measure, tell each line as it is known, and write the result after each function.
+    """Measure, tell each line as it is known, and write the result after each row.
 
     Args:
         config: what.
@@ -258,10 +257,15 @@ def run(config: ApplyBenchConfig, say: Callable[[str], object]) -> dict[str, Any
         inputs = make_inputs(shape, dtype, device, config.seed)
         part: dict[str, Any] = {"name": shape.name, "N": shape.N, "D": shape.D, "V": shape.V, "rows": []}
         told["shapes"].append(part)
+
+        def tell(row: ApplyRow, rows: list[dict[str, Any]] = part["rows"]) -> None:
+            rows.append(row.to_json())
+            say(line(row))
+            files.write_json(told)
+
         for name in config.functions:
             say(f"\n{shape} {told['dtype']}, {name}\n{_COLUMNS}\n")
-            part["rows"] += [row.to_json() for row in measure(name, inputs, config, say)]
-            files.write_json(told)
+            measure(name, inputs, config, tell)
         del inputs
         release(device)
     if config.train or config.grpo:

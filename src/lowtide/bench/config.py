@@ -2,93 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from lowtide.bench.divergence import KINDS, PAIR_SHAPES, PairShape, parse_pair
 from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
-from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES, MlpShape, parse_mlp
+from lowtide.bench.mlp_peers import MLP_PEERS, MlpShape, parse_mlp
 from lowtide.bench.peers import PEERS
 from lowtide.bench.policies import parse_policies
+from lowtide.bench.settings import Dtype, RunSettings, Settings, command_of, number, setting
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES, Shape, parse_numbers, parse_shape
 from lowtide.bench.stats import WORKS
 from lowtide.bench.stats_peers import STATS_PEERS
 from lowtide.bench.tokens import TokenPeer
 from lowtide.errors import ArgumentValueError, message
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Device = Literal["auto", "cpu", "cuda"]
 ALL = "all"
 TOKENS = tuple(2**k for k in range(10, 19))
 
 
-def _setting(default: Any, help: str, *, metavar: str | None = None, last: bool = False) -> Any:
-    return field(default=default, metadata={"help": help, "metavar": metavar, "last": last})
-
-
-class _Settings:
-    def recorded(self) -> dict[str, Any]:
-        """Return the settings that a result file tells: all but where it was to lie."""
-        return {name: value for name, value in vars(self).items() if name != "output"}
-
-    def _require_at_least(self, name: str, least: int) -> None:
-        self._require(name, getattr(self, name) >= least, f"a whole number of at least {least}")
-
-    def _require(self, name: str, met: bool, expected: str) -> None:
-        if not met:
-            got = getattr(self, name)
-            raise ArgumentValueError(message(name, expected, " ".join(got) if isinstance(got, tuple) else repr(got)))
-
-
 @dataclass(frozen=True, kw_only=True)
-class _RunSettings(_Settings):
-    """What all benchmarks have that measure in rounds and write a result: the last of their options."""
-
-    warm: int = _setting(2, "rounds that do not count", last=True)
-    reps: int = _setting(6, "rounds that count; every candidate takes turns with the limit", last=True)
-    dtype: Dtype = _setting("auto", "of all inputs; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
-    device: Device = _setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
-    seed: int = _setting(0, "of the random inputs", last=True)
-    output: str = _setting(".", "folder for the result (json)", metavar="DIR", last=True)
-
-    def __post_init__(self) -> None:
-        for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
-            self._require_at_least(name, least)
-        self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
-        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
-        self._require("device", self.device in get_args(Device), " or ".join(get_args(Device)))
-        self._require("output", self.output != "", "a name that is not empty")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadBenchConfig(_RunSettings):
+class HeadBenchConfig(RunSettings):
     """What `lowtide.bench.head.run` measures; each field is the option of ``lowtide bench head`` with the same name.
 
     Raises:
         ArgumentValueError: a value that no run could use.
     """
 
-    shape: tuple[str, ...] = _setting(
+    shape: tuple[str, ...] = setting(
         (), "named shapes ({shapes}), three numbers N,D,V, or all; without it, llama-1b", metavar="SHAPE"
     )
-    only: tuple[str, ...] = _setting((), "measure these alone: {peers}", metavar="PEER")
-    skip: tuple[str, ...] = _setting((), "leave these out", metavar="PEER")
-    sweep: bool = _setting(False, "also sweep workspace_mib and draw time against memory, every peer a point")
-    workspace_mib: tuple[str, ...] = _setting(
+    only: tuple[str, ...] = setting((), "measure these alone: {peers}", metavar="PEER")
+    skip: tuple[str, ...] = setting((), "leave these out", metavar="PEER")
+    sweep: bool = setting(False, "also sweep workspace_mib and draw time against memory, every peer a point")
+    workspace_mib: tuple[str, ...] = setting(
         (), "the sweep's values; without it, powers of two from all logits down to a 64th", metavar="MIB"
     )
-    settings: bool = _setting(False, "also measure other uses of the loss: {settings}")
-    tokens: tuple[str, ...] = _setting(
+    settings: bool = setting(False, "also measure other uses of the loss: {settings}")
+    tokens: tuple[str, ...] = setting(
         (), "also measure lowtide with these numbers of tokens in place of N; all: 1024 to 262144", metavar="N"
     )
-    table: bool = _setting(True, "leave out the peers' table and measure only what other options ask for")
-    error: bool = _setting(True, "do not compute the errors of losses and gradients")
-    dtype: Dtype = _setting("auto", "of the products' operands; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
-    output: str = _setting(".", "folder for the result (json) and the pictures (png)", metavar="DIR", last=True)
+    table: bool = setting(True, "leave out the peers' table and measure only what other options ask for")
+    error: bool = setting(True, "do not compute the errors of losses and gradients")
+    dtype: Dtype = setting("auto", "of the products' operands; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    output: str = setting(".", "folder for the result (json) and the pictures (png)", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,35 +78,35 @@ class HeadBenchConfig(_RunSettings):
     @property
     def sweep_mib(self) -> tuple[float, ...]:
         """The sweep's values; empty: chosen by the shape."""
-        return tuple(_number("workspace_mib", text, float) for text in self.workspace_mib)
+        return tuple(number("workspace_mib", text, float) for text in self.workspace_mib)
 
     @property
     def token_counts(self) -> tuple[int, ...]:
         """The numbers of tokens."""
         if ALL in self.tokens:
             return TOKENS
-        return tuple(_number("tokens", text, int) for text in self.tokens)
+        return tuple(number("tokens", text, int) for text in self.tokens)
 
     def command(self) -> str:
         """Return the command that says the same."""
-        return _command("head", self)
+        return command_of("head", self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpBenchConfig(_RunSettings):
+class MlpBenchConfig(RunSettings):
     """What `lowtide.bench.mlp.run` measures; each field is the option of ``lowtide bench mlp`` with the same name.
 
     Raises:
         ArgumentValueError: a value that no run could use.
     """
 
-    shape: tuple[str, ...] = _setting(
+    shape: tuple[str, ...] = setting(
         (), "named shapes ({shapes}), five numbers batch,seq,hidden,intermediate,layers, or {groups}; without it,"
         " llama-8b-32k", metavar="SHAPE",
     )  # fmt: skip
-    only: tuple[str, ...] = _setting((), "measure these alone: {peers}", metavar="PEER")
-    skip: tuple[str, ...] = _setting((), "leave these out", metavar="PEER")
-    dtype: Dtype = _setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    only: tuple[str, ...] = setting((), "measure these alone: {peers}", metavar="PEER")
+    skip: tuple[str, ...] = setting((), "leave these out", metavar="PEER")
+    dtype: Dtype = setting("auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,43 +126,38 @@ class MlpBenchConfig(_RunSettings):
         """The names of those that are measured, in the table's order."""
         return tuple(name for name in MLP_PEERS if name not in self.skip and (not self.only or name in self.only))
 
-    @staticmethod
-    def names() -> dict[str, str]:
-        """Return what the help texts name."""
-        return {"shapes": ", ".join(MLP_SHAPES), "groups": ", ".join(GROUPS), "peers": ", ".join(MLP_PEERS)}
-
     def command(self) -> str:
         """Return the command that says the same."""
-        return _command("mlp", self)
+        return command_of("mlp", self)
 
 
 APPLY_FUNCTIONS = ("cross-entropy", "focal", "entropy", "top-k")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApplyBenchConfig(_RunSettings):
+class ApplyBenchConfig(RunSettings):
     """What `lowtide.bench.apply.run` measures; each field is the option of ``lowtide bench apply`` with the same name.
 
     Raises:
         ArgumentValueError: a value that no run could use.
     """
 
-    shape: tuple[str, ...] = _setting(
+    shape: tuple[str, ...] = setting(
         (), "named shapes ({shapes}), three numbers N,D,V, or all; without it, 4x4096", metavar="SHAPE"
     )
-    only: tuple[str, ...] = _setting((), "these functions alone: {functions}", metavar="FUNCTION")
-    table: bool = _setting(True, "leave out the functions' table and only train")
-    train: bool = _setting(False, "also train a Llama with the stock loss and with linear_apply, from the same weights")
-    grpo: bool = _setting(False, "likewise with GRPO's objective and with that of logits in full")
-    model: str = _setting(
+    only: tuple[str, ...] = setting((), "these functions alone: {functions}", metavar="FUNCTION")
+    table: bool = setting(True, "leave out the functions' table and only train")
+    train: bool = setting(False, "also train a Llama with the stock loss and with linear_apply, from the same weights")
+    grpo: bool = setting(False, "likewise with GRPO's objective and with that of logits in full")
+    model: str = setting(
         "auto", "shape of that Llama, as in lowtide train --model; auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
         metavar="NAME",
     )  # fmt: skip
-    steps: int = _setting(50, "of training")
-    batch: int = _setting(4, "sequences of a training step")
-    seq_len: int = _setting(1024, "tokens of a sequence")
-    reps: int = _setting(6, "rounds that count", last=True)
-    dtype: Dtype = _setting("auto", "of inputs and model; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    steps: int = setting(50, "of training")
+    batch: int = setting(4, "sequences of a training step")
+    seq_len: int = setting(1024, "tokens of a sequence")
+    reps: int = setting(6, "rounds that count", last=True)
+    dtype: Dtype = setting("auto", "of inputs and model; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,29 +181,29 @@ class ApplyBenchConfig(_RunSettings):
 
     def command(self) -> str:
         """Return the command that says the same."""
-        return _command("apply", self)
+        return command_of("apply", self)
 
 
 LAYER_OPS = ("norm", "add-norm", "rotary")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersBenchConfig(_RunSettings):
+class LayersBenchConfig(RunSettings):
     """What `lowtide.bench.layers.run` measures; each field is the option of ``lowtide bench layers`` of the same name.
 
     Raises:
         ArgumentValueError: a value that no run could use.
     """
 
-    op: tuple[str, ...] = _setting((), "these operations alone: {ops}", metavar="OP")
-    only: tuple[str, ...] = _setting((), "these peers alone, by the names in the tables", metavar="PEER")
-    tokens: int = _setting(65536, "N")
-    hidden: int = _setting(2048, "D, of the norms")
-    heads: int = _setting(32, "of the queries")
-    kv_heads: int = _setting(8, "of the keys")
-    head_dim: int = _setting(64, "of a head; all of it is rotated")
-    warm: int = _setting(3, "rounds that do not count", last=True)
-    reps: int = _setting(10, "rounds that count; all peers of an operation take turns", last=True)
+    op: tuple[str, ...] = setting((), "these operations alone: {ops}", metavar="OP")
+    only: tuple[str, ...] = setting((), "these peers alone, by the names in the tables", metavar="PEER")
+    tokens: int = setting(65536, "N")
+    hidden: int = setting(2048, "D, of the norms")
+    heads: int = setting(32, "of the queries")
+    kv_heads: int = setting(8, "of the keys")
+    head_dim: int = setting(64, "of a head; all of it is rotated")
+    warm: int = setting(3, "rounds that do not count", last=True)
+    reps: int = setting(10, "rounds that count; all peers of an operation take turns", last=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,35 +214,38 @@ class LayersBenchConfig(_RunSettings):
 
     def command(self) -> str:
         """Return the command that says the same."""
-        return _command("layers", self)
+        return command_of("layers", self)
 
 
-STEP_PEERS = ("liger", "liger-attention", "liger-all", "stock", "stock-attention", "stock-all")
+STEP_PEERS = (
+    *(f"{who}{keep}" for who in ("liger", "stock") for keep in ("", "-attention", "-all")),
+    *("compile", "compile-all"),  # a checkpoint cannot look into a compiled layer
+)
 Sdpa = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBenchConfig(_RunSettings):
+class StepBenchConfig(RunSettings):
     """What `lowtide.bench.step.run` measures; each field is the option of ``lowtide bench step`` with the same name.
 
     Raises:
         ArgumentValueError: a value that no run could use.
     """
 
-    tokens: tuple[str, ...] = _setting((), "lengths of a sequence; without it, 8192 32768 65536", metavar="T")
-    peer: tuple[str, ...] = _setting(
-        ("liger", "liger-attention", "stock"), "these peers: {peers}, or none", metavar="PEER"
+    tokens: tuple[str, ...] = setting((), "lengths of a sequence; without it, 8192 32768 65536", metavar="T")
+    peer: tuple[str, ...] = setting(
+        ("liger", "liger-attention", "stock", "compile"), "these peers: {peers}, or none", metavar="PEER"
     )
-    policy: tuple[str, ...] = _setting(
+    policy: tuple[str, ...] = setting(
         ("input", "attention", "all-mlp1", "all"), "lowtide with these policies: {policies}", metavar="POLICY"
     )
-    sdpa: Sdpa = _setting("auto", "attention's kernel, the same for all; auto: as PyTorch chooses")  # noqa: RUF009
-    model: str = _setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
-    batch: int = _setting(1, "sequences of a step")
-    warm: int = _setting(2, "steps that do not count", last=True)
-    reps: int = _setting(4, "steps that count; the median is taken", last=True)
-    dtype: Dtype = _setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
-    seed: int = _setting(0, "of weights and tokens", last=True)
+    sdpa: Sdpa = setting("auto", "attention's kernel, the same for all; auto: as PyTorch chooses")  # noqa: RUF009
+    model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
+    batch: int = setting(1, "sequences of a step")
+    warm: int = setting(2, "steps that do not count", last=True)
+    reps: int = setting(4, "steps that count; the median is taken", last=True)
+    dtype: Dtype = setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    seed: int = setting(0, "of weights and tokens", last=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -302,7 +259,7 @@ class StepBenchConfig(_RunSettings):
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths of a sequence."""
-        return tuple(sorted(_number("tokens", text, int) for text in self.tokens or ("8192", "32768", "65536")))
+        return tuple(sorted(number("tokens", text, int) for text in self.tokens or ("8192", "32768", "65536")))
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -311,36 +268,23 @@ class StepBenchConfig(_RunSettings):
 
     def command(self) -> str:
         """Return the command that says the same."""
-        return _command("step", self)
-
-
-def _command(benchmark: str, config: Any) -> str:
-    words = ["lowtide", "bench", benchmark]
-    for setting in sorted(dataclasses.fields(config), key=lambda setting: setting.metadata["last"]):
-        value, flag = getattr(config, setting.name), "--" + setting.name.replace("_", "-")
-        if value == setting.default or setting.name == "output":
-            continue
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-"))
-        else:
-            words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
-    return shlex.join(words)
+        return command_of("step", self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneConfig(_Settings):
+class TuneConfig(Settings):
     """How `lowtide.bench.tune.run` searches; each field is the option of ``lowtide bench tune`` with the same name.
 
     Raises:
         ArgumentValueError: a value that no run could use.
     """
 
-    shape: str = _setting("2048,2048,32768", "of one chunk: C,D,V rows, hidden size and vocabulary", metavar="C,D,V")
-    seconds: float = _setting(60.0, "for all of it: a candidate that would end later is not begun", metavar="S")
-    warm: int = _setting(2, "timed runs that do not count")
-    reps: int = _setting(7, "timed runs that count, in turns with torch.mm; the median is taken")
-    seed: int = _setting(0, "of the random inputs")
-    dry_run: bool = _setting(False, "measure, and leave the file of tuned GPUs as it is")
+    shape: str = setting("2048,2048,32768", "of one chunk: C,D,V rows, hidden size and vocabulary", metavar="C,D,V")
+    seconds: float = setting(60.0, "for all of it: a candidate that would end later is not begun", metavar="S")
+    warm: int = setting(2, "timed runs that do not count")
+    reps: int = setting(7, "timed runs that count, in turns with torch.mm; the median is taken")
+    seed: int = setting(0, "of the random inputs")
+    dry_run: bool = setting(False, "measure, and leave the file of tuned GPUs as it is")
 
     def __post_init__(self) -> None:
         for name, least in (("warm", 0), ("reps", 1), ("seed", 0)):
@@ -356,7 +300,7 @@ class TuneConfig(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBenchConfig(_RunSettings):
+class TokenBenchConfig(RunSettings):
     """What benchmarks of values for each token have in common.
 
     Raises:
@@ -367,11 +311,11 @@ class TokenBenchConfig(_RunSettings):
     known_peers: ClassVar[Mapping[str, TokenPeer]]
     known_works: ClassVar[tuple[str, ...]]
 
-    shape: tuple[str, ...] = _setting((), "named shapes ({shapes}), numbers, or all", metavar="SHAPE")
-    work: tuple[str, ...] = _setting((), "these tables alone: {works}", metavar="WORK")
-    only: tuple[str, ...] = _setting((), "measure these alone: {peers}", metavar="PEER")
-    skip: tuple[str, ...] = _setting((), "leave these out", metavar="PEER")
-    error: bool = _setting(True, "do not compute the errors of values and gradients")
+    shape: tuple[str, ...] = setting((), "named shapes ({shapes}), numbers, or all", metavar="SHAPE")
+    work: tuple[str, ...] = setting((), "these tables alone: {works}", metavar="WORK")
+    only: tuple[str, ...] = setting((), "measure these alone: {peers}", metavar="PEER")
+    skip: tuple[str, ...] = setting((), "leave these out", metavar="PEER")
+    error: bool = setting(True, "do not compute the errors of values and gradients")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -398,7 +342,7 @@ class TokenBenchConfig(_RunSettings):
 
     def command(self) -> str:
         """Return the command that says the same."""
-        return _command(self.benchmark, self)
+        return command_of(self.benchmark, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +357,7 @@ class StatsBenchConfig(TokenBenchConfig):
     known_peers = STATS_PEERS
     known_works = tuple(WORKS)
 
-    shape: tuple[str, ...] = _setting(
+    shape: tuple[str, ...] = setting(
         (), "named shapes ({shapes}), three numbers N,D,V, or all; without it, qwen-4k", metavar="SHAPE"
     )
 
@@ -437,7 +381,7 @@ class DivergenceBenchConfig(TokenBenchConfig):
     known_peers = DIVERGENCE_PEERS
     known_works = tuple(KINDS)
 
-    shape: tuple[str, ...] = _setting(
+    shape: tuple[str, ...] = setting(
         (), "named shapes ({shapes}), four numbers N,D,V,D of the teacher, or all; without it, llama-8b-to-1b",
         metavar="SHAPE",
     )  # fmt: skip
@@ -448,10 +392,3 @@ class DivergenceBenchConfig(TokenBenchConfig):
         if ALL in self.shape:
             return tuple(PAIR_SHAPES.values())
         return tuple(dict.fromkeys(parse_pair(text) for text in self.shape or ("llama-8b-to-1b",)))
-
-
-def _number(name: str, text: str, kind: type) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ArgumentValueError(message(name, "numbers", repr(text))) from None

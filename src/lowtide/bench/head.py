@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ import torch
 
 from lowtide.bench.config import HeadBenchConfig
 from lowtide.bench.peers import LIGER, LOWTIDE, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
+from lowtide.bench.pictures import draw, require_matplotlib
 from lowtide.bench.problem import PLAIN, SETTINGS, Problem, make_problem
 from lowtide.bench.report import header, line, ratio
 from lowtide.bench.results import begin
@@ -84,7 +84,7 @@ def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResu
     files, about = begin(config.output, "head", config.command(), device, packages)
     pictures = config.sweep or bool(config.tokens)
     if pictures:
-        _require_matplotlib()
+        require_matplotlib("sweep and tokens")
     results: list[ShapeResult] = []
     told = {**about, "warm": config.warm, "reps": config.reps}
 
@@ -96,8 +96,6 @@ def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResu
         results.append(ShapeResult(shape=shape, dtype=str(each.dtype).removeprefix("torch.")))
         each.measure(results[-1])
         if pictures:
-            from lowtide.bench.pictures import draw
-
             for file in draw(results[-1], files, about["machine"]):
                 say(f"drawn: {file}\n")
     say(f"written: {files.json}\n")
@@ -228,9 +226,3 @@ def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
-
-
-def _require_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        hint = "Install lowtide[plot]."
-        raise UnsupportedError(message("sweep and tokens", "matplotlib, for the pictures", "none", hint))

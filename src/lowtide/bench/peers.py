@@ -41,6 +41,8 @@ class Peer:
         build: imports it and returns its loss.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
         options: lowtide's options; None for everyone else.
+        pace: how many times the limit it takes, about, and ``first`` the seconds that each new shape costs it before
+            anything is measured: for estimates of how long a run will be, and for nothing else.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Peer:
     build: Callable[[Problem], Loss]
     package: str = ""
     options: Callable[[Problem], HeadOptions] | None = None
+    pace: float = 1.1
+    first: float = 0.2
 
 
 def liger_rows(shape: Shape) -> int:
@@ -147,20 +151,28 @@ PEERS = {
     for peer in (
         lowtide_peer(LOWTIDE, "as it comes", lambda _: None),
         lowtide_peer(LOWTIDE_AT_LIGERS, "in the memory that Liger's default takes", liger_mib),
-        Peer("naive", "F.cross_entropy of float32 logits", lambda _: _naive),
-        Peer("compile", "torch.compile of naive", _compiled),
-        Peer("torch", "F.linear_cross_entropy, its own choice of chunks", _torch()),
-        Peer("torch-4096", "the same, 4096 rows", _torch(batch_chunk_size=4096, chunking_method=None)),
-        Peer(LIGER, "Liger's default", _liger(), "liger-kernel"),
+        Peer("naive", "F.cross_entropy of float32 logits", lambda _: _naive, pace=2.0),
+        Peer("compile", "torch.compile of naive", _compiled, pace=1.2, first=5.0),
+        Peer("torch", "F.linear_cross_entropy, its own choice of chunks", _torch(), pace=4.5),
+        Peer("torch-4096", "the same, 4096 rows", _torch(batch_chunk_size=4096, chunking_method=None), pace=1.9),
+        Peer(LIGER, "Liger's default", _liger(), "liger-kernel", pace=2.0),
         Peer(
             "liger-large",
             "Liger with large chunks and a float32 sum",
             _liger(chunk_mem_const=8, accum_dtype=torch.float32),
             "liger-kernel",
+            pace=1.3,
         ),
-        Peer("cce", "cut cross entropy, small gradients dropped", _cce(), "cut-cross-entropy"),
-        Peer("cce-exact", "cut cross entropy, all gradients", _cce(filter_eps=None), "cut-cross-entropy"),
-        Peer("quack", "quack's chunked loss", _quack, "quack-kernels"),
-        Peer("trl", "TRL's chunked log-probabilities", _trl, "trl"),
+        Peer("cce", "cut cross entropy, small gradients dropped", _cce(), "cut-cross-entropy", pace=4.7, first=2.0),
+        Peer(
+            "cce-exact",
+            "cut cross entropy, all gradients",
+            _cce(filter_eps=None),
+            "cut-cross-entropy",
+            pace=4.7,
+            first=2.0,
+        ),
+        Peer("quack", "quack's chunked loss", _quack, "quack-kernels", first=2.0),
+        Peer("trl", "TRL's chunked log-probabilities", _trl, "trl", pace=1.6),
     )
 }

@@ -1,16 +1,24 @@
-"""A shape's pictures: time against memory, and the share of the limit by number of tokens."""
+"""The head's pictures: time against memory, the share of the limit by tokens, and the panels of the sweep."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.bench.peers import LOWTIDE, LOWTIDE_AT_LIGERS
 from lowtide.bench.results import Files, replace
-from lowtide.measure.plots import Point, draw_front, draw_shares
+from lowtide.bench.rows import OUT_OF_MEMORY
+from lowtide.bench.shapes import parse_shape
+from lowtide.bench.sweep_config import AXES
+from lowtide.errors import UnsupportedError, message
+from lowtide.measure.plots import Line, Panel, Point, draw_front, draw_panels, draw_shares
 
 if TYPE_CHECKING:
     from lowtide.bench.head import ShapeResult
+
+_LETTERS = {"N": "tokens N", "D": "hidden size D", "V": "vocabulary V"}
 
 
 def draw(result: ShapeResult, files: Files, machine: dict[str, Any]) -> list[Path]:
@@ -49,3 +57,91 @@ def draw(result: ShapeResult, files: Files, machine: dict[str, Any]) -> list[Pat
         replace(file, lambda at: draw_shares(at, title, lines))
         drawn.append(file)
     return drawn
+
+
+def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
+    """Draw a result of `lowtide.bench.sweep`, finished or not, and return the file: a column for each line of shapes.
+
+    The rows are the rate, the peak of memory above the inputs, and the errors: of the gradients (relative, the larger
+    of the two) as lines, of the loss (absolute) as dots.
+    """
+    asked, points = told["asked"], told["points"]
+    names = list(dict.fromkeys(row["name"] for point in points for row in point["rows"]))
+    shape = parse_shape(asked["shape"])
+    center = {"N": shape.N, "D": shape.D, "V": shape.V}
+    columns = [letter for axis, letter in AXES.items() if "none" not in asked[axis]]
+
+    def along(letter: str) -> list[Mapping[str, Any]]:
+        on_line = (p for p in points if all(p[other] == center[other] for other in "NDV" if other != letter))
+        return sorted(on_line, key=lambda point: point[letter])
+
+    def lines(letter: str, value: Callable[[Mapping[str, Any]], float | None], **style: Any) -> list[Line]:
+        return [
+            Line(name, _values(along(letter), letter, name, value), own=name.startswith(LOWTIDE), **style)
+            for name in names
+        ]
+
+    def quiet(letter: str, name: str, key: str) -> Line:
+        return Line(name, [(point[letter], point[key]) for point in along(letter)], quiet=True)
+
+    rate, memory, errors = [], [], []
+    for letter in columns:
+        rate.append(Panel([*lines(letter, _key("tflops")), quiet(letter, "bare products", "limit_tflops")]))
+        grads = quiet(letter, "gradients alone", "gradients_mib")
+        memory.append(Panel([*lines(letter, _key("peak_mib")), grads], log=True))
+        floor = Line(
+            "bfloat16's roundings alone",
+            _values(along(letter), letter, LOWTIDE, lambda row: _worse(row, "dx_floor", "dw_floor")),
+            quiet=True,
+        )
+        grads_error = lines(letter, lambda row: _worse(row, "dx_error", "dw_error"))
+        errors.append(Panel([*grads_error, *lines(letter, _key("loss_error"), dotted=True), floor], log=True))
+    rows = {"TFLOP/s: 6NDV / time": rate, "peak above the inputs, MiB": memory}
+    if asked["error"]:
+        rows["error: gradients (lines), loss (dots)"] = errors
+    machine = told["machine"]
+    title = (
+        "Linear + cross entropy, forward and backward, each size with the others held at "
+        f"N={center['N']}, D={center['D']}, V={center['V']}\n"
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {told['dtype']}"
+    )
+    out = sorted({row["name"] for p in points for row in p["rows"] if row.get("failed") == OUT_OF_MEMORY})
+    if out:
+        title += f"; lines end where memory does ({', '.join(out)})"
+    file = files.picture("lines")
+    replace(file, lambda at: draw_panels(at, title, rows, columns=[_LETTERS[letter] for letter in columns]))
+    return file
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise unless pictures can be drawn.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        hint = "Install lowtide[plot]."
+        raise UnsupportedError(message(what, "matplotlib, for the pictures", "none", hint))
+
+
+def _key(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda row: row.get(name)
+
+
+def _worse(row: Mapping[str, Any], *names: str) -> float | None:
+    """Return the largest of a row's values that it has."""
+    found = [row[name] for name in names if name in row]
+    return max(found) if found else None
+
+
+def _values(
+    points: list[Mapping[str, Any]], letter: str, name: str, value: Callable[[Mapping[str, Any]], float | None]
+) -> list[tuple[float, float]]:
+    """Return size and value of each point where a peer has one."""
+    found = []
+    for point in points:
+        row = next((row for row in point["rows"] if row["name"] == name), None)
+        got = None if row is None else value(row)
+        if got is not None:
+            found.append((point[letter], got))
+    return found

@@ -7,10 +7,10 @@ import re
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory import ActivationPolicy
 
-_WORD = re.compile(r"(?:(\d+)\s*x\s*)?(all|attention|input)((?:-mlp|/)[01])?([-\s]offload(?:ed)?)?")
+_WORD = re.compile(r"(?:(\d+)\s*x\s*)?(all|attention|input)((?:-mlp|/)[01])?(-tile[1-9]\d*)?([-\s]offload(?:ed)?)?")
 FORM = (
-    "all, attention or input, with -mlp0 or -mlp1 and -offload behind; or several as 4xall+12xinput, or as lowtide "
-    "plan prints them"
+    "all, attention or input, with -mlp0 or -mlp1, -tileTOKENS and -offload behind; or several as 4xall+12xinput, or "
+    "as lowtide plan prints them"
 )
 
 
@@ -18,8 +18,8 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
     """Return the policy that a word says, or one for each layer where it names numbers of layers.
 
     Args:
-        text: ``keep[-mlpLEVEL][-offload]``; or several of them, each as ``NUMBERxPOLICY``, joined by ``+``, first
-            layers first. Or as ``lowtide plan`` prints it: ``3 x input/0 offloaded, 13 x all/1``.
+        text: ``keep[-mlpLEVEL][-tileTOKENS][-offload]``; or several of them, each as ``NUMBERxPOLICY``, joined by
+            ``+``, first layers first. Or as ``lowtide plan`` prints it: ``3 x input/0 offloaded, 13 x all/1``.
         layers: How many the model has, to check that the numbers add up; None: not checked.
 
     Raises:
@@ -27,7 +27,7 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
 
     Example:
         >>> parse_policies("4xall+12xattention-mlp1", 16)[4]
-        ActivationPolicy(keep='attention', mlp_level=1, offload=False)
+        ActivationPolicy(keep='attention', mlp_level=1, offload=False, mlp_tile_tokens=None)
     """
     found = [_WORD.fullmatch(word.strip()) for word in re.split(r"[+,]", text)]
     counts = [match[1] for match in found if match]
@@ -45,4 +45,12 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
 def _policy(match: re.Match[str]) -> ActivationPolicy:
     keep: object = match[2]
     level = int(match[3][-1]) if match[3] else None
-    return ActivationPolicy(keep=keep, mlp_level=level, offload=bool(match[4]))  # type: ignore[arg-type]
+    tile = int(match[4].removeprefix("-tile")) if match[4] else None
+    return ActivationPolicy(keep=keep, mlp_level=level, mlp_tile_tokens=tile, offload=bool(match[5]))  # type: ignore[arg-type]
+
+
+def word_of(policy: ActivationPolicy) -> str:
+    """Return the word that `parse_policies` makes that policy of."""
+    level = "" if policy.mlp_level is None else f"-mlp{policy.mlp_level}"
+    tile = "" if policy.mlp_tile_tokens is None else f"-tile{policy.mlp_tile_tokens}"
+    return f"{policy.keep}{level}{tile}{'-offload' if policy.offload else ''}"

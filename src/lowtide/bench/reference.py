@@ -1,6 +1,6 @@
-"""The exact loss and gradients, and how far from them the roundings of a narrow dtype lead: all in float32 products.
+"""The exact loss and gradients, by products in a wider dtype, and how far from them a narrow dtype's roundings lead.
 
-N tokens, D hidden size, V vocabulary, C rows of a chunk; `ROWS` tokens of float32 logits exist at a time.
+N tokens, D hidden size, V vocabulary, C rows of a chunk; `ROWS` tokens of wide logits exist at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide.bench.problem import ROWS, Problem, blocks
 
 @dataclass(frozen=True)
 class Reference:
-    """Each token's loss [N] and the two gradients [N, D] and [V, D] in float32; None where the setting has none."""
+    """Each token's loss [N] and the two gradients [N, D] and [V, D] in `wide`; None where the setting has none."""
 
     loss_N: Tensor
     dx: Tensor | None
@@ -43,17 +43,22 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def wide(problem: Problem) -> torch.dtype:
+    """Return the dtype of the truth: float32, and float64 where the products are float32 themselves."""
+    return torch.float32 if problem.dtype.itemsize < 4 else torch.float64
+
+
 @torch.no_grad()
 def reference(problem: Problem) -> Reference:
-    """Return the loss and the gradients, from float32 copies of the inputs."""
-    setting, g_N = problem.setting, problem.g_N
-    w = problem.w.float()
-    loss_N = torch.empty(problem.shape.N, device=problem.device)
-    dx = torch.empty_like(problem.x, dtype=torch.float32) if setting.grad else None
+    """Return the loss and the gradients, from copies of the inputs in the dtype that `wide` says."""
+    setting, dtype = problem.setting, wide(problem)
+    w, g_N = problem.w.to(dtype), problem.g_N.to(dtype)
+    loss_N = torch.empty(problem.shape.N, device=problem.device, dtype=dtype)
+    dx = torch.empty_like(problem.x, dtype=dtype) if setting.grad else None
     dw = torch.zeros_like(w) if setting.grad and not setting.frozen else None
     with exact_products():
         for rows in blocks(problem.shape.N, ROWS):
-            x, y = problem.x[rows].float(), problem.y[rows, None]
+            x, y = problem.x[rows].to(dtype), problem.y[rows, None]
             z = x @ w.T
             lse = z.logsumexp(1, keepdim=True)
             loss_N[rows] = (lse - z.gather(1, y))[:, 0]

@@ -21,6 +21,7 @@ from lowtide.head.plan import plan_head
 from lowtide.measure import mib, peak_above, time_side_by_side
 
 REASON_LENGTH = 200
+OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
 
 
 @dataclass(kw_only=True)
@@ -128,7 +129,8 @@ class Bench:
         except Exception as error:  # whatever a peer raises is its row
             row.failed = reason_of(error)
         problem.clear()
-        release(problem.device)
+        if row.failed is None or answers(problem.device):
+            release(problem.device)
         return row
 
     def _fill(self, row: Row, peer: Peer) -> None:
@@ -171,6 +173,15 @@ class Bench:
         return self._floors[chunk_rows]
 
 
+def answers(device: torch.device) -> bool:
+    """Return whether a device still computes: after an illegal access by a kernel, a process has no GPU any more."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True
+
+
 def release(device: torch.device) -> None:
     """Hand back the memory that nothing refers to, so that the next peer finds what the last one found."""
     gc.collect()
@@ -198,7 +209,7 @@ def plan_of(peer: Peer, problem: Problem) -> HeadPlan:
 def reason_of(error: Exception) -> str:
     """Return what an error says, in one line that is not too long."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
-        return "out of memory"
+        return OUT_OF_MEMORY
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"

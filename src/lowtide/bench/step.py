@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import begin
-from lowtide.bench.step_way import OUT_OF_MEMORY as OUT_OF_MEMORY
 from lowtide.bench.step_way import VOCABULARY, measure
 from lowtide.measure import run_child
 from lowtide.train.model import model_config
@@ -40,19 +42,32 @@ def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str,
     }
     say(f"\n{config.model}, batch {config.batch}, {dtype}, attention by {config.sdpa}\n{_COLUMNS}")
     first: dict[int, float] = {}
-    for way in config.ways:
-        ended = run_child(
-            measure, way, config.model, config.lengths, config.batch, config.warm, config.reps, dtype, device.type,
-            config.sdpa, config.seed,
-        )  # fmt: skip
-        why = f"the process ended with status {ended.returncode}"
-        results = ended.value or [{"tokens": tokens, "failed": why} for tokens in config.lengths]
+
+    def tell(way: str, results: list[dict[str, Any]]) -> None:
         for result in results:
             rows.append({"way": way, **result})
             if "seconds" in result:
                 first.setdefault(result["tokens"], result["seconds"])
             say(line(rows[-1], first))
         files.write_json(told)
+
+    for way in config.ways:
+        with tempfile.TemporaryDirectory(prefix="lowtide-step-") as folder:
+            known = Path(folder) / "rows.json"
+            try:
+                ended = run_child(
+                    measure, way, config.model, config.lengths, config.batch, config.warm, config.reps, dtype,
+                    device.type, config.sdpa, config.seed, str(known),
+                )  # fmt: skip
+            except BaseException:  # Ctrl-C: the lengths that were measured are told
+                tell(way, json.loads(known.read_text()) if known.exists() else [])
+                raise
+            results = ended.value
+            if results is None:  # it died: what it had written, and why there is no more
+                results = json.loads(known.read_text()) if known.exists() else []
+                why = f"the process ended with status {ended.returncode}"
+                results += [{"tokens": tokens, "failed": why} for tokens in config.lengths[len(results) :]]
+        tell(way, results)
     say(f"written: {files.json}\n")
     return rows
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowtide.bench.rows import reason_of, release
+from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import LOWTIDE, Way, build_way, make_optimizer
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, time_side_by_side
 
 OURS = "lowtide:"  # begins the name of a way; a policy follows
 VOCABULARY = 1000  # of the model that has none of its own
-OUT_OF_MEMORY = "out of memory"
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -36,6 +37,7 @@ def measure(
     device: str,
     sdpa: str,
     seed: int,
+    file: str | None = None,
 ) -> list[dict[str, Any]]:
     """Return seconds, peak and losses of a step at each length, or why there are none; `run_child` calls it.
 
@@ -50,6 +52,7 @@ def measure(
         device: where.
         sdpa: attention's kernel, or auto.
         seed: of weights and tokens.
+        file: where to write the rows as json after each length, for whoever outlives this process.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -59,19 +62,34 @@ def measure(
         return [{"tokens": tokens, "failed": reason_of(error)} for tokens in lengths]
     for tokens in lengths:
         try:
-            rows.append({"tokens": tokens, **_steps(built, optimizer, tokens, batch, warm, reps, sdpa, seed)})
+            rows.append(
+                {
+                    "tokens": tokens,
+                    **steps(built, optimizer, tokens, batch, warm, reps, sdpa, seed, torch.device(device)),
+                }
+            )
         except torch.cuda.OutOfMemoryError:
             left = lengths[len(rows) :]
             return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
         except Exception as error:
             rows.append({"tokens": tokens, "failed": reason_of(error)})
+        if file is not None:
+            Path(file).write_text(json.dumps(rows))
     return rows
 
 
-def _steps(
-    model: Any, optimizer: torch.optim.Optimizer, tokens: int, batch: int, warm: int, reps: int, sdpa: str, seed: int
+def steps(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    tokens: int,
+    batch: int,
+    warm: int,
+    reps: int,
+    sdpa: str,
+    seed: int,
+    device: torch.device,
 ) -> dict[str, Any]:
-    device = next(model.parameters()).device
+    """Return seconds, tokens a second, peak and losses of training steps on random tokens; as for `measure`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
     losses: list[Tensor] = []

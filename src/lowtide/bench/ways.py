@@ -99,7 +99,7 @@ def build_way(
     config = model_config(model, vocab_size=vocab_size)
     if way.impl == LIGER:
         way.check_installed()
-        importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
+        apply_liger(config)
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -109,6 +109,11 @@ def build_way(
         trained = with_lora(built, lora) if lora else built
     _set_way(built, way, compiler or partial(torch.compile, dynamic=False))
     return trained
+
+
+def apply_liger(config: Any) -> None:
+    """Let Liger change the classes that a model of this config will be made of."""
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
 
 
 def with_lora(model: Any, rank: int) -> Any:
@@ -156,12 +161,17 @@ def _set_way(model: Any, way: Way, compiler: Callable[..., Any]) -> None:
     if way.impl == COMPILE:
         _compile(model, policy, compiler)
     elif policy.keep != "all":
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(_checkpoint_arguments(policy))  # the former name in transformers 5.23 and later
+        enable_checkpointing(model, _checkpoint_arguments(policy))
         if policy.offload:
             for module in model.modules():
                 if hasattr(module, "_gradient_checkpointing_func"):
                     module._gradient_checkpointing_func = partial(_run_checkpointed, policy)
+
+
+def enable_checkpointing(model: Any, settings: dict[str, Any]) -> None:
+    """Switch transformers' own checkpointing of layers on."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(settings)  # the former name in transformers 5.23 and later
 
 
 def _compile(model: Any, policy: ActivationPolicy, compiler: Callable[..., Any]) -> None:

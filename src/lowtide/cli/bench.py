@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable
 
 from lowtide.bench.config import (
     APPLY_FUNCTIONS,
@@ -16,153 +17,22 @@ from lowtide.bench.config import (
     MlpBenchConfig,
     StatsBenchConfig,
     StepBenchConfig,
-    TokenBenchConfig,
     TuneConfig,
 )
 from lowtide.bench.divergence import PAIR_SHAPES
+from lowtide.bench.longest_config import WAYS, LongestBenchConfig
+from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
 from lowtide.bench.peers import PEERS
 from lowtide.bench.policies import FORM
 from lowtide.bench.problem import SETTINGS
+from lowtide.bench.rows import OUT_OF_MEMORY
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
+from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
+from lowtide.cli import bench_texts as texts
 from lowtide.cli.parser import OneLineParser, add_options
 from lowtide.cli.parser import given as _given
 
-_HEAD = """\
-Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and of everyone who can be
-imported, in one process and in turns with the limit: the bare matrix products over chunks of 2048, 4096 or all rows,
-whichever is fastest. Peaks are above the inputs and include the gradients; errors are against float32 products. A peer
-that fails is a row that says why. The result is DIR/<date>-head-<gpu>.json with the hardware and the versions; set
-COMMIT in the environment where the source has no git history. Exit status 1 where lowtide itself failed."""
-
-_EXAMPLES = """\
-examples:
-  lowtide bench head --sweep
-      one shape with everyone, and the picture of time against memory
-  lowtide bench head --shape all
-      the table of all named shapes
-  lowtide bench head --shape 4096,2048,50304 --only lowtide liger --no-error
-      a shape of your own, two peers, times and peaks alone
-  lowtide bench head --no-table --settings
-      other uses of the loss, each beside its own limit
-  lowtide bench head --no-table --tokens all
-      from 1024 to 262144 tokens"""
-
-_STATS = """\
-Time, peak memory and errors of the log-probability of each token's target, with the entropy and without, and of
-several targets, forward and backward with random upstream gradients; of backward alone; and without gradients of
-these, of all other statistics and of the highest logits, of lowtide and of everyone who can be imported, in one
-process and in turns with the limit: the bare matrix products (with gradients four, as no logits are kept, for
-backward alone three; else one) over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are above the
-inputs and include the gradients; errors are against float32 products. A peer that fails, or does not offer the work,
-is a row that says why. The result is DIR/<date>-stats-<gpu>.json with the hardware and the versions; set COMMIT in
-the environment where the source has no git history. Exit status 1 where lowtide itself failed."""
-
-_STATS_EXAMPLES = """\
-examples:
-  lowtide bench stats
-      8192 tokens of a Qwen's head with everyone
-  lowtide bench stats --work logprob-entropy --only lowtide trl
-      one table with two peers
-  lowtide bench stats --shape 64,32,1000 --device cpu --skip compile
-      a look at it without a GPU"""
-
-_DIVERGENCE = """\
-Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student:
-forward KL, reverse KL and JSD(0.5), of lowtide and of everyone who can be imported, in one process and in turns with
-the limit: the bare matrix products, the logits of both sides and the student's two gradients. lowtide's first row is
-of the mean, lowtide-none of a value for each token. Peaks, errors and rows are those of lowtide bench stats. The result
-is DIR/<date>-divergence-<gpu>.json. Exit status 1 where lowtide itself failed."""
-
-_DIVERGENCE_EXAMPLES = """\
-examples:
-  lowtide bench divergence --shape all
-      a Llama of 8B teaches one of 1B, and one of its own size
-  lowtide bench divergence --shape 8192,1024,151936,2560 --work jsd
-      shapes of your own: tokens, student's hidden size, vocabulary, teacher's hidden size
-  lowtide bench divergence --shape 64,32,1000,48 --device cpu --skip compile liger-chunked
-      a look at it without a GPU"""
-
-_APPLY = """\
-Peak memory, time and errors of functions of the logits, forward and backward: with float32 logits in full, and with
-linear_apply in two chunks, by default, and with one result a token. Peaks are above the inputs and include the
-gradients; errors of value and gradients (hidden states, weight, bias) are against autograd on exact products in a wider
-dtype. The result is DIR/<date>-apply-<gpu>.json with the hardware and the versions; set COMMIT in the environment where
-the source has no git history. Exit status 1 where linear_apply failed."""
-
-_APPLY_EXAMPLES = """\
-examples:
-  lowtide bench apply --shape all
-      batch 4, 4096 tokens, hidden size 4096, vocabulary 128256; and batch 64, 512 tokens, 768, 32000
-  lowtide bench apply --shape 256,64,4096 --device cpu
-      a look at it without a GPU
-  lowtide bench apply --no-table --train --grpo
-      50 steps of a Llama of 1B, with the stock loss and linear_apply; then with GRPO's objective"""
-
-_LAYERS = """\
-Time and bandwidth of what stands between a decoder layer's matrix products, forward and backward: RMS normalisation,
-the same with a residual sum before it, and rotary embedding, by lowtide, PyTorch (eager, compiled, its own fused
-operation) and Liger. GB/s counts what has to be read and written, not what is. "kept" is what stays for backward beyond
-inputs and the residual stream. The result is DIR/<date>-layers-<gpu>.json. Exit status 1 where lowtide failed."""
-
-_LAYERS_EXAMPLES = """\
-examples:
-  lowtide bench layers
-      65536 tokens of a Llama-3.2-1B
-  lowtide bench layers --hidden 4096 --head-dim 128
-      of a Llama-3-8B
-  lowtide bench layers --tokens 256 --hidden 64 --device cpu
-      a look at it without a GPU"""
-
-_STEP = """\
-Time, peak memory and loss of one step of full fine-tuning: forward, backward and fused AdamW, by transformers as it is,
-with Liger's kernels, and patched by lowtide with each activation policy. A peer's layers are checkpointed;
-NAME-attention keeps attention's output, NAME-all keeps everything. Each way is a process of its own. The last column is
-the time over that of the first way. The result is DIR/<date>-step-<gpu>.json. Exit status 1 where lowtide itself
-failed, other than for want of memory."""
-
-_STEP_EXAMPLES = """\
-examples:
-  lowtide bench step
-      a Llama-3.2-1B at three lengths
-  lowtide bench step --tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn
-      what a layer keeps, mixed
-  lowtide bench step --model lowtide-small --tokens 64 --device cpu --peer stock --policy all input
-      a look at it without a GPU"""
-
-_MLP = """\
-Time and memory of the gated MLP of today's transformers, forward and backward, at both levels of swiglu_mlp and of
-everyone who can be imported, in one process and in turns with the limit: the bare matrix products, 9 a layer, or 11
-where gate and up are computed twice. "kept" is what is alive after forward for backward's sake, the input counted;
-peaks are above input and weights and include the gradients; "all" is everything, and "again" the same of a step that
-adds to the gradients of the one before. A peer that fails is a row that says why. The result is
-DIR/<date>-mlp-<dtype>-<gpu>.json with the hardware and the versions; set COMMIT in the environment where the source has
-no git history. Exit status 1 where lowtide itself failed."""
-
-_MLP_EXAMPLES = """\
-examples:
-  lowtide bench mlp --shape models
-      a layer of a Llama of 8B and of 70B, at 8192 and 32768 tokens
-  lowtide bench mlp --shape published --dtype float32
-      the table of a published exercise, in its dtype
-  lowtide bench mlp --shape 2,64,32,96,2 --device cpu --skip compile
-      a look at it without a GPU"""
-
-_TUNE = """\
-Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
-table does not know. It serves every head that takes that path, but for one without bias, scale and soft cap on Hopper,
-which has a kernel of its own. Each candidate is compiled, its result checked against float32 products, and timed in
-turns with torch.mm of the same shape; the first is what is in use now. The fastest is kept in
-$XDG_CACHE_HOME/lowtide/gemm.json (~/.cache without it), where every later run looks before the table. Exit status 1
-where no candidate ran and was right."""
-
-_TUNE_EXAMPLES = """\
-examples:
-  lowtide bench tune
-      a minute at most, and this GPU is known from then on
-  lowtide bench tune --dry-run --seconds 20
-      a look at the first candidates, and nothing is kept
-  lowtide bench tune --shape 4096,4096,128256
-      for the chunks of a large model"""
+Main = Callable[[argparse.Namespace], int]
 
 
 def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
@@ -171,88 +41,60 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
         "bench", help="measure lowtide beside its peers", description="Measure lowtide beside its peers."
     )
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
-    head = kinds.add_parser(
-        "head",
-        help="linear + cross entropy",
-        description=_HEAD,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    names = {
-        "shapes": ", ".join(SHAPES),
-        "peers": ", ".join(PEERS),
-        "settings": ", ".join(setting.name for setting in SETTINGS),
-    }
-    add_options(head, HeadBenchConfig, names)
-    head.set_defaults(main=main, parser=head)
-    _add_tokens(kinds, StatsBenchConfig, "log-probabilities and entropies", _STATS, _STATS_EXAMPLES, ", ".join(SHAPES))
-    pairs = ", ".join(PAIR_SHAPES)
-    _add_tokens(kinds, DivergenceBenchConfig, "distance from a teacher", _DIVERGENCE, _DIVERGENCE_EXAMPLES, pairs)
-    apply = kinds.add_parser(
-        "apply",
-        help="any function of the logits",
-        description=_APPLY,
-        epilog=_APPLY_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(apply, ApplyBenchConfig, {"shapes": ", ".join(APPLY_SHAPES), "functions": ", ".join(APPLY_FUNCTIONS)})
-    apply.set_defaults(main=main_apply, parser=apply)
-    layers = kinds.add_parser(
-        "layers",
-        help="norm and rotary embedding",
-        description=_LAYERS,
-        epilog=_LAYERS_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(layers, LayersBenchConfig, {"ops": ", ".join(LAYER_OPS)})
-    layers.set_defaults(main=main_layers, parser=layers)
-    step = kinds.add_parser(
-        "step",
-        help="a training step, end to end",
-        description=_STEP,
-        epilog=_STEP_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(step, StepBenchConfig, {"peers": ", ".join(STEP_PEERS), "policies": FORM})
-    step.set_defaults(main=main_step, parser=step)
-    mlp = kinds.add_parser(
-        "mlp",
-        help="the gated MLP",
-        description=_MLP,
-        epilog=_MLP_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(mlp, MlpBenchConfig, MlpBenchConfig.names())
-    mlp.set_defaults(main=main_mlp, parser=mlp)
-    tune = kinds.add_parser(
-        "tune",
-        help="tile sizes of the head's GEMM for this GPU",
-        description=_TUNE,
-        epilog=_TUNE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(tune, TuneConfig, {})
-    tune.set_defaults(main=main_tune, parser=tune)
 
+    def benchmark(config: type, run: Main, help: str, texts: tuple[str, str, str], **names: Iterable[str]) -> None:
+        """Add one: ``texts`` are its name, its description and its examples; ``names`` what its help names."""
+        one = kinds.add_parser(
+            texts[0],
+            help=help,
+            description=texts[1],
+            epilog=texts[2],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_options(one, config, {key: ", ".join(each) for key, each in names.items()})
+        one.set_defaults(main=run, parser=one, config=config)
 
-def _add_tokens(
-    kinds: argparse._SubParsersAction[OneLineParser],
-    config: type[TokenBenchConfig],
-    help: str,
-    description: str,
-    examples: str,
-    shapes: str,
-) -> None:
-    parser = kinds.add_parser(
-        config.benchmark,
-        help=help,
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    settings = [setting.name for setting in SETTINGS]
+    benchmark(
+        HeadBenchConfig, main, "linear + cross entropy", ("head", texts.HEAD, texts.HEAD_EXAMPLES),
+        shapes=SHAPES, peers=PEERS, settings=settings,
+    )  # fmt: skip
+    benchmark(
+        SweepBenchConfig, main_sweep, "the same over tokens, hidden size and vocabulary",
+        ("sweep", texts.SWEEP, texts.SWEEP_EXAMPLES), shapes=SHAPES, peers=PEERS, default=SWEEP_PEERS,
+    )  # fmt: skip
+    benchmark(
+        StatsBenchConfig, main_tokens, "log-probabilities and entropies", ("stats", texts.STATS, texts.STATS_EXAMPLES),
+        shapes=SHAPES, works=StatsBenchConfig.known_works, peers=StatsBenchConfig.known_peers,
+    )  # fmt: skip
+    benchmark(
+        DivergenceBenchConfig, main_tokens, "distance from a teacher",
+        ("divergence", texts.DIVERGENCE, texts.DIVERGENCE_EXAMPLES), shapes=PAIR_SHAPES,
+        works=DivergenceBenchConfig.known_works, peers=DivergenceBenchConfig.known_peers,
+    )  # fmt: skip
+    benchmark(
+        ApplyBenchConfig, main_apply, "any function of the logits", ("apply", texts.APPLY, texts.APPLY_EXAMPLES),
+        shapes=APPLY_SHAPES, functions=APPLY_FUNCTIONS,
+    )  # fmt: skip
+    benchmark(
+        LayersBenchConfig, main_layers, "norm and rotary embedding", ("layers", texts.LAYERS, texts.LAYERS_EXAMPLES),
+        ops=LAYER_OPS,
+    )  # fmt: skip
+    benchmark(
+        StepBenchConfig, main_step, "a training step, end to end", ("step", texts.STEP, texts.STEP_EXAMPLES),
+        peers=STEP_PEERS, policies=[FORM],
+    )  # fmt: skip
+    benchmark(
+        LongestBenchConfig, main_longest, "the longest sequence that runs",
+        ("longest", texts.LONGEST, texts.LONGEST_EXAMPLES), ways=WAYS,
+    )  # fmt: skip
+    benchmark(
+        MlpBenchConfig, main_mlp, "the gated MLP", ("mlp", texts.MLP, texts.MLP_EXAMPLES),
+        shapes=MLP_SHAPES, groups=GROUPS, peers=MLP_PEERS,
+    )  # fmt: skip
+    benchmark(
+        TuneConfig, main_tune, "tile sizes of the head's GEMM for this GPU", ("tune", texts.TUNE, texts.TUNE_EXAMPLES)
     )
-    names = {"shapes": shapes, "works": ", ".join(config.known_works), "peers": ", ".join(config.known_peers)}
-    add_options(parser, config, names)
-    parser.set_defaults(main=main_tokens, parser=parser, config=config)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -266,6 +108,19 @@ def main(arguments: argparse.Namespace) -> int:
     config = HeadBenchConfig(**_given(arguments, HeadBenchConfig))
     results = run(config, _say)
     return int(any(row.failed and row.plan is not None for result in results for row in result.rows))
+
+
+def main_sweep(arguments: argparse.Namespace) -> int:
+    """Measure the head along its three sizes, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.sweep import run
+
+    told = run(SweepBenchConfig(**_given(arguments, SweepBenchConfig)), _say)
+    rows = [row for point in told["points"] for row in point["rows"] if "plan" in row]
+    return int(any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows))
 
 
 def main_apply(arguments: argparse.Namespace) -> int:
@@ -323,12 +178,24 @@ def main_step(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something the user can mend.
     """
-    from lowtide.bench.step import OUT_OF_MEMORY, run
+    from lowtide.bench.step import run
 
     rows = run(StepBenchConfig(**_given(arguments, StepBenchConfig)), _say)
     return int(
         any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows if row["way"].startswith("lowtide"))
     )
+
+
+def main_longest(arguments: argparse.Namespace) -> int:
+    """Measure long sequences, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.longest import run
+
+    told = run(LongestBenchConfig(**_given(arguments, LongestBenchConfig)), _say)
+    return int(any("failed" in row and not row.get("out_of") for row in told["rows"] if row["way"] == "lowtide"))
 
 
 def main_tune(arguments: argparse.Namespace) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
+from lowtide.measure import parse_gib
 from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.train.config import TrainConfig
@@ -36,8 +36,6 @@ examples:
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
       rates measured on the GPU at hand; one real step, predicted beside measured"""
 
-_UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "tb": 10**12}
-
 
 def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     """Add the subcommand."""
@@ -53,7 +51,9 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     add("--model", required=True, metavar="MODEL", help=f"a config.json, a folder with one, or one of {names}")
     add("--seq-len", required=True, type=int, metavar="N", help="tokens of a sequence")
     add("--batch-size", default=1, type=int, metavar="N", help="sequences of a step (default: 1)")
-    add("--budget", metavar="SIZE", help="GPU memory for tensors, such as 40GiB (default: 93%% of the GPU's)")
+    add(
+        "--budget", metavar="SIZE", help="GPU memory for tensors, such as 40GiB, 40GB or 40 (GiB) (default: 93%% of it)"
+    )
     add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloaded layers (default: 0GiB)")
     gpus = ", ".join(GPUS)
     add("--gpu", metavar="NAME", help=f"{gpus}; or cuda: the one at hand, measured (default: that by name, or h100)")
@@ -122,18 +122,6 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             Path(arguments.json).write_text(text)
     return status
-
-
-def parse_gib(name: str, text: str) -> float:
-    """Return a size such as ``40GiB``, ``24576MiB``, ``80GB`` or ``40`` (GiB) in GiB.
-
-    Raises:
-        ArgumentValueError: It is none.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].lower() not in _UNITS:
-        raise ArgumentValueError(message(name, "a size such as 40GiB or 24576MiB", repr(text)))
-    return float(found[1]) * _UNITS[found[2].lower()] / 2**30
 
 
 def _settings(name: str, layers: int | None) -> dict[str, Any]:

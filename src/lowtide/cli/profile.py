@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something the user can mend.
     """
-    from lowtide.bench.step_way import OUT_OF_MEMORY
+    from lowtide.bench.rows import OUT_OF_MEMORY
     from lowtide.profile.run import run
 
     told = run(ProfileConfig(**given(arguments, ProfileConfig)), _say)

@@ -12,19 +12,21 @@ from lowtide.measure.resident import (
     resident_bytes,
 )
 from lowtide.measure.timing import Timing, kept_above, peak_above, time_side_by_side
-from lowtide.measure.units import gib, mib
+from lowtide.measure.units import as_gib, gib, mib, parse_gib
 
 __all__ = [
     "Allocation",
     "Allocations",
     "ChildResult",
     "Timing",
+    "as_gib",
     "available_bytes",
     "cuda_peak_bytes",
     "describe_machine",
     "gib",
     "kept_above",
     "mib",
+    "parse_gib",
     "peak_above",
     "peak_resident_bytes",
     "reset_cuda_peak",

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 _OWN, _OTHERS, _QUIET = "#0b5fa5", "#c4561c", "#777777"
+_EACH = ("#e69f00", "#c4561c", "#009e73", "#cc79a7", "#8a5fbf", "#5b3a1e", "#56b4e9", "#999933", "#d4373e")  # others
+_MARKS = "sD^vPX<>h"
 _STEPS = tuple(s * 10.0**k for k in range(-3, 5) for s in (1, 2, 5))  # GiB between ticks
 _TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of every decade
 _PLACES = ((6, 5), (6, -12), (-6, 5), (-6, -12), (0, 9), (0, -16), (12, 14), (12, -22), (-12, 14), (-12, -22))
@@ -22,6 +24,109 @@ class Point:
     mib: float
     ms: float
     own: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a panel.
+
+    Attributes:
+        name: In the legend; lines of one name have one colour, in all panels.
+        points: Size and value of each point.
+        own: Whether it is ours.
+        quiet: Whether it is what the others are compared with.
+        dotted: Whether it is drawn as dots.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    own: bool = False
+    quiet: bool = False
+    dotted: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines over one axis of sizes, and whether their values are on a logarithmic scale."""
+
+    lines: Sequence[Line]
+    log: bool = False
+
+
+def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, columns: Sequence[str]) -> None:
+    """Draw a grid of panels: a row for each kind of value, a column for each kind of size, to base 2.
+
+    Args:
+        file: where to, as PNG.
+        title: above it.
+        rows: the panels of each row, by the label of its values.
+        columns: the labels of the sizes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    grid = figure.subplots(len(rows), len(columns), sharey="row", sharex="col", squeeze=False)
+    everything = [line for panels in rows.values() for panel in panels for line in panel.lines]
+    others = list(dict.fromkeys(line.name for line in everything if not (line.own or line.quiet)))
+    shown: dict[str, Any] = {}
+    for r, (label, panels) in enumerate(rows.items()):
+        for c, panel in enumerate(panels):
+            axes = grid[r][c]
+            axes.grid(alpha=0.25)
+            axes.set_xscale("log", base=2)
+            if panel.log:
+                axes.set_yscale("log")
+            for line in sorted(panel.lines, key=lambda line: (line.own, not line.quiet)):  # ours on top
+                handle = _plot(axes, line, others, log=panel.log)
+                if handle is not None and not line.dotted:
+                    shown.setdefault(line.name, handle)
+            if panel.log:
+                axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.0e}")
+            else:  # of all panels of the row, which share the axis
+                top = max((y for each in panels for line in each.lines for _, y in line.points), default=1)
+                axes.set_ylim(0, 1.06 * top)
+            if c == 0:
+                axes.set_ylabel(label, fontsize=9)
+            if r == len(rows) - 1:
+                axes.set_xlabel(columns[c])
+            sizes = sorted({x for line in panel.lines for x, _ in line.points})
+            _set_ticks(axes.xaxis, sizes)
+            axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+            axes.tick_params(labelsize=8)
+    order = [name for line in everything if (name := line.name) in shown]
+    names = list(dict.fromkeys(order))
+    figure.legend([shown[n] for n in names], names, loc="outside lower center", ncols=min(len(names), 9), fontsize=9)
+    figure.savefig(file, dpi=130, format="png")
+
+
+def _plot(axes: Any, line: Line, others: Sequence[str], *, log: bool) -> Any:
+    """Draw a line and return it; None where it has no point that can be drawn."""
+    points = [(x, y) for x, y in line.points if y > 0 or not log]
+    if not points:
+        return None
+    index = others.index(line.name) if line.name in others else 0
+    color = _OWN if line.own else _QUIET if line.quiet else _EACH[index % len(_EACH)]
+    mark = "" if line.quiet else "o" if line.own else _MARKS[index % len(_MARKS)]
+    style = "--" if line.quiet else ":" if line.dotted else "-"
+    wide = 2.4 if line.own and not line.dotted else 1.3
+    faint = 0.75 if line.dotted else 1.0
+    size = 3 if line.dotted else 5 if line.own else 4
+    (handle,) = axes.plot(
+        [x for x, _ in points], [y for _, y in points], style, marker=mark or None, ms=size, color=color, lw=wide,
+        alpha=faint, label=line.name,
+    )  # fmt: skip
+    return handle
+
+
+def _short(size: float) -> str:
+    """Return a size as people say it: 16K for 16384, 1M for 1048576; others as they are."""
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if size >= unit and size % unit == 0:
+            return f"{size / unit:g}{name}"
+    return f"{size:,g}"
 
 
 def draw_front(

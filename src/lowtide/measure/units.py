@@ -1,4 +1,18 @@
-"""Bytes as people read them."""
+"""Bytes as people read and write them."""
+
+import math
+import re
+from numbers import Real
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+
+_UNITS = {
+    "": 2**30, "b": 1,
+    "k": 2**10, "kib": 2**10, "kb": 10**3,
+    "m": 2**20, "mib": 2**20, "mb": 10**6,
+    "g": 2**30, "gib": 2**30, "gb": 10**9,
+    "t": 2**40, "tib": 2**40, "tb": 10**12,
+}  # fmt: skip
 
 
 def mib(size: float) -> float:
@@ -9,3 +23,37 @@ def mib(size: float) -> float:
 def gib(size: float) -> float:
     """Return bytes in GiB (2**30 bytes)."""
     return size / 2**30
+
+
+def parse_gib(name: str, text: str) -> float:
+    """Return a size of memory in GiB from a text.
+
+    Args:
+        name: The argument's, for the error.
+        text: A number with a unit behind it, in any case. ``40GiB``, ``40G`` and ``40`` are 40 times 2**30 bytes,
+            ``40GB`` 40 times 10**9; likewise K, M and T; ``B`` is a byte.
+
+    Raises:
+        ArgumentValueError: The text is no size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    if not found or found[2].lower() not in _UNITS:
+        raise ArgumentValueError(message(name, "a size such as 40GiB, 40GB, 24576MiB or 40 (GiB)", repr(text)))
+    return float(found[1]) * _UNITS[found[2].lower()] / 2**30
+
+
+def as_gib(name: str, size: object) -> float:
+    """Return an argument that is named in GiB: a number of them, or a text that says its unit, as in `parse_gib`.
+
+    Raises:
+        ArgumentTypeError: It is neither; a text of digits alone among them.
+        ArgumentValueError: The text is no size.
+    """
+    if isinstance(size, str) and any(c.isalpha() for c in size):
+        return parse_gib(name, size)
+    if isinstance(size, bool) or not isinstance(size, Real):
+        raise ArgumentTypeError(message(name, "a number of GiB, or a text such as '40GiB'", f"{size!r}"))
+    try:
+        return float(size)
+    except OverflowError:  # a whole number that no float reaches
+        return math.inf

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.measure.units import as_gib
 from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer
 from lowtide.memory.offload import ON_DEVICE, Offloader, available
 from lowtide.memory.policy import ActivationPolicy
@@ -22,10 +23,11 @@ from lowtide.swap import child_class
 _STATE = "_lowtide_policy"
 _BASE = "_lowtide_policy_base"
 _LEVEL = "checkpoint_level"
+_TILE = "tile_tokens"
 
 
 def apply_policy(
-    model: nn.Module, policy: ActivationPolicy | Sequence[ActivationPolicy], *, host_gib: float | None = None
+    model: nn.Module, policy: ActivationPolicy | Sequence[ActivationPolicy], *, host_gib: float | str | None = None
 ) -> PolicyReport:
     """Set what each decoder layer of a model keeps between its forward and its backward; change this instance only.
 
@@ -52,21 +54,21 @@ def apply_policy(
     Args:
         model: A module with decoder layers: of transformers, peft, or any other.
         policy: One `ActivationPolicy` for all layers, or a sequence with one for each.
-        host_gib: The most pinned host memory that ``offload=True`` may take in this process, in GiB. None: whatever
-            the host has free.
+        host_gib: The most pinned host memory that ``offload=True`` may take in this process, in GiB, or as a text with
+            a unit such as ``"64GiB"``. None: whatever the host has free.
 
     Returns:
         A `PolicyReport`: print it for a table.
 
     Raises:
         ArgumentTypeError: An argument of another type.
-        ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, or a
-            ``host_gib`` that is negative or not finite.
+        ArgumentValueError: No list of layers, several longest ones, another number of policies than of layers, layers
+            that share an MLP and ask different levels of it, or a ``host_gib`` that is negative or not finite.
         UnsupportedError: The model is under another checkpointing already (transformers' or PyTorch's wrapper), a
-            layer's ``forward`` was replaced on the instance, ``mlp_level`` is asked of a layer without a fused MLP, or
-            ``offload`` of a machine without a CUDA device. At a layer's first forward: ``keep="attention"`` where no
-            fused attention ran, or host memory that does not suffice. In backward: an argument of a layer that was
-            written to since its forward.
+            layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is asked of a layer
+            without a fused MLP, or ``offload`` of a machine without a CUDA device. At a layer's first forward:
+            ``keep="attention"`` where no fused attention ran, or host memory that does not suffice. In backward: an
+            argument of a layer that was written to since its forward.
 
     Example:
         >>> report = lowtide.memory.apply_policy(model, ActivationPolicy(keep="attention"))
@@ -74,7 +76,8 @@ def apply_policy(
         >>> print(report)
         >>> lowtide.memory.remove_policy(model)
     """
-    _check(model, policy, host_gib)
+    _check(model, policy)
+    limit = None if host_gib is None else _host_bytes(host_gib)
     stack = find_stack(model)
     policies = [policy] * len(stack.layers) if isinstance(policy, ActivationPolicy) else list(policy)
     if len(policies) != len(stack.layers):
@@ -83,12 +86,12 @@ def apply_policy(
         raise ArgumentValueError(message("policy", expected, f"{len(policies)}", hint))
     chosen = dict(zip(stack.layers, policies, strict=True))
     _check_layers(model, stack, chosen)
+    _check_shared(stack, chosen)
     for layer in reversed(stack.layers.values()):
         _restore(layer)
     offloaded = [name for name, one in chosen.items() if one.offload]
     moving = offloaded[: max(len(offloaded) - ON_DEVICE, 0)]
     keeping_attention = sum(chosen[name].keep == "attention" for name in moving)
-    limit = None if host_gib is None else int(host_gib * 2**30)
     offloader = Offloader(limit, len(moving), keeping_attention) if offloaded else None
     for name, layer in stack.layers.items():
         own = offloader if chosen[name].offload else None
@@ -118,7 +121,7 @@ def remove_policy(model: nn.Module) -> None:
         _restore(module)
 
 
-def _check(model: object, policy: object, host_gib: object) -> None:
+def _check(model: object, policy: object) -> None:
     """Raise unless the arguments are what they must be on their own."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
@@ -127,13 +130,15 @@ def _check(model: object, policy: object, host_gib: object) -> None:
         if not isinstance(one, ActivationPolicy):
             expected = "a lowtide.memory.ActivationPolicy, or a sequence of them"
             raise ArgumentTypeError(message("policy", expected, f"{one!r} of type {type(one).__name__}"))
-    if host_gib is None:
-        return
-    if isinstance(host_gib, bool) or not isinstance(host_gib, int | float):
-        raise ArgumentTypeError(message("host_gib", "a number of GiB or None", type(host_gib).__name__))
-    if not 0 <= host_gib < math.inf:
+
+
+def _host_bytes(host_gib: float | str) -> int:
+    """Return the budget of host memory in bytes."""
+    value = as_gib("host_gib", host_gib)
+    if not 0 <= value < math.inf:
         hint = "Leave it at None for whatever the host has free."
         raise ArgumentValueError(message("host_gib", "a finite number of GiB, at least 0", f"{host_gib}", hint))
+    return int(value * 2**30)
 
 
 def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, ActivationPolicy]) -> None:
@@ -156,21 +161,43 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
             # Any module of the model: some keep the switch in the list's owner and not in the layers.
             if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
                 raise double_recompute(name)
-        if policy.mlp_level is not None and not _leveled(layer):
-            hint = "Call lowtide.patch(model, mlp=True) first, or leave mlp_level at None."
-            raise UnsupportedError(message(name, f"a submodule with {_LEVEL} for mlp_level to set", "none", hint))
+        for field, attribute in (("mlp_level", _LEVEL), ("mlp_tile_tokens", _TILE)):
+            if getattr(policy, field) is not None and not _with(attribute, layer):
+                hint = f"Call lowtide.patch(model, mlp=True) first, or leave {field} at None."
+                expected = f"a submodule with {attribute} for {field} to set"
+                raise UnsupportedError(message(name, expected, "none", hint))
 
 
-def _leveled(layer: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in layer.named_modules() if hasattr(module, _LEVEL)}
+def _check_shared(stack: Stack, policies: dict[str, ActivationPolicy]) -> None:
+    """Raise where layers share one MLP and ask different things of it, of which the last would hold for all."""
+    for field, attribute in (("mlp_level", _LEVEL), ("mlp_tile_tokens", _TILE)):
+        first: dict[nn.Module, tuple[str, Any]] = {}
+        for name, layer in stack.layers.items():
+            wanted = getattr(policies[name], field)
+            for own, module in _with(attribute, layer).items():
+                other, asked = first.setdefault(module, (name, wanted))
+                if asked != wanted:
+                    expected = f"one {field} in all layers that share the module {own!r}"
+                    got = f"{asked} for {other} and {wanted} for {name}"
+                    hint = f"Give both the same {field}."
+                    raise ArgumentValueError(message("policy", expected, got, hint))
+
+
+def _with(attribute: str, layer: nn.Module) -> dict[str, Any]:
+    """Return a layer's modules that have an attribute, by name."""
+    return {name: module for name, module in layer.named_modules() if hasattr(module, attribute)}
 
 
 def _adopt(layer: nn.Module, state: LayerState) -> None:
     """Put a layer under its policy."""
     if state.policy.mlp_level is not None:
-        for name, module in _leveled(layer).items():
+        for name, module in _with(_LEVEL, layer).items():
             state.levels[name] = module.checkpoint_level
             module.checkpoint_level = state.policy.mlp_level
+    if state.policy.mlp_tile_tokens is not None:
+        for name, module in _with(_TILE, layer).items():
+            state.tiles[name] = module.tile_tokens
+            module.tile_tokens = state.policy.mlp_tile_tokens
     vars(layer)[_STATE] = state
     if state.policy.keep != "all" and not any(_BASE in vars(cls) for cls in type(layer).__mro__):
         cls: Any = type(layer)
@@ -183,9 +210,10 @@ def _restore(layer: nn.Module) -> None:
     if state is None:
         return
     modules: dict[str, Any] = dict(layer.named_modules())
-    for name, level in state.levels.items():
-        if hasattr(modules.get(name), _LEVEL):  # unpatched since, it has none
-            modules[name].checkpoint_level = level
+    for attribute, before in ((_LEVEL, state.levels), (_TILE, state.tiles)):
+        for name, value in before.items():
+            if hasattr(modules.get(name), attribute):  # unpatched since, it has none
+                setattr(modules[name], attribute, value)
     if state.offloader is not None:
         state.offloader.close()
     # A class that something else put on top (fully_shard) stays, and ours inside it runs the stock forward from now on.

@@ -31,6 +31,7 @@ class LayerState:
         offloader: With ``offload=True``, what its stack shares.
         moves: Whether what it keeps goes to the host: not the last layers'.
         levels: The ``checkpoint_level`` that submodules had before the policy set it, by their names.
+        tiles: Their ``tile_tokens``, likewise.
     """
 
     name: str
@@ -38,6 +39,7 @@ class LayerState:
     offloader: Offloader | None = None
     moves: bool = False
     levels: dict[str, int] = field(default_factory=dict)
+    tiles: dict[str, int | None] = field(default_factory=dict)
 
 
 def run_layer(

@@ -9,6 +9,7 @@ record gives its memory back when its graph dies, used or not.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from typing import Any, Protocol
@@ -43,8 +44,16 @@ class Side(Protocol):
         """Copy from the host after what computes now; return the event of its end."""
         ...
 
-    def wait(self, event: Any) -> None:
-        """Let what computes from now on wait for an event, but not the caller."""
+    def stream(self) -> Any:
+        """Return what computes now."""
+        ...
+
+    def wait(self, event: Any, stream: Any) -> None:
+        """Let what computes on a stream from now on wait for an event, but not the caller."""
+        ...
+
+    def used_on(self, tensor: Tensor, stream: Any) -> None:
+        """Keep a tensor's memory, when it is freed, until what a stream computes now is done."""
         ...
 
 
@@ -66,6 +75,7 @@ class CudaSide:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(aligned.data_ptr(), aligned.numel(), 0))
         if code:
+            _clear_last_error(self._device)
             hint = "Offload fewer layers, or lower host_gib to what the system lets a process lock."
             raise UnsupportedError(message("offload", f"{nbytes} bytes of memory to lock", f"CUDA error {code}", hint))
         return aligned
@@ -89,9 +99,27 @@ class CudaSide:
             tensor.copy_(host, non_blocking=True)
         return self._back.record_event()
 
-    def wait(self, event: Any) -> None:
-        """Let the current stream wait."""
-        torch.cuda.current_stream(self._device).wait_event(event)
+    def stream(self) -> torch.cuda.Stream:
+        """Return the current stream."""
+        return torch.cuda.current_stream(self._device)
+
+    def wait(self, event: Any, stream: torch.cuda.Stream) -> None:
+        """Let the stream wait."""
+        stream.wait_event(event)
+
+    def used_on(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator, which knows only of the stream that the tensor was made on."""
+        tensor.record_stream(stream)
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Take back the error that a failed call of the CUDA runtime leaves behind, which was said already.
+
+    It would be raised after the next kernel's launch, whoever launches it. PyTorch has no name for cudaGetLastError,
+    and calls it after a launch of its own.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def available() -> bool:
@@ -124,6 +152,7 @@ class _Item:
         flat = buffer.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
         self._host = flat.as_strided(tensor.shape, strides)
         self._device = tensor.device
+        self._stream = side.stream()  # on which the device's memory was made, and is used again when it is freed
         self._done = side.copy_out(self._host, self._tensor)  # the last copy, whichever way
 
     def let_go(self) -> None:
@@ -131,12 +160,14 @@ class _Item:
         if self._tensor is None:
             return
         self._changed = self._changed or self._tensor._version != self._version
-        self._side.wait(self._done)
+        # Not the current stream, which may be another one by now: the memory goes to who allocates on its own.
+        self._side.wait(self._done, self._stream)
         self._tensor = None
 
     def bring_back(self) -> None:
         """Begin to copy to the device, unless it is there."""
         if self._tensor is None:
+            self._stream = self._side.stream()
             self._tensor = torch.empty_strided(
                 self._host.shape, self._host.stride(), dtype=self._host.dtype, device=self._device
             )
@@ -149,7 +180,10 @@ class _Item:
         assert self._tensor is not None
         if self._changed or self._tensor._version != self._version:
             raise changed_in_place()
-        self._side.wait(self._done)
+        here = self._side.stream()
+        self._side.wait(self._done, here)
+        if here != self._stream:  # brought back from another one
+            self._side.used_on(self._tensor, here)
         return self._tensor.detach()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
-from lowtide.measure import gib
+from lowtide.measure import as_gib, gib
 from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS, Job, checkpoint_bytes
 from lowtide.memory.planner_choice import Candidate, Search, largest_batch, longest_sequence
 from lowtide.memory.planner_gpus import Gpu, find_gpu
@@ -26,8 +25,8 @@ def plan_memory(
     model_or_config: Any,
     seq_len: int,
     batch_size: int,
-    budget_gib: float | None = None,
-    host_gib: float = 0,
+    budget_gib: float | str | None = None,
+    host_gib: float | str = 0,
     device: str | torch.device | Gpu | None = None,
     *,
     dtype: torch.dtype | str | None = None,
@@ -53,8 +52,9 @@ def plan_memory(
             config.json's, or the path of one.
         seq_len: Tokens of a sequence.
         batch_size: Sequences of a step.
-        budget_gib: What tensors may take on the GPU, in GiB. None: 93% of its memory.
-        host_gib: Pinned host memory for offloaded layers, in GiB; 0: nothing is offloaded.
+        budget_gib: What tensors may take on the GPU, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``. None:
+            93% of its memory.
+        host_gib: Pinned host memory for offloaded layers, likewise; 0: nothing is offloaded.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
             seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
             where the table lacks it), and an H100 where there is none.
@@ -114,9 +114,7 @@ def _plan(job: Job, budget: int, host: int) -> MemoryPlan:
     search = Search(job, host)
     chosen = search.fastest(budget)
     if chosen is None:
-        chosen = search.least()
-        if chosen.peak > budget:
-            raise _refusal(search, chosen, budget)
+        raise _refusal(search, search.least(), budget)
     phases = tuple(search.memory.phases(chosen.groups))
     return MemoryPlan(
         policies=chosen.policies,
@@ -205,12 +203,7 @@ def _check_size(name: str, size: object) -> None:
 
 
 def _gib_bytes(name: str, size: object) -> int:
-    if isinstance(size, bool) or not isinstance(size, Real):
-        raise ArgumentTypeError(message(name, "a number of GiB", f"{size!r}"))
-    try:
-        value = float(size) * 2**30
-    except OverflowError:  # a whole number that no float reaches
-        value = math.inf
+    value = as_gib(name, size) * 2**30
     if not math.isfinite(value) or value < 0 or (value == 0 and name == "budget_gib"):
         least = "above 0" if name == "budget_gib" else "of at least 0"
         raise ArgumentValueError(message(name, f"a finite number of GiB {least}", f"{size!r}"))

@@ -222,8 +222,8 @@ def forward_transients(job: Job, policy: ActivationPolicy) -> int:
     whole = policy.keep == "all"
     wide = (1 if whole else 3) if level == 0 else 2
     streams = 0 if whole else 2 * shape.hidden * job.element
-    each = wide * shape.token_mlp_width() * job.narrow + shape.hidden * job.narrow + streams
-    return job.tokens * each + _mlp_copies(job, 1)
+    mlp = wide * shape.token_mlp_width() * job.narrow * _at_a_time(job, policy)
+    return mlp + job.tokens * (shape.hidden * job.narrow + streams) + _mlp_copies(job, 1)
 
 
 def backward_transients(job: Job, policy: ActivationPolicy) -> int:
@@ -235,7 +235,9 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     """
     shape, level, n = job.shape, level_of(policy), job.narrow
     width = shape.token_mlp_width()
-    mlp = width * (1 if level == 0 else 3) * n + 2 * shape.hidden * job.element
+    mlp = _at_a_time(job, policy) * width * (1 if level == 0 else 3) * n + job.tokens * 2 * shape.hidden * job.element
+    if _at_a_time(job, policy) < job.tokens:  # the weights' gradients are summed in float32, and rounded one by one
+        mlp += 4 * shape.mlp_params
     # gradients of keys and values for each query head, before those that share one are added
     each_query = 2 * shape.query_width if shape.kv_heads < shape.heads else 0
     sums = shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads
@@ -243,7 +245,12 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     attention = (
         (2 * shape.query_width + 2 * shape.kv_width + each_query) * n + shape.hidden * job.element + sums - freed
     )
-    return max(job.tokens * mlp + _mlp_copies(job, 2), job.tokens * attention)
+    return max(mlp + _mlp_copies(job, 2), job.tokens * attention)
+
+
+def _at_a_time(job: Job, policy: ActivationPolicy) -> int:
+    """Return the tokens that a layer's MLP works on at a time; level 0 keeps gate and up of all."""
+    return min(job.tokens, policy.mlp_tile_tokens or job.tokens) if level_of(policy) == 1 else job.tokens
 
 
 def _mlp_copies(job: Job, rows: int) -> int:

@@ -43,7 +43,8 @@ class Candidate:
 def name_of(policy: ActivationPolicy) -> str:
     """Return a policy in a few letters: ``attention/0``, ``input/1 offloaded``."""
     level = "" if policy.mlp_level is None else f"/{policy.mlp_level}"
-    return f"{policy.keep}{level}{' offloaded' if policy.offload else ''}"
+    tile = "" if policy.mlp_tile_tokens is None else f" by {policy.mlp_tile_tokens}"
+    return f"{policy.keep}{level}{tile}{' offloaded' if policy.offload else ''}"
 
 
 def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
@@ -159,20 +160,20 @@ def longest_sequence(job: Job, budget_bytes: int, host_bytes: int) -> int:
     def fits(steps: int) -> bool:
         return _fits(replace(job, seq_len=steps * STEP), budget_bytes, host_bytes)
 
-    return _largest(fits) * STEP
+    return largest(fits) * STEP
 
 
 def largest_batch(job: Job, budget_bytes: int, host_bytes: int) -> int:
     """Return the largest batch that fits at the job's sequence length; 0 where none does."""
-    return _largest(lambda n: _fits(replace(job, batch_size=n), budget_bytes, host_bytes))
+    return largest(lambda n: _fits(replace(job, batch_size=n), budget_bytes, host_bytes))
 
 
 def _fits(job: Job, budget_bytes: int, host_bytes: int) -> bool:
     return Search(job, host_bytes).least().peak <= budget_bytes
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, and whose successor does not."""
+def largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, and whose successor does not; 0 where 1 does not."""
     if not fits(1):
         return 0
     high = 2

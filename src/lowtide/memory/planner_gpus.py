@@ -7,16 +7,15 @@ were measured (docs/plan.md); the others are estimates from published runs.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure import time_side_by_side
+from lowtide.measure.cached import CachedTable
 
 DEFAULT = "h100"
 HALF_RATE = 1.2e6  # numbers of a weight at which a product of many tokens runs at half the rate of large ones
@@ -168,37 +167,18 @@ def measured_gpu(device: torch.device) -> Gpu:
         hint = f"Name one instead: {', '.join(GPUS)}."
         raise UnsupportedError(message("device", "a CUDA GPU on this machine", f"{str(device)!r} without one", hint))
     key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return remembered().get(key) or _remember(key, _measure(device))
+    known = MEASURED.read().get(key)
+    if known is None:
+        known = _measure(device)
+        MEASURED.remember(key, known)
+    return known
 
 
-def cache_file() -> Path:
-    """Return where measurements are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "lowtide" / "gpus.json"
+def _of_fields(fields: dict[str, Any]) -> Gpu:
+    return Gpu(**{**fields, "capability": tuple(fields["capability"])})
 
 
-def remembered() -> dict[str, Gpu]:
-    """Return what was measured before, by GPU and version of PyTorch; nothing where no file can be read."""
-    names = {field.name for field in fields(Gpu)}
-    try:
-        found = json.loads(cache_file().read_text())
-        return {
-            key: Gpu(**{**told, "capability": tuple(told["capability"])})
-            for key, told in found.items()
-            if set(told) == names
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-
-
-def _remember(key: str, gpu: Gpu) -> Gpu:
-    file = cache_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    told = {other: asdict(seen) for other, seen in remembered().items()} | {key: asdict(gpu)}
-    part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(told, indent=1))
-    part.replace(file)
-    return gpu
+MEASURED = CachedTable("gpus.json", _of_fields)  # by GPU and version of PyTorch
 
 
 def _measure(device: torch.device) -> Gpu:

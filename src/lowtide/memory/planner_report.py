@@ -261,6 +261,8 @@ def _constructor(policy: ActivationPolicy) -> str:
         words.append(f"mlp_level={policy.mlp_level}")
     if policy.offload:
         words.append("offload=True")
+    if policy.mlp_tile_tokens is not None:
+        words.append(f"mlp_tile_tokens={policy.mlp_tile_tokens}")
     return f"ActivationPolicy({', '.join(words)})"
 
 

@@ -20,6 +20,7 @@ from lowtide.models.ordinary import are_plain_linears, is_ordinary
 from lowtide.models.probe import agree, outcome, random, rows, twin_of
 
 LEVEL = "checkpoint_level"
+TILE = "tile_tokens"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _SIZES = {"gate_proj": (10, 6), "up_proj": (10, 6), "down_proj": (6, 10)}  # of the twin
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -127,6 +128,7 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
             down_bias=down.bias,
             activation=activation,
             checkpoint_level=level,
+            tile_tokens=getattr(self, TILE, None),
         )
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]

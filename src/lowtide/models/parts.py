@@ -47,6 +47,7 @@ def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
         give_class(module, part, kind.overrides, *args)
         if part == "mlp":
             vars(module).setdefault(mlp_part.LEVEL, 0)
+            vars(module).setdefault(mlp_part.TILE, None)
         elif part == "rope":
             rope_part.refresh(module, stock_class(module), *args)
         rows.append(PartReport(part, name, what, patched=True))
@@ -77,3 +78,4 @@ def patched_modules(model: nn.Module, part: str) -> Iterator[nn.Module]:
 def _restore(module: nn.Module) -> None:
     take_class_back(module)
     vars(module).pop(mlp_part.LEVEL, None)
+    vars(module).pop(mlp_part.TILE, None)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
-from lowtide.bench.rows import reason_of, release
-from lowtide.bench.step_way import OUT_OF_MEMORY
+from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import COMPILE, Way, build_way, make_optimizer
 from lowtide.errors import UnsupportedError
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, resident_bytes

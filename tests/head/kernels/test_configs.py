@@ -87,4 +87,4 @@ def test_the_file_is_whole_or_as_before(gemm_file: Path, monkeypatch: pytest.Mon
 def test_without_a_setting_it_is_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert configs.cache_file() == tmp_path / ".cache" / "lowtide" / "gemm.json"
+    assert configs.KEPT.file == tmp_path / ".cache" / "lowtide" / "gemm.json"

@@ -1,12 +1,12 @@
 """Tile sizes of the exponential GEMM: a table for known GPUs, and what a tuning run left on this machine's disk."""
 
-import json
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
+
+from lowtide.measure.cached import CachedTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class GemmConfig:
     per_multiprocessor: int = 1
 
 
+KEPT = CachedTable("gemm.json", lambda fields: GemmConfig(**fields))  # what tuning runs on this machine found
 TABLE = {"NVIDIA H100 80GB HBM3": GemmConfig(), "NVIDIA H200": GemmConfig()}
 
 
@@ -52,30 +53,15 @@ def lookup(name: str) -> GemmConfig:
     return tuned().get(name) or TABLE.get(name) or GemmConfig()
 
 
-def cache_file() -> Path:
-    """Return where tuning runs leave what they found."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "lowtide" / "gemm.json"
-
-
 @cache
 def tuned() -> dict[str, GemmConfig]:
     """Return what tuning runs found, by the GPU's name; nothing where there is no such file or it cannot be read."""
-    try:
-        found = json.loads(cache_file().read_text())
-        return {name: GemmConfig(**sizes) for name, sizes in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
+    return KEPT.read()
 
 
 def remember(name: str, config: GemmConfig) -> Path:
     """Add ``config`` for the GPU called ``name`` to the file, which is whole or as before, and return its path."""
-    file = cache_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    found = {other: asdict(sizes) for other, sizes in tuned().items()} | {name: asdict(config)}
-    part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(found, indent=1))
-    part.replace(file)
+    file = KEPT.remember(name, config)
     tuned.cache_clear()
     of_device.cache_clear()
     return file

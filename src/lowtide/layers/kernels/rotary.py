@@ -20,7 +20,7 @@ def _heads(  # type: ignore[no-untyped-def]
     """Rotate all heads of one token, HEADS at a time."""
     column = tl.arange(0, HALF)
     for start in range(0, H, HEADS):
-        head = start + tl.arange(0, HEADS)
+        head = (start + tl.arange(0, HEADS)).to(tl.int64)  # heads first, one lies T * d values behind another
         inside = (head < H)[:, None] & (column < half)[None, :]
         x_at = x_ptr + head[:, None] * x_stride_h + column[None, :]
         out_at = out_ptr + head[:, None] * out_stride_h + column[None, :]

@@ -1,0 +1,11 @@
+"""Measure linear + cross entropy over N, D and V: `lowtide bench sweep`, with the results in benchmarks/results."""
+
+import sys
+from pathlib import Path
+
+from lowtide.cli import main
+
+RESULTS = Path(__file__).parent / "results"
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", "sweep", "--output", str(RESULTS), *sys.argv[1:]]))

@@ -1,0 +1,197 @@
+"""The benchmark of long context: tokens a second at one length, and the longest sequence that runs, by each way.
+
+The search begins where the planner says that memory ends, goes up or down in growing steps, and then halves what is
+between a length that ran and one that did not. Each try is a process. What should not fit into the host is not tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.longest_config import LongestBenchConfig
+from lowtide.bench.longest_fit import OWN, Fit
+from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, measure
+from lowtide.bench.policies import word_of
+from lowtide.bench.results import begin
+from lowtide.bench.step_way import VOCABULARY
+from lowtide.measure import available_bytes, gib, parse_gib, run_child
+from lowtide.memory.planner import USABLE
+from lowtide.memory.planner_gpus import GPUS, find_gpu
+from lowtide.memory.planner_shapes import read_shape
+from lowtide.train.model import model_config
+
+KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, where nothing is said
+LEAST_FREE = 2**30  # a try is ended before less than that is left
+UNKNOWN_BUILD = 60.0  # seconds of a try before its first step, before any was made
+KILLED = -9  # by the system, as a rule for want of memory
+_COLUMNS = (
+    f"{'':16}{'T':>9}{'s':>10}{'tokens/s':>10}{'GPU GiB':>9}{'should':>8}{'host GiB':>10}{'should':>8}  what is kept\n"
+)
+Row = dict[str, Any]
+
+
+def run(config: LongestBenchConfig, say: Callable[[str], object]) -> dict[str, Any]:
+    """Measure, tell each try as it is known, write the result after each, and return it.
+
+    Args:
+        config: what.
+        say: gets the text.
+
+    Raises:
+        UnsupportedError: there is no such device.
+        ArgumentValueError: there is no such model, or the folder for the results cannot be written.
+    """
+    device = chosen_device(config.device)
+    dtype = chosen_dtype(config.dtype, device)
+    settings = model_config(config.model, vocab_size=VOCABULARY)
+    if config.layers is not None:
+        settings.num_hidden_layers = config.layers
+    gpu = find_gpu(None) if device.type == "cuda" else GPUS["h100"]
+    budget = gpu.memory_bytes * USABLE if config.budget is None else parse_gib("budget", config.budget) * 2**30
+    host = available_bytes() - KEPT_FREE if config.host is None else parse_gib("host", config.host) * 2**30
+    fit = Fit(
+        way=OWN, train=config.train, shape=read_shape(settings), gpu=gpu, dtype=dtype,
+        gpu_bytes=int(budget) if device.type == "cuda" else None, host_bytes=int(host), tile=config.tile,
+    )  # fmt: skip
+    files, about = begin(config.output, "longest", config.command(), device, ["liger-kernel", "peft", "accelerate"])
+    told: dict[str, Any] = {**about, "dtype": str(dtype).removeprefix("torch."), "config": config.recorded()}
+    told |= {"budget_gib": None if fit.gpu_bytes is None else gib(fit.gpu_bytes), "host_gib": gib(host)}
+    told |= {"ways": [], "rows": []}
+    say(
+        f"\n{config.model}, {fit.shape.layers} layers, {config.train}, {told['dtype']}; host memory {gib(host):.1f}"
+        f" GiB, {gib(fit.states):.1f} of it for parameters, gradients and optimizer\n{_COLUMNS}"
+    )
+
+    def tell(row: Row) -> None:
+        told["rows"].append(row)
+        say(line(row))
+        files.write_json(told)
+
+    for way in config.way:
+        tries = Tries(config, replace(fit, way=way), told["dtype"], device.type, tell)
+        if config.tokens:
+            tries.once(config.tokens, warm=config.warm, reps=config.reps)
+        if config.search:
+            told["ways"].append(search(tries, config, say))
+        files.write_json(told)
+    say(f"written: {files.json}\n")
+    return told
+
+
+@dataclass
+class Tries:
+    """The tries of one way, each a process, and what they have shown of the time that one takes.
+
+    Attributes:
+        config: What was asked.
+        fit: What should fit.
+        dtype: Of all tensors.
+        device: Where.
+        tell: Gets each row.
+        build_s: Seconds of a try before its first step.
+        slower: How many times the seconds that were predicted a step takes.
+    """
+
+    config: LongestBenchConfig
+    fit: Fit
+    dtype: str
+    device: str
+    tell: Callable[[Row], object]
+    build_s: float = UNKNOWN_BUILD
+    slower: float = 1.0
+
+    def seconds(self, T: int) -> float:
+        """Return about how long a try of one step takes."""
+        return self.build_s + self.slower * self.fit.at(T).seconds
+
+    def once(self, T: int, *, warm: int, reps: int, seconds: float | None = None) -> Row:
+        """Try a length in a process, and return its row: it has ``seconds``, ``out_of`` or ``failed``."""
+        config, demand = self.config, self.fit.at(T)
+        own = self.fit.way == OWN
+        kept = "+".join(f"{n}x{word_of(policy)}" for policy, n in demand.groups) if own else ""
+        row: Row = {"way": self.fit.way, "train": config.train, "tokens": T, "warm": warm, "kept": kept}
+        row |= {"gpu_gib_predicted": gib(demand.gpu), "host_gib_predicted": gib(demand.host)}
+        row["seconds_predicted"] = demand.seconds
+        if demand.host > self.fit.host_bytes:
+            row |= {"out_of": ON_HOST, "failed": f"{gib(demand.host):.1f} GiB of host memory needed: not tried"}
+            self.tell(row)
+            return row
+        for_layers = gib(max(self.fit.host_bytes - self.fit.states, 0))
+        begun = time.monotonic()
+        ended = run_child(
+            measure, self.fit.way, config.train, config.model, config.layers, T, kept, for_layers, warm, reps,
+            self.dtype, self.device, config.sdpa, config.seed, LEAST_FREE, seconds or 1e9,
+            env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        )  # fmt: skip
+        if ended.value is not None:
+            row |= ended.value
+        elif ended.returncode in (OUT_OF_HOST, KILLED):
+            row |= {"out_of": ON_HOST, "failed": "ended when the host had no memory left"}
+        elif ended.returncode == OUT_OF_TIME:
+            row |= {"out_of": "time", "failed": f"ended after {seconds:.0f} s"}
+        else:
+            row["failed"] = f"the process ended with status {ended.returncode}: {_last_line(ended.stderr)}"
+        if "seconds" in row:
+            self.build_s = max(time.monotonic() - begun - (warm + reps) * row["seconds"], 0.0)
+            self.slower = row["seconds"] / demand.seconds
+        self.tell(row)
+        return row
+
+
+def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object]) -> dict[str, Any]:
+    """Look for the longest sequence that runs, and return what was found.
+
+    Returns:
+        dict: ``longest`` tokens that ran (0: none), ``shortest_failed`` (None: none), ``predicted``, and why it ended.
+    """
+    step, end = config.step, time.monotonic() + config.seconds
+    predicted = tries.fit.longest(step)
+    at = max(step, (config.start or predicted) // step * step)
+    low, high, leap = 0, None, max(step, at // 8 // step * step)
+    why = f"within {step} tokens"
+    while high is None or high - low > step:
+        left = end - time.monotonic()
+        if tries.seconds(at) > left:
+            why = f"{at} tokens would take about {tries.seconds(at):.0f} s, of {max(left, 0):.0f} that are left"
+            break
+        row = tries.once(at, warm=0, reps=1, seconds=left)
+        if "seconds" in row:
+            low = at
+        elif row.get("out_of") in (None, "time"):
+            why = row["failed"]
+            break
+        else:
+            high = at
+        if high is None:
+            at, leap = low + leap, 2 * leap
+        elif low == 0 and high > step:  # down in growing steps, until one runs
+            at, leap = max(step, high - leap), 2 * leap
+        else:
+            at = low + max(step, (high - low) // 2 // step * step)
+    say(f"{tries.fit.way}: {low} tokens run (predicted {predicted}); {why}\n")
+    return {
+        "way": tries.fit.way, "train": config.train, "longest": low, "shortest_failed": high, "predicted": predicted,
+        "ended": why,
+    }  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """Return a row as text."""
+    head = f"{row['way']:16}{row['tokens']:9}"
+    if "seconds" not in row:
+        memory = f"out of {row['out_of']}: " if row.get("out_of") else ""
+        return f"{head}  {memory}{row['failed']}\n"
+    return (
+        f"{head}{row['seconds']:10.3f}{row['tokens_per_s']:10.0f}{row['peak_gib']:9.2f}{row['gpu_gib_predicted']:8.2f}"
+        f"{row['host_gib']:10.2f}{row['host_gib_predicted']:8.2f}  {row['kept']}".rstrip()
+        + "\n"
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:200] if lines else "nothing was said"

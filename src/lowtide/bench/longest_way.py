@@ -1,0 +1,251 @@
+"""One step of a long sequence, in a process of its own: the model, what its layers keep, and a watch on the host.
+
+Full training: parameters, gradients and optimizer states in host memory by FSDP2 (``fully_shard`` with
+``CPUOffloadPolicy``) in a world of one, AdamW on the host. LoRA: frozen parameters on the GPU, adapters of rank 16 on
+the projections to queries and values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.bench.longest_config import OFFLOADED
+from lowtide.bench.longest_fit import OWN
+from lowtide.bench.policies import parse_policies
+from lowtide.bench.rows import reason_of
+from lowtide.bench.step_way import VOCABULARY, steps
+from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing
+from lowtide.errors import UnsupportedError
+from lowtide.measure import available_bytes, gib
+from lowtide.memory import apply_policy
+from lowtide.memory.stack import find_stack
+from lowtide.models import patch
+from lowtide.train.model import model_config
+
+OUT_OF_HOST, OUT_OF_TIME = 75, 76  # statuses of a process that the watch has ended
+ON_GPU, ON_HOST = "GPU memory", "host memory"
+RANK, TARGETS = 16, ("q_proj", "v_proj")
+EVERY = 0.1  # seconds between looks at the host
+INIT_STD = 0.02
+
+
+class Watch:
+    """Ends this process before the system has to: when the host has too little left, or the time is over.
+
+    Args:
+        least_bytes: What must stay free on the host.
+        seconds: How long the process may run.
+        end: What ends it.
+        free: What is free now.
+    """
+
+    def __init__(
+        self,
+        least_bytes: int,
+        seconds: float,
+        end: Callable[[int], object] = os._exit,
+        free: Callable[[], int] = available_bytes,
+    ) -> None:
+        self._least, self._until, self._end, self._free = least_bytes, time.monotonic() + seconds, end, free
+        self._first = self._lowest = free()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def taken(self) -> int:
+        """The most host memory that was taken at once, by what was free before."""
+        return max(self._first - self._lowest, 0)
+
+    def _look(self) -> None:
+        while not self._over.wait(EVERY):
+            free = self._free()
+            self._lowest = min(self._lowest, free)
+            if 0 < free < self._least:
+                self._end(OUT_OF_HOST)
+            if time.monotonic() > self._until:
+                self._end(OUT_OF_TIME)
+
+
+def measure(
+    way: str,
+    train: str,
+    model: str,
+    layers: int | None,
+    tokens: int,
+    policies: str,
+    host_gib: float,
+    warm: int,
+    reps: int,
+    dtype: str,
+    device: str,
+    sdpa: str,
+    seed: int,
+    least_bytes: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return a row: time and memory of a step, or what ran out, or why else there is nothing; `run_child` calls it.
+
+    Args:
+        way: Who.
+        train: "full" or "lora".
+        model: Whose shape.
+        layers: So many instead of the model's.
+        tokens: Of the sequence.
+        policies: What our layers keep, as `parse_policies` reads it; of others nothing.
+        host_gib: Host memory for what they keep.
+        warm: Steps that do not count.
+        reps: Steps that count.
+        dtype: Of all tensors.
+        device: "cuda" or "cpu".
+        sdpa: Attention's kernel, or auto.
+        seed: Of weights and tokens.
+        least_bytes: Of the host's memory, what must stay free.
+        seconds: For all of it.
+    """
+    begun = time.monotonic()
+    at = torch.device(device)
+    with Watch(least_bytes, seconds) as watch, _world(at, needed=train == "full"):
+        try:
+            built = build(way, train, model, layers, getattr(torch, dtype), at, seed)
+            keeping = _keep(built, way, policies, host_gib)
+            trained = [p for p in built.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+            build_s = time.monotonic() - begun
+            with keeping:
+                row = steps(built, optimizer, tokens, 1, warm, reps, sdpa, seed, at)
+        except Exception as error:
+            return {"failed": reason_of(error), "out_of": out_of(error), "host_gib": gib(watch.taken)}
+        return {**row, "build_s": build_s, "host_gib": gib(watch.taken)}
+
+
+def out_of(error: Exception) -> str | None:
+    """Return which memory an error says has run out, None where it says another thing."""
+    text = str(error)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return ON_GPU
+    pinned = isinstance(error, RuntimeError) and "out of memory" in text  # cudaHostAlloc's, which has no class
+    refused = isinstance(error, UnsupportedError) and text.startswith(("host_gib", "offload"))
+    return ON_HOST if pinned or refused or isinstance(error, MemoryError) or "can't allocate memory" in text else None
+
+
+def build(
+    way: str, train: str, name: str, layers: int | None, dtype: torch.dtype, device: torch.device, seed: int
+) -> Any:
+    """Return the model of a way, with random weights, where training is to have them."""
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(name, vocab_size=VOCABULARY)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    config.use_cache = False
+    if way.startswith(LIGER):
+        apply_liger(config)
+    torch.manual_seed(seed)
+    if train == "lora":
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        _finish(model, way)
+        return _with_adapters(model)
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+    model.tie_weights()  # which the empty ones are not
+    _shard(model, device)
+    _finish(model, way)
+    return model
+
+
+def _finish(model: Any, way: str) -> None:
+    if way == OWN:
+        patch(model)
+    else:
+        enable_checkpointing(model, {"use_reentrant": False})
+
+
+def _keep(model: Any, way: str, policies: str, host_gib: float) -> AbstractContextManager[Any]:
+    """Let our layers keep what they are to, and return the context that a step of the others runs in."""
+    if way == OWN:
+        stack = find_stack(model)
+        parsed = parse_policies(policies, len(stack.layers))
+        apply_policy(model, parsed, host_gib=host_gib if "offload" in policies else None)
+        return contextlib.nullcontext()
+    if way.endswith(OFFLOADED):  # what transformers' users do: all that is saved outside the layers goes too
+        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+    return contextlib.nullcontext()
+
+
+def _with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    return get_peft_model(model, settings, autocast_adapter_dtype=False)
+
+
+@contextlib.contextmanager
+def _world(device: torch.device, *, needed: bool) -> Iterator[None]:
+    """Be the only rank of a world, where FSDP2 needs one."""
+    if not needed:
+        yield
+        return
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(model: Any, device: torch.device) -> None:
+    """Fill the layers with random weights one by one, and let FSDP2 take each to the host."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (1,))
+    settings: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
+    filled: dict[int, nn.Parameter] = {}
+    for layer in find_stack(model).layers.values():
+        _fill(layer, device, filled)
+        fully_shard(layer, **settings)
+    _fill(model, device, filled)
+    fully_shard(model, **settings)
+
+
+def _fill(module: nn.Module, device: torch.device, filled: dict[int, nn.Parameter]) -> None:
+    """Give a module's empty parameters random values, as a model begins with: ones in norms, zeros in biases.
+
+    ``filled`` has what the empty ones became, so that tied ones stay tied.
+    """
+    for part in module.modules():
+        for name, empty in list(part._parameters.items()):
+            if empty is None or not empty.is_meta:
+                continue
+            if id(empty) not in filled:
+                value = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+                if empty.dim() > 1:
+                    value.normal_(0.0, INIT_STD)
+                else:
+                    value.fill_(0.0 if name == "bias" else 1.0)
+                filled[id(empty)] = nn.Parameter(value, requires_grad=empty.requires_grad)
+                filled[-id(empty)] = empty  # alive, so that no other gets its id
+            part._parameters[name] = filled[id(empty)]

@@ -1,0 +1,57 @@
+"""What was measured on this machine, kept for later runs: a file of json in the user's cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class CachedTable(Generic[Entry]):
+    """Entries of one dataclass by name, in ``$XDG_CACHE_HOME/lowtide`` (``~/.cache/lowtide`` without it).
+
+    Args:
+        name: The file's name.
+        make: Makes an entry of its fields, and raises where they are not its own.
+    """
+
+    def __init__(self, name: str, make: Callable[[dict[str, Any]], Entry]) -> None:
+        self._name, self._make = name, make
+
+    @property
+    def file(self) -> Path:
+        """Where they are kept."""
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(root) / "lowtide" / self._name
+
+    def read(self) -> dict[str, Entry]:
+        """Return the entries; none where there is no such file, or what is in it is not ours.
+
+        An entry that another version wrote, with other fields, counts as none.
+        """
+        try:
+            told = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+        found: dict[str, Entry] = {}
+        for name, fields in told.items() if isinstance(told, dict) else ():
+            try:
+                found[name] = self._make(fields)
+            except (TypeError, ValueError, KeyError):
+                continue
+        return found
+
+    def remember(self, name: str, entry: Entry) -> Path:
+        """Add an entry to the file, which is whole or as before, and return its path."""
+        file = self.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        entries: dict[str, Any] = {**self.read(), name: entry}
+        part = file.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({key: asdict(each) for key, each in entries.items()}, indent=1))
+        part.replace(file)
+        return file

@@ -1,0 +1,282 @@
+"""The longest sequence that runs: the search by itself, what is predicted, and real steps of a tiny model on a CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowtide.bench import longest, longest_way
+from lowtide.bench.longest_config import WAYS, LongestBenchConfig
+from lowtide.bench.longest_fit import Fit, moves, parameter_sizes, pinned_bytes
+from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
+from lowtide.bench.policies import parse_policies, word_of
+from lowtide.cli import main
+from lowtide.errors import ArgumentValueError, UnsupportedError
+from lowtide.measure import ChildResult
+from lowtide.memory import ActivationPolicy
+from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner_shapes import read_shape
+from lowtide.train.shapes import SHAPES
+
+GIB = 2**30
+SHAPE = read_shape(SHAPES["llama-3-8b"])
+FIT = Fit(
+    way="lowtide", train="full", shape=SHAPE, gpu=GPUS["h100"], dtype=torch.bfloat16, gpu_bytes=73 * GIB,
+    host_bytes=122 * GIB, tile=16384,
+)  # fmt: skip
+TINY: dict[str, Any] = {"model": "lowtide-small", "layers": None, "dtype": "float32", "device": "cpu", "sdpa": "auto"}
+needs_ranks = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+
+
+def measured(way: str, train: str, tokens: int = 40, policies: str = "2xinput-mlp1-tile16", **changed: Any) -> Any:
+    return longest_way.measure(
+        way, train, tokens=tokens, policies=policies, host_gib=1.0, warm=1, reps=1, seed=0, least_bytes=2**20,
+        seconds=300.0, **{**TINY, **changed},
+    )  # fmt: skip
+
+
+@needs_ranks
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_step_is_the_same_by_each_way(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    reports: list[Any] = []
+    patch = longest_way.patch
+    monkeypatch.setattr(longest_way, "patch", lambda model: reports.append(patch(model)))
+    rows = {way: measured(way, train) for way in ("lowtide", "stock", "stock-offload")}
+    for way, row in rows.items():
+        assert "failed" not in row, (way, row)
+        assert row["losses"] == pytest.approx(rows["stock"]["losses"], rel=1e-4)
+        assert row["losses"][0] > row["losses"][1], "the optimizer's step counts"
+        assert row["host_gib"] >= 0
+    assert not dist.is_initialized()
+    (report,) = reports
+    assert (report.calls_fused, report.calls_materialised) == (2, 0), "of long sequences the logits are all memory"
+    assert all(part.patched for part in report.parts.values())
+
+
+@needs_ranks
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_on_the_host_and_as_a_model_begins(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "lowtide-small", {**SHAPES["lowtide-small"], "tie_word_embeddings": tied})
+    with longest_way._world(torch.device("cpu"), needed=True):
+        model = longest_way.build("stock", "full", "lowtide-small", 3, torch.float32, torch.device("cpu"), 0)
+        assert len(model.model.layers) == 3
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        for name, p in model.named_parameters():
+            local = p.to_local()
+            assert local.device.type == "cpu"
+            assert local.shape == p.shape
+            if "norm" in name:
+                assert torch.equal(local, torch.ones_like(local))
+            else:
+                assert local.std().item() == pytest.approx(longest_way.INIT_STD, rel=0.1)
+        assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_a_way_that_fails_says_why_and_what_ran_out() -> None:
+    row = measured("liger", "full", model="nonsense")
+    assert row["out_of"] is None
+    assert row["failed"].startswith("ArgumentValueError: model: expected")
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), "GPU memory"),
+        (RuntimeError("CUDA error: out of memory"), "host memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), "host memory"),
+        (MemoryError(), "host memory"),
+        (UnsupportedError("host_gib: expected 3 GiB of host memory for 3 offloaded layers, got 2"), "host memory"),
+        (RuntimeError("shapes cannot be multiplied"), None),
+        (UnsupportedError("model.layers.0: expected a layer"), None),
+    ],
+)
+def test_which_memory_ran_out(error: Exception, memory: str | None) -> None:
+    assert out_of(error) == memory
+
+
+def test_the_watch_ends_a_process_before_the_host_has_none_left() -> None:
+    ended: list[int] = []
+    free = iter([10 * GIB, 7 * GIB, 3 * GIB, 2**20])
+    with Watch(2**30, 100.0, ended.append, lambda: next(free, 9 * GIB)) as watch:
+        while not ended:
+            time.sleep(0.01)
+    assert ended == [OUT_OF_HOST]
+    assert watch.taken == 10 * GIB - 2**20
+    with Watch(2**30, 0.15, ended.append, lambda: 5 * GIB):
+        while len(ended) < 2:
+            time.sleep(0.01)
+    assert ended[1] == OUT_OF_TIME
+    with Watch(2**30, 100.0, ended.append, lambda: 0) as unknown:  # a system that does not tell
+        time.sleep(0.25)
+    assert (len(ended), unknown.taken) == (2, 0)
+
+
+def test_what_is_on_the_host_by_hand() -> None:
+    layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    assert sum(parameter_sizes(SHAPE)) == 32 * layer + 2 * 128256 * 4096
+    assert [pinned_bytes(n) for n in (0, 1, 2, 3, 1024, 1025)] == [0, 1, 2, 4, 1024, 2048]
+    mlp, square = 2**27, 2**25  # 117 MB and 32 MiB, as PyTorch pins them
+    pinned = 32 * (3 * mlp + 2 * square + 2 * 2**23) + 2 * 2**30
+    assert FIT.states == 2 * pinned + 4 * SHAPE.params
+    assert replace(FIT, train="lora").states == 0
+    T = 65536
+    kept = 30 * (T * 4096 * 2 + 6 * 4096)  # the last two stay
+    assert FIT.at(T).host == FIT.states + kept
+    assert moves(FIT.at(T).groups) == 30
+    offloaded = replace(FIT, way="liger-offload").at(T)
+    assert offloaded.host == FIT.states + 32 * (T * 4096 * 2 + 2 * T * 128 * 2)  # powers of two as they are
+    assert replace(FIT, way="liger").at(T).host == FIT.states
+    on_cpu = replace(FIT, gpu_bytes=None).at(T)
+    assert on_cpu.host == FIT.states + on_cpu.gpu
+
+
+def test_layers_that_the_host_has_no_room_for_stay_on_the_gpu() -> None:
+    T = 8192 * 40
+    groups = FIT.at(T).groups
+    assert [policy.offload for policy, _ in groups] == [True, False]
+    each = T * 4096 * 2 + 6 * 4096
+    room = (FIT.host_bytes - FIT.states) // each
+    assert groups[0][1] == room + 2
+    assert FIT.at(T).host <= FIT.host_bytes
+    none = replace(FIT, host_bytes=FIT.states).at(T).groups
+    assert [policy.offload for policy, _ in none] == [False]
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_longest_that_should_fit(way: str, train: Any) -> None:
+    fit = replace(FIT, way=way, train=train)
+    longest = fit.longest(8192)
+    assert fit.fits(longest)
+    assert not fit.fits(longest + 8192)
+    assert longest % 8192 == 0
+    if way != "lowtide":
+        assert longest < replace(FIT, train=train).longest(8192)
+
+
+def test_a_policy_and_its_word() -> None:
+    for word in ("input", "all-mlp0", "attention-mlp1-offload", "input-mlp1-tile16384-offload"):
+        policy = parse_policies(word)
+        assert isinstance(policy, ActivationPolicy)
+        assert word_of(policy) == word
+
+
+class Machine:
+    """Runs what is at most ``most`` tokens long, as the children of a search would, and has a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int, seconds: float = 1.0) -> None:
+        self.most, self.each, self.now, self.asked = most, seconds, 0.0, []
+        self.status: int | None = None
+        monkeypatch.setattr(longest, "run_child", self.child)
+        monkeypatch.setattr(longest.time, "monotonic", lambda: self.now)
+
+    def child(self, function: Any, way: str, train: str, model: str, layers: Any, T: int, *args: Any, env: Any) -> Any:
+        assert function is longest_way.measure
+        self.asked.append(T)
+        self.now += self.each
+        if self.status is not None:
+            return ChildResult(returncode=self.status, seconds=1.0, peak_bytes=0, stderr="a\nlast words\n")
+        value: dict[str, Any] = {"failed": "out of memory", "out_of": "GPU memory"}
+        if self.most >= T:
+            value = {"seconds": 0.5, "tokens_per_s": T / 0.5, "peak_gib": 1.0, "host_gib": 1.0}
+        return ChildResult(returncode=0, seconds=1.0, peak_bytes=0, value=value)
+
+
+def look(config: LongestBenchConfig, fit: Fit = FIT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    tries = longest.Tries(config, fit, "bfloat16", "cuda", rows.append)
+    return longest.search(tries, config, lambda text: None), rows
+
+
+@pytest.mark.parametrize("most", [100, 8192, 8193, 30000, 300_000, 376_832, 376_833, 393_000])
+def test_the_search_finds_the_longest(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, most)
+    found, rows = look(LongestBenchConfig(seconds=1e9))
+    assert found["longest"] == most // 8192 * 8192
+    assert found["shortest_failed"] - found["longest"] <= 8192 or found["longest"] == 0
+    assert len(machine.asked) == len(set(machine.asked)) == len([row for row in rows if "not tried" not in str(row)])
+    assert machine.asked[0] == found["predicted"] == FIT.longest(8192)
+    assert len(machine.asked) < 16
+    assert all(T % 8192 == 0 for T in machine.asked)
+
+
+def test_what_the_host_has_no_room_for_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 10**9)
+    found, rows = look(LongestBenchConfig(seconds=1e9), replace(FIT, way="liger-offload"))
+    assert max(machine.asked) == found["longest"] < 10**6
+    refused = [row for row in rows if "not tried" in row.get("failed", "")]
+    assert refused
+    assert all(row["out_of"] == "host memory" for row in refused)
+    assert not {row["tokens"] for row in refused} & set(machine.asked)
+
+
+def test_the_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 10**9, seconds=400.0)
+    found, _ = look(LongestBenchConfig(seconds=1000.0, start=65536))
+    assert machine.asked == [65536, 73728]
+    assert found["longest"] == 73728
+    assert "would take about 4" in found["ended"]
+    machine.asked.clear()
+    found, rows = look(LongestBenchConfig(seconds=10.0))
+    assert (machine.asked, rows, found["longest"]) == ([], [], 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "memory", "says"),
+    [
+        (-9, "host memory", "no memory left"),
+        (OUT_OF_HOST, "host memory", "no memory left"),
+        (OUT_OF_TIME, "time", "ended after"),
+        (1, None, "status 1: last words"),
+        (-11, None, "status -11"),
+    ],
+)
+def test_a_process_that_ends_is_a_row(status: int, memory: str | None, says: str, monkeypatch: Any) -> None:
+    machine = Machine(monkeypatch, 10**9)
+    machine.status = status
+    found, rows = look(LongestBenchConfig(seconds=1e6))
+    assert rows[0].get("out_of") == memory
+    assert says in rows[0]["failed"]
+    assert found["longest"] == 0
+    if memory != "host memory":  # what is no want of memory does not end by asking for less
+        assert len(rows) == 1
+
+
+@needs_ranks
+def test_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--way lowtide --model lowtide-small --layers 1 --tokens 24 --start 32 --step 16 --seconds 0.1 --tile 8"
+    run = ["bench", "longest", *arguments.split(), "--warm", "0", "--reps", "1", "--device", "cpu", "--host", "2GiB"]
+    assert main([*run, "--output", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("*-longest-cpu.json")
+    told = json.loads(file.read_text())
+    assert told["command"].startswith("lowtide bench longest --way lowtide --model lowtide-small --layers 1")
+    assert {"commit", "date", "machine", "dtype", "config"} <= set(told)
+    (rate,) = told["rows"]
+    assert (rate["tokens"], rate["kept"]) == (24, "1xinput-mlp1-tile8")
+    assert rate["tokens_per_s"] == pytest.approx(24 / rate["seconds"], rel=1e-3)
+    (way,) = told["ways"]
+    assert way["longest"] == 0
+    assert way["ended"].startswith("32 tokens would take about")
+    assert "1xinput-mlp1-tile8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"train": "half"}, {"way": ("nobody",)}, {"way": ()}, {"layers": 0}, {"tokens": 1}, {"tokens": -3},
+        {"search": False, "tokens": 0}, {"start": 1}, {"step": 0}, {"tile": 0}, {"seconds": 0.0},
+        {"seconds": float("inf")}, {"sdpa": "own"}, {"budget": "much"}, {"host": "-1"}, {"reps": 0},
+    ],
+)  # fmt: skip
+def test_settings_that_no_search_could_use(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentValueError):
+        LongestBenchConfig(**wrong)

@@ -1,0 +1,41 @@
+"""Long sequences on a GPU: parameters, gradients and optimizer on the host, what layers keep there too; small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.bench.longest_way import ON_GPU, measure
+from lowtide.measure import run_child
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def tried(way: str, train: str, tokens: int = 700, policies: str = "6xinput-mlp1-tile128-offload") -> dict[str, Any]:
+    ended = run_child(
+        measure, way, train, "llama-3.2-1b", 6, tokens, policies, 4.0, 1, 2, "bfloat16", "cuda", "auto", 0, 2**30, 300.0
+    )
+    assert ended.value is not None, ended.stderr
+    row: dict[str, Any] = ended.value
+    return row
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_step_is_the_same_by_each_way(train: str) -> None:
+    stock = tried("stock", train)
+    assert "failed" not in stock, stock
+    for way in ("lowtide", "stock-offload", "liger", "liger-offload"):
+        row = tried(way, train)
+        if way.startswith("liger") and "ModuleNotFoundError" in row.get("failed", ""):
+            continue
+        assert "failed" not in row, (way, row)
+        assert row["losses"] == pytest.approx(stock["losses"], rel=5e-3), way
+    if train == "full":  # one layer of parameters at a time, beside the vocabulary
+        assert stock["peak_gib"] < 2 * 2 * 6 * 61e6 / 2**30 + 2.5
+
+
+def test_memory_that_runs_out_is_a_row() -> None:
+    row = tried("stock", "lora", tokens=200_000)  # logits of 200,000 tokens alone are 51 GB
+    assert row["out_of"] == ON_GPU, row

@@ -1,0 +1,118 @@
+"""What a policy says to the MLPs: levels and tiles are set, given back, and refused where layers disagree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from lowtide.measure import peak_above
+from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
+from lowtide.models import mlp_part
+from memory.models import Plain, step
+
+
+@pytest.mark.parametrize("keep", ["all", "attention", "input"])
+@pytest.mark.parametrize("level", [0, 1])
+def test_tiles_change_no_gradient(
+    keep: Any, level: int, llama: Callable[..., Any], ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int | None] = []
+    swiglu_mlp = mlp_part.swiglu_mlp
+
+    def spying(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs["tile_tokens"])
+        return swiglu_mlp(*args, **kwargs)
+
+    monkeypatch.setattr(mlp_part, "swiglu_mlp", spying)
+    model = llama()
+    stock = copy.deepcopy(model)
+    lowtide.patch(model)
+    tile = 7  # of 26 tokens
+    policies = [ActivationPolicy(keep=keep, mlp_level=level, mlp_tile_tokens=tile)] * 3 + [ActivationPolicy()] * 2
+    apply_policy(model, policies)
+    got, want = step(model, ids), step(stock, ids)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-6)
+    assert seen[:5] == [tile, tile, tile, None, None]
+    mlps = [layer.mlp for layer in model.model.layers]
+    remove_policy(model)
+    assert [mlp.tile_tokens for mlp in mlps] == [None] * 5
+    apply_policy(model, policies)
+    lowtide.unpatch(model)
+    assert not any("tile_tokens" in vars(mlp) for mlp in mlps)
+    remove_policy(model)
+    assert not any("tile_tokens" in vars(mlp) for mlp in mlps)
+
+
+def test_a_tile_bounds_what_backward_holds_for_a_moment(llama: Callable[..., Any]) -> None:
+    """The MLP is nearly all of this layer: 3f values a token, or those of a tile."""
+    T, f = 300, 800
+    model = llama(intermediate_size=f, num_hidden_layers=1)
+    ids = torch.randint(3, 61, (1, T))
+    lowtide.patch(model)
+    peaks = {}
+    for tile in (None, 20):
+        apply_policy(model, ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=tile))
+        step(model, ids)
+        peaks[tile] = peak_above(lambda: step(model, ids), "cpu")
+    whole = 3 * f * 4 * T
+    assert peaks[None] > whole
+    assert peaks[20] < peaks[None] - 0.8 * whole
+
+
+def test_a_modules_own_tile_is_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+    monkeypatch.setattr(lowtide.nn, "swiglu_mlp", lambda *args, tile_tokens, **kwargs: seen.append(tile_tokens))
+    mlp = lowtide.nn.SwiGLU(8, 20, checkpoint_level=0)
+    model = torch.nn.Sequential(torch.nn.Sequential(mlp, torch.nn.Linear(8, 8)))
+    mlp.tile_tokens = 5
+    apply_policy(model, ActivationPolicy(mlp_tile_tokens=2))
+    assert mlp.tile_tokens == 2
+    mlp(torch.zeros(3, 8))
+    remove_policy(model)
+    mlp(torch.zeros(3, 8))
+    assert seen == [2, 5]
+    assert (mlp.tile_tokens, mlp.checkpoint_level) == (5, 0)
+
+
+def test_tiles_without_a_fused_mlp_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"a submodule with tile_tokens for mlp_tile_tokens to set.*patch"):
+        apply_policy(Plain(), ActivationPolicy(mlp_tile_tokens=8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [(0, ArgumentValueError), (-1, ArgumentValueError), (1.5, ArgumentTypeError), (True, ArgumentTypeError)],
+)
+def test_what_is_no_tile(wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="mlp_tile_tokens"):
+        ActivationPolicy(mlp_tile_tokens=wrong)
+
+
+@pytest.mark.parametrize("field", ["mlp_level", "mlp_tile_tokens"])
+def test_layers_that_share_an_mlp_and_disagree_are_refused(field: str, llama: Callable[..., Any], ids: Tensor) -> None:
+    model = llama()
+    model.model.layers[3].mlp = model.model.layers[1].mlp
+    lowtide.patch(model)
+    shared = model.model.layers[1].mlp
+    policies = [ActivationPolicy(**{field: 1 if i != 3 else None}) for i in range(5)]
+    with pytest.raises(ArgumentValueError) as raised:
+        apply_policy(model, policies)
+    text = str(raised.value)
+    assert "model.layers.1" in text
+    assert "model.layers.3" in text
+    assert "None for model.layers.3" in text
+    assert (shared.checkpoint_level, shared.tile_tokens) == (0, None), "nothing was changed"
+    apply_policy(model, ActivationPolicy(**{field: 1}))  # one for all
+    step(model, ids)
+    remove_policy(model)
+    assert (shared.checkpoint_level, shared.tile_tokens) == (0, None)
+    mixed = [ActivationPolicy(**{field: 1 if i in (1, 3) else None}) for i in range(5)]  # the others may differ
+    apply_policy(model, mixed)
+    remove_policy(model)
