@@ -15,6 +15,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import plan_divergence
 from lowtide.head.plan import plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
+from lowtide.head.vocab_parallel import VocabShard
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl
@@ -28,6 +29,7 @@ __all__ = [
     "TeacherTopK",
     "TokenStats",
     "TrlReport",
+    "VocabShard",
     "__version__",
     "errors",
     "layers",

@@ -1,0 +1,140 @@
+"""A vocabulary in parts, one a rank: every function and option beside the whole in float64, computed on each rank."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import lowtide
+from distributed.launch import main, named
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
+from support import head, oracle
+
+V, D, LEADING = 50, 6, (2, 7)
+WAYS = ("replicated", "sequence", "local")
+LOSS_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "bias": True},
+    {"reduction": "none", "softcap": 2.0, "bias": True},
+    {"reduction": "none", "shift": True, "token_weight": True},
+    {"weight": True, "bias": True},
+    {"weight": "part", "label_smoothing": 0.1, "z_loss": 0.01, "logit_scale": 0.7, "bias": True},
+    {"label_smoothing": 0.2, "softcap": 1.5, "reduction": "sum"},
+    {"label_smoothing": 0.3, "weight": True, "softcap": 3.0, "shift": True, "token_weight": True, "bias": True},
+    {"num_items": 5.5, "shift": True, "z_loss": 0.1},
+    {"num_items": torch.tensor(3.0), "logit_scale": "trained", "bias": True},
+    {"logit_scale": torch.tensor(1.3), "token_weight": True, "ignore_index": 7},
+]
+
+
+@functools.cache
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+@functools.cache
+def sizes(total: int) -> list[int]:
+    """Return parts of a vocabulary as a user may cut it: of any sizes, one of them empty where there are three."""
+    return {2: [total - 3, 3], 3: [total - 20, 0, 20]}[dist.get_world_size()]
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return this rank's rows, cut by `sizes`, as a leaf."""
+    held = tensor.detach().split(sizes(tensor.shape[0]))[dist.get_rank()].clone()
+    return held.requires_grad_(tensor.requires_grad)
+
+
+def spread(way: str, x: Tensor | None, *, of_vocab: bool) -> Any:
+    """Return a tensor as a user of this ``way`` has it."""
+    if x is None:
+        return None
+    if way == "local":
+        return part_of(x) if of_vocab else x.detach().clone().requires_grad_(x.requires_grad)
+    sequence = [Shard(max(0, x.dim() - 2))] if way == "sequence" else [Replicate()]
+    return distribute_tensor(x.detach(), mesh(), [Shard(0)] if of_vocab else sequence).requires_grad_(x.requires_grad)
+
+
+def shard_of(way: str, w: Any) -> dict[str, Any]:
+    return {"vocab_shard": lowtide.VocabShard.of(w)} if way == "local" else {}
+
+
+def whole(way: str, grad: Any, *, of_vocab: bool) -> Tensor:
+    """Return a gradient that is held in parts."""
+    if way != "local":
+        assert isinstance(grad, DTensor)
+        assert grad.placements[0] == (Shard(0) if of_vocab else grad.placements[0])
+        assert not grad.placements[0].is_partial()
+        return grad.full_tensor()
+    if not of_vocab:
+        return grad
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, grad)
+    return torch.cat(parts)
+
+
+def plain(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def near(got: Any, want: Tensor, what: object) -> None:
+    torch.testing.assert_close(plain(got), want, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m: f"{what}: {m}")
+
+
+def settings(options: dict[str, Any], way: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return arguments for the whole and for the parts."""
+    g = torch.Generator().manual_seed(5)
+    q, tw = torch.rand(V, generator=g, dtype=torch.float64), torch.rand(*LEADING, generator=g, dtype=torch.float64)
+    q[3] = 0
+    ours = {name: value for name, value in options.items() if name != "bias"}
+    theirs = dict(ours)
+    if "weight" in ours:
+        theirs["weight"] = q
+        in_parts = ours["weight"] == "part" and way == "local"
+        ours["weight"] = part_of(q) if in_parts else q
+        if options["weight"] == "part" and not in_parts:
+            ours["weight"] = spread(way, q, of_vocab=True)
+    if "token_weight" in ours:
+        theirs["token_weight"] = ours["token_weight"] = tw
+    if options.get("logit_scale") == "trained":
+        theirs["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+        ours["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    return ours, theirs
+
+
+def losses() -> None:
+    """Every option in every way: value, and the gradients of hidden states, weight, bias and a trained scale."""
+    for i, (options, way) in enumerate(itertools.product(LOSS_OPTIONS, WAYS)):
+        gradient = ("forward", "recompute")[i % 2] if options.get("reduction") != "none" else "auto"
+        x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=i, bias="bias" in options)
+        y[0, :3] = options.get("ignore_index", -100)
+        ours, theirs = settings(options, way)
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        loss = lowtide.linear_cross_entropy(
+            px, pw, y, linear_bias=pb, **ours, **shard_of(way, pw),
+            options=lowtide.HeadOptions(workspace_mib=0.001, gradient=gradient),
+        )  # fmt: skip
+        want = oracle(x, w, y, linear_bias=b, **theirs)
+        what = (options, way, gradient)
+        near(loss, want, what)
+        upstream = torch.rand(want.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        (plain(loss) * upstream).sum().backward()
+        (want * upstream).sum().backward()
+        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
+            if true is not None:
+                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], what))
+        if options.get("logit_scale") == "trained":
+            near(ours["logit_scale"].grad, theirs["logit_scale"].grad, ("scale", what))
+
+
+CASES = named(losses)
+
+if __name__ == "__main__":
+    main(CASES)
