@@ -6,17 +6,15 @@ import functools
 import itertools
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import lowtide
 from distributed.launch import main, named
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from support import head, oracle
+from support import head, oracle, stats_oracle
 
 V, D, LEADING = 50, 6, (2, 7)
 WAYS = ("replicated", "sequence", "local")
@@ -134,7 +132,60 @@ def losses() -> None:
             near(ours["logit_scale"].grad, theirs["logit_scale"].grad, ("scale", what))
 
 
-CASES = named(losses)
+STATS_OPTIONS: list[dict[str, Any]] = [
+    {"want": ("logprob",), "bias": True},
+    {"want": ("logprob",), "several": True},
+    {"want": ("entropy", "lse", "mean_logit"), "bias": True, "softcap": 2.0},
+    {"want": ("logprob", "entropy", "lse", "mean_logit", "argmax", "sum_sq_prob", "is_top1"), "topk": 5, "bias": True},
+    {"want": ("logprob", "entropy"), "several": True, "logit_scale": "trained", "bias": True},
+    {"want": ("mean_logit", "lse"), "logit_scale": 0.5},
+]
+
+
+def token_stats() -> None:
+    """Each statistic in every way, and gradients of several of them at once."""
+    for i, (options, way) in enumerate(itertools.product(STATS_OPTIONS, WAYS)):
+        x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=40 + i, bias="bias" in options)
+        with torch.no_grad():
+            x.mul_(4)  # some tokens are sure
+        if options.get("several"):
+            y = torch.randint(0, V, (*LEADING, 3), generator=torch.Generator().manual_seed(i))
+            y[0, 1, 1] = y[0, 1, 0]
+        y[0, :2] = -100
+        ours = {name: value for name, value in options.items() if name not in ("bias", "several")}
+        theirs = {name: value for name, value in ours.items() if name in ("softcap", "logit_scale", "topk")}
+        if ours.get("logit_scale") == "trained":
+            ours["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+            theirs["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        stats = lowtide.linear_token_stats(
+            px, pw, y, linear_bias=pb, **ours, **shard_of(way, pw), options=lowtide.HeadOptions(workspace_mib=0.001)
+        )
+        want = stats_oracle(x, w, y, linear_bias=b, **theirs)
+        got_total, want_total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for name, value in stats._asdict().items():
+            if value is None:
+                assert name not in options["want"]
+            elif name == "topk":
+                near(value.values, want["topk_values"], (name, options, way))
+                assert torch.equal(plain(value.ids), want["topk_ids"])
+            elif value.dtype != torch.float64:
+                assert torch.equal(plain(value), want[name]), (name, options, way)
+            else:
+                near(value, want[name], (name, options, way))
+                if name != "sum_sq_prob":
+                    u = torch.rand(want[name].shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+                    got_total, want_total = got_total + (plain(value) * u).sum(), want_total + (want[name] * u).sum()
+        got_total.backward()
+        want_total.backward()
+        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
+            if true is not None:
+                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], options, way))
+        if options.get("logit_scale") == "trained":
+            near(ours["logit_scale"].grad, theirs["logit_scale"].grad, ("scale", options, way))
+
+
+CASES = named(losses, token_stats)
 
 if __name__ == "__main__":
     main(CASES)

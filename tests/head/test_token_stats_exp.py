@@ -72,6 +72,7 @@ def make_job(
         bias_V=kwargs.get("bias_V"), logit_scale=None if scale is None else torch.tensor(scale),
         softcap=kwargs.get("softcap"), want=frozenset(want), topk=topk, ignore_index=-100, dtype=torch.float32,
         wide=torch.float32,
+        classes=len(w),
     )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ class SameTokens:
         self.length = self.N  # rows of a group
 
     def arranged(self, x_N: Tensor, fill: float) -> Tensor:  # noqa: ARG002
-        """Return values of all tokens as [groups, length], ``fill`` where there is no token."""
+        """Return values [N, ...] of all tokens as [groups, length, ...], ``fill`` where there is no token."""
         return x_N[None]
 
     def put_back(self, x_GL: Tensor) -> Tensor:
@@ -137,13 +137,13 @@ class SpreadTokens:
         self._order_GL = order
 
     def arranged(self, x_N: Tensor, fill: float) -> Tensor:
-        """Return values of all tokens as [groups, length], ``fill`` where there is no token."""
-        return torch.cat((x_N, x_N.new_full((1,), fill)))[self._order_GL]
+        """Return values [N, ...] of all tokens as [groups, length, ...], ``fill`` where there is no token."""
+        return torch.cat((x_N, x_N.new_full((1, *x_N.shape[1:]), fill)))[self._order_GL]
 
     def put_back(self, x_GL: Tensor) -> Tensor:
         """Undo `arranged`."""
-        out = x_GL.new_zeros(self.N + 1)
-        return out.index_copy_(0, self._order_GL.view(-1), x_GL.reshape(-1))[: self.N]
+        out = x_GL.new_zeros(self.N + 1, *x_GL.shape[2:])
+        return out.index_copy_(0, self._order_GL.view(-1), x_GL.flatten(0, 1))[: self.N]
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
@@ -161,8 +161,9 @@ class SpreadTokens:
     def reduce(self, part_CD: Tensor) -> "Reduced":
         """Begin to add up all ranks' parts of a chunk's gradient [C, D]; each rank gets its own rows of the sum."""
         out = part_CD.new_empty(part_CD.shape[0] // self.groups, part_CD.shape[1])
-        group = self._ranks.shard.group
-        return Reduced(out, dist.reduce_scatter_tensor(out, part_CD, group=group, async_op=True))
+        # torch 2.13's name for what was reduce_scatter_tensor
+        reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return Reduced(out, reduce_scatter(out, part_CD, group=self._ranks.shard.group, async_op=True))
 
 
 class Reduced(NamedTuple):
@@ -210,7 +211,11 @@ class Ranks:
     def gather(self, x: Tensor) -> Tensor:
         """Return every rank's ``x`` [W, ...]."""
         out = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=self.shard.group)
+        if not out.numel():
+            return out
+        # torch 2.13's name for what was all_gather_into_tensor
+        all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(out.view(-1), x.contiguous().view(-1), group=self.shard.group)
         return out
 
     def sum_of(self, x: Tensor) -> Tensor:
