@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import lowtide
 from distributed.launch import main, named
+from lowtide.head import reference
 from support import head, oracle, stats_oracle
 
 V, D, LEADING = 50, 6, (2, 7)
@@ -185,7 +187,54 @@ def token_stats() -> None:
             near(ours["logit_scale"].grad, theirs["logit_scale"].grad, ("scale", options, way))
 
 
-CASES = named(losses, token_stats)
+KINDS: list[dict[str, Any]] = [
+    {"kind": "forward_kl", "reduction": "mean"},
+    {"kind": "reverse_kl", "temperature": 1.7, "bias": True},
+    {"kind": "jsd", "beta": 0.3, "mask": True, "softcap": 3.0, "teacher_softcap": 2.0, "reduction": "sum"},
+    {"kind": "tv", "mask": True},
+    {"kind": "jsd", "beta": 0.6, "num_items": 4.0, "reduction": "mean", "bias": True},
+    {"kind": "forward_kl", "tail": "bucket", "mask": True},
+    {"kind": "reverse_kl", "tail": "bucket", "reduction": "sum", "softcap": 2.0, "temperature": 0.8},
+    {"kind": "jsd", "tail": "renormalise"},
+    {"kind": "forward_kl", "tail": "drop", "reduction": "mean"},
+]
+
+
+def divergences() -> None:
+    """Each kind, from a teacher's head and from its top k, in every way."""
+    for i, (options, way) in enumerate(itertools.product(KINDS, WAYS)):
+        x, w, b, _ = head(LEADING, D, V, dtype=torch.float64, seed=70 + i, bias="bias" in options)
+        tx, tw, tb, _ = head(LEADING, D + 3, V, dtype=torch.float64, seed=170 + i, bias="bias" in options)
+        ours = {name: value for name, value in options.items() if name not in ("bias", "tail")}
+        if "mask" in ours:
+            ours["mask"] = torch.rand(*LEADING, generator=torch.Generator().manual_seed(i)) > 0.3
+        theirs, teacher = dict(ours), {}
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        if "tail" in options:
+            logp = (F.linear(tx, tw, tb) / ours.get("temperature", 1.0)).log_softmax(-1).topk(4)
+            teacher = {"teacher_topk": (logp.indices, logp.values, options["tail"])}
+            args, whole_args = (None, None), (None, None)
+            theirs |= teacher
+        else:
+            args = (spread(way, tx.detach(), of_vocab=False), spread(way, tw.detach(), of_vocab=True))
+            whole_args = (tx, tw)
+            teacher = {"teacher_bias": spread(way, tb, of_vocab=True)}
+            theirs["teacher_bias"] = tb
+        value = lowtide.linear_divergence(
+            px, pw, *args, linear_bias=pb, **ours, **teacher, **shard_of(way, pw),
+            options=lowtide.HeadOptions(workspace_mib=0.001),
+        )  # fmt: skip
+        want = reference.linear_divergence(x, w, *whole_args, linear_bias=b, **theirs)
+        near(value, want, (options, way))
+        u = torch.rand(want.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        (plain(value) * u).sum().backward()
+        (want * u).sum().backward()
+        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
+            if true is not None:
+                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], options, way))
+
+
+CASES = named(losses, token_stats, divergences)
 
 if __name__ == "__main__":
     main(CASES)

@@ -6,13 +6,12 @@ smoothing the sum of all. From everybody's each rank has the row's whole logsume
 gradient over the ranks runs while the weight's gradient is computed.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.errors import UnsupportedError, message
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Call, Stored, Wanted
@@ -27,7 +26,7 @@ from lowtide.head.schedules import (
 )
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
 from lowtide.head.stored import lacks_denominator, stored_gradients
-from lowtide.head.vocab_parallel import Ranks
+from lowtide.head.vocab_parallel import Ranks, add_products, plain_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +152,7 @@ def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Want
 def plan_part(
     ranks: Ranks, weight_VD: Tensor, dtype: torch.dtype, options: HeadOptions, reduction: str, *, weight_frozen: bool
 ) -> HeadPlan:
-    """Return the plan of a loop over chunks of logits [C, V_r + 1], the same on every rank.
-
-    Raises:
-        UnsupportedError: An implementation asked for by name that cannot share a vocabulary.
-    """
-    if options.backend not in ("auto", "torch"):
-        hint = "Its kernels do not know other ranks' classes."
-        expected = "'auto' or 'torch' where the vocabulary is sharded"
-        raise UnsupportedError(message("backend", expected, f"{options.backend!r}", hint))
+    """Return the plan of a loop over chunks of logits [C, V_r + 1], the same on every rank."""
     tokens = ranks.tokens
     return remembered_plan(
         tokens.groups * tokens.length,
@@ -169,7 +160,7 @@ def plan_part(
         ranks.shard.most_rows + 1,
         dtype,
         weight_VD.device,
-        replace(options, backend="torch"),
+        plain_options(options),
         weight_dtype=weight_VD.dtype,
         reduction=reduction,
         weight_frozen=weight_frozen,
@@ -284,42 +275,3 @@ def _add_gradients(
     inside = torch.ones_like(factor_C) if narrow else factor_C
     loss_gradient_(z_CE, stats_2C, y_C, inside, terms, job.logit_scale, job.softcap, plan.columns)
     add_products(matmul, z_CE[:, :-1], factor_C if narrow else None, x_CD, into, ranks, part, begun=begun)
-
-
-def add_products(
-    matmul: HeadMatmul,
-    z_CV: Tensor,
-    outside_C: Tensor | None,
-    x_CD: Tensor,
-    into: Gradients,
-    ranks: Ranks,
-    part: slice,
-    *,
-    begun: bool,
-) -> None:
-    """Add a chunk's gradients: the sum of the hidden states' over the ranks runs beside the weight's own product.
-
-    Args:
-        matmul: The GEMMs.
-        z_CV: The gradient of this rank's logits, each row's still to be multiplied with ``outside_C``.
-        outside_C: See there; None: 1.
-        x_CD: The chunk's hidden states.
-        into: Takes the gradients.
-        ranks: The others.
-        part: The chunk's rows within a group.
-        begun: Whether the weight's gradient holds something already.
-    """
-    if into.bias_V is not None:
-        into.bias_V += z_CV.sum(0) if outside_C is None else outside_C @ z_CV
-    if into.input_ND is None and into.weight_VD is None:
-        return
-    g_CV = matmul.operand(z_CV)
-    reduced = None
-    if into.input_ND is not None:
-        part_CD = torch.empty_like(x_CD, dtype=matmul.wide)  # summed before it is rounded
-        matmul.input_grad(g_CV, outside_C, part_CD)
-        reduced = ranks.tokens.reduce(part_CD)
-    if into.weight_VD is not None:
-        matmul.weight_grad(g_CV, outside_C, x_CD, into.weight_VD, not begun)
-    if reduced is not None and into.input_ND is not None:
-        reduced.write(into.input_ND, part.start)

@@ -11,16 +11,18 @@ whole one on every rank, summed here, or each rank's part of it: never a part of
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.arguments import check_tensor, is_dtensor
-from lowtide.head.schedules import take_rows
+from lowtide.head.matmul import HeadMatmul
+from lowtide.head.options import HeadOptions
+from lowtide.head.schedules import Gradients, take_rows
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
 
@@ -222,6 +224,14 @@ class Ranks:
         """Return the sum of all ranks' ``x``, in the order of the ranks: the same on each."""
         return self.gather(x).sum(0)
 
+    def logsumexp_of(self, x: Tensor) -> Tensor:
+        """Return the logarithm of the sum of all ranks' exponentials."""
+        return self.gather(x).logsumexp(0)
+
+    def highest_of(self, x: Tensor) -> Tensor:
+        """Return the highest of all ranks' numbers."""
+        return self.gather(x).amax(0)
+
     def here(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return each class's row of this rank's weight, ``rows`` for those of others, and which are here."""
         here = (y >= self.shard.first) & (y < self.shard.first + self.shard.rows)
@@ -236,6 +246,31 @@ class Ranks:
         """Return a tensor as a plain one that is whole; one that is plain is so already."""
         held: Any = tensor
         return held.full_tensor() if is_dtensor(tensor) else tensor
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Return a DTensor that is replicated, in autograd's graph."""
+        held: Any = tensor
+        replicated: Tensor = held.redistribute(placements=[_replicate()])
+        return replicated
+
+    def check_alike(self, name: str, weight: Tensor) -> None:
+        """Check that another head is sharded as this one: the same classes on each rank.
+
+        Raises:
+            ArgumentTypeError: A DTensor beside plain tensors, or the other way round.
+            ArgumentValueError: Other classes.
+        """
+        if is_dtensor(weight) != (self.mesh is not None):
+            kinds = ("a plain tensor", "a DTensor")
+            raise ArgumentTypeError(
+                message(name, f"{kinds[self.mesh is not None]}, as input is", kinds[is_dtensor(weight)])
+            )
+        vocab, rows = self.shard.vocab, self.shard.rows
+        if self.mesh is not None:
+            shard_of_dtensor(name, weight, self.mesh)
+        if weight.shape[0] != (rows if self.mesh is None else vocab):
+            expected = f"the student's classes: {rows} of {vocab} on this rank"
+            raise ArgumentValueError(message(name, expected, f"shape {list(weight.shape)}"))
 
     def class_weight(self, weight: Tensor | None) -> Tensor | None:
         """Return this rank's of the class weights, which may be all ranks'."""
@@ -255,10 +290,16 @@ class Ranks:
         """Return a result, the same on every rank, as what the hidden states came as."""
         if self.mesh is None:
             return value
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import DTensor
 
-        replicated: Tensor = DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
+        replicated: Tensor = DTensor.from_local(value, self.mesh, [_replicate()], run_check=False)
         return replicated
+
+
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate  # slow to import, and loaded where there are DTensors
+
+    return Replicate()
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -345,3 +386,55 @@ def _ranks_of_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | 
         expected = f"shape [{shard.rows}, D], as vocab_shard says"
         raise ArgumentValueError(message("linear_weight", expected, str(list(linear_weight.shape))))
     return Ranks(shard, input.shape[:-1], input.device, None, None)
+
+
+def plain_options(options: HeadOptions) -> HeadOptions:
+    """Return the options for a part of the vocabulary.
+
+    Raises:
+        UnsupportedError: An implementation asked for by name that cannot share a vocabulary.
+    """
+    if options.backend not in ("auto", "torch"):
+        hint = "Its kernels do not know other ranks' classes."
+        expected = "'auto' or 'torch' where the vocabulary is sharded"
+        raise UnsupportedError(message("backend", expected, f"{options.backend!r}", hint))
+    return replace(options, backend="torch")
+
+
+def add_products(
+    matmul: HeadMatmul,
+    z_CV: Tensor,
+    outside_C: Tensor | None,
+    x_CD: Tensor,
+    into: Gradients,
+    ranks: Ranks,
+    part: slice,
+    *,
+    begun: bool,
+) -> None:
+    """Add a chunk's gradients: the sum of the hidden states' over the ranks runs beside the weight's own product.
+
+    Args:
+        matmul: The GEMMs.
+        z_CV: The gradient of this rank's logits, each row's still to be multiplied with ``outside_C``.
+        outside_C: See there; None: 1.
+        x_CD: The chunk's hidden states.
+        into: Takes the gradients.
+        ranks: The others.
+        part: The chunk's rows within a group.
+        begun: Whether the weight's gradient holds something already.
+    """
+    if into.bias_V is not None:
+        into.bias_V += z_CV.sum(0) if outside_C is None else outside_C @ z_CV
+    if into.input_ND is None and into.weight_VD is None:
+        return
+    g_CV = matmul.operand(z_CV)
+    reduced = None
+    if into.input_ND is not None:
+        part_CD = torch.empty_like(x_CD, dtype=matmul.wide)  # summed before it is rounded
+        matmul.input_grad(g_CV, outside_C, part_CD)
+        reduced = ranks.tokens.reduce(part_CD)
+    if into.weight_VD is not None:
+        matmul.weight_grad(g_CV, outside_C, x_CD, into.weight_VD, not begun)
+    if reduced is not None and into.input_ND is not None:
+        reduced.write(into.input_ND, part.start)
