@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import lowtide
 from distributed.launch import main, named
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
 from lowtide.head import reference
-from support import head, oracle, stats_oracle
+from lowtide.measure import peak_above
+from support import head, oracle, relative_error, stats_oracle
 
 V, D, LEADING = 50, 6, (2, 7)
 WAYS = ("replicated", "sequence", "local")
@@ -234,7 +239,245 @@ def divergences() -> None:
                 near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], options, way))
 
 
-CASES = named(losses, token_stats, divergences)
+def edges() -> None:
+    """No token, all ignored, no target of this rank's, fewer classes than ranks, a sure model, poisoned rows."""
+    ranks = dist.get_world_size()
+    first = V // ranks // 2  # classes that only the first rank holds, in every way of cutting
+    for way, gradient in itertools.product(WAYS, ("forward", "recompute")):
+        options = lowtide.HeadOptions(gradient=gradient)
+        for name, leading, classes in (
+            ("none", (2, 0), V),
+            ("one", (1, 1), V),
+            ("few", (2, 3), ranks),
+            ("own", (3, 5), V),
+        ):
+            if way == "local" and classes < V:
+                continue
+            x, w, b, y = head(leading, D, classes, dtype=torch.float64, seed=3)
+            y = y % first if name == "own" else y
+            for reduction, num_items in (("sum", None), ("mean", 2.0)):
+                px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+                kwargs = {"reduction": reduction, "num_items": num_items}
+                loss = lowtide.linear_cross_entropy(
+                    px, pw, y, linear_bias=pb, options=options, **kwargs, **shard_of(way, pw)
+                )
+                want = oracle(x, w, y, linear_bias=b, **kwargs)
+                near(loss, want, (name, way, gradient))
+                grads = torch.autograd.grad(plain(loss), (px, pw, pb))
+                true = torch.autograd.grad(want, (x, w, b))
+                for k, (got, expected) in enumerate(zip(grads, true, strict=True)):
+                    near(whole(way, got, of_vocab=k > 0), expected, (name, way, gradient, k))
+        x, w, _, y = head((2, 4), D, V, dtype=torch.float64, seed=4, bias=False)
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        ignored = torch.full_like(y, -100)
+        mean = lowtide.linear_cross_entropy(px, pw, ignored, options=options, **shard_of(way, pw))
+        assert plain(mean).isnan()
+        zero = lowtide.linear_cross_entropy(px, pw, ignored, num_items=3, options=options, **shard_of(way, pw))
+        assert plain(zero) == 0
+        assert all(
+            not whole(way, g, of_vocab=k > 0).any() for k, g in enumerate(torch.autograd.grad(plain(zero), (px, pw)))
+        )
+        with torch.no_grad():
+            x[0, 1], x[1, 2] = torch.nan, torch.inf
+        y[0, 1] = y[1, 2] = -100
+        px = spread(way, x, of_vocab=False)
+        loss = lowtide.linear_cross_entropy(px, pw, y, options=options, **shard_of(way, pw))
+        kept = y != -100
+        want = oracle(x[kept], w, y[kept])
+        near(loss, want, ("poisoned", way))
+        true_x, true_w = torch.autograd.grad(want, (x, w))
+        got_x, got_w = torch.autograd.grad(plain(loss), (px, pw))
+        near(whole(way, got_x, of_vocab=False), true_x, ("poisoned", way))
+        near(whole(way, got_w, of_vocab=True), true_w, ("poisoned", way))
+
+
+def uses_of_autograd() -> None:
+    """Every subset that needs gradients, a graph kept and used twice, upstream gradients, no gradients, autocast."""
+    x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=9)
+    for way, gradient in itertools.product(WAYS, ("forward", "recompute")):
+        options = lowtide.HeadOptions(gradient=gradient)
+        for needed in itertools.product((True, False), repeat=3):
+            parts = [
+                spread(way, t.detach().requires_grad_(n), of_vocab=k > 0)
+                for k, (t, n) in enumerate(zip((x, w, b), needed, strict=True))
+            ]
+            wholes = [t.detach().clone().requires_grad_(n) for t, n in zip((x, w, b), needed, strict=True)]
+            px, pw, pb = parts
+            loss = plain(lowtide.linear_cross_entropy(px, pw, y, linear_bias=pb, options=options, **shard_of(way, pw)))
+            want = oracle(wholes[0], wholes[1], y, linear_bias=wholes[2])
+            near(loss, want, (way, needed))
+            assert loss.requires_grad == any(needed)
+            if not any(needed):
+                continue
+            for _ in range(2):
+                (loss * 0.3).backward(retain_graph=True)
+            (want * 0.6).backward()
+            for k, (part, true) in enumerate(zip(parts, wholes, strict=True)):
+                assert (part.grad is not None) == needed[k]
+                if needed[k]:
+                    near(whole(way, part.grad, of_vocab=k > 0), true.grad, (way, gradient, needed, k))
+    for way in WAYS:  # a frozen head, one loss a token
+        px, pw = spread(way, x, of_vocab=False), spread(way, w.detach(), of_vocab=True)
+        logp = plain(lowtide.linear_logprobs(px, pw, y, **shard_of(way, pw)))
+        near(logp, -oracle(x, w, y, reduction="none"), way)
+        with torch.no_grad():
+            near(lowtide.linear_logprobs(px, pw, y, **shard_of(way, pw)), logp, way)
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+            qx, qw = spread(way, x.to(dtype), of_vocab=False), spread(way, w.to(dtype), of_vocab=True)
+            qx, qw = qx.detach().requires_grad_(), qw.detach().requires_grad_()
+            loss = plain(lowtide.linear_cross_entropy(qx, qw, y, **shard_of(way, qw)))
+            assert loss.dtype == torch.float32
+            got = torch.autograd.grad(loss, (qx, qw))
+            true = torch.autograd.grad(oracle(x, w, y), (x, w))
+            for k in (0, 1):
+                assert got[k].dtype == dtype
+                assert relative_error(whole(way, got[k], of_vocab=k > 0), true[k]) < tolerance, (way, dtype, k)
+        qx, qw = spread(way, x.float(), of_vocab=False), spread(way, w.float(), of_vocab=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain(lowtide.linear_cross_entropy(qx, qw, y, **shard_of(way, qw)))
+        got = torch.autograd.grad(loss, (qx, qw))
+        assert all(g.dtype == torch.float32 for g in got)
+        assert relative_error(whole(way, got[1], of_vocab=True), true[1]) < 3e-2
+
+
+def the_same_on_every_rank() -> None:
+    """Loss and hidden states' gradient, bit for bit; otherwise replicas would drift apart."""
+    x, w, _, y = head(LEADING, D, V, seed=2, bias=False)
+    for way in ("replicated", "local"):
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        loss = lowtide.linear_cross_entropy(px, pw, y, label_smoothing=0.1, **shard_of(way, pw))
+        loss.backward()
+        for value in (plain(loss.detach()), px.grad.to_local() if way == "replicated" else px.grad):
+            all_of: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(all_of, value)
+            assert all(torch.equal(value, other) for other in all_of)
+
+
+def what_is_exchanged() -> None:
+    """A few numbers a row and the input's gradient, and the same whatever the targets are."""
+    N, classes = 60, 1000
+    x, w, _, y = head(N, D, classes, seed=2, bias=False)
+    for way in ("replicated", "sequence", "local"):
+        counts = []
+        for target in (y, torch.full_like(y, -100), y % 3):
+            px, pw = spread(way, x[None], of_vocab=False), spread(way, w, of_vocab=True)
+            shard = shard_of(way, pw)
+            with exchanged() as seen:
+                loss = lowtide.linear_cross_entropy(
+                    px, pw, target[None], num_items=7.0, options=lowtide.HeadOptions(workspace_mib=0.1), **shard
+                )
+                plain(loss).backward()
+            counts.append(sorted(seen))
+        assert counts[0] == counts[1] == counts[2]
+        numbers = sum(size for name, size in counts[0] if name.startswith("all_gather"))
+        gradient = sum(size for name, size in counts[0] if name.startswith(("all_reduce", "reduce_scatter")))
+        assert numbers == 2 * N + (N * D // dist.get_world_size() if way == "sequence" else 0), (way, counts[0])
+        assert gradient == N * D, (way, counts[0])
+        assert max(size for _, size in counts[0]) < N * classes // 8, "logits"
+
+
+@contextmanager
+def exchanged() -> Iterator[list[tuple[str, int]]]:
+    """Record collectives, and how many numbers each takes from this rank (or from all, where each keeps its part)."""
+    seen: list[tuple[str, int]] = []
+    words = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+    stock = {name: value for name, value in vars(dist).items() if name.startswith(words) and callable(value)}
+
+    def record(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, args[0 if name == "all_reduce" else 1].numel()))
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    for name in stock:
+        setattr(dist, name, record(name))
+    try:
+        yield seen
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+def memory() -> None:
+    """What a rank allocates is that of its own part: no logits, weight or gradient of the whole vocabulary."""
+    N, classes, hidden = 256, 6000, 32
+    x, w, _, y = head(N, hidden, classes, seed=2, bias=False)
+    whole_bytes = classes * hidden * 4
+    for way in WAYS:
+        px, pw = spread(way, x[None], of_vocab=False), spread(way, w, of_vocab=True)
+        shard = shard_of(way, pw)
+        options = lowtide.HeadOptions(workspace_mib=0.3)
+        found: list[Tensor] = []
+
+        def run(px: Any = px, pw: Any = pw, shard: Any = shard, options: Any = options, found: Any = found) -> None:
+            found.append(lowtide.linear_cross_entropy(px, pw, y[None], options=options, **shard))
+
+        peak = peak_above(run, "cpu")
+        mine = pw if way == "local" else pw.to_local()
+        limit = mine.numel() * 4 + x.numel() * 4 + 0.3 * 2**20 + 100 * N
+        assert mine.numel() * 4 < peak < limit, (way, peak, limit, whole_bytes)
+
+
+def errors() -> None:
+    """One clear error, on every rank, before anything is exchanged."""
+    x, w, b, y = head(LEADING, D, V, dtype=torch.float64)
+    px, pw = spread("replicated", x, of_vocab=False), spread("replicated", w, of_vocab=True)
+    call = lowtide.linear_cross_entropy
+    with pytest.raises(ArgumentTypeError, match=r"linear_weight: .*tensor parallelism"):
+        call(x, pw, y)
+    with pytest.raises(ArgumentTypeError, match=r"linear_weight: expected a DTensor"):
+        call(px, w, y)
+    with pytest.raises(ArgumentTypeError, match=r"linear_bias: expected a DTensor"):
+        call(px, pw, y, linear_bias=b)
+    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected a DTensor with Shard\(0\)"):
+        call(px, distribute_tensor(w.detach(), mesh(), [Shard(1)]), y)
+    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected a DTensor with Shard\(0\)"):
+        call(px, distribute_tensor(w.detach(), mesh(), [Replicate()]), y)
+    with pytest.raises(ArgumentValueError, match=r"input: expected placement"):
+        call(distribute_tensor(x.detach(), mesh(), [Shard(2)]), pw, y)
+    with pytest.raises(ArgumentValueError, match=r"input: expected placement"):
+        call(DTensor.from_local(x.detach(), mesh(), [Partial()]), pw, y)
+    with pytest.raises(ArgumentTypeError, match=r"vocab_shard: expected lowtide.VocabShard"):
+        call(x, part_of(w), y, vocab_shard=dist.group.WORLD)
+    shard = lowtide.VocabShard.of(part_of(w))
+    assert (shard.vocab, shard.rows, shard.largest) == (V, sizes(V)[dist.get_rank()], max(sizes(V)))
+    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected shape \["):
+        call(x, w, y, vocab_shard=shard)
+    with pytest.raises(ArgumentTypeError, match=r"linear_weight: .*DTensor"):
+        call(x, pw, y, vocab_shard=shard)
+    with pytest.raises(ArgumentValueError, match=r"weight: expected one class weight for each of 50"):
+        call(px, pw, y, weight=torch.ones(V + 1))
+    with pytest.raises(TargetIndexError, match="0 to 49"):
+        call(px, pw, torch.full_like(y, V))
+    with pytest.raises(UnsupportedError, match="vocabulary is sharded"):
+        call(px, pw, y, options=lowtide.HeadOptions(backend="row"))
+    with pytest.raises(UnsupportedError, match="gradient"):
+        call(px, pw, y, reduction="none", options=lowtide.HeadOptions(gradient="forward"))
+    for numbers in ({"first": -1, "rows": 2}, {"first": 49, "rows": 2}, {"first": 0, "rows": 9, "largest": 5}):
+        with pytest.raises(ArgumentValueError, match="VocabShard"):
+            lowtide.VocabShard(group=dist.group.WORLD, vocab=V, **numbers)
+    with pytest.raises(ArgumentValueError, match=r"teacher_weight: .*student's classes"):
+        lowtide.linear_divergence(px, pw, px, distribute_tensor(w.detach()[:-1], mesh(), [Shard(0)]))
+    with pytest.raises(lowtide.errors.LowtideError, match="linear_apply"):
+        lowtide.linear_apply(lambda z: z.sum(1), px, pw)
+    loss = plain(call(px, pw, y))
+    (grad,) = torch.autograd.grad(loss, px, create_graph=True)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        plain(grad).sum().backward()
+
+
+CASES = named(
+    losses,
+    token_stats,
+    divergences,
+    edges,
+    uses_of_autograd,
+    the_same_on_every_rank,
+    what_is_exchanged,
+    memory,
+    errors,
+)
 
 if __name__ == "__main__":
     main(CASES)
