@@ -6,7 +6,7 @@ Hugging Face model (`patch`), and one that puts log-probabilities, entropies and
 trainers (`patch_trl`).
 """
 
-from lowtide import errors, layers, losses, memory, nn
+from lowtide import distributed, errors, layers, losses, memory, nn
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
@@ -31,6 +31,7 @@ __all__ = [
     "TrlReport",
     "VocabShard",
     "__version__",
+    "distributed",
     "errors",
     "layers",
     "linear_apply",
