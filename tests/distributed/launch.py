@@ -42,6 +42,7 @@ def outcomes(file: Path, ranks: int, only: tuple[str, ...] = (), seconds: float 
     """
     path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
     env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD": str(ranks)}
+    env |= {"TRITON_INTERPRET": "1"}
     with tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(

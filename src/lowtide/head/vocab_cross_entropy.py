@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.head.backends import choose_backend
+from lowtide.head.exp_plan import plan_exp
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Call, Stored, Wanted
 from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
 from lowtide.head.registration import found_gradients, undisturbed
 from lowtide.head.schedules import (
     CrossEntropyJob,
@@ -26,7 +29,8 @@ from lowtide.head.schedules import (
 )
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
 from lowtide.head.stored import lacks_denominator, stored_gradients
-from lowtide.head.vocab_parallel import Ranks, add_products, plain_options
+from lowtide.head.vocab_exp import ShardedExp
+from lowtide.head.vocab_parallel import Ranks, add_products, chunks_of, plain_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +89,10 @@ class ShardedHead:
             factor = None
             if any(wanted):
                 factor = rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
-            numbers = _run_chunks(job, rows, plan, self.ranks, factor, into, None)
+            if plan.backend == "exp":
+                numbers = self._exp(job, rows, plan).run(rows.y, rows.kept, factor, into)
+            else:
+                numbers = _run_chunks(job, rows, plan, self.ranks, factor, into, None)
             loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
             loss = loss_N if call.reduction == "none" else loss_N.sum()
             loss = loss if rows.denominator is None else loss / rows.denominator
@@ -107,9 +114,16 @@ class ShardedHead:
             into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
             given = upstream.to(job.wide)
             factor = rows.divided() * (tokens.arranged(given, 0) if given.dim() else given)
+            factor = factor.where(rows.kept, 0)
             known = torch.stack((lse, miss)).view(2, *rows.y.shape)
-            _run_chunks(job, rows, plan, self.ranks, factor.where(rows.kept, 0), into, known)
+            if plan.backend == "exp":
+                self._exp(job, rows, plan).rebuild(rows.y, rows.kept, factor, known[0], known[1], into)
+            else:
+                _run_chunks(job, rows, plan, self.ranks, factor, into, known)
             return found_gradients(into, call.input, call.linear_weight, call.wide)
+
+    def _exp(self, job: CrossEntropyJob, rows: _Rows, plan: HeadPlan) -> ShardedExp:
+        return ShardedExp(job, plan, self.ranks, rows.own, _total_class_weight(job, self.ranks))
 
 
 def _select(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
@@ -142,10 +156,23 @@ def _select(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
     )
 
 
+def _total_class_weight(job: CrossEntropyJob, ranks: Ranks) -> Tensor | None:
+    q = job.terms.class_weight
+    return None if q is None else ranks.sum_of(q.sum())
+
+
 def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Wanted) -> HeadPlan:
-    """Return a plan that is the same on every rank, made for the largest part of the vocabulary."""
-    return plan_part(
-        ranks, job.weight_VD, job.dtype, options, job.reduction, weight_frozen=not (wanted.weight or wanted.bias)
+    """Return a plan that is the same on every rank: made for the largest part, and wherever a rank's weight lies."""
+    D, frozen = job.weight_VD.shape[1], not (wanted.weight or wanted.bias)
+    both = job.softcap is not None and job.terms.label_smoothing != 0
+    device, most = job.input.device, ranks.shard.most_rows
+    backend, reason = choose_backend(options, device, job.dtype, D, most, capped_and_smoothed=both)
+    if backend != "exp":
+        return plan_part(ranks, job.weight_VD, job.dtype, options, job.reduction, weight_frozen=frozen)
+    gradient = choose_gradient(options, job.reduction, weight_frozen=False)
+    tokens = ranks.tokens.groups * ranks.tokens.length
+    return plan_exp(
+        tokens, D, most, device, options, reason, gradient, job.weight_VD.dtype, frozen, input_is_copied=True
     )
 
 
@@ -165,12 +192,6 @@ def plan_part(
         reduction=reduction,
         weight_frozen=weight_frozen,
     )
-
-
-def chunks_of(ranks: Ranks, plan: HeadPlan) -> list[slice]:
-    """Return each chunk's rows within a group of tokens."""
-    length, step = ranks.tokens.length, max(1, plan.chunk_rows // ranks.tokens.groups)
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def chunk_buffer(ranks: Ranks, plan: HeadPlan, x: Tensor, rows: int, wide: torch.dtype) -> Tensor:
@@ -204,8 +225,7 @@ def _run_chunks(
     matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
     buffer = chunk_buffer(ranks, plan, job.input, V, job.wide)
     found = rows.unit.new_zeros(3, *rows.unit.shape)
-    q = job.terms.class_weight
-    total = None if q is None else ranks.sum_of(q.sum())
+    q, total = job.terms.class_weight, _total_class_weight(job, ranks)
     q_E = None if q is None else torch.cat((q, q.new_zeros(1)))
     begun = False
     for part in chunks_of(ranks, plan):

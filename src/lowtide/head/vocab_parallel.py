@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.arguments import check_tensor, is_dtensor
+from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
 from lowtide.head.schedules import Gradients, take_rows
@@ -386,6 +387,12 @@ def _ranks_of_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | 
         expected = f"shape [{shard.rows}, D], as vocab_shard says"
         raise ArgumentValueError(message("linear_weight", expected, str(list(linear_weight.shape))))
     return Ranks(shard, input.shape[:-1], input.device, None, None)
+
+
+def chunks_of(ranks: Ranks, plan: HeadPlan) -> list[slice]:
+    """Return each chunk's rows within a group of tokens."""
+    length, step = ranks.tokens.length, max(1, plan.chunk_rows // ranks.tokens.groups)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def plain_options(options: HeadOptions) -> HeadOptions:

@@ -16,8 +16,8 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.schedules import Gradients, gradient_buffers
 from lowtide.head.softmax import finish_logits_
 from lowtide.head.token_stats_rows import StatsJob, of_targets, silenced, upstream_of_kept
-from lowtide.head.vocab_cross_entropy import chunk_buffer, chunks_of, plan_part
-from lowtide.head.vocab_parallel import Ranks, add_products
+from lowtide.head.vocab_cross_entropy import chunk_buffer, plan_part
+from lowtide.head.vocab_parallel import Ranks, add_products, chunks_of
 
 
 class ShardedStats:
