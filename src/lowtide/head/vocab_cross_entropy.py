@@ -166,7 +166,9 @@ def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Want
     D, frozen = job.weight_VD.shape[1], not (wanted.weight or wanted.bias)
     both = job.softcap is not None and job.terms.label_smoothing != 0
     device, most = job.input.device, ranks.shard.most_rows
-    backend, reason = choose_backend(options, device, job.dtype, D, most, capped_and_smoothed=both)
+    backend, reason = "torch", ""
+    if options.backend != "row":
+        backend, reason = choose_backend(options, device, job.dtype, D, most, capped_and_smoothed=both)
     if backend != "exp":
         return plan_part(ranks, job.weight_VD, job.dtype, options, job.reduction, weight_frozen=frozen)
     gradient = choose_gradient(options, job.reduction, weight_frozen=False)

@@ -402,7 +402,7 @@ def plain_options(options: HeadOptions) -> HeadOptions:
         UnsupportedError: An implementation asked for by name that cannot share a vocabulary.
     """
     if options.backend not in ("auto", "torch"):
-        hint = "Its kernels do not know other ranks' classes."
+        hint = "Its kernels do not know other ranks' classes; cross entropy's of 'exp' do."
         expected = "'auto' or 'torch' where the vocabulary is sharded"
         raise UnsupportedError(message("backend", expected, f"{options.backend!r}", hint))
     return replace(options, backend="torch")
