@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from distributed.launch import main, named
+from distributed.launch import DEVICE, main, named
 from lowtide.distributed import count_items, shift_labels
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
 
@@ -62,7 +62,8 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
         g = torch.Generator().manual_seed(k)
         ids = torch.randint(0, VOCAB, (2, 9), generator=g)
         labels = ids.where(torch.rand(2, 9, generator=g) > 0.1 + 0.3 * (k % 3), -100)
-        found.append((ids, labels if k < count - 1 else torch.full_like(ids, -100)))
+        labels = labels if k < count - 1 else torch.full_like(ids, -100)
+        found.append((ids.to(DEVICE), labels.to(DEVICE)))
     return found
 
 
@@ -92,7 +93,7 @@ def ddp() -> None:
     ways = itertools.product((True, False), ("forward", "recompute"), (True, False), (False, True))
     for tied, gradient, static, again in ways:
         torch.manual_seed(3)
-        model = Model(tied=tied, options=options_of(gradient), again=again)
+        model = Model(tied=tied, options=options_of(gradient), again=again).to(DEVICE)
         alone = copy.deepcopy(model)
         engine = DistributedDataParallel(model, static_graph=static)
         mine = everything[rank::ranks]
@@ -120,12 +121,12 @@ def no_tokens() -> None:
     everything = batches(ranks)
     for engine_name, gradient, empty in itertools.product(("ddp", "fsdp"), ("forward", "recompute"), (False, True)):
         torch.manual_seed(3)
-        model = Model(tied=False, options=options_of(gradient))
+        model = Model(tied=False, options=options_of(gradient)).to(DEVICE)
         alone = copy.deepcopy(model)
         if engine_name == "ddp":
             engine: Any = DistributedDataParallel(model)
         else:
-            mesh = init_device_mesh("cpu", (ranks,))
+            mesh = init_device_mesh(DEVICE, (ranks,))
             engine = fully_shard(model, mesh=mesh)
         ids, labels = everything[rank]
         if empty and rank == ranks - 1:
@@ -147,13 +148,14 @@ def sequence_in_parts() -> None:
     g = torch.Generator().manual_seed(5)
     lengths = [4, 1, 6][:ranks]
     ids = torch.randint(0, VOCAB, (3, sum(lengths)), generator=g)
-    labels = ids.where(torch.rand(ids.shape, generator=g) > 0.3, -100)
+    labels = ids.where(torch.rand(ids.shape, generator=g) > 0.3, -100).to(DEVICE)
+    ids = ids.to(DEVICE)
     mine, of_labels = (x.split(lengths, 1)[rank] for x in (ids, labels))
     shifted = shift_labels(of_labels)
     whole = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], -100)), 1)
     assert torch.equal(shifted, whole.split(lengths, 1)[rank])
     torch.manual_seed(3)
-    model = Model(tied=True, options=options_of("auto"))
+    model = Model(tied=True, options=options_of("auto")).to(DEVICE)
     alone = copy.deepcopy(model)
     engine = DistributedDataParallel(model)
     loss = engine(mine, shifted, count_items(shifted), shift=False)

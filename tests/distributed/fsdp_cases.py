@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lowtide
-from distributed.launch import main, named
+from distributed.launch import DEVICE, main, named
 from support import relative_error
 
 VOCAB = 97
@@ -64,7 +64,7 @@ def model_of(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) -> 
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
-    return model.to(dtype).train()
+    return model.to(DEVICE, dtype).train()
 
 
 def batch_of(rank: int) -> dict[str, Tensor]:
@@ -73,11 +73,11 @@ def batch_of(rank: int) -> dict[str, Tensor]:
     ids = torch.randint(3, VOCAB, (2, 11), generator=g)
     labels = ids.clone()
     labels[0, :4] = -100
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
 
 
 def shard(model: Any, how: str, reshard: bool | None, **settings: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **settings)
     if how == "own":
@@ -210,16 +210,16 @@ def a_sharded_weight_is_refused() -> None:
     """Beside plain hidden states nobody can tell what a DTensor's shards mean: an error, and never a wrong gradient."""
     model = shard(Functional(model_of("llama", tied=False), "root"), "own", True)
     calls: list[Callable[[Tensor, Tensor], Any]] = [
-        lambda x, w: lowtide.linear_cross_entropy(x, w, torch.zeros(3, dtype=torch.long)),
-        lambda x, w: lowtide.linear_logprobs(x, w, torch.zeros(3, dtype=torch.long)),
+        lambda x, w: lowtide.linear_cross_entropy(x, w, torch.zeros(3, dtype=torch.long, device=DEVICE)),
+        lambda x, w: lowtide.linear_logprobs(x, w, torch.zeros(3, dtype=torch.long, device=DEVICE)),
         lambda x, w: lowtide.linear_token_stats(x, w, want=("entropy",)),
         lambda x, w: lowtide.linear_divergence(x, w, x, w),
-        lambda x, w: lowtide.linear_divergence(x, torch.randn(VOCAB, 16), x, w),
+        lambda x, w: lowtide.linear_divergence(x, torch.randn(VOCAB, 16, device=DEVICE), x, w),
         lambda x, w: lowtide.linear_apply(lambda z: z.sum(1), x, w),
     ]
     for call in calls:
         with pytest.raises(lowtide.errors.ArgumentTypeError, match=r"_weight: .*unshard.*tensor parallelism"):
-            call(torch.randn(3, 16), model.lm_head.weight)
+            call(torch.randn(3, 16, device=DEVICE), model.lm_head.weight)
     with pytest.raises(lowtide.errors.ArgumentTypeError, match="linear_weight"):
         model(**batch_of(dist.get_rank()))
 
@@ -269,7 +269,7 @@ def a_loss_that_never_comes() -> None:
     def swap(*_: Any) -> None:
         model._loss_function = lambda **_: loss
 
-    loss = torch.zeros((), requires_grad=True)
+    loss = torch.zeros((), device=DEVICE, requires_grad=True)
     for reshard in (True, False):
         model = model_of("llama", tied=False)
         lowtide.patch(model)

@@ -23,7 +23,8 @@ import torch.distributed as dist
 import lowtide
 
 TESTS = Path(__file__).parents[1]
-PATIENCE = 20  # seconds that a rank waits for the others in one collective
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
+PATIENCE = 60  # seconds that a rank waits for the others in one collective
 RIGHT = "right"
 Case = Callable[[], None]
 
@@ -34,15 +35,20 @@ def named(*cases: Case) -> dict[str, Case]:
 
 
 @cache
-def outcomes(file: Path, ranks: int, only: tuple[str, ...] = (), seconds: float = 150) -> dict[str, str]:
+def outcomes(
+    file: Path, ranks: int, only: tuple[str, ...] = (), device: str = "cpu", seconds: float = 300
+) -> dict[str, str]:
     """Run the cases of ``file``, all or ``only`` some, and return for each one begun "right" or what went wrong.
+
+    On "cpu" the ranks speak gloo, on "cuda" each has a GPU, and they speak NCCL.
 
     Raises:
         AssertionError: A rank died, or all of them took more than ``seconds``.
     """
     path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
-    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD": str(ranks)}
-    env |= {"TRITON_INTERPRET": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD": str(ranks), "RANKS_DEVICE": device}
+    if device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     with tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(
@@ -72,9 +78,9 @@ def outcomes(file: Path, ranks: int, only: tuple[str, ...] = (), seconds: float 
     return found
 
 
-def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = ()) -> None:
+def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device: str = "cpu") -> None:
     """Fail unless ``case`` came out right on every rank."""
-    found = outcomes(file, ranks, only)
+    found = outcomes(file, ranks, only, device)
     wrong = [f"{name}: {said}" for name, said in found.items() if said != RIGHT]
     assert case in found, f"{case} was not reached. " + "\n".join(wrong)
     assert found[case] == RIGHT, found[case]

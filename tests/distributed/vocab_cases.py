@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import lowtide
-from distributed.launch import main, named
+from distributed.launch import DEVICE, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
 from lowtide.head import reference
 from lowtide.measure import peak_above
-from support import head, oracle, relative_error, stats_oracle
+from support import head as head_on_host
+from support import oracle, relative_error, stats_oracle
 
 V, D, LEADING = 50, 6, (2, 7)
 WAYS = ("replicated", "sequence", "local")
@@ -40,9 +41,20 @@ LOSS_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def head(*args: Any, **kwargs: Any) -> Any:
+    """As `support.head`, on the device of the cases."""
+    return [
+        t if t is None else t.detach().to(DEVICE).requires_grad_(t.requires_grad) for t in head_on_host(*args, **kwargs)
+    ]
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
+
+
 @functools.cache
 def mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 @functools.cache
@@ -95,8 +107,7 @@ def near(got: Any, want: Tensor, what: object) -> None:
 
 def settings(options: dict[str, Any], way: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return arguments for the whole and for the parts."""
-    g = torch.Generator().manual_seed(5)
-    q, tw = torch.rand(V, generator=g, dtype=torch.float64), torch.rand(*LEADING, generator=g, dtype=torch.float64)
+    q, tw = rand(V, seed=5), rand(*LEADING, seed=6)
     q[3] = 0
     ours = {name: value for name, value in options.items() if name != "bias"}
     theirs = dict(ours)
@@ -129,7 +140,7 @@ def losses() -> None:
         want = oracle(x, w, y, linear_bias=b, **theirs)
         what = (options, way, gradient)
         near(loss, want, what)
-        upstream = torch.rand(want.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        upstream = rand(*want.shape, seed=i)
         (plain(loss) * upstream).sum().backward()
         (want * upstream).sum().backward()
         for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
@@ -156,7 +167,7 @@ def token_stats() -> None:
         with torch.no_grad():
             x.mul_(4)  # some tokens are sure
         if options.get("several"):
-            y = torch.randint(0, V, (*LEADING, 3), generator=torch.Generator().manual_seed(i))
+            y = torch.randint(0, V, (*LEADING, 3), generator=torch.Generator().manual_seed(i)).to(DEVICE)
             y[0, 1, 1] = y[0, 1, 0]
         y[0, :2] = -100
         ours = {name: value for name, value in options.items() if name not in ("bias", "several")}
@@ -169,7 +180,7 @@ def token_stats() -> None:
             px, pw, y, linear_bias=pb, **ours, **shard_of(way, pw), options=lowtide.HeadOptions(workspace_mib=0.001)
         )
         want = stats_oracle(x, w, y, linear_bias=b, **theirs)
-        got_total, want_total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        got_total = want_total = torch.zeros((), dtype=torch.float64, device=DEVICE)
         for name, value in stats._asdict().items():
             if value is None:
                 assert name not in options["want"]
@@ -181,7 +192,7 @@ def token_stats() -> None:
             else:
                 near(value, want[name], (name, options, way))
                 if name != "sum_sq_prob":
-                    u = torch.rand(want[name].shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+                    u = rand(*want[name].shape, seed=i)
                     got_total, want_total = got_total + (plain(value) * u).sum(), want_total + (want[name] * u).sum()
         got_total.backward()
         want_total.backward()
@@ -212,7 +223,7 @@ def divergences() -> None:
         tx, tw, tb, _ = head(LEADING, D + 3, V, dtype=torch.float64, seed=170 + i, bias="bias" in options)
         ours = {name: value for name, value in options.items() if name not in ("bias", "tail")}
         if "mask" in ours:
-            ours["mask"] = torch.rand(*LEADING, generator=torch.Generator().manual_seed(i)) > 0.3
+            ours["mask"] = rand(*LEADING, seed=i) > 0.3
         theirs, teacher = dict(ours), {}
         px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
         if "tail" in options:
@@ -231,7 +242,7 @@ def divergences() -> None:
         )  # fmt: skip
         want = reference.linear_divergence(x, w, *whole_args, linear_bias=b, **theirs)
         near(value, want, (options, way))
-        u = torch.rand(want.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        u = rand(*want.shape, seed=i)
         (plain(value) * u).sum().backward()
         (want * u).sum().backward()
         for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
@@ -333,7 +344,7 @@ def uses_of_autograd() -> None:
                 assert got[k].dtype == dtype
                 assert relative_error(whole(way, got[k], of_vocab=k > 0), true[k]) < tolerance, (way, dtype, k)
         qx, qw = spread(way, x.float(), of_vocab=False), spread(way, w.float(), of_vocab=True)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = plain(lowtide.linear_cross_entropy(qx, qw, y, **shard_of(way, qw)))
         got = torch.autograd.grad(loss, (qx, qw))
         assert all(g.dtype == torch.float32 for g in got)
@@ -413,7 +424,7 @@ def memory() -> None:
         def run(px: Any = px, pw: Any = pw, shard: Any = shard, options: Any = options, found: Any = found) -> None:
             found.append(lowtide.linear_cross_entropy(px, pw, y[None], options=options, **shard))
 
-        peak = peak_above(run, "cpu")
+        peak = peak_above(run, DEVICE)
         mine = pw if way == "local" else pw.to_local()
         limit = mine.numel() * 4 + x.numel() * 4 + 0.3 * 2**20 + 100 * N
         assert mine.numel() * 4 < peak < limit, (way, peak, limit, whole_bytes)
@@ -447,9 +458,12 @@ def errors() -> None:
     with pytest.raises(ArgumentTypeError, match=r"linear_weight: .*DTensor"):
         call(x, pw, y, vocab_shard=shard)
     with pytest.raises(ArgumentValueError, match=r"weight: expected one class weight for each of 50"):
-        call(px, pw, y, weight=torch.ones(V + 1))
-    with pytest.raises(TargetIndexError, match="0 to 49"):
-        call(px, pw, torch.full_like(y, V))
+        call(px, pw, y, weight=torch.ones(V + 1, device=DEVICE))
+    if DEVICE == "cpu":
+        with pytest.raises(TargetIndexError, match="0 to 49"):
+            call(px, pw, torch.full_like(y, V))
+    else:
+        assert plain(call(px, pw, torch.full_like(y, V))).isnan()
     with pytest.raises(UnsupportedError, match="vocabulary is sharded"):
         call(px, pw, y, options=lowtide.HeadOptions(backend="row"))
     with pytest.raises(UnsupportedError, match="gradient"):
