@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +21,7 @@ import lowtide
 from distributed.launch import DEVICE, main, named
 from lowtide.distributed import count_items, shift_labels
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
+from lowtide.measure import peak_above
 
 VOCAB, D = 53, 8
 
@@ -175,7 +177,59 @@ def sequence_in_parts() -> None:
         count_items(torch.rand(3))
 
 
-CASES = named(ddp, no_tokens, sequence_in_parts)
+class Last(nn.Module):
+    """The last stage: what stands before the head. The head is used by the loss."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(D, D), nn.Linear(D, classes, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.body(hidden))
+
+
+def pipeline() -> None:
+    """One stage a rank, microbatches in GPipe's and in 1F1B's order; what the last one keeps between them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    classes, pieces = 4000, 6
+    g = torch.Generator().manual_seed(2)
+    x, y = torch.randn(2 * pieces, D, generator=g), torch.randint(0, classes, (2 * pieces,), generator=g)
+    peaks = {}
+    for schedule, gradient in itertools.product((ScheduleGPipe, Schedule1F1B), ("recompute", "forward")):
+        torch.manual_seed(3)
+        stages = [*(nn.Linear(D, D) for _ in range(ranks - 1)), Last(classes)]
+        alone = copy.deepcopy(stages)
+        mine: Any = stages[rank].to(DEVICE)
+
+        def score(hidden: Tensor, labels: Tensor, head: Any = mine, gradient: str = gradient) -> Tensor:
+            options = lowtide.HeadOptions(gradient=gradient, workspace_mib=0.1)
+            return lowtide.linear_cross_entropy(hidden, head.head.weight, labels, num_items=len(y), options=options)
+
+        stage = PipelineStage(mine, rank, ranks, torch.device(DEVICE, rank if DEVICE != "cpu" else None))
+        run = schedule(stage, pieces, loss_fn=score, scale_grads=False)
+        losses: list[Tensor] = []
+
+        def step(run: Any = run, losses: list[Tensor] = losses) -> None:
+            args = (x.to(DEVICE),) if rank == 0 else ()
+            run.step(*args, **({"target": y.to(DEVICE), "losses": losses} if rank == ranks - 1 else {}))
+
+        peaks[schedule.__name__, gradient] = peak_above(step, DEVICE)
+        hidden = x
+        for module in alone:
+            hidden = module(hidden)
+        want = nn.functional.cross_entropy(alone[-1].head(hidden), y)
+        want.backward()
+        if rank == ranks - 1:
+            torch.testing.assert_close(torch.stack(losses).sum().cpu(), want.detach())
+        for (name, p), q in zip(mine.named_parameters(), alone[rank].parameters(), strict=True):
+            torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    if rank == ranks - 1:
+        weight = classes * D * 4
+        assert peaks["ScheduleGPipe", "forward"] > pieces * weight
+        assert peaks["ScheduleGPipe", "recompute"] < 3.5 * weight, "the gradient, what is added to it, and a chunk"
+
+
+CASES = named(ddp, no_tokens, sequence_in_parts, pipeline)
 
 if __name__ == "__main__":
     main(CASES)
