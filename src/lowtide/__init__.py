@@ -6,7 +6,7 @@ Hugging Face model (`patch`), and one that puts log-probabilities, entropies and
 trainers (`patch_trl`).
 """
 
-from lowtide import errors, layers, losses, memory, nn
+from lowtide import distributed, errors, layers, losses, memory, nn
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
@@ -15,6 +15,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import plan_divergence
 from lowtide.head.plan import plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
+from lowtide.head.vocab_parallel import VocabShard
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl
@@ -28,7 +29,9 @@ __all__ = [
     "TeacherTopK",
     "TokenStats",
     "TrlReport",
+    "VocabShard",
     "__version__",
+    "distributed",
     "errors",
     "layers",
     "linear_apply",

@@ -17,7 +17,7 @@ from lowtide.head.kernels import configs, stats_rows
 from lowtide.head.logit_stats import Known, Upstream
 from lowtide.head.schedules import Gradients
 from lowtide.head.token_stats_exp import ExpStats
-from lowtide.head.token_stats_rows import StatsJob, _of_targets
+from lowtide.head.token_stats_rows import StatsJob, of_targets
 from support import relative_error
 
 if torch.cuda.is_available():
@@ -72,6 +72,7 @@ def make_job(
         bias_V=kwargs.get("bias_V"), logit_scale=None if scale is None else torch.tensor(scale),
         softcap=kwargs.get("softcap"), want=frozenset(want), topk=topk, ignore_index=-100, dtype=torch.float32,
         wide=torch.float32,
+        classes=len(w),
     )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def lost_digits(x: Tensor, w: Tensor, kwargs: dict[str, Any]) -> float:
 def test_statistics(name: str, N: int, D: int, V: int, rows: int) -> None:
     x, w, y, b, kwargs = problem(N, D, V, name)
     job = make_job(x, w, y, WANT, kwargs)
-    found = _of_targets(job, y.clamp(min=0)[:, None], ExpStats(job, plan(N, V, rows)).forward())
+    found = of_targets(job, y.clamp(min=0)[:, None], ExpStats(job, plan(N, V, rows)).forward())
     want = truth(x.double(), w.double(), y, None if b is None else b.double(), kwargs)
     assert torch.equal(found["argmax"], want["argmax"])
     assert torch.equal(found["is_top1"][:, 0], (want["argmax"] == y) & (y >= 0))
@@ -184,7 +185,7 @@ def test_several_targets(name: str, N: int, D: int, V: int, rows: int, K: int, f
 
     job = make_job(x, w, ids, WANT, kwargs)
     stats = ExpStats(job, plan(N, V, rows))
-    found = _of_targets(job, ids.clamp(min=0), stats.forward())
+    found = of_targets(job, ids.clamp(min=0), stats.forward())
     digits = lost_digits(x, w, kwargs)
     torch.testing.assert_close(found["logprob"].double(), values["logprob"], rtol=NEAR, atol=4 * digits)
     assert torch.equal(found["is_top1"], values["argmax"][:, None] == ids)

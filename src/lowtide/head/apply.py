@@ -17,6 +17,7 @@ from lowtide.head.arguments import (
     check_options,
     check_per_token,
     check_tensor,
+    is_dtensor,
     refuse_transforms,
     scalar_tensor,
     softcap_number,
@@ -108,6 +109,12 @@ def linear_apply(
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
     refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=apply_autograd.NAIVE)
     dtype = check_head(input, linear_weight, linear_bias)
+    if is_dtensor(input):
+        hint = (
+            "fn needs a row's whole logits, of which a rank holds a part: gather the weight, or take"
+            " linear_cross_entropy, linear_logprobs, linear_token_stats or linear_divergence."
+        )
+        raise UnsupportedError(message("linear_apply", "plain tensors", "DTensors", hint))
     if linear_weight.shape[0] == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     _check_arguments(fn, input, token_args, mask, out, compile)

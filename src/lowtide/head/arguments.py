@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
@@ -39,7 +40,7 @@ def check_head(
     """
     input_name, weight_name, bias_name = names
     check_tensor(input_name, input)
-    check_tensor(weight_name, linear_weight)
+    check_whole(weight_name, check_tensor(weight_name, linear_weight), input)
     if linear_weight.dim() != 2:
         raise ArgumentValueError(message(weight_name, "shape [V, D]", _shape(linear_weight)))
     V, D = linear_weight.shape
@@ -66,6 +67,35 @@ def check_head(
         expected = f"shape [{V}], as {weight_name} is [{V}, {D}]"
         raise ArgumentValueError(message(bias_name, expected, _shape(linear_bias)))
     return dtype
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Return whether a tensor is one of torch.distributed.tensor, of which this rank holds a part."""
+    return type(tensor) is not Tensor and type(tensor) is not Parameter and hasattr(tensor, "device_mesh")
+
+
+def check_whole(name: str, weight: Tensor, input: Tensor) -> None:
+    """Refuse a head of which this rank holds a part, beside hidden states that do not say how they are spread.
+
+    With FSDP2 each rank has tokens of its own, and the weight's gradient is a sum over all of them; under tensor
+    parallelism all have the same. A plain tensor does not tell which.
+
+    Raises:
+        ArgumentTypeError: A DTensor beside a plain tensor.
+    """
+    if is_dtensor(weight) and not is_dtensor(input):
+        mesh: Any = weight
+        raise ArgumentTypeError(
+            message(
+                name,
+                "a plain tensor, as input is",
+                f"a DTensor {mesh.placements} on {mesh.device_mesh}",
+                "Where fully_shard shards it: use it inside the forward of the module that was sharded, or gather that"
+                " unit first with .unshard(). full_tensor() would give wrong gradients in silence. Where the vocabulary"
+                " is sharded for tensor parallelism: make input a DTensor on the same mesh, Replicate() or Shard of an"
+                " axis of tokens.",
+            )
+        )
 
 
 def operand_dtype(tensor: Tensor) -> torch.dtype:

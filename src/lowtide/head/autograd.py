@@ -1,6 +1,6 @@
 """The head in autograd's graph: gradients stored by forward and scaled in backward, or rebuilt there."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,48 +15,64 @@ _TRAINED = tuple(map(Call._fields.index, ("input", "linear_weight", "linear_bias
 _TENSORS = tensor_fields(Call)
 
 
-def cross_entropy(call: Call, *, recompute: bool) -> Tensor:
+class Engine(Protocol):
+    """What computes: `operators`, or something in its place."""
+
+    def run(self, *args: Any) -> Stored:
+        """As `operators.run`."""
+
+    def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As `operators.run_backward`."""
+
+
+def cross_entropy(call: Call, *, recompute: bool, engine: Engine | None = None) -> Tensor:
     """Return the loss of ``call``, a scalar or [N], connected to whichever of its tensors need a gradient.
 
     Args:
         call: What was asked, validated.
         recompute: Whether backward rebuilds the logits, or forward stores the gradients.
+        engine: What computes; None: `operators`.
     """
     wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in call.trained))
     loss: Tensor
     if not (torch.is_grad_enabled() and any(wanted)):
-        loss = operators.run(*call, *Wanted(False, False, False), False)[0]
+        loss = _engine(engine).run(*call, *Wanted(False, False, False), False)[0]
     elif recompute:
-        loss = _Recomputed.apply(*call)  # type: ignore[no-untyped-call]
+        loss = _Recomputed.apply(engine, *call)  # type: ignore[no-untyped-call]
     else:
-        loss = _Stored.apply(wanted, *call)  # type: ignore[no-untyped-call]
+        loss = _Stored.apply(engine, wanted, *call)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _engine(engine: Engine | None) -> Engine:
+    return operators if engine is None else engine
 
 
 class _Stored(torch.autograd.Function):
     """Forward stores the gradients; backward multiplies them with the upstream one."""
 
     @staticmethod
-    def forward(ctx: Any, wanted: Wanted, *args: Any) -> Tensor:
+    def forward(ctx: Any, engine: Engine | None, wanted: Wanted, *args: Any) -> Tensor:
         call = Call(*args)
-        found = Stored(*operators.run(*call, *wanted, False))
+        found = Stored(*_engine(engine).run(*call, *wanted, False))
         keep(ctx, found.gradients, wanted, call.trained, per_token=call.reduction == "none")
         return found.loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        needs = Wanted(*(ctx.needs_input_grad[1 + i] for i in _TRAINED))
+        needs = Wanted(*(ctx.needs_input_grad[2 + i] for i in _TRAINED))
         grads, sources = multiplied(ctx, upstream, needs, "linear_cross_entropy")
-        return None, *in_places(grads, _TRAINED, len(Call._fields), (*sources, upstream))
+        return None, None, *in_places(grads, _TRAINED, len(Call._fields), (*sources, upstream))
 
 
 class _Recomputed(torch.autograd.Function):
     """Forward stores nothing but the inputs; backward builds the logits once more."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
+    def forward(ctx: Any, engine: Engine | None, *args: Any) -> Tensor:
         call = Call(*args)
-        stored = Stored(*operators.run(*call, *Wanted(False, False, False), True))
+        ctx.engine = engine
+        stored = Stored(*_engine(engine).run(*call, *Wanted(False, False, False), True))
         ctx.save_for_backward(*(call[i] for i in _TENSORS), stored.lse, stored.miss)
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         return stored.loss
@@ -68,8 +84,8 @@ class _Recomputed(torch.autograd.Function):
         for i, tensor in zip(_TENSORS, tensors, strict=True):
             fields[i] = tensor
         call = Call(*fields)
-        wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TRAINED))
+        wanted = Wanted(*(ctx.needs_input_grad[1 + i] for i in _TRAINED))
         with torch.no_grad():
-            found = operators.run_backward(*call, *wanted, upstream, lse, miss)
+            found = _engine(ctx.engine).run_backward(*call, *wanted, upstream, lse, miss)
         grads = wanted_gradients(found, wanted, call.linear_bias)
-        return tuple(in_places(grads, _TRAINED, len(Call._fields), (*call.trained, upstream)))
+        return None, *in_places(grads, _TRAINED, len(Call._fields), (*call.trained, upstream))

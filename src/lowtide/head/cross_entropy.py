@@ -26,6 +26,8 @@ from lowtide.head.backends import choose_backend
 from lowtide.head.operators import Call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
+from lowtide.head.vocab_cross_entropy import ShardedHead
+from lowtide.head.vocab_parallel import VocabShard, ranks_of
 
 
 def linear_cross_entropy(
@@ -45,6 +47,7 @@ def linear_cross_entropy(
     num_items: float | Tensor | None = None,
     shift: bool = False,
     options: HeadOptions | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> Tensor:
     """Return the cross entropy of ``input @ linear_weight.T`` against ``target``, without the logits in memory.
 
@@ -79,10 +82,16 @@ def linear_cross_entropy(
         shift: Score ``input[..., :-1, :]`` against ``target[..., 1:]`` without cutting the hidden states. "none" then
             returns [..., T - 1]. ``token_weight`` is shifted as ``target`` is.
         options: Memory, accumulation and implementation: see `HeadOptions`.
+        vocab_shard: Where the vocabulary is sharded over ranks and ``linear_weight``, ``linear_bias`` are this rank's
+            rows: which these are, see `VocabShard`. All else is the same on every rank, ``weight`` all classes' or
+            this rank's. DTensors say so themselves: ``linear_weight`` and ``linear_bias`` with ``Shard(0)``, ``input``
+            with ``Replicate()`` or, for sequence parallelism, ``Shard`` of an axis of tokens, the others whole.
 
     Returns:
         Tensor: Scalar, or [...] with reduction "none"; float32, for float64 inputs float64. The mean over no kept
-        token is NaN, as in `torch.nn.functional.cross_entropy`; with ``num_items``, and as a sum, it is 0.
+        token is NaN, as in `torch.nn.functional.cross_entropy`; with ``num_items``, and as a sum, it is 0. With a
+        sharded vocabulary the loss is the whole one on every rank, and ``input`` gets the whole gradient on every rank
+        (of its part of the sequence): nothing is left to be summed.
 
     Raises:
         ArgumentValueError: A shape, device or number that does not fit; also a `ValueError`.
@@ -107,13 +116,14 @@ def linear_cross_entropy(
     scale = logit_scale if isinstance(logit_scale, Tensor) else None
     refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias, scale)
     dtype = check_head(input, linear_weight, linear_bias)
+    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard)
     check_target(input, target)
-    V = linear_weight.shape[0]
+    V = linear_weight.shape[0] if ranks is None else ranks.shard.vocab
     check_reduction(reduction)
     if not isinstance(shift, bool):
         raise ArgumentTypeError(message("shift", "True or False", f"{shift!r}"))
     if weight is not None:
-        if check_tensor("weight", weight).shape != (V,):
+        if check_tensor("weight", weight).shape not in ((V,), (linear_weight.shape[0],)):
             got = f"shape {list(weight.shape)}"
             raise ArgumentValueError(message("weight", f"one class weight for each of {V}", got))
         check_device("weight", weight, input)
@@ -122,11 +132,15 @@ def linear_cross_entropy(
     options = check_options(options)
     if shift and target.dim() == 0:
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
-    if options.backend != "auto":
+    if options.backend != "auto" and ranks is None:
         both = softcap is not None and label_smoothing != 0
         choose_backend(options, input.device, dtype, input.shape[-1], V, capped_and_smoothed=both)
     ignore_index = check_index("ignore_index", ignore_index)
     scale = logit_scale_tensor(logit_scale)
+    if ranks is not None:
+        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
+        target, token_weight, scale = ranks.whole(target), ranks.whole(token_weight), ranks.whole(scale)
+        weight = ranks.class_weight(ranks.whole(weight))
     length = target.shape[-1] if shift else 0
     target = target.long()
     if shift:
@@ -134,8 +148,11 @@ def linear_cross_entropy(
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
     if scale is not None and scale.requires_grad:
         # as factors of input and bias, where autograd finds its gradient; a NaN in an ignored token must not reach it
-        input = input.where((target != ignore_index)[..., None], 0) * scale
-        linear_bias = None if linear_bias is None else linear_bias * scale
+        kept, of_input, of_bias = target != ignore_index, scale, scale
+        if ranks is not None:
+            kept, (of_input, of_bias) = ranks.tokens.mine(kept), ranks.factors(scale)
+        input = input.where(kept[..., None], 0) * of_input
+        linear_bias = None if linear_bias is None else linear_bias * of_bias
         scale = None
     call = Call(
         input=input,
@@ -157,11 +174,12 @@ def linear_cross_entropy(
         backend=options.backend,
     )
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
-    loss = autograd.cross_entropy(call, recompute=choose_gradient(options, reduction, frozen) == "recompute")
-    if reduction != "none":
-        return loss
-    loss = loss.view(target.shape)
-    return loss[..., : max(0, length - 1)] if shift else loss
+    recompute = choose_gradient(options, reduction, frozen and ranks is None) == "recompute"
+    loss = autograd.cross_entropy(call, recompute=recompute, engine=None if ranks is None else ShardedHead(ranks))
+    if reduction == "none":
+        loss = loss.view(target.shape)
+        loss = loss[..., : max(0, length - 1)] if shift else loss
+    return loss if ranks is None else ranks.result(loss)
 
 
 def _shifted(x: Tensor, last: int) -> Tensor:

@@ -24,6 +24,7 @@ from lowtide.head.arguments import (
 from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import choose_divergence_gradient
+from lowtide.head.vocab_parallel import Ranks, VocabShard, ranks_of
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 TAILS = ("bucket", "renormalise", "drop")
@@ -65,6 +66,7 @@ def linear_divergence(
     num_items: float | Tensor | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> Tensor:
     """Return how far a student's distribution is from a teacher's at each token, without either's logits in memory.
 
@@ -110,6 +112,10 @@ def linear_divergence(
             gradient accumulation needs. An error with the other reductions.
         softcap: Cap of the student's logits, above 0, or None.
         teacher_softcap: Cap of the teacher's, or None. What ``teacher_topk`` says is taken as it is.
+        vocab_shard: Where the vocabulary is sharded over ranks: as in `linear_cross_entropy`, and so are DTensors. The
+            teacher's weight and bias are then sharded as the student's are, for the same classes; a top k is that of
+            the whole vocabulary. Hidden states that are sharded on an axis of tokens are gathered first. The result is
+            that of all tokens, the same on every rank.
 
     Returns:
         Tensor: [...] or a scalar in nats, float32, for float64 inputs float64. The mean over no kept token is NaN; with
@@ -138,7 +144,11 @@ def linear_divergence(
     """
     refuse_transforms("linear_divergence", input, linear_weight, linear_bias)
     dtype = check_head(input, linear_weight, linear_bias)
-    if linear_weight.shape[0] == 0:
+    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard)
+    if ranks is not None and ranks.spread:
+        input = ranks.gathered(input)
+        ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard)
+    if (linear_weight.shape[0] if ranks is None else ranks.shard.vocab) == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     if kind not in KINDS:
         raise ArgumentValueError(message("kind", "'forward_kl', 'reverse_kl', 'jsd' or 'tv'", f"{kind!r}"))
@@ -154,7 +164,7 @@ def linear_divergence(
     ids = logprobs = None
     tail = ""
     if teacher_topk is None:
-        teacher_dtype = _check_teacher(input, dtype, teacher_input, teacher_weight, teacher_bias)
+        teacher_dtype = _check_teacher(input, dtype, teacher_input, teacher_weight, teacher_bias, ranks)
     else:
         of_teacher = (teacher_input, teacher_weight, teacher_bias, teacher_softcap)
         for name, value in zip((*TEACHER, "teacher_softcap"), of_teacher, strict=True):
@@ -163,11 +173,17 @@ def linear_divergence(
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
         ids, logprobs, tail = _check_topk(input, teacher_topk)
         teacher_dtype = dtype
-    if options.backend != "auto":
+    if options.backend != "auto" and ranks is None:
         V, given = linear_weight.shape[0], teacher_topk is not None
         choose_divergence_backend(options, input.device, dtype, V, topk=given)
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
     recompute = choose_divergence_gradient(options, reduction, frozen) == "recompute"
+    leading = input.shape[:-1]
+    if ranks is not None:
+        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
+        teacher_input, mask = ranks.whole(teacher_input), ranks.whole(mask)
+        teacher_weight, teacher_bias = ranks.local(teacher_weight), ranks.local(teacher_bias)
+        ids, logprobs = ranks.whole(ids), ranks.whole(logprobs)
     value = divergence_autograd.run(
         divergence_autograd.DivergenceCall(
             input=input,
@@ -194,12 +210,19 @@ def linear_divergence(
             backend=options.backend,
         ),
         recompute=recompute,
+        ranks=ranks,
     )
-    return value.view(input.shape[:-1]) if reduction == "none" else value
+    value = value.view(leading) if reduction == "none" else value
+    return value if ranks is None else ranks.result(value)
 
 
 def _check_teacher(
-    input: Tensor, dtype: torch.dtype, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    input: Tensor,
+    dtype: torch.dtype,
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    ranks: Ranks | None,
 ) -> torch.dtype:
     """Check the teacher's own head, and return the dtype that its GEMM's operands take."""
     for name, value in (("teacher_input", hidden), ("teacher_weight", weight)):
@@ -209,7 +232,11 @@ def _check_teacher(
     assert hidden is not None
     assert weight is not None
     teacher_dtype = check_head(hidden, weight, bias, TEACHER)
-    if weight.shape[0] == 0:
+    if ranks is not None:
+        ranks.check_alike("teacher_weight", weight)
+        if bias is not None:
+            ranks.check_alike("teacher_bias", bias)
+    elif weight.shape[0] == 0:
         raise ArgumentValueError(message("teacher_weight", "at least one class", str(list(weight.shape))))
     if hidden.shape[:-1] != input.shape[:-1]:
         leading = "".join(f"{size}, " for size in input.shape[:-1])

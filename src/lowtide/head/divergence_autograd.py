@@ -41,6 +41,7 @@ from lowtide.head.stored import (
     multiplied,
     stored_gradients,
 )
+from lowtide.head.vocab_parallel import Ranks
 
 
 class DivergenceCall(NamedTuple):
@@ -100,7 +101,7 @@ class DivergenceCall(NamedTuple):
         backend: Any = self.backend
         return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend)
 
-    def job(self) -> DivergenceJob:
+    def job(self, ranks: Ranks | None) -> DivergenceJob:
         """Return the same, flattened, for the loop over chunks."""
         wide = self.wide
         teacher: Teacher | KnownClasses
@@ -127,6 +128,7 @@ class DivergenceCall(NamedTuple):
             kind=Kind(self.kind, self.beta),
             dtype=self.dtype,
             wide=wide,
+            ranks=ranks,
         )
 
 
@@ -209,27 +211,31 @@ def _split(args: Sequence[Any]) -> tuple[DivergenceCall, tuple[bool, bool, bool]
     return DivergenceCall(*args[:start]), (flags[0], flags[1], flags[2]), args[start + 3], args[start + 4 :]
 
 
-def _values(call: DivergenceCall) -> RowNumbers:
+def _values(call: DivergenceCall, ranks: Ranks | None = None) -> RowNumbers:
     with torch.no_grad(), undisturbed(call.input.device):
-        return forward_chunks(call.job(), call.tokens, call.options())
+        return forward_chunks(call.job(ranks), call.tokens, call.options())
 
 
 def _gradients(
-    call: DivergenceCall, wanted: tuple[bool, bool, bool], upstream: Tensor, known: Sequence[Tensor]
+    call: DivergenceCall,
+    wanted: tuple[bool, bool, bool],
+    upstream: Tensor,
+    known: Sequence[Tensor],
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad(), undisturbed(call.input.device):
-        into = backward_chunks(call.job(), call.options(), RowNumbers(upstream, *known), upstream, wanted)
+        into = backward_chunks(call.job(ranks), call.options(), RowNumbers(upstream, *known), upstream, wanted)
     return found_gradients(into, call.input, call.linear_weight, call.wide)
 
 
-def _value_and_gradients(call: DivergenceCall, wanted: tuple[bool, bool, bool]) -> Stored:
+def _value_and_gradients(call: DivergenceCall, wanted: tuple[bool, bool, bool], ranks: Ranks | None = None) -> Stored:
     with torch.no_grad(), undisturbed(call.input.device):
         denominator, per_token = call.denominator(), call.reduction == "none"
         one = torch.ones((), dtype=call.wide, device=call.input.device)
         factor = one
         if denominator is not None and not lacks_denominator(call.input, call.linear_weight):
             factor = one / denominator
-        value_N, into = stored_chunks(call.job(), call.tokens, call.options(), factor, wanted)
+        value_N, into = stored_chunks(call.job(ranks), call.tokens, call.options(), factor, wanted)
         gradients = stored_gradients(
             into,
             call.input,
@@ -252,53 +258,58 @@ def _reduced(value_N: Tensor, denominator: Tensor | None) -> Tensor:
     return value_N.sum() if denominator is None else value_N.sum() / denominator
 
 
-def run(call: DivergenceCall, *, recompute: bool) -> Tensor:
+def run(call: DivergenceCall, *, recompute: bool, ranks: Ranks | None = None) -> Tensor:
     """Return the divergence, a scalar or [N], connected to whichever of the student's tensors need a gradient.
 
     Args:
         call: What was asked, validated.
         recompute: Whether backward rebuilds the logits, or forward stores the gradients.
+        ranks: Who else holds classes; None: nobody.
     """
     wanted = tuple(t is not None and t.requires_grad for t in call.trained)
     value: Tensor
     if torch.is_grad_enabled() and any(wanted):
         if not recompute:
-            value = _Stored.apply(wanted, *call)  # type: ignore[no-untyped-call]
+            value = _Stored.apply(ranks, wanted, *call)  # type: ignore[no-untyped-call]
             return value
-        value = _Recomputed.apply(*call)  # type: ignore[no-untyped-call]
+        value = _Recomputed.apply(ranks, *call)  # type: ignore[no-untyped-call]
     else:
-        value = _run(call).value
+        value = _run(call, ranks).value
     return value if call.reduction == "none" else _reduced(value, call.denominator())
 
 
-def _run(call: DivergenceCall) -> RowNumbers:
-    return RowNumbers(*divergence(*call)) if watched(call) else _values(call)
+def _run(call: DivergenceCall, ranks: Ranks | None) -> RowNumbers:
+    return RowNumbers(*divergence(*call)) if ranks is None and watched(call) else _values(call, ranks)
 
 
 class _Stored(torch.autograd.Function):
     """Forward stores the gradients; backward multiplies them with the upstream one."""
 
     @staticmethod
-    def forward(ctx: Any, wanted: tuple[bool, bool, bool], *args: Any) -> Tensor:
+    def forward(ctx: Any, ranks: Ranks | None, wanted: tuple[bool, bool, bool], *args: Any) -> Tensor:
         call = DivergenceCall(*args)
-        found = Stored(*divergence_stored(*call, *wanted)) if watched(args) else _value_and_gradients(call, wanted)
+        if ranks is None and watched(args):
+            found = Stored(*divergence_stored(*call, *wanted))
+        else:
+            found = _value_and_gradients(call, wanted, ranks)
         keep(ctx, StoredGradients(*found[1:]), wanted, call.trained, per_token=call.reduction == "none")
         return found.value
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        needs = [ctx.needs_input_grad[1 + i] for i in _TRAINED]
+        needs = [ctx.needs_input_grad[2 + i] for i in _TRAINED]
         grads, sources = multiplied(ctx, upstream, needs, "linear_divergence")
-        return None, *in_places(grads, _TRAINED, len(DivergenceCall._fields), (*sources, upstream))
+        return None, None, *in_places(grads, _TRAINED, len(DivergenceCall._fields), (*sources, upstream))
 
 
 class _Recomputed(torch.autograd.Function):
     """Forward stores the inputs and three numbers a token; backward builds both sides' logits once more."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
+    def forward(ctx: Any, ranks: Ranks | None, *args: Any) -> Tensor:
         call = DivergenceCall(*args)
-        rows = _run(call)
+        ctx.ranks = ranks
+        rows = _run(call, ranks)
         ctx.save_for_backward(*(call[i] for i in _TENSORS), *rows[1:])
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         return rows.value
@@ -310,9 +321,12 @@ class _Recomputed(torch.autograd.Function):
         for i, tensor in zip(_TENSORS, tensors, strict=False):
             fields[i] = tensor
         call = DivergenceCall(*fields)
-        wanted = tuple(ctx.needs_input_grad[i] for i in _TRAINED)
+        wanted = tuple(ctx.needs_input_grad[1 + i] for i in _TRAINED)
         args = (*call, *wanted, upstream, *tensors[len(_TENSORS) :])
         with torch.no_grad():
-            found = divergence_backward(*args) if watched(args) else _gradients(*_split(args))
+            if ctx.ranks is None and watched(args):
+                found = divergence_backward(*args)
+            else:
+                found = _gradients(*_split(args), ctx.ranks)
         grads = wanted_gradients(found, wanted, call.linear_bias)
-        return tuple(in_places(grads, _TRAINED, len(DivergenceCall._fields), (*call.trained, upstream)))
+        return None, *in_places(grads, _TRAINED, len(DivergenceCall._fields), (*call.trained, upstream))

@@ -11,13 +11,23 @@ from torch import Tensor
 
 from lowtide.errors import TargetIndexError, message
 from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.divergence_terms import Kind, RowNumbers, dense_gradient_, dense_rows, topk_gradient_, topk_rows
+from lowtide.head.divergence_terms import (
+    ALONE,
+    Everyone,
+    Kind,
+    RowNumbers,
+    dense_gradient_,
+    dense_rows,
+    topk_gradient_,
+    topk_rows,
+)
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import plan_pair
 from lowtide.head.schedules import Gradients, drops_rows, gradient_buffers, positions, put_input_grad, take_rows
 from lowtide.head.softmax import finish_logits_
+from lowtide.head.vocab_parallel import Ranks, add_products, plain_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +64,12 @@ class DivergenceJob:
     kind: Kind
     dtype: torch.dtype  # the GEMMs' operands
     wide: torch.dtype  # logits, and what comes of them
+    ranks: Ranks | None = None  # who else holds classes of both sides
+
+    @property
+    def drops_rows(self) -> bool:
+        """Return whether masked rows are dropped; not where the ranks have to make as many exchanges each."""
+        return self.ranks is None and drops_rows(self.input.device)
 
     def check_ids(self) -> None:
         """Raise on the CPU where an id is negative; elsewhere its row becomes NaN, for a check would wait.
@@ -102,6 +118,7 @@ class TorchPair:
 
     def __init__(self, job: DivergenceJob, plan: HeadPlan, teacher_plan: HeadPlan) -> None:
         self.job, self.plan = job, plan
+        self.everyone: Everyone = ALONE if job.ranks is None else job.ranks
         self.matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
         rows, self.V = plan.chunk_rows if plan.chunks else 0, job.weight_VD.shape[0]
         if isinstance(job.teacher, Teacher):
@@ -118,9 +135,9 @@ class TorchPair:
         job, columns = self.job, self.plan.columns
         z_CW = self._student(x_CD)
         if isinstance(job.teacher, Teacher):
-            return dense_rows(z_CW, self._teacher(job.teacher, index, part, kept_C), job.kind, columns)
+            return dense_rows(z_CW, self._teacher(job.teacher, index, part, kept_C), job.kind, columns, self.everyone)
         ids, logprobs = self._known(job.teacher, index, part)
-        return topk_rows(z_CW, ids, logprobs, job.teacher.tail, job.kind, columns)
+        return topk_rows(z_CW, ids, logprobs, job.teacher.tail, job.kind, columns, self.everyone)
 
     def backward(
         self,
@@ -142,15 +159,19 @@ class TorchPair:
         inside, outside = (None, factor_C) if plan.backward_gemm == "narrow" else (factor_C, None)
         if isinstance(job.teacher, Teacher):
             teacher_CW, normalised = self._teacher(job.teacher, index, part, kept_C), rows is None
-            rows = rows or dense_rows(z_CW, teacher_CW, kind, plan.columns)
+            rows = rows or dense_rows(z_CW, teacher_CW, kind, plan.columns, self.everyone)
             dense_gradient_(z_CW, teacher_CW, rows, kind, inside, plan.columns, cap=cap, normalised=normalised)
         else:
             ids, logprobs = self._known(job.teacher, index, part)
-            rows = rows or topk_rows(z_CW, ids, logprobs, job.teacher.tail, kind, plan.columns)
-            topk_gradient_(z_CW, ids, logprobs, rows, job.teacher.tail, kind, inside, plan.columns, cap=cap)
+            tail = job.teacher.tail
+            rows = rows or topk_rows(z_CW, ids, logprobs, tail, kind, plan.columns, self.everyone)
+            topk_gradient_(z_CW, ids, logprobs, rows, tail, kind, inside, plan.columns, cap=cap, everyone=self.everyone)
         z_CV = z_CW[:, : self.V]
         if kept_C is not None:
             z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities and NaN of a row that does not count, times 0
+        if job.ranks is not None:
+            add_products(self.matmul, z_CV, outside, x_CD, into, job.ranks, part, begun=part.start > 0)
+            return rows.value
         if into.bias_V is not None:
             into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
         if into.input_ND is None and into.weight_VD is None:
@@ -194,6 +215,9 @@ class TorchPair:
         ids, logprobs = teacher.ids_NK[rows], teacher.logprobs_NK[rows]
         there = logprobs > -torch.inf
         logprobs = logprobs.masked_fill((ids < 0) & there, torch.nan)
+        if self.job.ranks is not None:
+            own, here = self.job.ranks.here(ids)
+            return own.where(there & here, self.V), logprobs
         return ids.where(there & (ids >= 0) & (ids < self.V), self.V), logprobs
 
 
@@ -221,8 +245,11 @@ def _plans(
     gradient: Literal["forward", "recompute"],
 ) -> tuple[HeadPlan, HeadPlan]:
     V, D = job.weight_VD.shape
+    if job.ranks is not None:
+        V, options = job.ranks.shard.most_rows, plain_options(options)
     if isinstance(job.teacher, Teacher):
         teacher_V, teacher_D = job.teacher.weight_VD.shape
+        teacher_V = teacher_V if job.ranks is None else V
         teacher_dtype = job.teacher.dtype
     else:
         teacher_D, teacher_V, teacher_dtype = 0, job.teacher.ids_NK.shape[1], job.dtype
@@ -291,7 +318,7 @@ def backward_chunks(
         upstream_N = upstream_N.where(job.mask_N, 0)
     active_N = upstream_N != 0
     kept = index = None
-    if drops_rows(job.input.device):
+    if job.drops_rows:
         index = positions(active_N)
     else:
         kept = active_N
@@ -311,7 +338,7 @@ def backward_chunks(
 def _counted_rows(job: DivergenceJob) -> tuple[Tensor | None, Tensor | None]:
     """Return which of all tokens are not masked, or the positions of these: whichever way rows are left out here."""
     job.check_ids()
-    if job.mask_N is not None and drops_rows(job.input.device):
+    if job.mask_N is not None and job.drops_rows:
         return None, positions(job.mask_N)
     return job.mask_N, None
 

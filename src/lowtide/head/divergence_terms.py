@@ -5,7 +5,7 @@ top k. s and t are the student's and the teacher's probabilities, a and b their 
 0, whatever the other side says. What overwrites the logits it is given says so.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,32 @@ class RowNumbers(NamedTuple):
     pivot: Tensor  # what the gradient measures each class against, see `dense_gradient_`
 
 
-def dense_rows(z_CV: Tensor, teacher_CV: Tensor, kind: Kind, columns: int) -> RowNumbers:
+class Everyone(Protocol):
+    """Those who hold the classes: what each finds in its own, as numbers [..., C], put together."""
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """Return the sum of everyone's."""
+
+    def logsumexp_of(self, x: Tensor) -> Tensor:
+        """Return the logarithm of the sum of everyone's exponentials."""
+
+    def highest_of(self, x: Tensor) -> Tensor:
+        """Return the highest of everyone's."""
+
+
+class _Alone:
+    """One holds them all."""
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        return x
+
+    logsumexp_of = highest_of = sum_of
+
+
+ALONE = _Alone()
+
+
+def dense_rows(z_CV: Tensor, teacher_CV: Tensor, kind: Kind, columns: int, everyone: Everyone = ALONE) -> RowNumbers:
     """Return the divergence of each row. With m = beta t + (1 - beta) s:
 
         forward_kl  sum t (b - a)              reverse_kl  sum s (a - b)
@@ -41,7 +66,7 @@ def dense_rows(z_CV: Tensor, teacher_CV: Tensor, kind: Kind, columns: int) -> Ro
 
     The logits become log-probabilities, a and b.
     """
-    lse, teacher_lse = row_sums(z_CV, columns).lse, row_sums(teacher_CV, columns).lse
+    lse, teacher_lse = everyone.logsumexp_of(torch.stack((_lse(z_CV, columns), _lse(teacher_CV, columns))))
     value, pivot, mass = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
     for part in column_blocks(z_CV.shape[1], columns):
         a, b = z_CV[:, part].sub_(lse[:, None]), teacher_CV[:, part].sub_(teacher_lse[:, None])
@@ -63,7 +88,16 @@ def dense_rows(z_CV: Tensor, teacher_CV: Tensor, kind: Kind, columns: int) -> Ro
             difference = s - t
             pivot += s.mul_(difference.sign()).sum(1)
             value += difference.abs_().sum(1) / 2
+    value, pivot, mass = everyone.sum_of(torch.stack((value, pivot, mass)))
     return RowNumbers(value.clamp(min=0), lse, teacher_lse, pivot if kind.name == "forward_kl" else pivot / mass)
+
+
+def _lse(z_CV: Tensor, columns: int) -> Tensor:
+    """Return each row's logsumexp, -inf where there is nothing to sum."""
+    if not z_CV.shape[1]:
+        return z_CV.new_full((z_CV.shape[0],), -torch.inf)
+    sums = row_sums(z_CV, columns)
+    return sums.lse.masked_fill(sums.top == -torch.inf, -torch.inf)
 
 
 def dense_gradient_(
@@ -109,7 +143,9 @@ def dense_gradient_(
             a.mul_(factor_C[:, None])
 
 
-def topk_rows(z_CE: Tensor, ids_CK: Tensor, b_CK: Tensor, tail: str, kind: Kind, columns: int) -> RowNumbers:
+def topk_rows(
+    z_CE: Tensor, ids_CK: Tensor, b_CK: Tensor, tail: str, kind: Kind, columns: int, everyone: Everyone = ALONE
+) -> RowNumbers:
     """Return the divergence of each row from a teacher of which K classes are known.
 
     Both sides are cut down to the same outcomes: the K classes as they are (``tail`` "drop"), these made to sum to 1
@@ -123,18 +159,19 @@ def topk_rows(z_CE: Tensor, ids_CK: Tensor, b_CK: Tensor, tail: str, kind: Kind,
         tail: As above.
         kind: Which divergence.
         columns: Width of the blocks.
+        everyone: Those who hold the classes; the student's here, and with them V, are one's own.
     """
     z_CE[:, -1] = -torch.inf
-    chosen = z_CE.gather(1, ids_CK)
+    own = z_CE.gather(1, ids_CK)
+    chosen = everyone.highest_of(own)
     of_chosen = chosen.logsumexp(1)
     rest = torch.full_like(of_chosen, -torch.inf)
     if tail == "renormalise":
         lse = of_chosen
     else:
         z_CE.scatter_(1, ids_CK, -torch.inf)
-        sums = row_sums(z_CE[:, :-1], columns)
-        z_CE.scatter_(1, ids_CK, chosen)
-        rest = sums.lse.masked_fill(sums.top == -torch.inf, -torch.inf)
+        rest = everyone.logsumexp_of(_lse(z_CE[:, :-1], columns))
+        z_CE.scatter_(1, ids_CK, own)
         lse = torch.logaddexp(rest, of_chosen)
     rows = RowNumbers(torch.zeros_like(lse), lse, rest, torch.zeros_like(lse))
     a, b = _outcomes(chosen, b_CK, rows, tail)
@@ -153,6 +190,7 @@ def topk_gradient_(
     columns: int,
     *,
     cap: Tensor | float | None = None,
+    everyone: Everyone = ALONE,
 ) -> None:
     """Turn the student's logits, in place, into the gradient of ``sum(factor * value)`` with respect to them.
 
@@ -161,7 +199,7 @@ def topk_gradient_(
     """
     K = ids_CK.shape[1]
     z_CE[:, -1] = -torch.inf
-    chosen = z_CE.gather(1, ids_CK)
+    chosen = everyone.highest_of(z_CE.gather(1, ids_CK))
     a, b = _outcomes(chosen, b_CK, rows, tail)
     _, c = _few_outcomes(a, b, kind, normalised=tail != "drop")
     q = c - a.exp() * c.sum(1, keepdim=True)

@@ -201,25 +201,17 @@ class ExpHead:
         Returns:
             bool: Whether the weight's gradient holds something to be added to.
         """
-        V = self.weight_VD.shape[0]
-        smoothing = self.terms.smoothing
         if into.weight_VD is not None and not self.plan.chunks:
             into.weight_VD.zero_()
-        if not smoothing or not self.plan.chunks:
+        if not self.terms.smoothing or not self.plan.chunks:
             return False
-        q = self.terms.class_weight_V
-        m = 1.0 if self.terms.scale is None else self.terms.scale
-        if into.bias_V is not None:
-            shift = factor_N.where(self.y_N >= 0, 0).sum() * (-smoothing / V) * m
-            into.bias_V += shift if q is None else shift * q
-        if into.weight_VD is None:
-            return False
+        factor_N = factor_N.where(self.y_N >= 0, 0)  # where nothing is kept the others are 0 / 0
         mean_D = torch.zeros(self.weight_VD.shape[1], dtype=torch.float32, device=factor_N.device)
-        for part in self.plan.slices():
-            factor_C = factor_N[part].where(self.y_N[part] >= 0, 0)  # where nothing is kept the others are 0 / 0
-            self.thin.add_column_sums(self._input(part), factor_C, mean_D)
-        _outer(q, mean_D * (-smoothing / V) * m, into.weight_VD, self.job.dtype)
-        return True
+        if into.weight_VD is not None:
+            for part in self.plan.slices():
+                self.thin.add_column_sums(self._input(part), factor_N[part], mean_D)
+        put_even_part(self.terms, self.weight_VD.shape[0], factor_N.sum(), mean_D, into, self.job.dtype)
+        return into.weight_VD is not None
 
     def _uniform_bias(self) -> Tensor:
         bias, q = self.job.bias_V, self.job.terms.class_weight
@@ -274,6 +266,25 @@ class _Rebuild:
     def finish(self, product_CD: Tensor, out_CD: Tensor) -> None:
         whole = slice(0, len(product_CD))
         self.head._finish_input_grad(product_CD, out_CD, self.y_C, self.factor_N[self.part], self.reports, whole)
+
+
+def put_even_part(terms: Any, V: int, factor: Tensor, mean_D: Tensor, into: Gradients, dtype: torch.dtype) -> None:
+    """Begin the gradients with what label smoothing takes from every class alike: m (a / V) q times sums over rows.
+
+    Args:
+        terms: The loss, a `RowTerms`.
+        V: Classes by which its smoothing is divided.
+        factor: The sum of the rows' factors.
+        mean_D: The sum of the hidden states times these, where the weight gets a gradient.
+        into: Takes the gradients; what ``weight_VD`` holds is overwritten.
+        dtype: Of the operands.
+    """
+    q = terms.class_weight_V
+    share = -terms.smoothing / V * (1.0 if terms.scale is None else terms.scale)
+    if into.bias_V is not None:
+        into.bias_V += factor * share if q is None else factor * share * q
+    if into.weight_VD is not None:
+        _outer(q, mean_D * share, into.weight_VD, dtype)
 
 
 def _pieces(x: Tensor, dtype: torch.dtype) -> list[Tensor]:

@@ -48,7 +48,11 @@ class RowSums:
 
     def logprobs(self, z_CV: Tensor, y_CK: Tensor) -> Tensor:
         """Return the log-probabilities [C, K] of classes ``y_CK``."""
-        return z_CV.gather(1, y_CK).sub_(self.top[:, None]).sub_(torch.log1p(self.rest)[:, None])
+        return self.logprobs_of(z_CV.gather(1, y_CK))
+
+    def logprobs_of(self, z_CK: Tensor) -> Tensor:
+        """Return the log-probabilities of logits [C, K] of these rows, in their memory."""
+        return z_CK.sub_(self.top[:, None]).sub_(torch.log1p(self.rest)[:, None])
 
 
 def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = False) -> RowSums:
@@ -128,7 +132,14 @@ class Known:
 
 
 def stats_gradient_(
-    z_CV: Tensor, known: Known, upstream: Upstream, logit_scale: Tensor | None, softcap: float | None, columns: int
+    z_CV: Tensor,
+    known: Known,
+    upstream: Upstream,
+    logit_scale: Tensor | None,
+    softcap: float | None,
+    columns: int,
+    *,
+    classes: int | None = None,
 ) -> None:
     """Turn logits, in place, into the gradient of the upstream-weighted sum with respect to ``x @ w.T + bias``.
 
@@ -138,9 +149,9 @@ def stats_gradient_(
         scale f_v (sum_k g_k ([v = y_k] - p_v) - h p_v (log p_v + H) + l p_v + m / V)
 
     The entries of the targets and of the highest class are built from their log-probabilities, in which nothing has
-    cancelled, and 1 - p = -expm1(log p).
+    cancelled, and 1 - p = -expm1(log p). V is ``classes``, where the logits are of some of them.
     """
-    V = z_CV.shape[1]
+    V = classes or z_CV.shape[1]
     if logit_scale is not None:
         upstream = upstream.times(logit_scale.expand_as(known.lse))
     g, h, m = upstream.logprob, upstream.entropy, upstream.mean_logit
@@ -155,7 +166,7 @@ def stats_gradient_(
     if softcap is not None:
         at_ids *= 1 - (z_CV.gather(1, known.ids) / softcap).square_()
     a = (a if of_targets is None else a - of_targets)[:, None]
-    for part in column_blocks(V, columns):
+    for part in column_blocks(z_CV.shape[1], columns):
         z = z_CV[:, part]
         slope = None if softcap is None else (z / softcap).square_().neg_().add_(1)
         z.sub_(known.lse[:, None])

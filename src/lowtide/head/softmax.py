@@ -22,11 +22,20 @@ class LossTerms:
     label_smoothing: float
     z_loss: float
 
+    def classes(self, V: int) -> int:
+        """Return the number of classes, where ``V`` of them are here."""
+        return V
+
+    def weight_of(self, y_C: Tensor) -> Tensor:
+        """Return the class weights of the targets, where there are any."""
+        assert self.class_weight is not None
+        return self.class_weight[y_C]
+
     def target_share(self, y_C: Tensor) -> Tensor | float:
         """Return ``(1 - a) q_y``, the weight of the target's own log-probability."""
         if self.class_weight is None:
             return 1 - self.label_smoothing
-        return (1 - self.label_smoothing) * self.class_weight[y_C]
+        return (1 - self.label_smoothing) * self.weight_of(y_C)
 
     def total_class_weight(self, V: int) -> Tensor | float:
         """Return Q."""
@@ -71,15 +80,35 @@ def row_stats(z_CV: Tensor, y_C: Tensor, columns: int) -> Tensor:
     return torch.stack((highest + total.log(), others / total))
 
 
+def lse_of_others(z_CV: Tensor, y_C: Tensor, columns: int) -> Tensor:
+    """Return the logsumexp of each row's classes but the target [C]; -inf where there is none, or none but -inf."""
+    t = z_CV.gather(1, y_C[:, None])
+    z_CV.scatter_(1, y_C[:, None], -torch.inf)
+    highest = z_CV.amax(1)
+    highest = highest.where(highest != -torch.inf, 0)
+    others = torch.zeros_like(highest)
+    for part in column_blocks(z_CV.shape[1], columns):
+        others += (z_CV[:, part] - highest[:, None]).exp_().sum(1)
+    z_CV.scatter_(1, y_C[:, None], t)
+    return highest + others.log()
+
+
 def loss_rows(z_CV: Tensor, stats_2C: Tensor, y_C: Tensor, terms: LossTerms) -> Tensor:
     """Return the loss of each row [C]: see `LossTerms`."""
-    V = z_CV.shape[1]
     lse, miss = stats_2C
     nll = torch.where(miss < 0.5, -torch.log1p(-miss), lse - z_CV.gather(1, y_C[:, None])[:, 0])
-    loss = terms.target_share(y_C) * nll
+    weighted_sum = None
     if terms.label_smoothing:
         weighted_sum = z_CV.sum(1) if terms.class_weight is None else z_CV @ terms.class_weight
-        loss += (terms.label_smoothing / V) * (terms.total_class_weight(V) * lse - weighted_sum)
+    return loss_from(nll, lse, weighted_sum, y_C, terms, z_CV.shape[1])
+
+
+def loss_from(nll: Tensor, lse: Tensor, weighted_sum: Tensor | None, y_C: Tensor, terms: LossTerms, V: int) -> Tensor:
+    """Return the loss of each row [C] from ``lse - z_y``, the logsumexp, and with smoothing ``sum_v q_v z_v``."""
+    loss = terms.target_share(y_C) * nll
+    if weighted_sum is not None:
+        each = terms.label_smoothing / terms.classes(V)
+        loss = loss + each * (terms.total_class_weight(V) * lse - weighted_sum)
     if terms.z_loss:
         loss += terms.z_loss * lse.square()
     return loss
@@ -105,11 +134,12 @@ def loss_gradient_(
     lse_C, miss_C = stats_2C
     scaled = factor_C if logit_scale is None else factor_C * logit_scale
     share = terms.target_share(y_C) * scaled
-    rest = (terms.label_smoothing / V * terms.total_class_weight(V) + 2 * terms.z_loss * lse_C) * scaled
-    uniform = terms.label_smoothing / V * scaled
+    each = terms.label_smoothing / terms.classes(V)
+    rest = (each * terms.total_class_weight(V) + 2 * terms.z_loss * lse_C) * scaled
+    uniform = each * scaled
     at_target = rest * (1 - miss_C) - share * miss_C
     if terms.label_smoothing:
-        at_target -= uniform if terms.class_weight is None else uniform * terms.class_weight[y_C]
+        at_target -= uniform if terms.class_weight is None else uniform * terms.weight_of(y_C)
     if softcap is not None:
         at_target *= 1 - (z_CV.gather(1, y_C[:, None])[:, 0] / softcap).square_()
     k = (share + rest)[:, None]

@@ -23,6 +23,8 @@ from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.scaling import scaled_rows
 from lowtide.head.token_stats_rows import OF_TARGETS
+from lowtide.head.vocab_parallel import VocabShard, ranks_of
+from lowtide.head.vocab_token_stats import ShardedStats
 
 
 class TopK(NamedTuple):
@@ -68,6 +70,7 @@ def linear_logprobs(
     logit_scale: float | Tensor = 1.0,
     ignore_index: int = -100,
     options: HeadOptions | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> Tensor:
     """Return the log-probability of each token's target, differentiable, without the logits in memory.
 
@@ -87,6 +90,8 @@ def linear_logprobs(
         ignore_index: Targets of this value have log-probability 0 and contribute nothing, whatever the hidden state.
         options: Memory and implementation: see `HeadOptions`. With one target a token all backends of
             `linear_cross_entropy` run here; with [..., K] ``"torch"``, and ``"exp"`` for K up to 64.
+        vocab_shard: Where the vocabulary is sharded over ranks: as in `linear_cross_entropy`, and so are DTensors. The
+            result is that of all tokens, the same on every rank.
 
     Returns:
         Tensor: Of the target's shape, float32, for float64 inputs float64; exactly 0 at ignored targets.
@@ -110,7 +115,7 @@ def linear_logprobs(
     check_target(input, target, several=True)
     names = frozenset({"logprob"})
     stats = _token_stats(
-        input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, 0, options
+        input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, 0, options, vocab_shard
     )
     assert stats.logprob is not None
     return stats.logprob
@@ -128,6 +133,7 @@ def linear_token_stats(
     ignore_index: int = -100,
     topk: int | None = None,
     options: HeadOptions | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> TokenStats:
     """Return statistics of each token's logits, all from one pass over them, without the logits in memory.
 
@@ -156,6 +162,7 @@ def linear_token_stats(
         options: Memory and implementation: see `HeadOptions`. Where nothing but ``logprob`` is wanted, with one target
             a token, all backends of `linear_cross_entropy` run here; else ``"torch"``, and ``"exp"`` for K and
             ``topk`` up to 64.
+        vocab_shard: As in `linear_logprobs`.
 
     Returns:
         TokenStats: The wanted fields, None for the others.
@@ -182,7 +189,7 @@ def linear_token_stats(
     names = _check_want(want)
     if topk is not None:
         names |= {"topk"}
-        V = linear_weight.shape[0]
+        V = linear_weight.shape[0] if vocab_shard is None else vocab_shard.vocab
         topk = check_index("topk", topk)
         if not 1 <= topk <= V:
             raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))
@@ -195,8 +202,9 @@ def linear_token_stats(
         hint = "Pass the targets, or a want without these."
         raise ArgumentValueError(message("target", f"class indices, as want names {needed}", "None", hint))
     return _token_stats(
-        input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, topk or 0, options
-    )
+        input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, topk or 0, options,
+        vocab_shard,
+    )  # fmt: skip
 
 
 def _token_stats(
@@ -210,13 +218,15 @@ def _token_stats(
     ignore_index: int,
     topk: int,
     options: HeadOptions | None,
+    vocab_shard: VocabShard | None,
 ) -> TokenStats:
     """Compute fields ``names``, the other arguments checked but for numbers and options."""
     leading = input.shape[:-1]
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
     alone = names == {"logprob"} and target is not None and target.dim() == len(leading)
     options = _check_options(options, forward=alone and frozen)
-    if linear_weight.shape[0] == 0:
+    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard)
+    if (linear_weight.shape[0] if ranks is None else ranks.shard.vocab) == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     if alone and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
@@ -230,17 +240,22 @@ def _token_stats(
             softcap=softcap,
             logit_scale=logit_scale,
             options=options,
+            vocab_shard=vocab_shard,
         )
         return TokenStats(logprob=0 - loss)
     dtype = check_head(input, linear_weight, linear_bias)
-    if options.backend != "auto":
+    if options.backend != "auto" and ranks is None:
         K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
         V, D = linear_weight.shape
         choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk=topk)
     scale = logit_scale_tensor(logit_scale)
+    if ranks is not None:
+        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
+        target, scale = ranks.whole(target), ranks.whole(scale)
     if scale is not None and scale.requires_grad:  # as a factor of input and bias, where autograd finds its gradient
-        input = scaled_rows(input, scale)
-        linear_bias = None if linear_bias is None else linear_bias * scale
+        of_input, of_bias = (scale, scale) if ranks is None else ranks.factors(scale)
+        input = scaled_rows(input, of_input)
+        linear_bias = None if linear_bias is None else linear_bias * of_bias
         scale = None
     N = math.prod(leading)
     found = token_stats_autograd.run(
@@ -260,8 +275,11 @@ def _token_stats(
             workspace_mib=options.workspace_mib,
             accumulate=options.accumulate,
             backend=options.backend,
-        )
+        ),
+        None if ranks is None else ShardedStats(ranks),
     )
+    if ranks is not None:
+        found = type(found)(*map(ranks.result, found))
     fields: dict[str, Any] = {name: getattr(found, name).view(leading) for name in names - {*OF_TARGETS, "topk"}}
     if target is not None:
         fields |= {name: getattr(found, name).view(target.shape) for name in names & {*OF_TARGETS}}

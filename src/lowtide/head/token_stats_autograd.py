@@ -5,7 +5,7 @@ the logits once more for the gradients. Both begin with the fields of `StatsCall
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,24 @@ from lowtide.head.registration import (
     wanted_gradients,
     watched,
 )
+from lowtide.head.schedules import Gradients
 from lowtide.head.token_stats_rows import StatsJob, backward_chunks, forward_chunks
+
+
+class Engine(Protocol):
+    """What stands in the place of the two functions of `token_stats_rows`, where a rank holds a part of the classes."""
+
+    @property
+    def classes(self) -> int:
+        """Return V."""
+
+    def forward_chunks(self, job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
+        """As there."""
+
+    def backward_chunks(
+        self, job: StatsJob, options: HeadOptions, known: Known, upstream: Upstream, wanted: tuple[bool, bool, bool]
+    ) -> Gradients:
+        """As there."""
 
 
 class StatsCall(NamedTuple):
@@ -61,8 +78,8 @@ class StatsCall(NamedTuple):
             workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend, gradient="recompute"
         )
 
-    def job(self) -> StatsJob:
-        """Return the same, flattened, for the loop over chunks."""
+    def job(self, classes: int | None = None) -> StatsJob:
+        """Return the same, flattened, for the loop over chunks; ``classes``: V, where the weight holds a part."""
         return StatsJob(
             input=self.input,
             weight_VD=self.linear_weight,
@@ -75,6 +92,7 @@ class StatsCall(NamedTuple):
             ignore_index=self.ignore_index,
             dtype=self.dtype,
             wide=self.wide,
+            classes=classes or self.linear_weight.shape[0],
         )
 
 
@@ -146,22 +164,29 @@ def _split(args: Sequence[Any]) -> tuple[StatsCall, tuple[bool, bool, bool], lis
     return StatsCall(*args[:start]), (flags[0], flags[1], flags[2]), rest[:4], rest[4:]
 
 
-def _found(call: StatsCall) -> Found:
+def _found(call: StatsCall, engine: Engine | None = None) -> Found:
     with torch.no_grad(), undisturbed(call.input.device):
-        found = forward_chunks(call.job(), call.options())
+        if engine is None:
+            found = forward_chunks(call.job(), call.options())
+        else:
+            found = engine.forward_chunks(call.job(engine.classes), call.options())
     unwanted = [name for name in Found._fields if name not in found]
     empty = {name: call.input.new_empty(0, dtype=_INTEGER.get(name, call.wide)) for name in unwanted}
     return Found(**found, **empty)
 
 
 def _gradients(
-    call: StatsCall, wanted: tuple[bool, bool, bool], upstream: Sequence[Tensor | None], known: Sequence[Tensor]
+    call: StatsCall,
+    wanted: tuple[bool, bool, bool],
+    upstream: Sequence[Tensor | None],
+    known: Sequence[Tensor],
+    engine: Engine | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     logprob, entropy, lse, argmax, top_logprob = known
     with torch.no_grad(), undisturbed(call.input.device):
-        job = call.job()
+        job = call.job(None if engine is None else engine.classes)
         usable = job.kept_NK & job.is_class_NK
-        into = backward_chunks(
+        into = (backward_chunks if engine is None else engine.backward_chunks)(
             job,
             call.options(),
             Known(
@@ -176,15 +201,22 @@ def _gradients(
     return found_gradients(into, call.input, call.linear_weight, call.wide)
 
 
-def run(call: StatsCall) -> Found:
-    """Return what is wanted of each token, connected to whichever tensors of ``call`` need a gradient."""
+def run(call: StatsCall, engine: Engine | None = None) -> Found:
+    """Return what is wanted of each token, connected to whichever tensors of ``call`` need a gradient.
+
+    Args:
+        call: What was asked, validated.
+        engine: What computes; None: the operators.
+    """
     trained = any(t is not None and t.requires_grad for t in (call.input, call.linear_weight, call.linear_bias))
     if torch.is_grad_enabled() and trained and not call.wanted.isdisjoint(DIFFERENTIABLE):
-        return Found(*_TokenStats.apply(*call))  # type: ignore[no-untyped-call]
-    return _run(call)
+        return Found(*_TokenStats.apply(engine, *call))  # type: ignore[no-untyped-call]
+    return _run(call, engine)
 
 
-def _run(call: StatsCall) -> Found:
+def _run(call: StatsCall, engine: Engine | None) -> Found:
+    if engine is not None:
+        return _found(call, engine)
     return Found(*token_stats(*call)) if watched(call) else _found(call)
 
 
@@ -192,9 +224,10 @@ class _TokenStats(torch.autograd.Function):
     """Forward stores the inputs and a few numbers a token; backward builds the logits once more."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Found:
+    def forward(ctx: Any, engine: Engine | None, *args: Any) -> Found:
         call = StatsCall(*args)
-        found = _run(call)
+        ctx.engine = engine
+        found = _run(call, engine)
         kept = (found.logprob, found.entropy, found.lse, found.argmax, found.top_logprob)
         # copies: the caller may write to what it was given
         ctx.save_for_backward(*(call[i] for i in _TENSORS), *(x.clone() for x in kept))
@@ -211,15 +244,18 @@ class _TokenStats(torch.autograd.Function):
         for i, tensor in zip(_TENSORS, tensors, strict=False):
             fields[i] = tensor
         call = StatsCall(*fields)
-        wanted = tuple(ctx.needs_input_grad[i] for i in _TRAINED)
+        wanted = tuple(ctx.needs_input_grad[1 + i] for i in _TRAINED)
         given = [x if name in call.wanted else None for name, x in zip(Found._fields, upstream, strict=True)][
             : len(DIFFERENTIABLE)
         ]
         if all(x is None for x in given):
-            return (None,) * len(StatsCall._fields)
+            return (None,) * (1 + len(StatsCall._fields))
         args = (*call, *wanted, *given, *tensors[len(_TENSORS) :])
         with torch.no_grad():
-            found = token_stats_backward(*args) if watched(args) else _gradients(*_split(args))
+            if ctx.engine is None and watched(args):
+                found = token_stats_backward(*args)
+            else:
+                found = _gradients(*_split(args), ctx.engine)
         grads = wanted_gradients(found, wanted, call.linear_bias)
         sources = (call.input, call.linear_weight, call.linear_bias, *given)
-        return tuple(in_places(grads, _TRAINED, len(StatsCall._fields), sources))
+        return None, *in_places(grads, _TRAINED, len(StatsCall._fields), sources)

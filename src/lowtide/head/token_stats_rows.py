@@ -49,6 +49,7 @@ class StatsJob:
     ignore_index: int
     dtype: torch.dtype  # the GEMMs' operands
     wide: torch.dtype  # logits, and what comes of them
+    classes: int  # V, of which the weight may hold a part
 
     @cached_property
     def kept_NK(self) -> Tensor:
@@ -58,13 +59,13 @@ class StatsJob:
     @cached_property
     def is_class_NK(self) -> Tensor:
         """Return which targets are classes."""
-        return (self.target_NK >= 0) & (self.target_NK < self.weight_VD.shape[0])
+        return (self.target_NK >= 0) & (self.target_NK < self.classes)
 
     def check_targets(self) -> None:
         """Raise on the CPU where a target is no class; elsewhere it becomes NaN, for a check would wait."""
         if drops_rows(self.input.device):
             wrong = (self.kept_NK & ~self.is_class_NK).view(-1)
-            check_classes(self.target_NK.view(-1), wrong, self.weight_VD.shape[0], self.ignore_index)
+            check_classes(self.target_NK.view(-1), wrong, self.classes, self.ignore_index)
 
 
 @dataclass(kw_only=True)
@@ -202,7 +203,7 @@ def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
     if plan.backend == "exp":
         from lowtide.head.token_stats_exp import ExpStats
 
-        return _of_targets(job, y_NK, ExpStats(job, plan).forward())
+        return of_targets(job, y_NK, ExpStats(job, plan).forward())
     chunks = TorchChunks(job, plan)
     for part in plan.slices() if plan.chunks else (slice(0, 0),):
         rows = part if index is None else index[part]
@@ -212,10 +213,10 @@ def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
                 if name not in found:
                     found[name] = value.new_zeros(N, *value.shape[1:])
                 found[name][rows] = value
-    return _of_targets(job, y_NK, found) if "logprob" in found else found
+    return of_targets(job, y_NK, found) if "logprob" in found else found
 
 
-def _of_targets(job: StatsJob, y_NK: Tensor, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def of_targets(job: StatsJob, y_NK: Tensor, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what was found, log-probabilities 0 where ignored and NaN where the target is no class."""
     is_top1 = (found["argmax"][:, None] == y_NK) & job.kept_NK & job.is_class_NK
     logprob = found["logprob"].where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
@@ -226,9 +227,7 @@ def backward_chunks(
     job: StatsJob, options: HeadOptions, known: Known, upstream: Upstream, wanted: tuple[bool, bool, bool]
 ) -> Gradients:
     """Return the wanted gradients of input, weight and bias, from all rows to which something flows back."""
-    if upstream.logprob is not None:
-        g = upstream.logprob.where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
-        upstream = Upstream(**{**vars(upstream), "logprob": g})
+    upstream = upstream_of_kept(job, upstream)
     plan = plan_stats(job, known.lse.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
     if plan.backend == "exp":
         from lowtide.head.token_stats_exp import ExpStats
@@ -242,7 +241,7 @@ def backward_chunks(
         index = positions(active_N)
         known, upstream = (known, upstream) if index is None else (known.part(index), upstream.part(index))
     else:
-        kept, known = active_N, _silenced(known, active_N)
+        kept, known = active_N, silenced(known, active_N)
     plan = plan_stats(job, known.lse.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
     into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=index is not None)
     chunks = TorchChunks(job, plan)
@@ -254,7 +253,15 @@ def backward_chunks(
     return into
 
 
-def _silenced(known: Known, active_N: Tensor) -> Known:
+def upstream_of_kept(job: StatsJob, upstream: Upstream) -> Upstream:
+    """Return the same, a log-probability's 0 where its target is ignored and NaN where it is no class."""
+    if upstream.logprob is None:
+        return upstream
+    g = upstream.logprob.where(job.is_class_NK, torch.nan).where(job.kept_NK, 0)
+    return Upstream(**{**vars(upstream), "logprob": g})
+
+
+def silenced(known: Known, active_N: Tensor) -> Known:
     """Return what is known of the rows, and of inactive ones numbers with which nothing but 0 can come out."""
     return Known(
         lse=known.lse.where(active_N, NO_ROW),

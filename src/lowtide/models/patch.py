@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.distributed.fsdp import Gathered
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
@@ -43,6 +44,7 @@ class _Patch:
         self.options = options
         self.head: nn.Module | None = None
         self.why_not: str | None = None
+        self.gathered: Gathered | None = None  # between the head's lazy logits and the loss
 
 
 # The patch of the model whose forward is running with labels; each thread sees its own.
@@ -224,6 +226,9 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _awaiting_loss.reset(token)
+        if state.gathered is not None:  # there was no loss
+            state.gathered.let_go()
+            state.gathered = None
 
 
 def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
@@ -260,15 +265,20 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     """Return what a patched output embedding does differently from ``base``."""
 
     def forward(self: nn.Linear, input: Any) -> Any:
-        if type(input) is InsideHead:
-            return input.work(self, functools.partial(base.forward, self))
         state = None if is_under_compile() else _awaiting_loss.get()
+        if type(input) is InsideHead:
+            if state is not None and state.head is self and state.gathered is not None:
+                state.gathered.release()
+                state.gathered = None
+            return input.work(self, functools.partial(base.forward, self))
         if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
             return base.forward(self, input)
         why_not = why_not_lazy(self, input)
         if why_not is not None:
             state.report.count_materialised(why_not)
             return base.forward(self, input)
+        if state.gathered is None:
+            state.gathered = Gathered(self)
         return LazyLogits.of(HeadCall(self, input, state.report, state.options))
 
     return {"forward": forward}

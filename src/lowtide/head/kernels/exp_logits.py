@@ -284,6 +284,7 @@ def shifted_exp_logits(
     scale: Tensor | None = None,
     softcap: float | None = None,
     e_CV: Tensor | None = None,
+    find_highest: tuple[bool, ...] = (True, False),
 ) -> None:
     """Do again, relative to their highest logit, the rows whose numbers stand in ``list_C[:count]``.
 
@@ -303,10 +304,12 @@ def shifted_exp_logits(
         scale: See there.
         softcap: See there.
         e_CV: See there.
+        find_highest: The passes: True to find the highest logits, False to build E and its sums relative to what
+            ``highest_C`` holds.
     """
     D = x_CD.shape[1]
     V = w_VD.shape[0]
-    for find_highest in (True, False):
+    for is_search in find_highest:
         _shifted_exp_logits[(programs,)](
             x_CD, w_VD, x_CD if e_CV is None else e_CV, list_C, count, highest_C, y_C, sum_CP,
             sum_CP if bias_V is None else bias_V,
@@ -314,7 +317,7 @@ def shifted_exp_logits(
             w_VD.stride(0), 0 if e_CV is None else e_CV.stride(0), sum_CP.stride(0), ROWS=min(64, config.rows),
             COLUMNS=config.columns, DEPTH=min(64, config.depth), PROGRAMS=programs, BIAS=bias_V is not None,
             SCALE=scale is not None, CAP=softcap is not None, STORE=e_CV is not None,
-            FIND_HIGHEST=find_highest, num_stages=3, num_warps=8,
+            FIND_HIGHEST=is_search, num_stages=3, num_warps=8,
         )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def _target_logits(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+def row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
     """((1 - a) q_y, a Q / V + 2 u lse, their sum k): what multiplies the target's share and the whole softmax.
 
     Where the two cancel, k is a small number in place of 0: the row's gradient is divided by it, and multiplied again.
@@ -135,7 +135,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         lse = t + miss
         if SHIFTED:
             lse = reference + tl.log(r + e)
-        own, spread, k = _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
+        own, spread, k = row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
         loss = tl.where(own == 0.0, 0.0, own * miss) + z_loss * lse * lse
         if SMOOTH:
             total = 1.0 * V
@@ -188,7 +188,7 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
     y = tl.where(kept, y, 0)
     lse = tl.load(lse_ptr + i)
     miss = tl.load(miss_ptr + i)
-    own, spread, k = _weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
+    own, spread, k = row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
     weight = tl.load(g_ptr + i) * k
     if SCALE:
         weight *= tl.load(scale_ptr)

@@ -1,0 +1,299 @@
+"""Cross entropy where each rank holds a part of the vocabulary: the loop over chunks, on this rank's part.
+
+Three GEMMs a chunk on V_r classes, as with the whole vocabulary, and between the first and the others one exchange of a
+few numbers a row: the logsumexp of this rank's classes but the target, the target's logit where it is here, with label
+smoothing the sum of all. From everybody's each rank has the row's whole logsumexp. The sum of the hidden states'
+gradient over the ranks runs while the weight's gradient is computed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head.backends import choose_backend
+from lowtide.head.exp_plan import plan_exp
+from lowtide.head.head_plan import HeadPlan, padded
+from lowtide.head.matmul import HeadMatmul
+from lowtide.head.operators import Call, Stored, Wanted
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
+from lowtide.head.registration import found_gradients, undisturbed
+from lowtide.head.schedules import (
+    CrossEntropyJob,
+    Gradients,
+    check_classes,
+    gradient_buffers,
+    remembered_plan,
+)
+from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
+from lowtide.head.stored import lacks_denominator, stored_gradients
+from lowtide.head.vocab_exp import ShardedExp
+from lowtide.head.vocab_parallel import Ranks, add_products, chunks_of, plain_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTerms(LossTerms):
+    """`LossTerms` of a chunk's rows, whose targets may be other ranks' classes."""
+
+    vocab: int
+    own_C: Tensor | None = None  # each row's class weight
+    total: Tensor | None = None  # of all class weights
+
+    def classes(self, V: int) -> int:  # noqa: ARG002
+        """Return the number of classes of all ranks."""
+        return self.vocab
+
+    def weight_of(self, y_C: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the class weights of the targets."""
+        assert self.own_C is not None
+        return self.own_C
+
+    def total_class_weight(self, V: int) -> Tensor | float:  # noqa: ARG002
+        """Return Q."""
+        return self.vocab if self.total is None else self.total
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """What is known of the tokens before any product, as [groups, length] each; and what "mean" divides by."""
+
+    y: Tensor  # row of this rank's weight; V_r where the class is another rank's
+    here: Tensor  # whether it is
+    kept: Tensor
+    unit: Tensor  # the token's weight; 0 if ignored, NaN if its target is no class
+    own: Tensor | None  # class weight
+    denominator: Tensor | None
+
+    def divided(self) -> Tensor:
+        """Return each row's factor: its weight over the denominator, and 0 for ignored rows even where that is 0."""
+        return self.unit if self.denominator is None else (self.unit / self.denominator).where(self.kept, 0)
+
+
+class ShardedHead:
+    """Stands in the place of `operators` in autograd's graph: the same calls, on this rank's part of the vocabulary."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def run(self, *args: Any) -> Stored:
+        """Compute the loss, the same on every rank, and the gradients that are wanted."""
+        *fields, keep_rows = args
+        call, wanted = Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
+        with torch.no_grad(), undisturbed(call.input.device):
+            job = call.job()
+            rows = _select(job, self.ranks)
+            plan = _plan(job, self.ranks, call.options(), wanted)
+            into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
+            factor = None
+            if any(wanted):
+                factor = rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
+            if plan.backend == "exp":
+                numbers = self._exp(job, rows, plan).run(rows.y, rows.kept, factor, into)
+            else:
+                numbers = _run_chunks(job, rows, plan, self.ranks, factor, into, None)
+            loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
+            loss = loss_N if call.reduction == "none" else loss_N.sum()
+            loss = loss if rows.denominator is None else loss / rows.denominator
+            gradients = stored_gradients(
+                into, call.input, call.linear_weight, job.wide, denominator=rows.denominator, input_factor_N=None
+            )
+            lse, miss = (numbers[i].reshape(-1) if keep_rows else loss.new_empty(0) for i in (1, 2))
+            return Stored(loss, *gradients, lse=lse, miss=miss)
+
+    def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients from the upstream one, a scalar or [N], and what forward kept of each row."""
+        *fields, upstream, lse, miss = args
+        call, wanted = Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
+        tokens = self.ranks.tokens
+        with torch.no_grad(), undisturbed(call.input.device):
+            job = call.job()
+            rows = _select(job, self.ranks)
+            plan = _plan(job, self.ranks, call.options("recompute"), wanted)
+            into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
+            given = upstream.to(job.wide)
+            factor = rows.divided() * (tokens.arranged(given, 0) if given.dim() else given)
+            factor = factor.where(rows.kept, 0)
+            known = torch.stack((lse, miss)).view(2, *rows.y.shape)
+            if plan.backend == "exp":
+                self._exp(job, rows, plan).rebuild(rows.y, rows.kept, factor, known[0], known[1], into)
+            else:
+                _run_chunks(job, rows, plan, self.ranks, factor, into, known)
+            return found_gradients(into, call.input, call.linear_weight, call.wide)
+
+    def _exp(self, job: CrossEntropyJob, rows: _Rows, plan: HeadPlan) -> ShardedExp:
+        return ShardedExp(job, plan, self.ranks, rows.own, _total_class_weight(job, self.ranks))
+
+
+def _select(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
+    """Look at the targets. All tokens are computed, on every device: how many chunks there are must not depend on them.
+
+    On the CPU a target that is no class is an error; elsewhere its token's loss and gradient are NaN.
+    """
+    tokens, V, y_N = ranks.tokens, ranks.shard.vocab, job.target_N
+    kept_N, is_class = y_N != job.ignore_index, (y_N >= 0) & (y_N < V)
+    if y_N.device.type == "cpu":
+        check_classes(y_N, kept_N & ~is_class, V, job.ignore_index)
+    local_N, here_N = ranks.here(y_N.where(is_class, 0))
+    unit_N = torch.ones_like(y_N, dtype=job.wide) if job.token_weight_N is None else job.token_weight_N
+    unit_N = unit_N.where(is_class, torch.nan).where(kept_N, 0)
+    own_N = None
+    if job.terms.class_weight is not None:
+        held = torch.cat((job.terms.class_weight, job.terms.class_weight.new_zeros(1)))
+        own_N = ranks.sum_of(held[local_N])
+    denominator = None
+    if job.reduction == "mean":
+        counted = kept_N.to(job.wide) if own_N is None else own_N.where(kept_N, 0)
+        denominator = counted.sum() if job.num_items is None else job.num_items
+    return _Rows(
+        y=tokens.arranged(local_N, ranks.shard.rows),
+        here=tokens.arranged(here_N, 0),
+        kept=tokens.arranged(kept_N, 0),
+        unit=tokens.arranged(unit_N, 0),
+        own=None if own_N is None else tokens.arranged(own_N, 0),
+        denominator=denominator,
+    )
+
+
+def _total_class_weight(job: CrossEntropyJob, ranks: Ranks) -> Tensor | None:
+    q = job.terms.class_weight
+    return None if q is None else ranks.sum_of(q.sum())
+
+
+def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Wanted) -> HeadPlan:
+    """Return a plan that is the same on every rank: made for the largest part, and wherever a rank's weight lies."""
+    D, frozen = job.weight_VD.shape[1], not (wanted.weight or wanted.bias)
+    both = job.softcap is not None and job.terms.label_smoothing != 0
+    device, most = job.input.device, ranks.shard.most_rows
+    backend, reason = "torch", ""
+    if options.backend != "row":
+        backend, reason = choose_backend(options, device, job.dtype, D, most, capped_and_smoothed=both)
+    if backend != "exp":
+        return plan_part(ranks, job.weight_VD, job.dtype, options, job.reduction, weight_frozen=frozen)
+    gradient = choose_gradient(options, job.reduction, weight_frozen=False)
+    tokens = ranks.tokens.groups * ranks.tokens.length
+    return plan_exp(
+        tokens, D, most, device, options, reason, gradient, job.weight_VD.dtype, frozen, input_is_copied=True
+    )
+
+
+def plan_part(
+    ranks: Ranks, weight_VD: Tensor, dtype: torch.dtype, options: HeadOptions, reduction: str, *, weight_frozen: bool
+) -> HeadPlan:
+    """Return the plan of a loop over chunks of logits [C, V_r + 1], the same on every rank."""
+    tokens = ranks.tokens
+    return remembered_plan(
+        tokens.groups * tokens.length,
+        weight_VD.shape[1],
+        ranks.shard.most_rows + 1,
+        dtype,
+        weight_VD.device,
+        plain_options(options),
+        weight_dtype=weight_VD.dtype,
+        reduction=reduction,
+        weight_frozen=weight_frozen,
+    )
+
+
+def chunk_buffer(ranks: Ranks, plan: HeadPlan, x: Tensor, rows: int, wide: torch.dtype) -> Tensor:
+    """Return memory for a chunk's logits of this rank's ``rows`` classes, and one column for those of others."""
+    groups = ranks.tokens.groups
+    count = groups * max(1, plan.chunk_rows // groups) if plan.chunks else 0
+    return x.new_empty(count, padded(rows + 1), dtype=wide)[:, : rows + 1]
+
+
+def _run_chunks(
+    job: CrossEntropyJob,
+    rows: _Rows,
+    plan: HeadPlan,
+    ranks: Ranks,
+    factor_GL: Tensor | None,
+    into: Gradients,
+    known_2GL: Tensor | None,
+) -> Tensor:
+    """Compute each row's loss, logsumexp and 1 - p of its target [3, groups, length], and with a factor the gradients.
+
+    Args:
+        job: The call, on this rank's weight.
+        rows: From `_select`.
+        plan: From `_plan`.
+        ranks: The others.
+        factor_GL: What each row's loss is multiplied with on its way to the gradients; None: no gradients.
+        into: Takes the gradients.
+        known_2GL: Logsumexps and 1 - p, where they are known; None: they are found, and the losses with them.
+    """
+    V, tokens = job.weight_VD.shape[0], ranks.tokens
+    matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
+    buffer = chunk_buffer(ranks, plan, job.input, V, job.wide)
+    found = rows.unit.new_zeros(3, *rows.unit.shape)
+    q, total = job.terms.class_weight, _total_class_weight(job, ranks)
+    q_E = None if q is None else torch.cat((q, q.new_zeros(1)))
+    begun = False
+    for part in chunks_of(ranks, plan):
+
+        def of_chunk(x_GL: Tensor, part: slice = part) -> Tensor:
+            return x_GL[:, part].reshape(-1)
+
+        y_C, kept_C = of_chunk(rows.y), of_chunk(rows.kept)
+        terms = ShardTerms(
+            class_weight=q_E, label_smoothing=job.terms.label_smoothing, z_loss=job.terms.z_loss,
+            vocab=ranks.shard.vocab, own_C=None if rows.own is None else of_chunk(rows.own), total=total,
+        )  # fmt: skip
+        x_CD = tokens.rows(job.input, part, job.dtype)
+        x_CD = x_CD.where(kept_C[:, None], 0)  # a NaN in an ignored row would reach the weight's gradient
+        z_CE = buffer[: len(y_C)]
+        matmul.logits(x_CD, z_CE[:, :V])
+        finish_logits_(z_CE[:, :V], job.bias_V, job.logit_scale, job.softcap, plan.columns)
+        z_CE[:, V] = -torch.inf
+        if known_2GL is None:
+            loss_C, stats_2C = _exchange(z_CE, y_C, of_chunk(rows.here), terms, ranks, plan.columns)
+            found[:, :, part] = torch.stack((loss_C, *stats_2C)).view(3, tokens.groups, -1)
+        else:
+            stats_2C = torch.stack([of_chunk(x) for x in known_2GL])
+        if factor_GL is not None:
+            _add_gradients(
+                job, plan, ranks, matmul, z_CE, stats_2C, y_C, of_chunk(factor_GL), terms, x_CD, into, part, begun
+            )
+        begun = True
+    return found
+
+
+def _exchange(
+    z_CE: Tensor, y_C: Tensor, here_C: Tensor, terms: ShardTerms, ranks: Ranks, columns: int
+) -> tuple[Tensor, Tensor]:
+    """Return each row's loss, and its logsumexp and 1 - p of its target [2, C], from what all ranks hold of it."""
+    t_C = z_CE.gather(1, y_C[:, None])[:, 0].where(here_C, 0)
+    pieces = [lse_of_others(z_CE, y_C, columns), t_C]
+    if terms.label_smoothing:
+        z_CV = z_CE[:, :-1]
+        q = terms.class_weight
+        pieces.append(z_CV.sum(1) if q is None else z_CV @ q[:-1])
+    told = ranks.gather(torch.stack(pieces))
+    others, t = told[:, 0].logsumexp(0), told[:, 1].sum(0)
+    gap, lse = others - t, torch.logaddexp(others, t)
+    nll = torch.logaddexp(gap, torch.zeros_like(gap))  # log(1 + exp(gap)), to its last digit where p is close to 1
+    loss = loss_from(nll, lse, told[:, 2].sum(0) if terms.label_smoothing else None, y_C, terms, ranks.shard.rows)
+    return loss, torch.stack((lse, gap.sigmoid()))
+
+
+def _add_gradients(
+    job: CrossEntropyJob,
+    plan: HeadPlan,
+    ranks: Ranks,
+    matmul: HeadMatmul,
+    z_CE: Tensor,
+    stats_2C: Tensor,
+    y_C: Tensor,
+    factor_C: Tensor,
+    terms: ShardTerms,
+    x_CD: Tensor,
+    into: Gradients,
+    part: slice,
+    begun: bool,
+) -> None:
+    narrow = plan.backward_gemm == "narrow"
+    z_CE[:, -1] = 0  # the column of other ranks' classes takes their targets' gradient, and is left out below
+    inside = torch.ones_like(factor_C) if narrow else factor_C
+    loss_gradient_(z_CE, stats_2C, y_C, inside, terms, job.logit_scale, job.softcap, plan.columns)
+    add_products(matmul, z_CE[:, :-1], factor_C if narrow else None, x_CD, into, ranks, part, begun=begun)

@@ -1,0 +1,94 @@
+"""The exponential path with the vocabulary in parts: kernels by Triton's interpreter, in float32, on several ranks."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowtide
+from distributed.launch import main, named
+from distributed.vocab_cases import plain, shard_of, spread, whole
+from lowtide.head import vocab_cross_entropy
+from lowtide.head.head_plan import HeadPlan
+from lowtide.head.kernels import configs
+from support import head, oracle, relative_error
+
+SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
+N, D, V = 22, 16, 50
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 9.0, "z_loss": 0.01, "logit_scale": 0.7},
+    {"label_smoothing": 0.1, "z_loss": 0.01, "weight": True, "token_weight": True},
+    {"label_smoothing": 0.2, "reduction": "none"},
+]
+NEAR = 2e-5  # beside what plain PyTorch in float32 errs
+
+
+def small_plan(job: Any, ranks: Any, options: lowtide.HeadOptions, wanted: Any) -> HeadPlan:
+    blocks = options.gradient == "recompute" or SCHEDULE == "blocks"
+    tokens = ranks.tokens.groups * ranks.tokens.length
+    return HeadPlan(
+        backend="exp", reason="", gradient="forward", accumulate="input", rows=tokens, chunks=-(-tokens // 16),
+        chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks" if blocks else "chunks",
+        block_columns=24 if blocks else V, sum_rows=19, product_rows=16,
+    )  # fmt: skip
+
+
+SCHEDULE = "chunks"
+
+
+def values_and_gradients() -> None:
+    """Ordinary and huge logits, each option, both schedules, forward and recompute."""
+    global SCHEDULE
+    vars(vocab_cross_entropy)["_plan"] = small_plan
+    vars(configs)["of_device"] = lambda device: SMALL
+    warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
+    ways = itertools.product(OPTIONS, (False, True))
+    for i, (options, huge) in enumerate(ways):
+        way = ("replicated", "sequence", "local")[i % 3]
+        SCHEDULE = ("chunks", "chunks", "blocks")[(i // 2) % 3]
+        gradient = "recompute" if i == 1 else "auto"
+        x, w, b, y = head((1, N), D, V, seed=i)
+        y[0, 3::4] = -100
+        with torch.no_grad():
+            if huge:
+                x[:, : N // 5] *= 100
+        kwargs = dict(options)
+        for key, size in (("weight", (V,)), ("token_weight", (1, N))):
+            if key in kwargs:
+                kwargs[key] = torch.rand(size, generator=torch.Generator().manual_seed(1)) + 0.1
+        exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+        usual = [t.detach().clone().requires_grad_() for t in (x, w, b)]
+        wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        want = oracle(exact[0], exact[1], y, linear_bias=exact[2], **wide)
+        in_float32 = oracle(usual[0], usual[1], y, linear_bias=usual[2], **kwargs)
+        u = torch.rand(want.shape, generator=torch.Generator().manual_seed(i))
+        (want * u).sum().backward()
+        (in_float32 * u).sum().backward()
+        digits = (usual[0].abs() @ usual[1].abs().T).max().item() * 2**-22 if huge else 0.0
+        with torch.no_grad():
+            x[0, 3::4] = torch.nan
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        loss = plain(
+            lowtide.linear_cross_entropy(
+                px, pw, y, linear_bias=pb, **kwargs, **shard_of(way, pw), options=lowtide.HeadOptions(gradient=gradient)
+            )
+        )
+        what = (options, way, huge, SCHEDULE, gradient)
+        assert relative_error(loss, want) < NEAR + digits + 4 * relative_error(in_float32, want), what
+        (loss * u).sum().backward()
+        for k, (part, leaf, baseline) in enumerate(zip((px, pw, pb), exact, usual, strict=True)):
+            assert leaf.grad is not None
+            assert baseline.grad is not None
+            error = relative_error(whole(way, part.grad, of_vocab=k > 0), leaf.grad)
+            assert error < 4 * NEAR + digits + 4 * relative_error(baseline.grad, leaf.grad), (what, k, error)
+
+
+CASES = named(values_and_gradients)
+
+if __name__ == "__main__":
+    main(CASES)

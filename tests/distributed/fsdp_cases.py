@@ -1,0 +1,293 @@
+"""FSDP2 on several ranks, each with its own data: a patched model and the functional head beside stock ones."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import lowtide
+from distributed.launch import DEVICE, main, named
+from support import relative_error
+
+VOCAB = 97
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the collectives that Python asks torch.distributed for, as FSDP2 does.
+
+    A dispatch mode would make lowtide go another way, and the profiler takes a second each time.
+    """
+    counts: Counter[str] = Counter()
+    words = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier")
+    stock = {name: value for name, value in vars(dist).items() if name.startswith(words) and callable(value)}
+
+    def count(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    for name in stock:
+        setattr(dist, name, count(name))
+    try:
+        yield counts
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+def model_of(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(1)
+    if family == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+    else:
+        model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, tie_word_embeddings=tied, final_logit_softcapping=2.0))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model.to(DEVICE, dtype).train()
+
+
+def batch_of(rank: int) -> dict[str, Tensor]:
+    """Each rank's own batch; all have as many labels, so that the mean of the ranks' means is the mean of all."""
+    g = torch.Generator().manual_seed(10 + rank)
+    ids = torch.randint(3, VOCAB, (2, 11), generator=g)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
+
+
+def shard(model: Any, how: str, reshard: bool | None, **settings: Any) -> Any:
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **settings)
+    if how == "own":
+        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=reshard, **settings)
+    elif how == "grouped":
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=reshard, **settings)
+    if "mp_policy" in settings:
+        settings["mp_policy"] = replace(settings["mp_policy"], output_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard if how == "root" else None, **settings)
+    return model
+
+
+def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Counter[str]]:
+    with counted() as counts:
+        loss = model(**batch).loss
+        loss.backward()
+    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), found, counts
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x.clone()
+
+
+def on_joined_batch(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    batches = [batch_of(rank) for rank in range(dist.get_world_size())]
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    loss, found, _ = step(model, joined)
+    return loss, found
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor], rtol: float = 1e-5, atol: float = 2e-6) -> None:
+    assert got.keys() == want.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, want[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def patched_models() -> None:
+    """Loss and gradients as stock FSDP2's and one process's; no more collectives, and as many in each wrapping."""
+    rank = dist.get_rank()
+    wrappings = [("root", None), ("root", True), ("own", True), ("own", False), ("grouped", True), ("grouped", False)]
+    for i, ((how, reshard), gradient) in enumerate(itertools.product(wrappings, ("forward", "recompute"))):
+        tied = how == "root" and reshard is None and gradient == "forward"
+        family = ("llama", "gemma2")[i % 2]
+        where = f"{family} {how} {reshard} {gradient} {tied}"
+        model = model_of(family, tied=tied)
+        joined_loss, joined = on_joined_batch(model)
+        stock = shard(copy.deepcopy(model), how, reshard)
+        options = lowtide.HeadOptions(gradient=gradient)
+        if i % 3:
+            report = lowtide.patch(model, options=options)
+            shard(model, how, reshard)
+        else:
+            shard(model, how, reshard)
+            report = lowtide.patch(model, options=options)
+        for _ in range(2):  # the second step has FSDP2's buffers and its order of the modules from the first
+            want_loss, want, stock_counts = step(stock, batch_of(rank))
+            loss, got, counts = step(model, batch_of(rank))
+            torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=1e-6, msg=where)
+            same(got, want)
+            same(got, joined)
+            assert sum(stock_counts.values()) >= 6, stock_counts
+            assert counts <= stock_counts, (where, counts, stock_counts)
+        mean = loss.clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / dist.get_world_size(), joined_loss, rtol=1e-6, atol=1e-6)
+        assert (report.calls_fused, report.calls_materialised) == (2, 0), f"{where}\n{report}"
+
+
+class Functional(nn.Module):
+    """A body and a head, and the loss by a call of the function; ``way``: how it comes by the head's weight."""
+
+    def __init__(self, model: Any, way: str, options: lowtide.HeadOptions | None = None) -> None:
+        super().__init__()
+        self.model, self.lm_head, self.way, self.options = model.model, model.lm_head, way, options
+        if way == "inside":
+            self.lm_head = HeadWithLoss(model.lm_head.weight, options)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        if self.way == "stock":
+            loss = nn.functional.cross_entropy(
+                self.lm_head(hidden)[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+            )
+        elif self.way == "inside":
+            loss = self.lm_head(hidden, labels)
+        else:
+            if self.way == "unshard":
+                self.lm_head.unshard()
+            loss = lowtide.linear_cross_entropy(hidden, self.lm_head.weight, labels, shift=True, options=self.options)
+        return Output(loss)
+
+
+class HeadWithLoss(nn.Module):
+    def __init__(self, weight: nn.Parameter, options: lowtide.HeadOptions | None) -> None:
+        super().__init__()
+        self.weight, self.options = weight, options
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return lowtide.linear_cross_entropy(hidden, self.weight, labels, shift=True, options=self.options)
+
+
+class Output(NamedTuple):
+    loss: Tensor
+
+
+def functional_head() -> None:
+    """The function on the weight of a sharded head, in each place where it may stand."""
+    rank = dist.get_rank()
+    places = [("root", None, "root"), ("root", True, "root"), ("own", True, "inside"), ("own", False, "inside")]
+    places += [("own", True, "unshard"), ("grouped", True, "inside")]
+    for (how, reshard, way), gradient in itertools.product(places, ("forward", "recompute")):
+        tied = way == "root"
+        model = model_of("llama", tied=tied)
+        plain = Functional(copy.deepcopy(model), "stock")
+        _, joined = on_joined_batch(plain)
+        stock = shard(Functional(copy.deepcopy(model), "stock"), how, reshard)
+        ours = shard(Functional(model, way, lowtide.HeadOptions(gradient=gradient)), how, reshard)
+        for _ in range(2):
+            want_loss, want, stock_counts = step(stock, batch_of(rank))
+            loss, got, counts = step(ours, batch_of(rank))
+            torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=1e-6)
+            same(got, want)
+            same(got, joined)
+            assert counts <= stock_counts, (how, reshard, way, counts, stock_counts)
+
+
+def a_sharded_weight_is_refused() -> None:
+    """Beside plain hidden states nobody can tell what a DTensor's shards mean: an error, and never a wrong gradient."""
+    model = shard(Functional(model_of("llama", tied=False), "root"), "own", True)
+    calls: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda x, w: lowtide.linear_cross_entropy(x, w, torch.zeros(3, dtype=torch.long, device=DEVICE)),
+        lambda x, w: lowtide.linear_logprobs(x, w, torch.zeros(3, dtype=torch.long, device=DEVICE)),
+        lambda x, w: lowtide.linear_token_stats(x, w, want=("entropy",)),
+        lambda x, w: lowtide.linear_divergence(x, w, x, w),
+        lambda x, w: lowtide.linear_divergence(x, torch.randn(VOCAB, 16, device=DEVICE), x, w),
+        lambda x, w: lowtide.linear_apply(lambda z: z.sum(1), x, w),
+    ]
+    for call in calls:
+        with pytest.raises(lowtide.errors.ArgumentTypeError, match=r"_weight: .*unshard.*tensor parallelism"):
+            call(torch.randn(3, 16, device=DEVICE), model.lm_head.weight)
+    with pytest.raises(lowtide.errors.ArgumentTypeError, match="linear_weight"):
+        model(**batch_of(dist.get_rank()))
+
+
+def mixed_precision() -> None:
+    """bfloat16 for compute, float32 for the reduction, as the policy says: no further from float64 than stock is."""
+    rank = dist.get_rank()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for how, reshard in (("root", None), ("own", True)):
+        model = model_of("llama", tied=False)
+        _, joined = on_joined_batch(model.double())
+        model = model.float()
+        stock = shard(copy.deepcopy(model), how, reshard, mp_policy=policy)
+        report = lowtide.patch(model, mlp=False, norm=False, rope=False)
+        shard(model, how, reshard, mp_policy=policy)
+        loss, got, counts = step(model, batch_of(rank))
+        want_loss, want, stock_counts = step(stock, batch_of(rank))
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, want_loss, rtol=2e-3, atol=0)
+        assert counts <= stock_counts
+        assert report.calls_fused == 1
+        for name, gradient in got.items():
+            assert gradient.dtype == torch.float32
+            error, stock_error = relative_error(gradient, joined[name]), relative_error(want[name], joined[name])
+            assert error <= 1.3 * stock_error + 1e-3, (name, error, stock_error)
+
+
+def policies() -> None:
+    """Patched MLPs, norms and rotations at both checkpoint levels, with a policy around the layers, sharded."""
+    rank = dist.get_rank()
+    for keep, level in (("attention", 1), ("input", 0)):
+        model = model_of("llama", tied=True)
+        _, joined = on_joined_batch(model)
+        report = lowtide.patch(model)
+        lowtide.memory.apply_policy(model, lowtide.memory.ActivationPolicy(keep=keep, mlp_level=level))
+        shard(model, "root", None)
+        for _ in range(2):
+            _, got, _ = step(model, batch_of(rank))
+            same(got, joined)
+        assert (report.calls_fused, report.calls_materialised) == (2, 0)
+        assert all(row.patched for row in report.parts.values()), str(report)
+
+
+def a_loss_that_never_comes() -> None:
+    """Labels, and no loss of ours after all: the head's unit lets go of its weight as the user said."""
+
+    def swap(*_: Any) -> None:
+        model._loss_function = lambda **_: loss
+
+    loss = torch.zeros((), device=DEVICE, requires_grad=True)
+    for reshard in (True, False):
+        model = model_of("llama", tied=False)
+        lowtide.patch(model)
+        shard(model, "own", reshard)
+        model.model.register_forward_hook(swap)
+        loss_of = model(**batch_of(dist.get_rank())).loss
+        assert hasattr(model.lm_head.weight, "full_tensor") == reshard
+        loss_of.backward()
+
+
+CASES = named(
+    patched_models,
+    functional_head,
+    a_sharded_weight_is_refused,
+    mixed_precision,
+    policies,
+    a_loss_that_never_comes,
+)
+
+if __name__ == "__main__":
+    main(CASES)

@@ -1,0 +1,114 @@
+"""Several ranks for a file of cases: each rank runs every case in order, so that the start of torch is paid once.
+
+A file of cases calls `main(cases)`. A test calls `outcomes(file, ranks)` and finds what became of each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import lowtide
+
+TESTS = Path(__file__).parents[1]
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
+PATIENCE = 60  # seconds that a rank waits for the others in one collective
+RIGHT = "right"
+Case = Callable[[], None]
+
+
+def named(*cases: Case) -> dict[str, Case]:
+    """Return cases by their names."""
+    return {case.__name__: case for case in cases}
+
+
+@cache
+def outcomes(
+    file: Path, ranks: int, only: tuple[str, ...] = (), device: str = "cpu", seconds: float = 300
+) -> dict[str, str]:
+    """Run the cases of ``file``, all or ``only`` some, and return for each one begun "right" or what went wrong.
+
+    On "cpu" the ranks speak gloo, on "cuda" each has a GPU, and they speak NCCL.
+
+    Raises:
+        AssertionError: A rank died, or all of them took more than ``seconds``.
+    """
+    path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD": str(ranks), "RANKS_DEVICE": device}
+    if device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-W", "error::UserWarning:lowtide", str(file), folder, *only],
+                env={**env, "RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        until, errors = time.monotonic() + seconds, []
+        for process in started:
+            try:
+                errors.append(process.communicate(timeout=max(1.0, until - time.monotonic()))[1])
+            except subprocess.TimeoutExpired:
+                errors.append(f"a rank did not end within {seconds} s")
+                for other in started:
+                    other.kill()
+        found: dict[str, str] = {}
+        for rank in range(ranks):
+            report = Path(folder) / f"{rank}.jsonl"
+            for line in report.read_text().splitlines() if report.exists() else []:
+                name, said = json.loads(line)
+                found[name] = said if found.get(name, RIGHT) == RIGHT else f"{found[name]}\n{said}"
+    assert found, "\n".join(errors)
+    return found
+
+
+def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device: str = "cpu") -> None:
+    """Fail unless ``case`` came out right on every rank."""
+    found = outcomes(file, ranks, only, device)
+    wrong = [f"{name}: {said}" for name, said in found.items() if said != RIGHT]
+    assert case in found, f"{case} was not reached. " + "\n".join(wrong)
+    assert found[case] == RIGHT, found[case]
+
+
+def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
+    """Be one of the ranks: run the cases, all or ``only`` some, and write down what became of each."""
+    rank, ranks, folder = int(os.environ["RANK"]), int(os.environ["WORLD"]), Path(sys.argv[1])
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE))
+    torch.set_num_threads(1)
+    failed = False
+    with (folder / f"{rank}.jsonl").open("w") as report:
+        for name, case in cases.items():
+            if only and name not in only:
+                continue
+            said = RIGHT
+            torch.manual_seed(0)
+            try:
+                case()
+                dist.barrier()
+            except BaseException:
+                said, failed = f"rank {rank}: {traceback.format_exc()}", True
+            report.write(json.dumps([name, said]) + "\n")
+            report.flush()
+            if failed:  # the ranks no longer are where the others think
+                break
+    if not failed:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(int(failed))  # gloo's threads may still let tensors go, which aborts an interpreter being torn down

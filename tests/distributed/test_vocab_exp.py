@@ -1,0 +1,17 @@
+"""The exponential path with the vocabulary sharded over ranks: see exp_cases.py, which is what the ranks run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import launch
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs tests/gpu runs this path")
+def test_on_three_ranks() -> None:
+    pytest.importorskip("triton")
+    launch.check(Path(__file__).with_name("exp_cases.py"), 3, "values_and_gradients")

@@ -1,0 +1,28 @@
+"""A vocabulary sharded over ranks, with gloo: see vocab_cases.py, which is what the ranks run."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from distributed import launch
+
+FILE = Path(__file__).with_name("vocab_cases.py")
+CASES = [
+    "losses",
+    "token_stats",
+    "divergences",
+    "edges",
+    "uses_of_autograd",
+    "the_same_on_every_rank",
+    "what_is_exchanged",
+    "memory",
+    "errors",
+]
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_ranks(ranks: int, case: str) -> None:
+    launch.check(FILE, ranks, case)

@@ -1,0 +1,498 @@
+"""A vocabulary in parts, one a rank: every function and option beside the whole in float64, computed on each rank."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import lowtide
+from distributed.launch import DEVICE, main, named
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
+from lowtide.head import reference
+from lowtide.measure import peak_above
+from support import head as head_on_host
+from support import oracle, relative_error, stats_oracle
+
+V, D, LEADING = 50, 6, (2, 7)
+WAYS = ("replicated", "sequence", "local")
+LOSS_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "bias": True},
+    {"reduction": "none", "softcap": 2.0, "bias": True},
+    {"reduction": "none", "shift": True, "token_weight": True},
+    {"weight": True, "bias": True},
+    {"weight": "part", "label_smoothing": 0.1, "z_loss": 0.01, "logit_scale": 0.7, "bias": True},
+    {"label_smoothing": 0.2, "softcap": 1.5, "reduction": "sum"},
+    {"label_smoothing": 0.3, "weight": True, "softcap": 3.0, "shift": True, "token_weight": True, "bias": True},
+    {"num_items": 5.5, "shift": True, "z_loss": 0.1},
+    {"num_items": torch.tensor(3.0), "logit_scale": "trained", "bias": True},
+    {"logit_scale": torch.tensor(1.3), "token_weight": True, "ignore_index": 7},
+]
+
+
+def head(*args: Any, **kwargs: Any) -> Any:
+    """As `support.head`, on the device of the cases."""
+    return [
+        t if t is None else t.detach().to(DEVICE).requires_grad_(t.requires_grad) for t in head_on_host(*args, **kwargs)
+    ]
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
+
+
+@functools.cache
+def mesh() -> Any:
+    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+@functools.cache
+def sizes(total: int) -> list[int]:
+    """Return parts of a vocabulary as a user may cut it: of any sizes, one of them empty where there are three."""
+    return {2: [total - 3, 3], 3: [total - 20, 0, 20]}[dist.get_world_size()]
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return this rank's rows, cut by `sizes`, as a leaf."""
+    held = tensor.detach().split(sizes(tensor.shape[0]))[dist.get_rank()].clone()
+    return held.requires_grad_(tensor.requires_grad)
+
+
+def spread(way: str, x: Tensor | None, *, of_vocab: bool) -> Any:
+    """Return a tensor as a user of this ``way`` has it."""
+    if x is None:
+        return None
+    if way == "local":
+        return part_of(x) if of_vocab else x.detach().clone().requires_grad_(x.requires_grad)
+    sequence = [Shard(max(0, x.dim() - 2))] if way == "sequence" else [Replicate()]
+    return distribute_tensor(x.detach(), mesh(), [Shard(0)] if of_vocab else sequence).requires_grad_(x.requires_grad)
+
+
+def shard_of(way: str, w: Any) -> dict[str, Any]:
+    return {"vocab_shard": lowtide.VocabShard.of(w)} if way == "local" else {}
+
+
+def whole(way: str, grad: Any, *, of_vocab: bool) -> Tensor:
+    """Return a gradient that is held in parts."""
+    if way != "local":
+        assert isinstance(grad, DTensor)
+        assert grad.placements[0] == (Shard(0) if of_vocab else grad.placements[0])
+        assert not grad.placements[0].is_partial()
+        return grad.full_tensor()
+    if not of_vocab:
+        return grad
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, grad)
+    return torch.cat(parts)
+
+
+def plain(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def near(got: Any, want: Tensor, what: object) -> None:
+    torch.testing.assert_close(plain(got), want, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m: f"{what}: {m}")
+
+
+def settings(options: dict[str, Any], way: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return arguments for the whole and for the parts."""
+    q, tw = rand(V, seed=5), rand(*LEADING, seed=6)
+    q[3] = 0
+    ours = {name: value for name, value in options.items() if name != "bias"}
+    theirs = dict(ours)
+    if "weight" in ours:
+        theirs["weight"] = q
+        in_parts = ours["weight"] == "part" and way == "local"
+        ours["weight"] = part_of(q) if in_parts else q
+        if options["weight"] == "part" and not in_parts:
+            ours["weight"] = spread(way, q, of_vocab=True)
+    if "token_weight" in ours:
+        theirs["token_weight"] = ours["token_weight"] = tw
+    if options.get("logit_scale") == "trained":
+        theirs["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+        ours["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    return ours, theirs
+
+
+def losses() -> None:
+    """Every option in every way: value, and the gradients of hidden states, weight, bias and a trained scale."""
+    for i, (options, way) in enumerate(itertools.product(LOSS_OPTIONS, WAYS)):
+        gradient = ("forward", "recompute")[i % 2] if options.get("reduction") != "none" else "auto"
+        x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=i, bias="bias" in options)
+        y[0, :3] = options.get("ignore_index", -100)
+        ours, theirs = settings(options, way)
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        labels = distribute_tensor(y, mesh(), [Shard(1)]) if way == "sequence" and i % 2 else y
+        loss = lowtide.linear_cross_entropy(
+            px, pw, labels, linear_bias=pb, **ours, **shard_of(way, pw),
+            options=lowtide.HeadOptions(workspace_mib=0.001, gradient=gradient),
+        )  # fmt: skip
+        want = oracle(x, w, y, linear_bias=b, **theirs)
+        what = (options, way, gradient)
+        near(loss, want, what)
+        upstream = rand(*want.shape, seed=i)
+        (plain(loss) * upstream).sum().backward()
+        (want * upstream).sum().backward()
+        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
+            if true is not None:
+                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], what))
+        if options.get("logit_scale") == "trained":
+            near(ours["logit_scale"].grad, theirs["logit_scale"].grad, ("scale", what))
+
+
+STATS_OPTIONS: list[dict[str, Any]] = [
+    {"want": ("logprob",), "bias": True},
+    {"want": ("logprob",), "several": True},
+    {"want": ("entropy", "lse", "mean_logit"), "bias": True, "softcap": 2.0},
+    {"want": ("logprob", "entropy", "lse", "mean_logit", "argmax", "sum_sq_prob", "is_top1"), "topk": 5, "bias": True},
+    {"want": ("logprob", "entropy"), "several": True, "logit_scale": "trained", "bias": True},
+    {"want": ("mean_logit", "lse"), "logit_scale": 0.5},
+]
+
+
+def token_stats() -> None:
+    """Each statistic in every way, and gradients of several of them at once."""
+    for i, (options, way) in enumerate(itertools.product(STATS_OPTIONS, WAYS)):
+        x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=40 + i, bias="bias" in options)
+        with torch.no_grad():
+            x.mul_(4)  # some tokens are sure
+        if options.get("several"):
+            y = torch.randint(0, V, (*LEADING, 3), generator=torch.Generator().manual_seed(i)).to(DEVICE)
+            y[0, 1, 1] = y[0, 1, 0]
+        y[0, :2] = -100
+        ours = {name: value for name, value in options.items() if name not in ("bias", "several")}
+        theirs = {name: value for name, value in ours.items() if name in ("softcap", "logit_scale", "topk")}
+        if ours.get("logit_scale") == "trained":
+            ours["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+            theirs["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        stats = lowtide.linear_token_stats(
+            px, pw, y, linear_bias=pb, **ours, **shard_of(way, pw), options=lowtide.HeadOptions(workspace_mib=0.001)
+        )
+        want = stats_oracle(x, w, y, linear_bias=b, **theirs)
+        got_total = want_total = torch.zeros((), dtype=torch.float64, device=DEVICE)
+        for name, value in stats._asdict().items():
+            if value is None:
+                assert name not in options["want"]
+            elif name == "topk":
+                near(value.values, want["topk_values"], (name, options, way))
+                assert torch.equal(plain(value.ids), want["topk_ids"])
+            elif value.dtype != torch.float64:
+                assert torch.equal(plain(value), want[name]), (name, options, way)
+            else:
+                near(value, want[name], (name, options, way))
+                if name != "sum_sq_prob":
+                    u = rand(*want[name].shape, seed=i)
+                    got_total, want_total = got_total + (plain(value) * u).sum(), want_total + (want[name] * u).sum()
+        got_total.backward()
+        want_total.backward()
+        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
+            if true is not None:
+                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], options, way))
+        if options.get("logit_scale") == "trained":
+            near(ours["logit_scale"].grad, theirs["logit_scale"].grad, ("scale", options, way))
+
+
+KINDS: list[dict[str, Any]] = [
+    {"kind": "forward_kl", "reduction": "mean"},
+    {"kind": "reverse_kl", "temperature": 1.7, "bias": True},
+    {"kind": "jsd", "beta": 0.3, "mask": True, "softcap": 3.0, "teacher_softcap": 2.0, "reduction": "sum"},
+    {"kind": "tv", "mask": True},
+    {"kind": "jsd", "beta": 0.6, "num_items": 4.0, "reduction": "mean", "bias": True},
+    {"kind": "forward_kl", "tail": "bucket", "mask": True},
+    {"kind": "reverse_kl", "tail": "bucket", "reduction": "sum", "softcap": 2.0, "temperature": 0.8},
+    {"kind": "jsd", "tail": "renormalise"},
+    {"kind": "forward_kl", "tail": "drop", "reduction": "mean"},
+]
+
+
+def divergences() -> None:
+    """Each kind, from a teacher's head and from its top k, in every way."""
+    for i, (options, way) in enumerate(itertools.product(KINDS, WAYS)):
+        x, w, b, _ = head(LEADING, D, V, dtype=torch.float64, seed=70 + i, bias="bias" in options)
+        tx, tw, tb, _ = head(LEADING, D + 3, V, dtype=torch.float64, seed=170 + i, bias="bias" in options)
+        ours = {name: value for name, value in options.items() if name not in ("bias", "tail")}
+        if "mask" in ours:
+            ours["mask"] = rand(*LEADING, seed=i) > 0.3
+        theirs, teacher = dict(ours), {}
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        if "tail" in options:
+            logp = (F.linear(tx, tw, tb) / ours.get("temperature", 1.0)).log_softmax(-1).topk(4)
+            teacher = {"teacher_topk": (logp.indices, logp.values, options["tail"])}
+            args, whole_args = (None, None), (None, None)
+            theirs |= teacher
+        else:
+            args = (spread(way, tx.detach(), of_vocab=False), spread(way, tw.detach(), of_vocab=True))
+            whole_args = (tx, tw)
+            teacher = {"teacher_bias": spread(way, tb, of_vocab=True)}
+            theirs["teacher_bias"] = tb
+        value = lowtide.linear_divergence(
+            px, pw, *args, linear_bias=pb, **ours, **teacher, **shard_of(way, pw),
+            options=lowtide.HeadOptions(workspace_mib=0.001),
+        )  # fmt: skip
+        want = reference.linear_divergence(x, w, *whole_args, linear_bias=b, **theirs)
+        near(value, want, (options, way))
+        u = rand(*want.shape, seed=i)
+        (plain(value) * u).sum().backward()
+        (want * u).sum().backward()
+        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
+            if true is not None:
+                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], options, way))
+
+
+def edges() -> None:
+    """No token, all ignored, no target of this rank's, fewer classes than ranks, a sure model, poisoned rows."""
+    ranks = dist.get_world_size()
+    first = V // ranks // 2  # classes that only the first rank holds, in every way of cutting
+    for way, gradient in itertools.product(WAYS, ("forward", "recompute")):
+        options = lowtide.HeadOptions(gradient=gradient)
+        for name, leading, classes in (
+            ("none", (2, 0), V),
+            ("one", (1, 1), V),
+            ("few", (2, 3), ranks),
+            ("own", (3, 5), V),
+        ):
+            if way == "local" and classes < V:
+                continue
+            x, w, b, y = head(leading, D, classes, dtype=torch.float64, seed=3)
+            y = y % first if name == "own" else y
+            for reduction, num_items in (("sum", None), ("mean", 2.0)):
+                px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+                kwargs = {"reduction": reduction, "num_items": num_items}
+                loss = lowtide.linear_cross_entropy(
+                    px, pw, y, linear_bias=pb, options=options, **kwargs, **shard_of(way, pw)
+                )
+                want = oracle(x, w, y, linear_bias=b, **kwargs)
+                near(loss, want, (name, way, gradient))
+                grads = torch.autograd.grad(plain(loss), (px, pw, pb))
+                true = torch.autograd.grad(want, (x, w, b))
+                for k, (got, expected) in enumerate(zip(grads, true, strict=True)):
+                    near(whole(way, got, of_vocab=k > 0), expected, (name, way, gradient, k))
+        x, w, _, y = head((2, 4), D, V, dtype=torch.float64, seed=4, bias=False)
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        ignored = torch.full_like(y, -100)
+        mean = lowtide.linear_cross_entropy(px, pw, ignored, options=options, **shard_of(way, pw))
+        assert plain(mean).isnan()
+        zero = lowtide.linear_cross_entropy(px, pw, ignored, num_items=3, options=options, **shard_of(way, pw))
+        assert plain(zero) == 0
+        assert all(
+            not whole(way, g, of_vocab=k > 0).any() for k, g in enumerate(torch.autograd.grad(plain(zero), (px, pw)))
+        )
+        with torch.no_grad():
+            x[0, 1], x[1, 2] = torch.nan, torch.inf
+        y[0, 1] = y[1, 2] = -100
+        px = spread(way, x, of_vocab=False)
+        loss = lowtide.linear_cross_entropy(px, pw, y, options=options, **shard_of(way, pw))
+        kept = y != -100
+        want = oracle(x[kept], w, y[kept])
+        near(loss, want, ("poisoned", way))
+        true_x, true_w = torch.autograd.grad(want, (x, w))
+        got_x, got_w = torch.autograd.grad(plain(loss), (px, pw))
+        near(whole(way, got_x, of_vocab=False), true_x, ("poisoned", way))
+        near(whole(way, got_w, of_vocab=True), true_w, ("poisoned", way))
+
+
+def uses_of_autograd() -> None:
+    """Every subset that needs gradients, a graph kept and used twice, upstream gradients, no gradients, autocast."""
+    x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=9)
+    for way, gradient in itertools.product(WAYS, ("forward", "recompute")):
+        options = lowtide.HeadOptions(gradient=gradient)
+        for needed in itertools.product((True, False), repeat=3):
+            parts = [
+                spread(way, t.detach().requires_grad_(n), of_vocab=k > 0)
+                for k, (t, n) in enumerate(zip((x, w, b), needed, strict=True))
+            ]
+            wholes = [t.detach().clone().requires_grad_(n) for t, n in zip((x, w, b), needed, strict=True)]
+            px, pw, pb = parts
+            loss = plain(lowtide.linear_cross_entropy(px, pw, y, linear_bias=pb, options=options, **shard_of(way, pw)))
+            want = oracle(wholes[0], wholes[1], y, linear_bias=wholes[2])
+            near(loss, want, (way, needed))
+            assert loss.requires_grad == any(needed)
+            if not any(needed):
+                continue
+            for _ in range(2):
+                (loss * 0.3).backward(retain_graph=True)
+            (want * 0.6).backward()
+            for k, (part, true) in enumerate(zip(parts, wholes, strict=True)):
+                assert (part.grad is not None) == needed[k]
+                if needed[k]:
+                    near(whole(way, part.grad, of_vocab=k > 0), true.grad, (way, gradient, needed, k))
+    for way in WAYS:  # a frozen head, one loss a token
+        px, pw = spread(way, x, of_vocab=False), spread(way, w.detach(), of_vocab=True)
+        logp = plain(lowtide.linear_logprobs(px, pw, y, **shard_of(way, pw)))
+        near(logp, -oracle(x, w, y, reduction="none"), way)
+        with torch.no_grad():
+            near(lowtide.linear_logprobs(px, pw, y, **shard_of(way, pw)), logp, way)
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+            qx, qw = spread(way, x.to(dtype), of_vocab=False), spread(way, w.to(dtype), of_vocab=True)
+            qx, qw = qx.detach().requires_grad_(), qw.detach().requires_grad_()
+            loss = plain(lowtide.linear_cross_entropy(qx, qw, y, **shard_of(way, qw)))
+            assert loss.dtype == torch.float32
+            got = torch.autograd.grad(loss, (qx, qw))
+            true = torch.autograd.grad(oracle(x, w, y), (x, w))
+            for k in (0, 1):
+                assert got[k].dtype == dtype
+                assert relative_error(whole(way, got[k], of_vocab=k > 0), true[k]) < tolerance, (way, dtype, k)
+        qx, qw = spread(way, x.float(), of_vocab=False), spread(way, w.float(), of_vocab=True)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = plain(lowtide.linear_cross_entropy(qx, qw, y, **shard_of(way, qw)))
+        got = torch.autograd.grad(loss, (qx, qw))
+        assert all(g.dtype == torch.float32 for g in got)
+        assert relative_error(whole(way, got[1], of_vocab=True), true[1]) < 3e-2
+
+
+def the_same_on_every_rank() -> None:
+    """Loss and hidden states' gradient, bit for bit; otherwise replicas would drift apart."""
+    x, w, _, y = head(LEADING, D, V, seed=2, bias=False)
+    for way in ("replicated", "local"):
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        loss = lowtide.linear_cross_entropy(px, pw, y, label_smoothing=0.1, **shard_of(way, pw))
+        loss.backward()
+        for value in (plain(loss.detach()), px.grad.to_local() if way == "replicated" else px.grad):
+            all_of: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(all_of, value)
+            assert all(torch.equal(value, other) for other in all_of)
+
+
+def what_is_exchanged() -> None:
+    """A few numbers a row and the input's gradient, and the same whatever the targets are."""
+    N, classes = 60, 1000
+    x, w, _, y = head(N, D, classes, seed=2, bias=False)
+    for way in ("replicated", "sequence", "local"):
+        counts = []
+        for target in (y, torch.full_like(y, -100), y % 3):
+            px, pw = spread(way, x[None], of_vocab=False), spread(way, w, of_vocab=True)
+            shard = shard_of(way, pw)
+            with exchanged() as seen:
+                loss = lowtide.linear_cross_entropy(
+                    px, pw, target[None], num_items=7.0, options=lowtide.HeadOptions(workspace_mib=0.1), **shard
+                )
+                plain(loss).backward()
+            counts.append(sorted(seen))
+        assert counts[0] == counts[1] == counts[2]
+        numbers = sum(size for name, size in counts[0] if name.startswith("all_gather"))
+        gradient = sum(size for name, size in counts[0] if name.startswith(("all_reduce", "reduce_scatter")))
+        assert numbers == 2 * N + (N * D // dist.get_world_size() if way == "sequence" else 0), (way, counts[0])
+        assert gradient == N * D, (way, counts[0])
+        assert max(size for _, size in counts[0]) < N * classes // 8, "logits"
+
+
+@contextmanager
+def exchanged() -> Iterator[list[tuple[str, int]]]:
+    """Record collectives, and how many numbers each takes from this rank (or from all, where each keeps its part)."""
+    seen: list[tuple[str, int]] = []
+    words = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+    stock = {name: value for name, value in vars(dist).items() if name.startswith(words) and callable(value)}
+
+    def record(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, args[0 if name == "all_reduce" else 1].numel()))
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    for name in stock:
+        setattr(dist, name, record(name))
+    try:
+        yield seen
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+def memory() -> None:
+    """What a rank allocates is that of its own part: no logits, weight or gradient of the whole vocabulary."""
+    N, classes, hidden = 256, 6000, 32
+    x, w, _, y = head(N, hidden, classes, seed=2, bias=False)
+    whole_bytes = classes * hidden * 4
+    for way in WAYS:
+        px, pw = spread(way, x[None], of_vocab=False), spread(way, w, of_vocab=True)
+        shard = shard_of(way, pw)
+        options = lowtide.HeadOptions(workspace_mib=0.3)
+        found: list[Tensor] = []
+
+        def run(px: Any = px, pw: Any = pw, shard: Any = shard, options: Any = options, found: Any = found) -> None:
+            found.append(lowtide.linear_cross_entropy(px, pw, y[None], options=options, **shard))
+
+        peak = peak_above(run, DEVICE)
+        mine = pw if way == "local" else pw.to_local()
+        limit = mine.numel() * 4 + x.numel() * 4 + 0.3 * 2**20 + 100 * N
+        assert mine.numel() * 4 < peak < limit, (way, peak, limit, whole_bytes)
+
+
+def errors() -> None:
+    """One clear error, on every rank, before anything is exchanged."""
+    x, w, b, y = head(LEADING, D, V, dtype=torch.float64)
+    px, pw = spread("replicated", x, of_vocab=False), spread("replicated", w, of_vocab=True)
+    call = lowtide.linear_cross_entropy
+    with pytest.raises(ArgumentTypeError, match=r"linear_weight: .*tensor parallelism"):
+        call(x, pw, y)
+    with pytest.raises(ArgumentTypeError, match=r"linear_weight: expected a DTensor"):
+        call(px, w, y)
+    with pytest.raises(ArgumentTypeError, match=r"linear_bias: expected a DTensor"):
+        call(px, pw, y, linear_bias=b)
+    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected a DTensor with Shard\(0\)"):
+        call(px, distribute_tensor(w.detach(), mesh(), [Shard(1)]), y)
+    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected a DTensor with Shard\(0\)"):
+        call(px, distribute_tensor(w.detach(), mesh(), [Replicate()]), y)
+    with pytest.raises(ArgumentValueError, match=r"input: expected placement"):
+        call(distribute_tensor(x.detach(), mesh(), [Shard(2)]), pw, y)
+    with pytest.raises(ArgumentValueError, match=r"input: expected placement"):
+        call(DTensor.from_local(x.detach(), mesh(), [Partial()]), pw, y)
+    with pytest.raises(ArgumentTypeError, match=r"vocab_shard: expected lowtide.VocabShard"):
+        call(x, part_of(w), y, vocab_shard=dist.group.WORLD)
+    shard = lowtide.VocabShard.of(part_of(w))
+    assert (shard.vocab, shard.rows, shard.largest) == (V, sizes(V)[dist.get_rank()], max(sizes(V)))
+    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected shape \["):
+        call(x, w, y, vocab_shard=shard)
+    with pytest.raises(ArgumentTypeError, match=r"linear_weight: .*DTensor"):
+        call(x, pw, y, vocab_shard=shard)
+    with pytest.raises(ArgumentValueError, match=r"weight: expected one class weight for each of 50"):
+        call(px, pw, y, weight=torch.ones(V + 1, device=DEVICE))
+    if DEVICE == "cpu":
+        with pytest.raises(TargetIndexError, match="0 to 49"):
+            call(px, pw, torch.full_like(y, V))
+    else:
+        assert plain(call(px, pw, torch.full_like(y, V))).isnan()
+    with pytest.raises(UnsupportedError, match="vocabulary is sharded"):
+        call(px, pw, y, options=lowtide.HeadOptions(backend="row"))
+    with pytest.raises(UnsupportedError, match="gradient"):
+        call(px, pw, y, reduction="none", options=lowtide.HeadOptions(gradient="forward"))
+    for numbers in ({"first": -1, "rows": 2}, {"first": 49, "rows": 2}, {"first": 0, "rows": 9, "largest": 5}):
+        with pytest.raises(ArgumentValueError, match="VocabShard"):
+            lowtide.VocabShard(group=dist.group.WORLD, vocab=V, **numbers)
+    with pytest.raises(ArgumentValueError, match=r"teacher_weight: .*student's classes"):
+        lowtide.linear_divergence(px, pw, px, distribute_tensor(w.detach()[:-1], mesh(), [Shard(0)]))
+    with pytest.raises(lowtide.errors.LowtideError, match="linear_apply"):
+        lowtide.linear_apply(lambda z: z.sum(1), px, pw)
+    loss = plain(call(px, pw, y))
+    (grad,) = torch.autograd.grad(loss, px, create_graph=True)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        plain(grad).sum().backward()
+
+
+CASES = named(
+    losses,
+    token_stats,
+    divergences,
+    edges,
+    uses_of_autograd,
+    the_same_on_every_rank,
+    what_is_exchanged,
+    memory,
+    errors,
+)
+
+if __name__ == "__main__":
+    main(CASES)

@@ -1,0 +1,34 @@
+"""Several GPUs of one host, with NCCL: the cases that gloo runs on CPUs, and the exponential path in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed import launch
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+CASES = Path(__file__).parents[1] / "distributed"
+FOR_ALL = {
+    "fsdp_cases": ["patched_models", "functional_head", "a_sharded_weight_is_refused", "mixed_precision", "policies"],
+    "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "pipeline"],
+    "vocab_cases": ["losses", "token_stats", "divergences", "edges", "uses_of_autograd", "what_is_exchanged"],
+}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2), pytest.param(4)])
+@pytest.mark.parametrize(("file", "case"), [(file, case) for file, cases in FOR_ALL.items() for case in cases])
+def test_cases_of_the_cpu(file: str, case: str, ranks: int) -> None:
+    if ranks > GPUS or (ranks > 3 and file != "fsdp_cases"):
+        pytest.skip(f"needs {ranks} GPUs, and cases that are cut for as many ranks")
+    launch.check(CASES / f"{file}.py", ranks, case, tuple(FOR_ALL[file]), device="cuda")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", ["bfloat16", "no_host_waits", "float16_and_others"])
+def test_vocabulary_in_parts(case: str, ranks: int) -> None:
+    if ranks > GPUS or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip(f"needs {ranks} GPUs of compute capability 9.0")
+    launch.check(Path(__file__).with_name("rank_cases.py"), ranks, case, device="cuda")
