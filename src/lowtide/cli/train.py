@@ -65,9 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
-    for name in ("data", "trainer_args"):
-        if name in given:
-            given[name] = tuple(given[name])
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if arguments.json is not None and not arguments.compare:
         raise _usage("json", "--compare beside it", "--json alone")
     if arguments.compare and {"resume", "output", "patch"} & set(given):

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure import describe_machine, run_child
 from lowtide.train.config import TrainConfig
+from lowtide.train.prepare import prepare
 from lowtide.train.progress import quiet_transformers
 from lowtide.train.report import above_warm_mib, show_comparison
-from lowtide.train.run import TrainResult, prepare, run
-from lowtide.train.trainer import training_arguments
+from lowtide.train.run import TrainResult, run
+from lowtide.train.trainer import product_dtype, training_arguments
 
 EARLY_STEPS = 50
 
@@ -123,7 +123,7 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
         config = dataclasses.replace(config, output=None, resume=False)
         shared = _shared_tokenizer(config, Path(folder))
         results = {patch: _in_child(dataclasses.replace(shared, patch=patch), console) for patch in (False, True)}
-    comparison = Comparison(stock=results[False], patched=results[True], tolerance=TOLERANCE[_dtype(config)])
+    comparison = Comparison(stock=results[False], patched=results[True], tolerance=TOLERANCE[product_dtype(config)])
     show_comparison(console, comparison)
     if json_file is not None:
         told = {"config": config.to_json(), **comparison.to_json()}
@@ -159,10 +159,3 @@ def _in_child(config: TrainConfig, console: Console) -> TrainResult:
         raise CompareError(f"the {which} run failed: {last}")
     value = {**ended.value, "losses": {int(step): loss for step, loss in ended.value["losses"].items()}}
     return TrainResult(**value)
-
-
-def _dtype(config: TrainConfig) -> str:
-    """Return the dtype that the run's products have on this machine."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
