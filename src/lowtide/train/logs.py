@@ -91,5 +91,13 @@ def tensorboard(folder: Path, resumed_at: int | None) -> TrainerCallback:
     from torch.utils.tensorboard import SummaryWriter
     from transformers.integrations import TensorBoardCallback
 
+    class Board(TensorBoardCallback):  # type: ignore[misc]
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            """Leave the file open: the last evaluation comes after training, and would go to another folder."""
+
+        def close(self) -> None:
+            """Write what is left."""
+            self.tb_writer.close()
+
     purge = None if resumed_at is None else resumed_at + 1
-    return TensorBoardCallback(SummaryWriter(str(folder), purge_step=purge))
+    return Board(SummaryWriter(str(folder), purge_step=purge))

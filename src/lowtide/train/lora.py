@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,6 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.config import TrainConfig
-from lowtide.train.model import has_weights
 
 
 def add_adapters(model: Any, config: TrainConfig) -> Any:
@@ -31,12 +33,11 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
         r=config.lora_rank,
         lora_alpha=config.lora_scale,
         target_modules=targets,
-        # a random model has no name under which peft could find it
-        base_model_name_or_path=str(Path(config.model).expanduser().absolute()) if has_weights(config.model) else None,
     )
     torch.manual_seed(config.seed)
     try:
-        return get_peft_model(model, lora)
+        with _without_its_warnings():
+            return get_peft_model(model, lora)
     except ValueError as error:  # what peft raises where the names fit nothing it can adapt
         why = " ".join(str(error).split())[:200]
         names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
@@ -57,8 +58,17 @@ def merge_adapter(base: Any, adapter: Path, folder: Path, *, dtype: torch.dtype)
     """
     from peft import PeftModel
 
-    merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    with _without_its_warnings():
+        merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     merged.to(dtype).save_pretrained(folder)
+
+
+@contextmanager
+def _without_its_warnings() -> Iterator[None]:
+    """Keep off the terminal what peft is told about names of transformers that it still uses."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield
 
 
 def stored_dtype(model: str) -> torch.dtype:

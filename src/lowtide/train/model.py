@@ -62,11 +62,12 @@ def build_model(name: str, config: Any, *, seed: int, dtype: torch.dtype = torch
     try:
         if has_weights(name):
             model, told = AutoModelForCausalLM.from_pretrained(
-                Path(name).expanduser(), dtype=dtype, local_files_only=True, output_loading_info=True
+                Path(name).expanduser().absolute(), dtype=dtype, local_files_only=True, output_loading_info=True
             )
             lacking = sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]]))
         else:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            _round_weights(model, dtype)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # wrong shapes, missing or broken files, unknown architectures: no common base
@@ -77,6 +78,13 @@ def build_model(name: str, config: Any, *, seed: int, dtype: torch.dtype = torch
         hint = "They would be random: save the whole model, or name its config.json to train from scratch."
         raise ArgumentValueError(message("model", "a folder with all the model's weights", got, hint))
     return model
+
+
+def _round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Give a model's parameters a dtype, so that a seed means the same weights in each; buffers stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
 
 
 def check_model(model: Any, *, seq_len: int) -> None:

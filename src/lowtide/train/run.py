@@ -133,20 +133,23 @@ class _Run:
         if args.should_log:
             show_start(self.console, ready, args, self.resume_from)
         metrics = StepMetrics(config.seq_len * config.batch_size * config.grad_accum * args.world_size)
-        display = ProgressDisplay(self.console, metrics, self.label)
+        callbacks = self._callbacks(metrics)
         try:
-            self.trainer = trainer = self._make(ready, metrics, display)
+            self.trainer = trainer = make_trainer(ready, args, self.resume_from, callbacks)
             self._train(metrics)
-            held_out_after = trainer.evaluate().get("eval_loss")
+            if trainer.state.global_step not in held_out_losses(trainer.state.log_history):
+                trainer.evaluate()
         finally:
-            display.close()
+            for callback in callbacks:
+                if hasattr(callback, "close"):
+                    callback.close()
         best = best_step(trainer.state.log_history) if config.early_stop else None
         saved = self._save_model(best) if self.save else None
         losses = held_out_losses(trainer.state.log_history)
         result = TrainResult(
             losses=metrics.losses,
             held_out_before=next((e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e), None),
-            held_out_after=held_out_after if best is None else losses[best],
+            held_out_after=losses[trainer.state.global_step if best is None else best],
             tokens_per_second=metrics.tokens_per_second,
             step_seconds=metrics.median_step_seconds,
             peak_resident_bytes=max(peak_resident_bytes(), metrics.highest_bytes),
@@ -164,10 +167,12 @@ class _Run:
             show_result(self.console, result, config)
         return result
 
-    def _make(self, ready: Prepared, metrics: StepMetrics, display: ProgressDisplay) -> LowtideTrainer:
-        """Return the trainer with its callbacks."""
+    def _callbacks(self, metrics: StepMetrics) -> list[Any]:
+        """Return what measures, shows, logs and ends the run."""
         config = self.config
-        callbacks: list[Any] = [Recorder(metrics), *([display] if config.progress else [])]
+        callbacks: list[Any] = [Recorder(metrics)]
+        if config.progress:
+            callbacks.append(ProgressDisplay(self.console, metrics, self.label))
         if self.save and self.args.should_log:
             callbacks.append(JsonLog(self.output / LOG_FILE, metrics))
             if config.tensorboard:
@@ -175,29 +180,30 @@ class _Run:
                 callbacks.append(tensorboard(self.output / BOARD, resumed_at))
         if config.early_stop:
             callbacks.append(EarlyStop(config.early_stop))
-        return make_trainer(ready, self.args, self.resume_from, callbacks)
+        return callbacks
 
     def _train(self, metrics: StepMetrics) -> None:
         """Let Trainer train.
 
         Raises:
-            ArgumentValueError: before the first step, it could not use the checkpoint, or one of ``trainer_args``.
+            ArgumentValueError: it could not read the checkpoint, or end a first step with the ``trainer_args`` given.
         """
         assert self.trainer is not None
         resume = str(self.resume_from) if self.resume_from else None
         try:
             self.trainer.train(resume_from_checkpoint=resume)
         except Exception as error:
-            if metrics.began or isinstance(error, LowtideError) or is_out_of_memory(error):
+            if isinstance(error, LowtideError) or is_out_of_memory(error):
                 raise
-            if self.resume_from is not None:
+            if self.resume_from is not None and not metrics.began:
                 got = f"{self.resume_from}, which cannot be read ({_why(error)})"
                 hint = "Remove it, to take an older one."
                 raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
-            if self.config.trainer_args:
-                expected = "arguments that transformers.Trainer can begin with"
+            if self.config.trainer_args and not metrics.step_seconds:
+                expected = "arguments that transformers.Trainer can train a step with"
                 got = f"{' '.join(self.config.trainer_args)} ({_why(error)})"
-                raise ArgumentValueError(message("trainer_args", expected, got)) from error
+                hint = "Leave them out to see whether they are the cause."
+                raise ArgumentValueError(message("trainer_args", expected, got, hint)) from error
             raise
 
     def _save_model(self, best: int | None) -> Path:
@@ -233,7 +239,7 @@ class _Run:
             model=self.box.model,
             chosen=self.box.chosen,
             step=step,
-            go_on=self._how_to_go_on(),
+            go_on=self._how_to_go_on() if self.save else "",
         )
 
     def _how_to_go_on(self) -> str:
