@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,15 @@ class ChatFormat:
             spans.append((len(before), len(before) + self._end(after[len(before) :])))
         return text, spans
 
-    def describe(self, given: Conversation | Completion) -> str:
-        """Return in a line how much of a conversation is trained on, and what its last trained token is."""
-        document = self.document(given)
+    def describe(self, given: Iterable[Conversation | Completion]) -> str:
+        """Return in a line how much of the first conversation not left out is trained on, and how a turn ends."""
+        document = next((d for d in map(self.document, given) if d.ids), None)
+        if document is None:
+            return "nothing of the first conversations"
         trained = [label for label in document.labels or () if label != IGNORED]
-        if not trained:
-            return "nothing of the first conversation"
         last = self.tokenizer.decode(trained[-1:])
-        return f"{len(trained)} of the {len(document.ids)} tokens of the first conversation; a turn ends with {last!r}"
+        where = ", where it is cut" if document.cut else ""
+        return f"{len(trained)} of the {len(document.ids)} tokens of one conversation, the last {last!r}{where}"
 
     def _template(self, given: Conversation) -> str:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from lowtide.train.streams import Block
 from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
 
 _BYTES_PER_TOKEN = 6  # a generous guess, to hold out enough text for the blocks asked for
+_LOOKED_AT = 64  # conversations, for one that is not left out
 _FLASH = "flash_attention_2"
 
 
@@ -204,7 +206,7 @@ def _chat_lines(config: TrainConfig, corpus: Corpus, split: Split, tokenizer: An
         return []
     chat = ChatFormat(tokenizer, seq_len=config.seq_len, too_long=config.too_long)
     pieces = (*split.held_out_pieces(), *range(len(corpus)))
-    first = next(one for piece in pieces for one in corpus.conversations(piece))
+    first = itertools.islice((one for piece in pieces for one in corpus.conversations(piece)), _LOOKED_AT)
     return [f"chat     trained: {chat.describe(first)}"]
 
 
