@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise _usage("json", "--compare beside it", "--json alone")
     if arguments.compare and {"resume", "output", "patch"} & set(given):
         raise _usage("compare", "no --resume, --output or --no-patch beside it", "one of them")
+    # peft imports it wherever it is installed, and on a CPU it logs what a training run has no use for
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from lowtide.train.progress import quiet_transformers
 
     quiet_transformers()

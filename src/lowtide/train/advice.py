@@ -86,45 +86,51 @@ def _what_fits(config: TrainConfig, args: Any, model: Any, chosen: Chosen | None
     now = search.candidate(as_mixture(policies))
     memory, where = _memory(args)
     limit = min(memory, _MARGIN * now.peak) if memory else _MARGIN * now.peak
-    lines = [f"Expected were {gib(now.peak):.2f} GiB{f' of the {gib(memory):.2f} GiB {where}' if memory else ''}."]
-    helps = _other_policy(search, limit) + _smaller(job, now, limit)
-    lines += ["What would fit:", *(f"  {line}" for line in helps)] if helps else [_nothing(search, limit)]
+    left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
+    lines = [f"By the planner this step takes {gib(now.peak):.2f} GiB{left}."]
+    helps = [*_other_policy(search, limit), *_smaller(job, now, limit)]
+    if helps:
+        width = max(len(options) for options, _ in helps)
+        lines += ["What would fit:", *(f"  {options:<{width}}  {gib(peak):.2f} GiB" for options, peak in helps)]
+        lines.append("A resumed run can be given another --policy; another batch or length is another run.")
+    else:
+        lines.append(_nothing(search, limit))
     return [*lines, f"The numbers: {plan_line(config, args, limit)}"]
 
 
-def _other_policy(search: Search, limit: float) -> list[str]:
+def _other_policy(search: Search, limit: float) -> list[tuple[str, int]]:
     found = search.fastest(int(limit)) or search.least()
-    if found.peak > limit:
-        return []
-    return [f"{_padded(f'--policy {shlex.quote(as_text(found.groups))}')}{gib(found.peak):.2f} GiB, the same step"]
+    return [(f"--policy {shlex.quote(as_text(found.groups))}", found.peak)] if found.peak <= limit else []
 
 
-def _smaller(job: Job, now: Candidate, limit: float) -> list[str]:
-    """Return the largest halvings of batch and sequence that fit with the policy as it is."""
-    lines = []
-    for name, size in (("batch_size", job.batch_size), ("seq_len", job.seq_len)):
-        accumulate = 1
-        while size > 1:
-            size, accumulate = size // 2, accumulate * 2
-            if name == "batch_size":
-                smaller = replace(job, batch_size=size, keep_gradients=True)
+def _smaller(job: Job, now: Candidate, limit: float) -> list[tuple[str, int]]:
+    """Return the largest halvings of batch and sequence that fit with the policy as it is, and their bytes."""
+    found = []
+    for name, size in (("batch-size", job.batch_size), ("seq-len", job.seq_len)):
+        for halved in range(1, size.bit_length()):
+            left = size >> halved
+            if name == "batch-size":
+                smaller = replace(job, batch_size=left, keep_gradients=True)
+                options = f"--batch-size {left} and {2**halved} times the --grad-accum"
             else:
-                smaller = replace(job, seq_len=size)
+                smaller, options = replace(job, seq_len=left), f"--seq-len {left}"
             peak = Search(smaller, 0).candidate(now.groups).peak
             if peak <= limit:
-                options = f"--{name.replace('_', '-')} {size}"
-                if name == "batch_size":
-                    options += f" and {accumulate} times the --grad-accum"
-                lines.append(f"{_padded(options)}{gib(peak):.2f} GiB")
+                found.append((options, peak))
                 break
-    return lines
+    return found
 
 
 def _nothing(search: Search, limit: float) -> str:
     memory = search.memory
-    fixed = gib(memory.weights + memory.states + memory.all_gradients)
+    fixed = memory.weights + memory.states + memory.all_gradients
+    if fixed < limit / 2:
+        return (
+            "No smaller step would take much less: look for what else has the memory, other programs or data outside "
+            "the step."
+        )
     return (
-        f"Nothing fits in {gib(limit):.2f} GiB: weights, gradients and optimizer states take {fixed:.2f}. Train "
+        f"Nothing fits in {gib(limit):.2f} GiB: weights, gradients and optimizer states take {gib(fixed):.2f}. Train "
         "adapters (--lora-rank 16 --weights bfloat16), take an optimizer with smaller states (--trainer-args "
         "optim=adamw_bnb_8bit), or shard over more GPUs (--trainer-args fsdp=full_shard)."
     )
@@ -133,7 +139,7 @@ def _nothing(search: Search, limit: float) -> str:
 def plan_line(config: TrainConfig, args: Any, limit: float) -> str:
     """Return the command that shows all of a plan."""
     words = ["lowtide plan", f"--model {shlex.quote(config.model)}", f"--seq-len {config.seq_len}"]
-    words += [f"--batch-size {config.batch_size}", f"--budget {gib(limit):.1f}GiB"]
+    words += [f"--batch-size {config.batch_size}", f"--budget {gib(limit):.2f}GiB"]
     dtype = planned_dtype(config, args)
     words.append("--autocast" if dtype.get("autocast") else f"--dtype {str(dtype['dtype']).removeprefix('torch.')}")
     with contextlib.suppress(LowtideError):
@@ -169,13 +175,9 @@ def _memory(args: Any) -> tuple[int, str]:
     if args.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(args.device)
         mine = torch.cuda.memory_reserved(args.device)
-        return int(min(total * USABLE, free + mine)), "that this GPU has left for it"
-    return resident_bytes() + available_bytes(), "that this machine has left for it"
+        return int(min(total * USABLE, free + mine)), "this GPU"
+    return resident_bytes() + available_bytes(), "this machine"
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
-def _padded(options: str) -> str:
-    return options.ljust(44) + " "

@@ -17,6 +17,8 @@ from lowtide.train.config import DEFAULT_ROOT
 RUN_FILE = "run.json"
 MODEL = "model"
 MERGED = "merged"  # beside it, where adapters are merged into a copy
+LOG_FILE = "log.jsonl"
+BOARD = "tensorboard"
 STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
 _TRAINING_ONLY = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state*", "data_position*", "*_fsdp_0")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -103,6 +105,12 @@ def remove_old(output: Path, keep: int, best: int | None = None) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
+def clear_logs(output: Path) -> None:
+    """Remove what a run that ended before its first checkpoint had logged."""
+    (output / LOG_FILE).unlink(missing_ok=True)
+    shutil.rmtree(output / BOARD, ignore_errors=True)
+
+
 def clear_staging(output: Path) -> None:
     """Remove what a killed run left half written."""
     shutil.rmtree(output / STAGING, ignore_errors=True)
@@ -121,7 +129,8 @@ def new_output(output: str | None, stamp: str) -> Path:
     path = Path(output).expanduser() if output else DEFAULT_ROOT / stamp
     expected = "a folder that is new or empty"
     try:
-        if path.is_dir() and {p.name for p in path.iterdir()} in ({RUN_FILE}, {RUN_FILE, STAGING}):
+        found = {p.name for p in path.iterdir()} if path.is_dir() else set()
+        if RUN_FILE in found <= {RUN_FILE, STAGING, LOG_FILE, BOARD}:
             return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
             hint = "Go on with it with --resume, or name another folder."

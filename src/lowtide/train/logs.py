@@ -15,8 +15,6 @@ from transformers import TrainerCallback
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.metrics import StepMetrics
 
-LOG_FILE = "log.jsonl"
-BOARD = "tensorboard"
 _RENAMED = {"eval_loss": "held_out_loss"}
 _LEFT_OUT = ("epoch",)  # of streams without end
 

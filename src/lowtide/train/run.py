@@ -16,7 +16,7 @@ from lowtide.measure import cuda_peak_bytes, peak_resident_bytes
 from lowtide.train import checkpoints
 from lowtide.train.advice import advise, is_out_of_memory
 from lowtide.train.config import TrainConfig, fixed_settings
-from lowtide.train.logs import BOARD, LOG_FILE, JsonLog, check_tensorboard, forget_after, tensorboard
+from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
 from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
 from lowtide.train.model import has_weights, model_config
@@ -174,10 +174,10 @@ class _Run:
         if config.progress:
             callbacks.append(ProgressDisplay(self.console, metrics, self.label))
         if self.save and self.args.should_log:
-            callbacks.append(JsonLog(self.output / LOG_FILE, metrics))
+            callbacks.append(JsonLog(self.output / checkpoints.LOG_FILE, metrics))
             if config.tensorboard:
                 resumed_at = None if self.resume_from is None else checkpoints.step_of(self.resume_from)
-                callbacks.append(tensorboard(self.output / BOARD, resumed_at))
+                callbacks.append(tensorboard(self.output / checkpoints.BOARD, resumed_at))
         if config.early_stop:
             callbacks.append(EarlyStop(config.early_stop))
         return callbacks
@@ -325,7 +325,9 @@ def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
             hint = "Restore the files as they were, or begin a new run."
             raise ArgumentValueError(message("data", "the files the run began with", "other names or sizes", hint))
         checkpoints.clear_staging(output)
-        forget_after(output / LOG_FILE, checkpoints.step_of(resume_from))
+        forget_after(output / checkpoints.LOG_FILE, checkpoints.step_of(resume_from))
+    else:
+        checkpoints.clear_logs(output)
     checkpoints.write_run_file(output, content)
 
 
