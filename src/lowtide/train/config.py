@@ -179,10 +179,9 @@ class TrainConfig:
         )
         if self.weights == "bfloat16":
             self._require("dtype", self.dtype in ("auto", "bfloat16"), "bfloat16, as the weights are")
-        ways = ("memory_budget", "policy", "gradient_checkpointing")
-        given = [name for name in ways if getattr(self, name)]
+        given = [name for name in ACTIVATIONS if getattr(self, name)]
         if len(given) > 1:
-            expected = f"one of {', '.join(flag(name) for name in ways)}"
+            expected = f"one of {', '.join(flag(name) for name in ACTIVATIONS)}"
             raise ArgumentValueError(message(given[-1], expected, " and ".join(flag(name) for name in given)))
         self._require("host_budget", not self.host_budget or bool(self.memory_budget), "--memory-budget beside it")
         for name in ("memory_budget", "host_budget"):
@@ -228,6 +227,7 @@ class TrainConfig:
         return cls(**given)
 
 
+ACTIVATIONS = ("memory_budget", "policy", "gradient_checkpointing")  # ways to say what layers keep: one of them
 _CHOICES = {
     "dtype": Dtype,
     "weights": Weights,

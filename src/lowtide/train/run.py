@@ -15,7 +15,7 @@ from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure import cuda_peak_bytes, peak_resident_bytes
 from lowtide.train import checkpoints
 from lowtide.train.advice import advise, is_out_of_memory
-from lowtide.train.config import TrainConfig, fixed_settings
+from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
 from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
@@ -342,7 +342,10 @@ def resumed_config(given: dict[str, Any]) -> TrainConfig:
     """
     output = checkpoints.run_to_resume(given.get("output"))
     before = checkpoints.read_run_file(output)["config"]
-    now = TrainConfig.from_json({**before, **given, "output": str(output)}).absolute().to_json()
+    kept = dict(before)
+    if any(given.get(name) for name in ACTIVATIONS):  # one of these takes the place of what the run began with
+        kept = {name: value for name, value in before.items() if name not in (*ACTIVATIONS, "host_budget")}
+    now = TrainConfig.from_json({**kept, **given, "output": str(output)}).absolute().to_json()
     for name in fixed_settings():
         if name in given and now[name] != before.get(name):
             hint = "A run keeps what fixes its model and data order: leave the option out, or begin a new run."
