@@ -53,7 +53,6 @@ def test_two_ranks_train_as_one_process_does_and_resume(
     assert re.search(r"losses +\d+ without logits, 0 with\s", out), out
     told = [json.loads((output / "checkpoint-4" / f"data_position_{rank}.json").read_text()) for rank in (0, 1)]
     assert [len(t["streams"]) for t in told] == [2, 2]
-    assert told[0]["streams"] != told[1]["streams"]
 
     # the same rows as those of both ranks, in a batch of one: tokens of conversations are as uneven as they come
     status, alone, _ = lowtide(*chat_arguments, *size, "--batch-size", "4", "--output", tmp_path / "alone")
