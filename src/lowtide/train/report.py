@@ -115,7 +115,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     measured = "; rounding as the stock model's own, told by a run of it in float32" if comparison.reference else ""
     console.print(
         f"losses of {len(stock.losses)} steps: {same}; the largest difference is {comparison.early_difference:.0e} "
-        f"in the first {limit.early_steps} steps (rounding: up to {limit.early:.0e}) and {comparison.max_difference:.0e} in all "
+        f"in the first steps (rounding: up to {limit.early:.0e}) and {comparison.max_difference:.0e} in all "
         f"(up to {limit.late:.0e}){measured}",
         highlight=False,
         soft_wrap=True,

@@ -28,7 +28,7 @@ from lowtide.train.report import show_result, show_start
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
 from lowtide.train.tokenizer import load_tokenizer
-from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
+from lowtide.train.trainer import Collate, LowtideTrainer, read_positions, training_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,8 @@ class _Run:
     def _result(self) -> TrainResult:
         config = self.config
         self.args = args = training_arguments(config, self.output, save=self.save, resuming=config.resume)
+        if self.resume_from is not None:
+            read_positions(self.resume_from, args)  # before a model is built that cannot go on
         ready = prepare(config, args, self.resume_from, self.box)
         if self.save and args.should_save:
             _open_run(self.output, ready, self.resume_from)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lowtide.train import checkpoints
 from lowtide.train.config import TrainConfig
 from lowtide.train.packing import PackedBlocks, positions
 from lowtide.train.stopping import best_step
-from lowtide.train.streams import IGNORED, Position
+from lowtide.train.streams import IGNORED, Block, Position
 
 # What ``trainer_args`` may override: the usual choices for language models where Trainer has others.
 _USUAL = {
@@ -44,11 +44,22 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
         pack: makes this rank's blocks, from the start or from positions.
         resume_from: the checkpoint that `train` will be given, None at the start.
         keep_best: the checkpoint of the lowest held-out loss is never removed.
+        args: Trainer's own.
+        eval_dataset: held-out blocks.
         kwargs: Trainer's own.
     """
 
-    def __init__(self, *, pack: PackFrom, resume_from: Path | None, keep_best: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *,
+        pack: PackFrom,
+        resume_from: Path | None,
+        args: TrainingArguments,
+        eval_dataset: Sequence[Block],
+        keep_best: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(args=args, eval_dataset=_evenly(eval_dataset, args), **kwargs)
         self.remove_callback(PrinterCallback)
         self._saving, self._keep_best = False, keep_best
         start = None if resume_from is None else read_positions(resume_from, self.args)
@@ -151,6 +162,16 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             shutil.rmtree(staged, ignore_errors=True)
             raise checkpoints.save_error(final, error) from error
         return final
+
+
+def _evenly(blocks: Sequence[Block], args: TrainingArguments) -> list[Block]:
+    """Return held-out blocks in batches that are full on every rank: accelerate would take the first ones again.
+
+    What is added has nothing to predict. One process takes them as they are.
+    """
+    missing = -len(blocks) % (args.world_size * args.per_device_eval_batch_size) if args.world_size > 1 else 0
+    nothing = {**blocks[0], "labels": torch.full_like(blocks[0]["labels"], IGNORED)}
+    return [*blocks, *[nothing] * missing]
 
 
 def _targets(labels: torch.Tensor) -> torch.Tensor:
