@@ -71,7 +71,9 @@ class TrainConfig:
         "truncate", "conversations of more than --seq-len tokens: keep their beginning, or leave them out", fixed=True
     )
     vocab_size: int = _setting(8192, "tokens of a BPE trained here, and the default model's vocabulary", fixed=True)
-    seq_len: int = _setting(256, "tokens in a block; documents are packed into blocks without padding", fixed=True)
+    seq_len: int = _setting(
+        256, "tokens in a block, the longest that attention sees; --packing says how documents share one", fixed=True
+    )
     batch_size: int = _setting(8, "blocks a device works on at once", fixed=True)
     grad_accum: int = _setting(1, "batches a device adds up before each optimizer step", fixed=True)
     lr: float = _setting(
