@@ -157,6 +157,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "policy of other layers": (lambda f: ["--policy", "3 x all"], ["policy", "2 layers", "got 3"]),
     "policy without a fused MLP": (lambda f: ["--policy", "all/0", "--no-patch"], ["checkpoint_level"]),
     "budget and policy": (lambda f: ["--policy", "all", "--memory-budget", "1GiB"], ["--policy", "one of"]),
+    "budget without patch": (lambda f: ["--memory-budget", "1GiB", "--no-patch"], ["memory_budget", "--no-patch"]),
     "budget": (lambda f: ["--memory-budget", "much"], ["memory_budget", "40GiB", "'much'"]),
     "budget for an unknown optimizer": (
         lambda f: ["--memory-budget", "1GiB", "--trainer-args", "optim=adafactor"],

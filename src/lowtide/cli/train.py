@@ -31,7 +31,7 @@ examples:
   lowtide train --model ./Llama-3.2-1B-Instruct --data chats.jsonl --seq-len 4096 --lr 2e-4 \
       --lora-rank 16 --lora-merge --weights bfloat16 --output my-adapter
       adapters on conversations, loss on the assistant's turns alone
-  lowtide train --model ./Llama-3.1-8B --data books/ --seq-len 16384 --batch-size 1 --memory-budget 75GiB --output my-run
+  lowtide train --model ./Llama-3.1-8B --data books/ --seq-len 16384 --memory-budget 75GiB --output my-run
       each layer keeps for backward what fits; `lowtide plan` shows why
   lowtide train --resume --output my-run
       go on from the last whole checkpoint, after a crash or Ctrl-C; the settings are those it began with

@@ -61,7 +61,9 @@ def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | Non
         policies, lines = list(plan.policies), list(_planned(plan, args))
         if not _has_levels(model):
             policies = [replace(policy, mlp_level=None) for policy in policies]
-            lines.append("         no fused MLP in this model: what the plan says of its levels is left out")
+            lines.append(
+                "         no fused MLP in this model, so without its levels: it keeps more than the plan counts"
+            )
     apply_policy(model, policies, host_gib=host)
     return Chosen(policies, tuple(lines))
 

@@ -185,6 +185,8 @@ class TrainConfig:
         if len(given) > 1:
             expected = f"one of {', '.join(flag(name) for name in ACTIVATIONS)}"
             raise ArgumentValueError(message(given[-1], expected, " and ".join(flag(name) for name in given)))
+        if self.memory_budget and not self.patch:
+            raise ArgumentValueError(message("memory_budget", "a patched model, as is planned for", "--no-patch"))
         self._require("host_budget", not self.host_budget or bool(self.memory_budget), "--memory-budget beside it")
         for name in ("memory_budget", "host_budget"):
             if size := getattr(self, name):
