@@ -317,20 +317,30 @@ def test_weights_are_float32_whatever_the_config_says(tmp_path: Path, tiny: list
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "tokenizer.json"],
+    ("name", "content"),
+    [
+        ("model.safetensors", None),
+        ("optimizer.pt", None),
+        ("scheduler.pt", b"garbage" * 40),
+        ("trainer_state.json", None),
+        ("rng_state.pth", b"garbage" * 40),
+        ("tokenizer.json", b"{}"),
+    ],
 )
-@pytest.mark.parametrize("how", ["cut", "garbage"])
-def test_a_damaged_checkpoint_is_named(name: str, how: str, finished: Path, tmp_path: Path, lowtide: Run) -> None:
+def test_a_damaged_checkpoint_is_named(
+    name: str, content: bytes | None, finished: Path, tmp_path: Path, lowtide: Run
+) -> None:
+    """Its second half is missing, or something else is in its place."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     file = run / "checkpoint-12" / name
     whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2] if how == "cut" else b"\x00garbage" * 40)
+    file.write_bytes(whole[: len(whole) // 2] if content is None else content)
     status, _, err = lowtide("train", "--resume", "--output", run, "--max-steps", 14)
     assert (status, err.count("\n")) == (2, 1), err
     assert "checkpoint-12" in err
     if name != "tokenizer.json":
         assert "Remove it, to take an older one" in err
-    shutil.rmtree(run / "checkpoint-12")
-    assert lowtide("train", "--resume", "--output", run, "--max-steps", 13)[0] == 0
+    if name == "optimizer.pt":
+        shutil.rmtree(run / "checkpoint-12")
+        assert lowtide("train", "--resume", "--output", run, "--max-steps", 13)[0] == 0

@@ -146,6 +146,7 @@ def test_early_stop_keeps_the_best_model(tmp_path: Path, chat_arguments: list[st
     best = min(held_out, key=lambda step: held_out[step])
     last = max(losses(output))
     assert last == best + 6 < 60, "three evaluations later"
+    assert f"step {best}/60  held-out loss {held_out[best]:.3f}" in out
     assert f"best             step {best}: the run went on to step {last}" in out
     assert [p.name for p in checkpoints.checkpoints(output)] == [f"checkpoint-{best}", f"checkpoint-{last}"]
     assert_same_weights(weights(output), load_file(output / f"checkpoint-{best}" / "model.safetensors"))

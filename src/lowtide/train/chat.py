@@ -40,6 +40,7 @@ class ChatFormat:
             expected = "a fast tokenizer (with a tokenizer.json), which tells where in the text each token is"
             raise ArgumentValueError(message("tokenizer", expected, type(tokenizer).__name__))
         self.tokenizer, self.seq_len, self.too_long = tokenizer, seq_len, too_long
+        self._special = tuple(token for token in {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} if token)
 
     def document(self, given: Conversation | Completion) -> Document:
         """Return the tokens of a conversation and their labels; none where it is left out.
@@ -140,8 +141,7 @@ class ChatFormat:
     def _end(self, turn: str) -> int:
         """Return the length of a turn without the white space that follows its last special token."""
         bare = turn.rstrip()
-        special = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}
-        return len(bare) if any(token and bare.endswith(token) for token in special) else len(turn)
+        return len(bare) if bare.endswith(self._special) else len(turn)
 
 
 def use_template(tokenizer: Any, file: str) -> None:

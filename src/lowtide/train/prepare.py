@@ -142,7 +142,8 @@ def _model(config: TrainConfig, args: Any, shape: Any, packing: str, attention: 
         choose_attention(model, attention)  # which runs on a GPU alone
         if not args.fsdp and not args.deepspeed:
             model.to(args.device)
-            check_separate(model, seq_len=config.seq_len)
+            with torch.autocast(args.device.type, torch.float16 if args.fp16 else torch.bfloat16):
+                check_separate(model, seq_len=config.seq_len)
     return add_adapters(model, config) if config.lora_rank else model
 
 
