@@ -88,7 +88,7 @@ def test_other_errors_keep_their_trace(
     assert not is_out_of_memory(OutOfMemory("already told"))
 
 
-def advice(memory_gib: float, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
+def advice(memory_gib: float, monkeypatch: pytest.MonkeyPatch, levels: bool = True, **settings: Any) -> str:
     """The advice for a Llama-3.2-1B on a GPU with so much memory left, without any GPU or weights."""
     monkeypatch.setattr("lowtide.train.advice._memory", lambda args: (int(memory_gib * 2**30), "this GPU"))
     config = TrainConfig(model="llama-3.2-1b", **{"batch_size": 4, "seq_len": 8192, **settings})
@@ -96,6 +96,7 @@ def advice(memory_gib: float, monkeypatch: pytest.MonkeyPatch, **settings: Any) 
         device=torch.device("cpu"), optim="adamw_torch_fused", bf16=True, fp16=False, world_size=2, process_index=1
     )
     shape = SimpleNamespace(config=model_config(config.model, vocab_size=0), parameters=lambda: iter(()))
+    monkeypatch.setattr("lowtide.train.advice.has_levels", lambda model: levels)
     return str(advise(torch.OutOfMemoryError("x"), config, args, model=shape, step=7, go_on="Go on."))
 
 
@@ -123,6 +124,17 @@ def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(sizes) == 3
     assert all(float(size) < 0.96 * expected for size in sizes)
     assert "--policy all/0 " not in advice(1000, monkeypatch, policy="all/0")
+
+
+def test_a_model_without_fused_mlps_is_told_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = re.search(r"--policy '([^']+)'", advice(40, monkeypatch, levels=False))
+    assert policy
+    assert "/" not in policy[1]
+
+
+def test_a_stock_model_is_told_to_lose_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "leave --no-patch out" in advice(40, monkeypatch, patch=False)
+    assert "--policy" not in advice(40, monkeypatch, patch=False)
 
 
 def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | Non
             model, config, args, budget_gib=parse_gib("memory_budget", str(config.memory_budget)), host=host
         )
         policies, lines = list(plan.policies), list(_planned(plan, args))
-        if not _has_levels(model):
-            policies = [replace(policy, mlp_level=None) for policy in policies]
+        if not has_levels(model):
+            policies = without_levels(policies)
             lines.append(
                 "         no fused MLP in this model, so without its levels: it keeps more than the plan counts"
             )
@@ -116,6 +116,11 @@ def current_policies(config: TrainConfig, chosen: Chosen | None, layers: int) ->
     return [ActivationPolicy(keep="input" if config.gradient_checkpointing else "all")] * layers
 
 
+def without_levels(policies: Sequence[ActivationPolicy]) -> list[ActivationPolicy]:
+    """Return policies for layers without a fused MLP."""
+    return [replace(policy, mlp_level=None) for policy in policies]
+
+
 def as_mixture(policies: Sequence[ActivationPolicy]) -> Mixture:
     """Return policies of single layers as runs of equal ones."""
     runs: list[tuple[ActivationPolicy, int]] = []
@@ -150,7 +155,8 @@ def _planned(plan: MemoryPlan, args: Any) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _has_levels(model: Any) -> bool:
+def has_levels(model: Any) -> bool:
+    """Return whether every layer has a fused MLP, whose level a policy can set."""
     stack = find_stack(model)
     return all(any(hasattr(m, "checkpoint_level") for m in layer.modules()) for layer in stack.layers.values())
 

@@ -17,7 +17,15 @@ from lowtide.memory.planner_bytes import Job
 from lowtide.memory.planner_choice import Candidate, Search
 from lowtide.memory.planner_gpus import GPUS, find_gpu
 from lowtide.memory.planner_shapes import read_shape
-from lowtide.train.activations import as_mixture, as_text, current_policies, planned_dtype, planned_optimizer
+from lowtide.train.activations import (
+    as_mixture,
+    as_text,
+    current_policies,
+    has_levels,
+    planned_dtype,
+    planned_optimizer,
+    without_levels,
+)
 from lowtide.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -88,7 +96,9 @@ def _what_fits(config: TrainConfig, args: Any, model: Any, chosen: Chosen | None
     limit = min(memory, _MARGIN * now.peak) if memory else _MARGIN * now.peak
     left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
     lines = [f"By the planner this step takes {gib(now.peak):.2f} GiB{left}."]
-    helps = [*_other_policy(search, limit), *_smaller(job, now, limit)]
+    if not config.patch:
+        return [*lines, "That is with lowtide's loss. A stock model's logits come on top: leave --no-patch out."]
+    helps = [*_other_policy(search, limit, levels=has_levels(model)), *_smaller(job, now, limit)]
     if helps:
         width = max(len(options) for options, _ in helps)
         lines += ["What would fit:", *(f"  {options:<{width}}  {gib(peak):.2f} GiB" for options, peak in helps)]
@@ -98,9 +108,12 @@ def _what_fits(config: TrainConfig, args: Any, model: Any, chosen: Chosen | None
     return [*lines, f"The numbers: {plan_line(config, args, limit)}"]
 
 
-def _other_policy(search: Search, limit: float) -> list[tuple[str, int]]:
+def _other_policy(search: Search, limit: float, *, levels: bool) -> list[tuple[str, int]]:
     found = search.fastest(int(limit)) or search.least()
-    return [(f"--policy {shlex.quote(as_text(found.groups))}", found.peak)] if found.peak <= limit else []
+    if found.peak > limit:
+        return []
+    policies = found.policies if levels else without_levels(found.policies)
+    return [(f"--policy {shlex.quote(as_text(as_mixture(policies)))}", found.peak)]
 
 
 def _smaller(job: Job, now: Candidate, limit: float) -> list[tuple[str, int]]:
