@@ -23,6 +23,10 @@ from lowtide.train.stopping import best_step, is_over
 Run = Callable[..., tuple[int, str, str]]
 
 
+# which every step draws random numbers for
+DROPOUT = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "vocab_size": 512}
+
+
 def log(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
@@ -68,13 +72,21 @@ def test_a_run_on_conversations_says_what_it_trains(tmp_path: Path, chat_argumen
         ["--policy", "attention", "--grad-accum", "2"],
         ["--lora-rank", "4", "--lora-targets", "q_proj", "down_proj", "--policy", "1 x input, 1 x all"],
         ["--weights", "bfloat16", "--packing", "none"],
+        ["--model", "dropout.json", "--policy", "input", "--eval-every", "3"],
     ],
     ids=" ".join,
 )
 def test_chat_runs_resume_bit_for_bit(
-    extra: list[str], tmp_path: Path, chat_arguments: list[str], pretrained: Path, lowtide: Run
+    extra: list[str],
+    tmp_path: Path,
+    chat_arguments: list[str],
+    pretrained: Path,
+    lowtide: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = ["--model", pretrained / "model"] if "--lora-rank" in extra else []
+    (tmp_path / "dropout.json").write_text(json.dumps(DROPOUT))
+    monkeypatch.chdir(tmp_path)
     output, expected = tmp_path / "resumed", tmp_path / "whole"
     status, _, err = lowtide(*chat_arguments, *model, *extra, "--output", expected)
     assert (status, err) == (0, "")

@@ -103,24 +103,27 @@ class Blocks(torch.utils.data.IterableDataset[dict[str, Tensor]]):
             yield from self._blocks
 
 
+def trainer_of(model: nn.Module, blocks: list[dict[str, Tensor]], args: Any, *, bounds: bool = False) -> LowtideTrainer:
+    return LowtideTrainer(
+        pack=lambda _: Blocks(blocks),  # type: ignore[arg-type, return-value]
+        resume_from=None,
+        model=model,
+        args=args,
+        eval_dataset=blocks,
+        data_collator=Collate(bounds=bounds),
+    )
+
+
 def step_gradients(
     model: nn.Module, blocks: list[dict[str, Tensor]], folder: Path, *, batch: int, accumulate: int
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss that Trainer would log for its first step, and the gradients that its optimizer would see."""
     config = TrainConfig(batch_size=batch, grad_accum=accumulate, max_steps=1, seq_len=ROOM)
     args = training_arguments(config, folder, save=False, resuming=False)
-    trainer = LowtideTrainer(
-        pack=lambda _: Blocks(blocks),  # type: ignore[arg-type, return-value]
-        resume_from=None,
-        model=model,
-        args=args,
-        eval_dataset=blocks,
-        data_collator=Collate(bounds=False),
-    )
+    trainer = trainer_of(model, blocks, args)
     model.zero_grad()
     trainer.current_gradient_accumulation_steps = accumulate
-    batches = iter(torch.utils.data.DataLoader(Blocks(blocks), batch_size=batch, collate_fn=Collate(bounds=False)))
-    samples, count = trainer.get_batch_samples(batches, accumulate, args.device)
+    samples, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), accumulate, args.device)
     loss = sum(float(trainer.training_step(model, dict(sample), count)) for sample in samples)
     return loss, gradients(model)
 
@@ -200,14 +203,7 @@ def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batch(tmp_path: Path
             count += int(labels[1:].ne(IGNORED).sum())
     for batch in (1, 3, len(blocks)):
         config = TrainConfig(batch_size=batch, seq_len=ROOM)
-        trainer = LowtideTrainer(
-            pack=lambda _: Blocks(blocks),  # type: ignore[arg-type, return-value]
-            resume_from=None,
-            model=model,
-            args=training_arguments(config, tmp_path, save=False, resuming=False),
-            eval_dataset=blocks,
-            data_collator=Collate(bounds=False),
-        )
+        trainer = trainer_of(model, blocks, training_arguments(config, tmp_path, save=False, resuming=False))
         assert trainer.evaluate()["eval_loss"] == pytest.approx(total / count, rel=1e-6)
 
 
@@ -222,9 +218,12 @@ def test_models_that_see_the_document_before_are_refused(dtype: torch.dtype) -> 
         check_separate(build(name, dtype), seq_len=32)
 
 
-def test_bounds_for_flash_attention_are_the_documents_of_all_rows() -> None:
+def test_bounds_for_flash_attention_are_the_documents_of_all_rows(tmp_path: Path) -> None:
     blocks = packed(conversations(20, seed=2))[:3]
-    batch = Collate(bounds=True)(blocks)
+    args = training_arguments(TrainConfig(batch_size=3, seq_len=ROOM), tmp_path, save=False, resuming=False)
+    trainer = trainer_of(build("llama"), blocks, args, bounds=True)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch.keys() == next(iter(trainer.get_eval_dataloader())).keys()
     starts = [
         row * ROOM + i
         for row, block in enumerate(blocks)

@@ -68,7 +68,14 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this rank's blocks: no workers and nothing fetched ahead, so its position is exact."""
-        return DataLoader(self._blocks, batch_size=self._train_batch_size, pin_memory=self.args.device.type == "cuda")
+        return DataLoader(
+            self._blocks,
+            batch_size=self._train_batch_size,
+            collate_fn=self.data_collator,
+            pin_memory=self.args.device.type == "cuda",
+            # its iterator draws a number: from the global generator, whose state a resume has just restored for dropout
+            generator=torch.Generator(),
+        )
 
     def conversations(self) -> tuple[int, int, int]:
         """Return how many conversations all ranks have read, and how many of them were cut and left out."""
