@@ -106,6 +106,19 @@ def test_chat_runs_resume_bit_for_bit(
         assert told[0] == told[1]
 
 
+def test_a_model_that_sees_documents_before_has_one_in_each_row(
+    tmp_path: Path, chat_arguments: list[str], lowtide: Run
+) -> None:
+    settings = {"model_type": "mamba", "vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    (tmp_path / "mamba.json").write_text(json.dumps(settings))
+    arguments = [*chat_arguments, "--model", tmp_path / "mamba.json", "--max-steps", "2", "--output", tmp_path / "out"]
+    status, _, err = lowtide(*arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--packing none" in err
+    status, _, err = lowtide(*arguments, "--packing", "none")
+    assert (status, err) == (0, "")
+
+
 def test_lora_trains_adapters_alone_and_merges(
     tmp_path: Path, chat_arguments: list[str], pretrained: Path, lowtide: Run
 ) -> None:

@@ -172,7 +172,10 @@ def documents(sizes: list[int], per_piece: int = 3) -> list[list[Document]]:
 
 
 def separate_documents(block: dict[str, torch.Tensor]) -> list[list[int]]:
-    """What is in a block, told by its positions alone."""
+    """What is in a block, told by its positions alone; where it has none, by its padding, -1."""
+    if "position_ids" not in block:
+        kept = int((block["input_ids"] != -1).sum())
+        return [part.tolist() for part in block["input_ids"].tensor_split([kept]) if len(part)]
     starts = (block["position_ids"] == 0).nonzero().flatten().tolist()
     return [part.tolist() for part in block["input_ids"].tensor_split(starts[1:])]
 
@@ -183,9 +186,10 @@ def test_separate_texts_begin_again_at_position_0_and_are_all_there(corpus: Corp
     stream = tokens_of(corpus, split.share(0, 1, 0))
     found = list[int]()
     for block in stream_of(corpus, split, seq_len=23, packing=packing, pad=-1, epochs=1):
-        starts = (block["position_ids"] == 0).nonzero().flatten()
-        assert (block["labels"][starts] == IGNORED).all()
-        inner = (block["input_ids"] != -1) & (block["position_ids"] > 0)
+        assert ("position_ids" in block) == (packing == "separate")
+        places = block.get("position_ids", torch.arange(23))
+        assert (block["labels"][places == 0] == IGNORED).all()
+        inner = (block["input_ids"] != -1) & (places > 0)
         assert torch.equal(block["labels"][inner], block["input_ids"][inner])
         parts = separate_documents(block)
         assert packing == "separate" or len(parts) <= 2

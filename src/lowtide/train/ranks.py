@@ -21,10 +21,10 @@ def leave_group() -> None:
     """
     if not in_group():
         return
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     gc.collect()  # trainer, model and callbacks know each other
-    torch.distributed.barrier()  # nobody closes a connection that another rank's last collective still uses
+    PartialState().wait_for_everyone()  # nobody closes a connection that another rank's last collective still uses
     torch.distributed.destroy_process_group()
     # accelerate remembers the group in the process, and would go on with it in a second run
     AcceleratorState._reset_state(reset_partial_state=True)

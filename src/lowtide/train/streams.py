@@ -108,7 +108,7 @@ class Stream:
                     block = self._open()
 
     def _open(self) -> _Open:
-        return _Open(self._seq_len, separate=self._packing != "joined")
+        return _Open(self._seq_len, separate=self._packing == "separate")
 
     def _documents(self) -> Iterator[tuple[Position, Document]]:
         """Yield each document from the position on, with the position of its first token."""
@@ -218,10 +218,12 @@ class _Open:
     def close(self, pad: int) -> Block:
         """Return ``input_ids``, ``labels`` and, where documents are separate, ``position_ids``, int64 [seq_len].
 
-        The first token of a document has nothing before it to be predicted from: its label is ignored.
+        The first token of a document has nothing before it to be predicted from: its label is ignored. Padding comes
+        last, where nothing looks at it; among separate documents it is one more.
         """
-        if padding := self.room:  # a document of its own, so that nothing but itself could look at it
-            self._starts.append(len(self._ids))
+        if padding := self.room:
+            if self._separate:
+                self._starts.append(len(self._ids))
             self._ids.extend([pad] * padding)
             self._labels.extend([IGNORED] * padding)
         labels = torch.tensor(self._labels, dtype=torch.int64)
