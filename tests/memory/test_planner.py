@@ -270,6 +270,20 @@ def test_no_gpu_can_be_measured_where_there_is_none() -> None:
     assert plan_memory(LLAMA, 1024, 1).job.gpu.name == "h100"
 
 
+def test_frozen_weights_have_neither_gradients_nor_states() -> None:
+    params, few = plan(seq_len=256).job.shape.params, 10_000_000
+    full = plan(seq_len=256, budget=80)
+    lora = plan(seq_len=256, budget=80, adapters=few)
+    kinds = {kind: max(phase.parts()[kind] for phase in lora.phases) for kind in ("weights", "optimizer", "gradients")}
+    assert kinds["weights"] == 2 * params + 4 * few
+    assert kinds["optimizer"] == 2 * 4 * few, "float32, as the adapters are"
+    assert kinds["gradients"] == 4 * few
+    assert full.peak_bytes - lora.peak_bytes > 5 * params
+    assert "adapters" in str(lora)
+    with pytest.raises(ArgumentValueError, match="adapters"):
+        plan(adapters=0)
+
+
 def test_it_is_reachable_and_every_argument_documented() -> None:
     assert lowtide.memory.plan_memory is plan_memory
     text = inspect.getdoc(plan_memory) or ""

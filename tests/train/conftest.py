@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from chat_data import CHATML, byte_tokenizer
 from lowtide.cli import main
 
 WORDS = ("the", "tide", "came", "in", "and", "went", "out", "over", "sand", "while", "gulls", "counted", "waves")
@@ -64,6 +65,25 @@ def tiny_arguments(folder: Path) -> list[str]:
 def tiny(tmp_path: Path) -> list[str]:
     """The arguments of a tiny run, its output folder left out."""
     return tiny_arguments(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def chat_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The arguments of a tiny run on conversations, with a tokenizer that has a chat template; no output folder."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "tiny.json").write_text(json.dumps({**SHAPE, "tie_word_embeddings": False}))
+    byte_tokenizer(CHATML).save_pretrained(folder / "tokenizer")
+    rng = random.Random(0)
+    lines = []
+    for _ in range(300):
+        turns = [("user", "assistant")[i % 2] for i in range(2 * rng.randint(1, 3))]
+        said = [" ".join(rng.choices(WORDS, k=rng.randint(1, 4))) for _ in turns]
+        lines.append({"messages": [{"role": r, "content": c} for r, c in zip(turns, said, strict=True)]})
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    size = {"seq-len": 96, "batch-size": 2, "eval-blocks": 3, "max-steps": 6, "save-every": 2, "keep": 5}
+    options = [word for name, value in size.items() for word in (f"--{name}", str(value))]
+    where = ["--data", str(folder / "chat.jsonl"), "--tokenizer", str(folder / "tokenizer")]
+    return ["train", "--model", str(folder / "tiny.json"), *where, *options]
 
 
 @pytest.fixture

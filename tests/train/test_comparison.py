@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.train.comparison import EARLY_STEPS, Comparison, Tolerance
+from lowtide.train.comparison import EARLY_STEPS, FLOAT32, Comparison, Tolerance, measured_tolerance
+from lowtide.train.config import TrainConfig
 from lowtide.train.run import TrainResult
 
 Run = Callable[..., tuple[int, str, str]]
@@ -76,6 +77,37 @@ def test_other_losses_are_not_equal() -> None:
     assert against(RESULT.losses | {EARLY_STEPS + 1: 3.09}).equal, "later, rounding has grown"
     assert not against(RESULT.losses | {EARLY_STEPS + 1: 3.11}).equal
     assert against(RESULT.losses | {EARLY_STEPS + 1: 3.09}).early_difference == 0
+
+
+def test_in_a_narrower_dtype_the_limit_is_what_the_stock_model_errs() -> None:
+    reference = dataclasses.replace(RESULT, losses=RESULT.losses | {2: 5.01, EARLY_STEPS + 1: 3.9})
+    limit = measured_tolerance(RESULT, reference)
+    assert (limit.at(20), limit.at(21)) == (pytest.approx(0.04), pytest.approx(4.0)), "the first 20 steps tell"
+    none = measured_tolerance(RESULT, RESULT)
+    assert (none.early, none.late) == (FLOAT32.early, pytest.approx(FLOAT32.late)), "never below float32's own"
+    broken = dataclasses.replace(RESULT, losses=RESULT.losses | {3: float("nan")})
+    assert measured_tolerance(RESULT, broken) == none, "a run that is no number allows nothing"
+
+
+def test_a_third_run_in_float32_sets_the_limit(
+    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+
+    def in_child(config: TrainConfig, console: object, label: str = "") -> TrainResult:
+        runs.append((config.patch, config.dtype, config.weights, label))
+        away = {"float32": {2: 5.1}, "": {2: 5.05} if config.patch else {}}[label]
+        return dataclasses.replace(RESULT, losses=RESULT.losses | away)
+
+    monkeypatch.setattr("lowtide.train.comparison._in_child", in_child)
+    status, out, _ = lowtide(*tiny, "--compare", "--dtype", "bfloat16", "--json", tmp_path / "c.json")
+    assert status == 0, out
+    assert runs == [(False, "bfloat16", "float32", ""), (True, "bfloat16", "float32", ""),
+                    (False, "float32", "float32", "float32")]  # fmt: skip
+    assert "told by a run of it in float32" in out
+    told = json.loads((tmp_path / "c.json").read_text())
+    assert told["tolerance"]["early"] == pytest.approx(0.4)
+    assert told["float32"]["losses"]["2"] == 5.1
 
 
 def test_other_losses_end_with_status_1(tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch) -> None:

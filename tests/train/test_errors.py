@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,6 +94,17 @@ def deep_json(folder: Path) -> list[str]:
     return ["--data", str(folder / "d.jsonl")]
 
 
+def chat(folder: Path) -> list[str]:
+    line = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a " * 20}]}
+    (folder / "c.jsonl").write_text((json.dumps(line) + "\n") * 300)
+    return ["--data", str(folder / "c.jsonl")]
+
+
+def template_alone(folder: Path) -> list[str]:
+    (folder / "t.jinja").write_text("{{ messages }}")
+    return ["--chat-template", str(folder / "t.jinja")]
+
+
 ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 LEARNED = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 512}
 
@@ -141,6 +153,31 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "empty name": (lambda f: ["--model", ""], ["model", "not empty"]),
     "abbreviation": (lambda f: ["--max-step", "3"], ["--max-step", "--help"]),
     "fp16 on a CPU": (lambda f: ["--dtype", "float16"], ["dtype: expected float16 on a GPU", "bfloat16"]),
+    "policy": (lambda f: ["--policy", "everything"], ["policy", "'everything'", "12 x input/1"]),
+    "policy of other layers": (lambda f: ["--policy", "3 x all"], ["policy", "2 layers", "got 3"]),
+    "policy without a fused MLP": (lambda f: ["--policy", "all/0", "--no-patch"], ["checkpoint_level"]),
+    "budget and policy": (lambda f: ["--policy", "all", "--memory-budget", "1GiB"], ["--policy", "one of"]),
+    "budget without patch": (lambda f: ["--memory-budget", "1GiB", "--no-patch"], ["memory_budget", "--no-patch"]),
+    "budget": (lambda f: ["--memory-budget", "much"], ["memory_budget", "40GiB", "'much'"]),
+    "budget for an unknown optimizer": (
+        lambda f: ["--memory-budget", "1GiB", "--trainer-args", "optim=adafactor"],
+        ["memory_budget", "adafactor", "--policy"],
+    ),
+    "early stop": (lambda f: ["--early-stop", "2"], ["early_stop", "--eval-every"]),
+    "alpha alone": (lambda f: ["--lora-alpha", "2"], ["lora_alpha", "--lora-rank"]),
+    "unknown targets": (lambda f: ["--lora-rank", "2", "--lora-targets", "qproj"], ["lora_targets", "q_proj"]),
+    "weights and products": (lambda f: ["--weights", "bfloat16", "--dtype", "float32"], ["dtype", "'float32'"]),
+    "flash on a CPU": (lambda f: ["--attention", "flash_attention_2"], ["attention", "GPU", "sdpa"]),
+    "template for text": (template_alone, ["chat_template", "conversations", "got text"]),
+    "chat without a template": (chat, ["chat_template", "--chat-template"]),
+    "chat joined": (lambda f: [*chat(f), "--packing", "joined"], ["packing", "separate", "joined"]),
+    "chat and text": (lambda f: [*chat(f), str(f / "text")], ["data", "both"]),
+    "scheduler": (
+        lambda f: ["--trainer-args", 'lr_scheduler_kwargs={"colour": 1}'],
+        ["trainer_args", "colour", "Leave them out"],
+    ),
+    "optimizer's arguments": (lambda f: ["--trainer-args", "adam_beta1=7"], ["trainer_args", "adam_beta1=7", "beta"]),
+    "optimizer of layers": (lambda f: ["--trainer-args", "optim=galore_adamw"], ["trainer_args", "galore"]),
     "compare and resume": (lambda f: ["--compare", "--resume"], ["compare", "--resume"]),
 }
 
@@ -158,7 +195,8 @@ def test_one_line_and_status_2(case: str, tmp_path: Path, tiny: list[str], lowti
     assert err.count("\n") == 1, err
     assert err.startswith("lowtide train: ")
     assert not [word for word in words if word not in err], err
-    assert not output.exists()
+    left = {path.name for path in output.rglob("*")}
+    assert left <= {"run.json"} if "Leave them out" in err else not output.exists()
 
 
 def test_a_run_is_not_overwritten(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
@@ -195,8 +233,9 @@ def test_resume_refuses_other_data_and_other_settings(
 
 
 FULL_DISK = """
-import resource, sys
+import logging, resource, sys
 from lowtide.cli import main
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as the command does before its imports
 import transformers, lowtide.train.run
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 sys.exit(main(sys.argv[2:]))
@@ -212,7 +251,7 @@ def test_a_disk_that_takes_no_more(tmp_path: Path, tiny: list[str], limit: int) 
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.count("\n") == 1, ended.stderr
     assert "could not write" in ended.stderr
-    left = {path.name for path in output.rglob("*")} - {"run.json", ".incoming"}
+    left = {path.name for path in output.rglob("*")} - {"run.json", ".incoming", "log.jsonl"}
     assert not left, "nothing half written"
 
 
@@ -275,3 +314,33 @@ def test_weights_are_float32_whatever_the_config_says(tmp_path: Path, tiny: list
     assert lowtide(*tiny, "--output", tmp_path / "out")[0] == 0
     saved = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert {value.dtype for value in saved.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", None),
+        ("optimizer.pt", None),
+        ("scheduler.pt", b"garbage" * 40),
+        ("trainer_state.json", None),
+        ("rng_state.pth", b"garbage" * 40),
+        ("tokenizer.json", b"{}"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(
+    name: str, content: bytes | None, finished: Path, tmp_path: Path, lowtide: Run
+) -> None:
+    """Its second half is missing, or something else is in its place."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    file = run / "checkpoint-12" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    status, _, err = lowtide("train", "--resume", "--output", run, "--max-steps", 14)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "checkpoint-12" in err
+    if name != "tokenizer.json":
+        assert "Remove it, to take an older one" in err
+    if name == "optimizer.pt":
+        shutil.rmtree(run / "checkpoint-12")
+        assert lowtide("train", "--resume", "--output", run, "--max-steps", 13)[0] == 0

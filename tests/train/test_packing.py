@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -12,19 +14,30 @@ import torch
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import mib, run_command
 from lowtide.train.corpus import Corpus
-from lowtide.train.packing import PackedBlocks, Position, Split, Stream, held_out_blocks, positions, split_corpus
+from lowtide.train.packing import (
+    Layout,
+    PackedBlocks,
+    Split,
+    held_out_blocks,
+    positions,
+    split_corpus,
+    text_documents,
+)
+from lowtide.train.streams import GROUP, IGNORED, START, Document, Position, Stream, WholeStream, best_fit
 
 EOS = 0
 CORPUS_CODE = """
 import sys
 from lowtide.measure import peak_resident_bytes, reset_peak_resident, resident_bytes
 from lowtide.train.corpus import open_corpus
-from lowtide.train.packing import Stream
+from lowtide.train.packing import text_documents
+from lowtide.train.streams import Stream
 start = resident_bytes()
 reset_peak_resident()
 corpus = open_corpus([sys.argv[1]], text_field="text", streams=1, seq_len=256)
 lengths = lambda text: [len(word) for word in text.split()]
-stream = Stream(corpus, lambda _: range(len(corpus)), lengths, eos=0, seq_len=256, epochs=1)
+read = text_documents(corpus, lengths, eos=0)
+stream = Stream(read, lambda _: range(len(corpus)), seq_len=256, epochs=1)
 print(sum(1 for _ in stream), peak_resident_bytes() - start)
 """
 
@@ -43,8 +56,18 @@ def corpus(tmp_path: Path) -> Corpus:
 
 
 def stream_of(corpus: Corpus, split: Split, row: int = 0, rows: int = 1, **kwargs: object) -> Stream:
-    kwargs = {"eos": EOS, "seq_len": 16} | kwargs
-    return Stream(corpus, lambda epoch: split.share(row, rows, epoch), tokenize, **kwargs)  # type: ignore[arg-type]
+    kwargs = {"seq_len": 16} | kwargs
+    read = text_documents(corpus, tokenize, eos=EOS)
+    return Stream(read, lambda epoch: split.share(row, rows, epoch), **kwargs)  # type: ignore[arg-type]
+
+
+def ids_of(stream: Stream, count: int) -> list[torch.Tensor]:
+    return [block["input_ids"] for block in itertools.islice(stream, count)]
+
+
+def layout_of(corpus: Corpus, seq_len: int) -> Layout:
+    read = text_documents(corpus, tokenize, eos=EOS)
+    return Layout(read=read, seq_len=seq_len, packing="joined", whole=False, pad=EOS)
 
 
 def tokens_of(corpus: Corpus, pieces: list[int]) -> list[int]:
@@ -55,7 +78,7 @@ def tokens_of(corpus: Corpus, pieces: list[int]) -> list[int]:
 def test_blocks_joined_are_the_documents_with_an_end_after_each(corpus: Corpus, seq_len: int) -> None:
     split = Split(pieces=len(corpus), held_out=2, seed=1)
     stream = tokens_of(corpus, split.share(0, 1, 0)) + tokens_of(corpus, split.share(0, 1, 1))
-    blocks = list(itertools.islice(stream_of(corpus, split, seq_len=seq_len), len(stream) // seq_len))
+    blocks = ids_of(stream_of(corpus, split, seq_len=seq_len), len(stream) // seq_len)
     assert all(len(block) == seq_len and block.dtype == torch.int64 for block in blocks)
     assert torch.cat(blocks).tolist() == stream[: len(blocks) * seq_len]
 
@@ -82,10 +105,10 @@ def test_order_follows_seed_and_epoch(corpus: Corpus) -> None:
 def test_any_position_can_be_returned_to(corpus: Corpus) -> None:
     split = Split(pieces=len(corpus), held_out=2, seed=3)
     stream = stream_of(corpus, split)
-    seen = [(block, stream.position) for block in itertools.islice(stream, 150)]
+    seen = [(block["input_ids"], stream.position) for block in itertools.islice(stream, 150)]
     assert seen[-1][1].epoch >= 1, "the test should cross into another epoch"
     for at in range(0, 140, 7):
-        again = itertools.islice(stream_of(corpus, split, position=seen[at][1]), 10)
+        again = ids_of(stream_of(corpus, split, position=seen[at][1]), 10)
         for block, (expected, _) in zip(again, seen[at + 1 :], strict=False):
             assert torch.equal(block, expected)
 
@@ -99,17 +122,17 @@ def test_rows_of_a_batch_are_streams_and_the_state_restores_them(corpus: Corpus)
     blocks = packed([Position()] * 3)
     rows = [item["input_ids"] for item in itertools.islice(blocks, 30)]
     for row in range(3):
-        alone = list(itertools.islice(stream_of(corpus, split, row, 3), 10))
+        alone = ids_of(stream_of(corpus, split, row, 3), 10)
         assert all(torch.equal(a, b) for a, b in zip(rows[row::3], alone, strict=True))
-    following = [item["labels"] for item in itertools.islice(packed(positions(blocks.state())), 6)]
+    following = [item["input_ids"] for item in itertools.islice(packed(positions(blocks.state())), 6)]
     for row in range(3):
-        alone = list(itertools.islice(stream_of(corpus, split, row, 3), 12))[10:]
+        alone = ids_of(stream_of(corpus, split, row, 3), 12)[10:]
         assert all(torch.equal(a, b) for a, b in zip(following[row::3], alone, strict=True))
 
 
 def test_held_out_blocks_hold_no_training_text(corpus: Corpus) -> None:
     split = split_corpus(corpus, seed=0, held_out_bytes=60)
-    blocks = held_out_blocks(corpus, split, tokenize, eos=EOS, seq_len=8, limit=5)
+    blocks = torch.stack([block["input_ids"] for block in held_out_blocks(split, layout_of(corpus, 8), limit=5)])
     assert blocks.shape == (5, 8)
     assert blocks.flatten().tolist() == tokens_of(corpus, split.held_out_pieces())[:40]
 
@@ -125,7 +148,7 @@ def test_text_without_a_token_ends_in_an_error_not_in_a_loop(corpus: Corpus, tmp
 def test_held_out_text_shorter_than_a_block_is_an_error(corpus: Corpus) -> None:
     split = Split(pieces=len(corpus), held_out=1, seed=0)
     with pytest.raises(ArgumentValueError, match="held-out text of 9999 tokens"):
-        held_out_blocks(corpus, split, tokenize, eos=EOS, seq_len=9999, limit=5)
+        held_out_blocks(split, layout_of(corpus, 9999), limit=5)
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
@@ -140,3 +163,101 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, suffix: str) -> No
         blocks, grown[size] = map(int, ended.stdout.split())
         assert blocks > size * 600
     assert mib(grown[64]) < mib(grown[1]) + 8, "eight times less than the corpus grew"
+
+
+def documents(sizes: list[int], per_piece: int = 3) -> list[list[Document]]:
+    """Pieces of documents whose tokens tell which they are, and which of its own tokens each is."""
+    made = [Document(array("q", [100 * i + j for j in range(size)])) for i, size in enumerate(sizes)]
+    return [made[i : i + per_piece] for i in range(0, len(made), per_piece)]
+
+
+def separate_documents(block: dict[str, torch.Tensor]) -> list[list[int]]:
+    """What is in a block, told by its positions alone; where it has none, by its padding, -1."""
+    if "position_ids" not in block:
+        kept = int((block["input_ids"] != -1).sum())
+        return [part.tolist() for part in block["input_ids"].tensor_split([kept]) if len(part)]
+    starts = (block["position_ids"] == 0).nonzero().flatten().tolist()
+    return [part.tolist() for part in block["input_ids"].tensor_split(starts[1:])]
+
+
+@pytest.mark.parametrize("packing", ["separate", "none"])
+def test_separate_texts_begin_again_at_position_0_and_are_all_there(corpus: Corpus, packing: str) -> None:
+    split = Split(pieces=len(corpus), held_out=2, seed=1)
+    stream = tokens_of(corpus, split.share(0, 1, 0))
+    found = list[int]()
+    for block in stream_of(corpus, split, seq_len=23, packing=packing, pad=-1, epochs=1):
+        assert ("position_ids" in block) == (packing == "separate")
+        places = block.get("position_ids", torch.arange(23))
+        assert (block["labels"][places == 0] == IGNORED).all()
+        inner = (block["input_ids"] != -1) & (places > 0)
+        assert torch.equal(block["labels"][inner], block["input_ids"][inner])
+        parts = separate_documents(block)
+        assert packing == "separate" or len(parts) <= 2
+        for part in parts:
+            assert EOS not in part[:-1], "a document ends with the end of text, and another one begins"
+        found += [token for part in parts for token in part if token != -1]
+    assert found == stream[: len(found)]
+    assert len(stream) - len(found) < 23
+
+
+def test_joined_text_has_no_positions_and_its_first_token_no_label(corpus: Corpus) -> None:
+    block = next(iter(stream_of(corpus, Split(pieces=len(corpus), held_out=2, seed=1))))
+    assert block.keys() == {"input_ids", "labels"}
+    assert block["labels"][0] == IGNORED
+    assert torch.equal(block["labels"][1:], block["input_ids"][1:])
+
+
+@pytest.mark.parametrize("packing", ["separate", "none"])
+@pytest.mark.parametrize("seed", range(5))
+def test_whole_documents_are_packed_once_each_and_never_cut(packing: str, seed: int) -> None:
+    rng = random.Random(seed)
+    room = rng.randint(5, 40)
+    sizes = [rng.randint(1, room) for _ in range(120)]
+    pieces = documents(sizes)
+    stream = WholeStream(
+        lambda n: iter(pieces[n]), lambda _: range(len(pieces)), seq_len=room, packing=packing, pad=-1, epochs=1
+    )
+    blocks = list(stream)
+    parts = [part for block in blocks for part in separate_documents(block)]
+    whole = sorted(part for part in parts if part[0] != -1)
+    assert whole == sorted(d.ids.tolist() for piece in pieces for d in piece)
+    assert all(set(part) == {-1} for part in parts if part[0] == -1)
+    assert all((block["labels"][block["input_ids"] == -1] == IGNORED).all() for block in blocks)
+    if packing == "separate":
+        assert len(blocks) < 1.25 * sum(sizes) / room + 3, "little padding"
+
+
+def test_whole_documents_go_on_from_any_block_with_the_same_counts() -> None:
+    rng = random.Random(1)
+    pieces = documents([rng.choice([0, 3, 5, 9, 16]) for _ in range(200)])
+
+    def stream(position: Position = START) -> WholeStream:
+        return WholeStream(
+            lambda n: iter(pieces[n]), lambda epoch: range(epoch % 2, len(pieces), 2), seq_len=16, position=position
+        )
+
+    running = stream()
+    seen = [(block["input_ids"], running.position, running.read_to) for block in itertools.islice(running, 4 * GROUP)]
+    assert seen[-1][1].epoch >= 1
+    for at in range(0, 3 * GROUP, 5):
+        resumed = stream(seen[at][1])
+        for (expected, position, read_to), block in zip(seen[at + 1 :], resumed, strict=False):
+            assert torch.equal(block["input_ids"], expected)
+            assert (resumed.position, resumed.read_to) == (position, read_to)
+    assert seen[-1][2].left_out > 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit_puts_all_in_and_overfills_none(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, 50) for _ in range(rng.randint(1, 80))]
+    bins = best_fit(sizes, 50)
+    assert sorted(itertools.chain(*bins)) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in members) <= 50 for members in bins)
+    assert best_fit([30, 20, 25, 25], 50) == [[0, 1], [2, 3]]
+
+
+def test_a_corpus_of_which_nothing_can_be_trained_on_is_an_error() -> None:
+    stream = WholeStream(lambda _: iter([Document(array("q"))]), lambda _: range(4), seq_len=8)
+    with pytest.raises(ArgumentValueError, match="too long"):
+        next(iter(stream))

@@ -1,4 +1,4 @@
-"""Two ranks: each packs its own text, the losses stay fused under DDP, and both find their place again."""
+"""Two ranks: each packs its own conversations, both find their place again, and the step is that of one process."""
 
 from __future__ import annotations
 
@@ -14,40 +14,60 @@ import torch
 import torch.distributed
 from safetensors.torch import load_file
 
+from lowtide.train.checkpoints import log_history
+
 Run = Callable[..., tuple[int, str, str]]
 
 
-def on_two_ranks(*arguments: object) -> str:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "lowtide.cli",
-    ]
-    ended = subprocess.run([*launch, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120)
+# As `python -m lowtide.cli`, and then: no group is left, and none of the threads that would outlive it.
+MAIN = """
+import pathlib, sys
+import torch.distributed
+from lowtide.cli import main
+status = main(sys.argv[1:])
+threads = {path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")}
+assert not torch.distributed.is_initialized()
+assert not {name for name in threads if "gloo" in name}, threads
+sys.exit(status)
+"""
+
+
+def on_two_ranks(folder: Path, *arguments: object) -> str:
+    (folder / "main.py").write_text(MAIN)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(folder / "main.py"), *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")
-def test_two_ranks_train_and_resume(
-    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+def test_two_ranks_train_as_one_process_does_and_resume(
+    tmp_path: Path, chat_arguments: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     output = tmp_path / "out"
-    out = on_two_ranks(*tiny, "--output", output)
+    size = ["--grad-accum", "2", "--max-steps", "4"]
+    out = on_two_ranks(tmp_path, *chat_arguments, *size, "--output", output)
     assert out.count("held-out loss") == 1, "one rank speaks"
     assert re.search(r"losses +\d+ without logits, 0 with\s", out), out
-    told = [json.loads((output / "checkpoint-6" / f"data_position_{rank}.json").read_text()) for rank in (0, 1)]
+    told = [json.loads((output / "checkpoint-4" / f"data_position_{rank}.json").read_text()) for rank in (0, 1)]
     assert [len(t["streams"]) for t in told] == [2, 2]
-    assert told[0]["streams"] != told[1]["streams"]
+
+    # the same rows as those of both ranks, in a batch of one: tokens of conversations are as uneven as they come
+    status, alone, _ = lowtide(*chat_arguments, *size, "--batch-size", "4", "--output", tmp_path / "alone")
+    assert status == 0
+    curves = [log_history(folder / "checkpoint-4") for folder in (output, tmp_path / "alone")]
+    for name in ("loss", "grad_norm", "eval_loss"):
+        ranks, one = ([entry[name] for entry in curve if name in entry] for curve in curves)
+        assert len(ranks) == len(one) > 0
+        assert ranks == pytest.approx(one, rel=1e-5), name
+    counts = [re.search(r"conversations +(.*)", text)[1] for text in (out, alone)]  # type: ignore[index]
+    assert counts[0] == counts[1]
+
     uninterrupted = load_file(output / "model" / "model.safetensors")
-    (output / "checkpoint-6").rename(tmp_path / "away")
-    on_two_ranks("train", "--resume", "--output", output)
+    (output / "checkpoint-4").rename(tmp_path / "away")
+    on_two_ranks(tmp_path, "train", "--resume", "--output", output)
     resumed = load_file(output / "model" / "model.safetensors")
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
     status, _, err = lowtide("train", "--resume", "--output", output, "--max-steps", 8)

@@ -107,12 +107,17 @@ def test_jsonl_with_another_field(tmp_path: Path, tiny: list[str], lowtide: Run)
     assert (status, err) == (0, "")
 
 
-def test_config_survives_json_and_resume_keeps_what_was_given(finished: Path) -> None:
+def test_config_survives_json_and_resume_keeps_what_was_given(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(data=("a", "b"), lr=0.5, trainer_args=("optim=sgd",))
     assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     resumed = resumed_config({"resume": True, "output": str(finished), "lr": 0.25})
     assert (resumed.lr, resumed.max_steps, resumed.seq_len) == (0.25, 12, 32)
     assert {"seed", "data", "batch_size"} <= set(fixed_settings())
+    checkpointed = {**json.loads((finished / "run.json").read_text())["config"], "gradient_checkpointing": True}
+    monkeypatch.setattr("lowtide.train.checkpoints.read_run_file", lambda output: {"config": checkpointed, "data": ""})
+    resumed = resumed_config({"resume": True, "output": str(finished), "policy": "input"})
+    assert (resumed.policy, resumed.gradient_checkpointing) == ("input", False), "as advised where memory runs out"
+    assert resumed_config({"resume": True, "output": str(finished)}).gradient_checkpointing
 
 
 def test_trainer_arguments_follow_the_config(tmp_path: Path) -> None:

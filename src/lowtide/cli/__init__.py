@@ -18,7 +18,9 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``lowtide`` and return its exit status: 0, 1 (a comparison that failed), 2 (an error) or 130 (Ctrl-C).
+    """Run ``lowtide`` and return its exit status.
+
+    0; 1: a comparison that failed; 2: an error; 3: out of memory, with advice in several lines; 130: Ctrl-C.
 
     Args:
         argv: the arguments; ``sys.argv`` without it.
@@ -32,8 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.main(arguments))
     except LowtideError as error:
-        sys.stderr.write(f"lowtide {arguments.subcommand}: {' '.join(str(error).split())}\n")
-        return USAGE_ERROR
+        status = getattr(error, "exit_status", USAGE_ERROR)
+        text = " ".join(str(error).split()) if status == USAGE_ERROR else str(error)
+        sys.stderr.write(f"lowtide {arguments.subcommand}: {text}\n")
+        return int(status)
     except BrokenPipeError:  # whoever read our output is gone: no more can be said, not even by the interpreter
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE

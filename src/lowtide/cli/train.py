@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,19 @@ examples:
       go on training a downloaded model on the text files in a folder
   lowtide train --model qwen3-0.6b --tokenizer ./Qwen3-0.6B --data part-1.jsonl part-2.jsonl --max-steps 10000
       a built-in shape with random weights
+  lowtide train --model ./Llama-3.2-1B-Instruct --data chats.jsonl --seq-len 4096 --lr 2e-4 \
+      --lora-rank 16 --lora-merge --weights bfloat16 --output my-adapter
+      adapters on conversations, loss on the assistant's turns alone
+  lowtide train --model ./Llama-3.1-8B --data books/ --seq-len 16384 --memory-budget 75GiB --output my-run
+      each layer keeps for backward what fits; `lowtide plan` shows why
   lowtide train --resume --output my-run
       go on from the last whole checkpoint, after a crash or Ctrl-C; the settings are those it began with
   torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
       --trainer-args fsdp=full_shard weight_decay=0.1
       eight GPUs
+
+Exit status: 0; 1: --compare found a difference; 2: an error, in one line; 3: out of memory, with what would fit; 130:
+Ctrl-C.
 
 On a CPU that other programs use too, set OMP_WAIT_POLICY=PASSIVE in the environment: threads that spin while they wait
 can make training ten times slower there. --compare does so for both its runs."""
@@ -41,7 +50,7 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "train",
-        help="train a model on text",
+        help="train a model on text or conversations",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -65,13 +74,13 @@ def main(arguments: argparse.Namespace) -> int:
 
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
-    for name in ("data", "trainer_args"):
-        if name in given:
-            given[name] = tuple(given[name])
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if arguments.json is not None and not arguments.compare:
         raise _usage("json", "--compare beside it", "--json alone")
     if arguments.compare and {"resume", "output", "patch"} & set(given):
         raise _usage("compare", "no --resume, --output or --no-patch beside it", "one of them")
+    # peft imports it wherever it is installed, and on a CPU it logs what a training run has no use for
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from lowtide.train.progress import quiet_transformers
 
     quiet_transformers()

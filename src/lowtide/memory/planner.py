@@ -34,6 +34,7 @@ def plan_memory(
     autocast: bool = False,
     keep_gradients: bool = False,
     options: HeadOptions | None = None,
+    adapters: int | None = None,
 ) -> MemoryPlan:
     """Choose what each layer keeps for backward so that a training step is the fastest that fits in a budget.
 
@@ -65,6 +66,8 @@ def plan_memory(
             ``torch.autocast``.
         keep_gradients: Whether gradients outlive a backward pass, as where they are accumulated over several.
         options: How the loss is to run, as for `lowtide.patch`.
+        adapters: With LoRA, how many numbers its float32 adapters have: the model is frozen then, and only they have
+            gradients and optimizer states. What they keep and compute themselves is not counted. None: no adapters.
 
     Returns:
         MemoryPlan: print it for the table; ``policies`` is what `lowtide.memory.apply_policy` takes.
@@ -91,6 +94,8 @@ def plan_memory(
         raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise ArgumentValueError(message("optimizer", f"one of {', '.join(OPTIMIZERS)}", f"{optimizer!r}"))
+    if adapters is not None:
+        _check_size("adapters", adapters)
     gpu = find_gpu(device)
     budget = gpu.memory_bytes * USABLE if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
     host = _gib_bytes("host_gib", host_gib)
@@ -104,6 +109,7 @@ def plan_memory(
         keep_gradients=keep_gradients,
         head=options,
         autocast=autocast,
+        adapters=adapters,
     )
     if autocast and job.shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
@@ -172,6 +178,8 @@ def _notes(job: Job, budget: int, peak: int) -> tuple[str, ...]:
     found = [f"head: {str(job.head_plan).splitlines()[0]}"]
     if not job.gpu.measured:
         found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
+    if job.adapters is not None:
+        found.append(f"{job.adapters:,} numbers of adapters are trained: what they keep and compute is left out")
     if budget > job.gpu.memory_bytes:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
     if CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes:

@@ -69,6 +69,7 @@ class Job:
         keep_gradients: Whether gradients stay between backward passes, as they do where they are accumulated.
         head: How the loss is to run.
         autocast: Whether the products run in bfloat16 under autocast, with ``dtype`` float32.
+        adapters: Numbers of float32 adapters in the layers that are all that is trained (LoRA); None: the model is.
     """
 
     shape: ModelShape
@@ -80,6 +81,7 @@ class Job:
     keep_gradients: bool = False
     head: HeadOptions | None = None
     autocast: bool = False
+    adapters: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -286,6 +288,11 @@ class Memory:
         self.layer_gradients = shape.layer_params * e
         self.vocab_gradients = shape.vocab_params * e
         self.all_gradients = shape.params * e
+        if job.adapters is not None:  # float32, whatever the frozen weights are
+            self.weights += 4 * job.adapters
+            self.states = int(job.adapters * (4 * self.kind.states + self.kind.bytes_each))
+            self.all_gradients = 4 * job.adapters
+            self.layer_gradients, self.vocab_gradients = self.all_gradients // shape.layers, 0
         ids = 2 * 8 * N  # and labels
         positions = job.seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
         workspace = WORKSPACE if job.gpu.capability >= (9, 0) else OLD_WORKSPACE
@@ -296,6 +303,8 @@ class Memory:
         # Beside the MLP's product stands the gradient of the weight behind it. When that of gate's weight comes, the
         # product is gone, and when that of up's comes, gate is too: with few tokens those later moments hold more.
         mlp, product = shape.mlp_params * e, N * shape.token_mlp_width() * job.narrow
+        if job.adapters is not None:
+            mlp = 0
         self.mlp_gradients = mlp if shape.experts else mlp // 3 + 2 * max(0, mlp // 3 - product)
         self._of: dict[tuple[ActivationPolicy, bool], _LayerBytes] = {}
 
@@ -325,7 +334,9 @@ class Memory:
         held = self.stream + self.vocab_gradients  # gradients that the head holds until its backward
         new = self.job.shape.tied or self.job.keep_gradients  # the embedding's gradient is not the first there
         found = self._layers(groups)
-        if head.accumulator_bytes:  # the gradient itself is made from it when the scratch is gone
+        if self.job.adapters is not None:  # a frozen weight has no gradient to add up
+            held += head.scratch_bytes
+        elif head.accumulator_bytes:  # the gradient itself is made from it when the scratch is gone
             held += head.accumulator_bytes + max(0, head.scratch_bytes - self.vocab_gradients)
         else:
             held += head.scratch_bytes

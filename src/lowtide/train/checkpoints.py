@@ -16,6 +16,9 @@ from lowtide.train.config import DEFAULT_ROOT
 
 RUN_FILE = "run.json"
 MODEL = "model"
+MERGED = "merged"  # beside it, where adapters are merged into a copy
+LOG_FILE = "log.jsonl"
+BOARD = "tensorboard"
 STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
 _TRAINING_ONLY = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state*", "data_position*", "*_fsdp_0")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -35,6 +38,20 @@ def checkpoints(output: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """Return the number of optimizer steps behind a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def log_history(checkpoint: Path) -> list[dict[str, Any]]:
+    """Return what Trainer had logged at a checkpoint.
+
+    Raises:
+        ArgumentValueError: it is not readable.
+    """
+    file = checkpoint / "trainer_state.json"
+    try:
+        return list(json.loads(file.read_text())["log_history"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        got, hint = f"{checkpoint}, where {file.name} cannot be read", "Remove it, to take an older one."
+        raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
 
 
 def publish(staged: Path, final: Path) -> None:
@@ -73,14 +90,25 @@ def model_from_checkpoint(checkpoint: Path) -> Path:
     return final
 
 
-def remove_old(output: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints; each leaves its final name first, so that none is ever half there."""
+def remove_old(output: Path, keep: int, best: int | None = None) -> None:
+    """Remove all but the newest checkpoints, and the one of step ``best``.
+
+    Each leaves its final name first, so that none is ever half there.
+    """
     staging = output / STAGING
     staging.mkdir(exist_ok=True)
     for path in checkpoints(output)[:-keep]:
+        if step_of(path) == best:
+            continue
         doomed = staging / f"{path.name}.old"
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_logs(output: Path) -> None:
+    """Remove what a run that ended before its first checkpoint had logged."""
+    (output / LOG_FILE).unlink(missing_ok=True)
+    shutil.rmtree(output / BOARD, ignore_errors=True)
 
 
 def clear_staging(output: Path) -> None:
@@ -101,7 +129,8 @@ def new_output(output: str | None, stamp: str) -> Path:
     path = Path(output).expanduser() if output else DEFAULT_ROOT / stamp
     expected = "a folder that is new or empty"
     try:
-        if path.is_dir() and {p.name for p in path.iterdir()} in ({RUN_FILE}, {RUN_FILE, STAGING}):
+        found = {p.name for p in path.iterdir()} if path.is_dir() else set()
+        if RUN_FILE in found <= {RUN_FILE, STAGING, LOG_FILE, BOARD}:
             return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
             hint = "Go on with it with --resume, or name another folder."

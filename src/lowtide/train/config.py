@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.train.policy_text import parse_gib, parse_policy
+from lowtide.train.shapes import SHAPES
 
 DEFAULT_ROOT = Path("lowtide-runs")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Weights = Literal["float32", "bfloat16"]
+Packing = Literal["auto", "joined", "separate", "none"]
+TooLong = Literal["truncate", "drop"]
+Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"]
 
 
 def _setting(default: Any, help: str, *, metavar: str | None = None, fixed: bool = False) -> Any:
@@ -38,7 +44,8 @@ class TrainConfig:
     )
     data: tuple[str, ...] = _setting(
         (),
-        "files or folders of text (one document a file) or of .jsonl (one a line); "
+        "files or folders of text (one document a file) or of .jsonl (one a line): text, or conversations as messages, "
+        "ShareGPT's conversations, or prompt and completion, of which the assistant's turns are trained on; "
         "without it, the sources of this Python's standard library",
         metavar="PATH",
         fixed=True,
@@ -50,8 +57,23 @@ class TrainConfig:
         metavar="PATH",
         fixed=True,
     )
+    chat_template: str | None = _setting(
+        None, "a file with the Jinja template of conversations; without it, the tokenizer's", metavar="FILE", fixed=True
+    )
+    packing: Packing = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
+        "auto",
+        "how documents share a block. joined: as one text, each looking back on those before it; separate: each its "
+        "own positions and attention, as if it were alone; none: a block each, with padding. auto: separate for "
+        "conversations, joined for text",
+        fixed=True,
+    )
+    too_long: TooLong = _setting(  # noqa: RUF009
+        "truncate", "conversations of more than --seq-len tokens: keep their beginning, or leave them out", fixed=True
+    )
     vocab_size: int = _setting(8192, "tokens of a BPE trained here, and the default model's vocabulary", fixed=True)
-    seq_len: int = _setting(256, "tokens in a block; documents are packed into blocks without padding", fixed=True)
+    seq_len: int = _setting(
+        256, "tokens in a block, the longest that attention sees; --packing says how documents share one", fixed=True
+    )
     batch_size: int = _setting(8, "blocks a device works on at once", fixed=True)
     grad_accum: int = _setting(1, "batches a device adds up before each optimizer step", fixed=True)
     lr: float = _setting(
@@ -64,9 +86,48 @@ class TrainConfig:
     dtype: Dtype = _setting(  # noqa: RUF009 (a dataclasses.field, like the others)
         "auto",
         "what the matrix products run in: float32; bfloat16 or float16 under autocast, float16 with a gradient scaler "
-        "(GPU only). Weights and optimizer stay float32. auto: bfloat16 on a GPU that has it, else float32",
+        "(GPU only). auto: bfloat16 on a GPU that has it, else float32",
+    )
+    weights: Weights = _setting(  # noqa: RUF009
+        "float32",
+        "what weights, gradients and optimizer are kept in. bfloat16 halves them, and rounds small updates away: right "
+        "for the frozen weights under LoRA, a risk elsewhere",
+        fixed=True,
+    )
+    lora_rank: int = _setting(
+        0, "train adapters of this rank (LoRA, by peft) and freeze the model; 0: train all", fixed=True
+    )
+    lora_alpha: float | None = _setting(
+        None, "adapters are scaled by ALPHA / rank (default: twice the rank)", metavar="ALPHA", fixed=True
+    )
+    lora_targets: tuple[str, ...] = _setting(
+        ("all-linear",),
+        "names of the linear layers that get adapters, such as q_proj v_proj; all-linear: every one but the output's",
+        metavar="NAME",
+        fixed=True,
+    )
+    lora_merge: bool = _setting(False, "besides the adapter, write the model with the adapter merged in, to DIR/merged")
+    attention: Attention = _setting(  # noqa: RUF009
+        "auto",
+        "transformers' implementation of attention. auto: flash_attention_2 for separate documents on a GPU where the "
+        "flash-attn package is installed and the products are 16-bit, else the model's own choice (sdpa)",
     )
     gradient_checkpointing: bool = _setting(False, "keep each layer's input alone and recompute the rest in backward")
+    memory_budget: str | None = _setting(
+        None,
+        "GPU memory for tensors, such as 40GiB: what each layer keeps for backward is chosen by `lowtide plan`, so "
+        "that the step is the fastest that fits",
+        metavar="SIZE",
+    )
+    host_budget: str | None = _setting(
+        None, "with --memory-budget: pinned host memory that layers may be offloaded into", metavar="SIZE"
+    )
+    policy: str | None = _setting(
+        None,
+        "what each layer keeps for backward, as `lowtide plan` writes it: all, attention or input for every layer, or "
+        "a mixture such as '12 x input/1, 4 x all/0'",
+        metavar="POLICY",
+    )
     patch: bool = _setting(True, "use lowtide's loss; --no-patch trains the stock model")
     workspace_mib: float | None = _setting(None, "scratch memory of the loss in MiB; without it, chosen by lowtide")
     output: str | None = _setting(
@@ -78,6 +139,13 @@ class TrainConfig:
     keep: int = _setting(2, "checkpoints to keep, the newest ones")
     eval_every: int = _setting(0, "steps between evaluations of held-out text; 0: before and after only")
     eval_blocks: int = _setting(64, "held-out blocks, never trained on", fixed=True)
+    early_stop: int = _setting(
+        0,
+        "stop after so many evaluations in a row that are no better than the best one; the model is the best one's "
+        "then (needs --eval-every); 0: never",
+        metavar="PATIENCE",
+    )
+    tensorboard: bool = _setting(False, "write TensorBoard's files to DIR/tensorboard, besides DIR/log.jsonl")
     progress: bool = _setting(True, "show progress while training; --no-progress prints the result alone")
     trainer_args: tuple[str, ...] = _setting(
         (), "further transformers.TrainingArguments, such as weight_decay=0.1 optim=adafactor", metavar="KEY=VALUE"
@@ -86,28 +154,70 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "grad_accum", "max_steps", "keep", "eval_blocks"):
             self._require(name, getattr(self, name) >= 1, "a whole number of at least 1")
-        for name in ("save_every", "eval_every"):
+        for name in ("save_every", "eval_every", "lora_rank", "early_stop"):
             self._require(name, getattr(self, name) >= 0, "a whole number of at least 0")
         self._require("seq_len", self.seq_len >= 2, "at least 2 tokens, or there is nothing to predict")
         self._require("vocab_size", self.vocab_size >= 300, "at least 300 (256 bytes, special tokens, some merges)")
         self._require("vocab_size", self.vocab_size <= 2**24, "at most 2**24")
-        for name in ("model", "tokenizer", "output"):
+        for name in ("model", "tokenizer", "output", "chat_template", "policy", "memory_budget", "host_budget"):
             self._require(name, getattr(self, name) != "", "a name that is not empty")
         self._require("data", "" not in self.data, "names that are not empty")
         self._require("lr", 0 < self.lr < math.inf, "a number above 0")
         self._require("warmup", 0 <= self.warmup <= 1, "a fraction from 0 to 1")
         self._require("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1")
-        self._require("dtype", self.dtype in get_args(Dtype), " or ".join(get_args(Dtype)))
+        for name, kind in _CHOICES.items():
+            self._require(name, getattr(self, name) in get_args(kind), " or ".join(get_args(kind)))
         self._require("workspace_mib", self.workspace_mib is None or self.workspace_mib > 0, "a number above 0")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise where settings exclude each other, or one needs another."""
+        self._require("lora_alpha", self.lora_alpha is None or 0 < self.lora_alpha < math.inf, "a number above 0")
+        self._require("lora_targets", self.lora_targets != () and "" not in self.lora_targets, "names")
+        for name in ("lora_alpha", "lora_merge"):
+            self._require(name, self.lora_rank > 0 or not getattr(self, name), "--lora-rank beside it")
+        self._require(
+            "lora_targets", self.lora_rank > 0 or self.lora_targets == ("all-linear",), "--lora-rank beside it"
+        )
+        if self.weights == "bfloat16":
+            self._require("dtype", self.dtype in ("auto", "bfloat16"), "bfloat16, as the weights are")
+        given = [name for name in ACTIVATIONS if getattr(self, name)]
+        if len(given) > 1:
+            expected = f"one of {', '.join(flag(name) for name in ACTIVATIONS)}"
+            raise ArgumentValueError(message(given[-1], expected, " and ".join(flag(name) for name in given)))
+        if self.memory_budget and not self.patch:
+            raise ArgumentValueError(message("memory_budget", "a patched model, as is planned for", "--no-patch"))
+        self._require("host_budget", not self.host_budget or bool(self.memory_budget), "--memory-budget beside it")
+        for name in ("memory_budget", "host_budget"):
+            if size := getattr(self, name):
+                parse_gib(name, size)
+        if self.policy:
+            parse_policy(self.policy)
+        self._require("early_stop", not self.early_stop or self.eval_every > 0, "--eval-every beside it")
 
     def _require(self, name: str, met: bool, expected: str) -> None:
         if not met:
             raise ArgumentValueError(message(name, expected, repr(getattr(self, name))))
 
     @property
+    def lora_scale(self) -> float:
+        """What the adapters are scaled by, times the rank."""
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
     def warmup_steps(self) -> int:
         """Steps of linear warm-up."""
         return math.ceil(self.warmup * self.max_steps)
+
+    def absolute(self) -> TrainConfig:
+        """Return the same with every path absolute: what a resume from another folder needs."""
+        changed: dict[str, Any] = {"data": tuple(_absolute(path) for path in self.data)}
+        for name in ("tokenizer", "chat_template"):
+            if (path := getattr(self, name)) is not None:
+                changed[name] = _absolute(path)
+        if self.model not in SHAPES:
+            changed["model"] = _absolute(self.model)
+        return dataclasses.replace(self, **changed)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as JSON knows them."""
@@ -119,6 +229,25 @@ class TrainConfig:
         known = {f.name for f in dataclasses.fields(cls)}
         given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in known}
         return cls(**given)
+
+
+ACTIVATIONS = ("memory_budget", "policy", "gradient_checkpointing")  # ways to say what layers keep: one of them
+_CHOICES = {
+    "dtype": Dtype,
+    "weights": Weights,
+    "packing": Packing,
+    "too_long": TooLong,
+    "attention": Attention,
+}
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def flag(name: str) -> str:
+    """Return a setting as the command line has it."""
+    return "--" + name.replace("_", "-")
 
 
 def fixed_settings() -> tuple[str, ...]:

@@ -16,9 +16,10 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.train.conversations import KINDS, Completion, Conversation, is_conversation, read_conversation
 
 JSONL = (".jsonl", ".ndjson")
 # A stream reads a piece from end to end: small ones mix the corpus better, but a longer document is cut into them.
@@ -42,6 +43,7 @@ class Corpus:
         piece_bytes: the length of every piece but a file's last.
         text_field: the field of a .jsonl line.
         skipped: files in the folders given that are not text.
+        chat: the files are .jsonl of conversations.
     """
 
     files: tuple[Path, ...]
@@ -49,6 +51,7 @@ class Corpus:
     piece_bytes: int
     text_field: str
     skipped: int
+    chat: bool = False
     _ends: list[int] = field(init=False, repr=False, compare=False)  # pieces up to and with each file
 
     def __post_init__(self) -> None:
@@ -68,7 +71,7 @@ class Corpus:
         """Return a digest of the files' names and sizes and of how they are cut; not of what is in them."""
         digest = hashlib.sha256(f"{self.piece_bytes}:{self.text_field}".encode())
         for path, size in zip(self.files, self.sizes, strict=True):
-            digest.update(f"\0{path}\0{size}".encode(errors="surrogateescape"))
+            digest.update(f"\0{path.absolute()}\0{size}".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
     def bytes_of(self, piece: int) -> int:
@@ -77,11 +80,14 @@ class Corpus:
         return min(self.piece_bytes, size - start)
 
     def documents(self, piece: int) -> Iterator[str]:
-        """Yield the documents of one piece; empty ones are left out.
+        """Yield the documents of one piece; empty ones are left out. Of conversations that is what is said in them.
 
         Raises:
             ArgumentValueError: a file went away since the run began, or a .jsonl line has no such field.
         """
+        if self.chat:
+            yield from (one.text for one in self.conversations(piece))
+            return
         path, size, start = self._range(piece)
         is_jsonl = path.suffix.lower() in JSONL
         try:
@@ -97,6 +103,22 @@ class Corpus:
             hint = "Mend the file, or leave it out."
             got = f"{path}, which is not from byte {begin + error.start} on"
             raise ArgumentValueError(message("data", "UTF-8 text", got, hint)) from error
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def conversations(self, piece: int) -> Iterator[Conversation | Completion]:
+        """Yield the conversations of one piece, of a corpus that is ``chat``.
+
+        Raises:
+            ArgumentValueError: a file went away since the run began, or a line is no conversation.
+        """
+        path, size, start = self._range(piece)
+        try:
+            with path.open("rb") as file:
+                begin = _cut(file, start, size, True)
+                end = _cut(file, min(start + self.piece_bytes, size), size, True)
+                file.seek(begin)
+                yield from _conversations(file, path, end)
         except OSError as error:
             raise _unreadable(path, error) from error
 
@@ -131,15 +153,18 @@ def open_corpus(paths: Sequence[str], *, text_field: str, streams: int, seq_len:
         files = _standard_library()
     files = list(dict.fromkeys(files))
     sizes = tuple(path.stat().st_size for path in files)
+    chat = _is_chat(files, text_field)
     wanted = max(PIECE_BYTES_PER_TOKEN * seq_len, sum(sizes) // MOST_PIECES)
-    piece_bytes = max(SMALLEST_PIECE, min(wanted, sum(sizes) // (16 * streams)))
-    corpus = Corpus(tuple(files), sizes, piece_bytes, text_field, skipped)
+    # a piece that is shorter than a line may hold none, and held-out pieces must hold some
+    smallest = max(SMALLEST_PIECE, 2 * _longest_line(files[0])) if chat else SMALLEST_PIECE
+    piece_bytes = max(smallest, min(wanted, sum(sizes) // (16 * streams)))
+    corpus = Corpus(tuple(files), sizes, piece_bytes, text_field, skipped, chat)
     if len(corpus) <= streams:
         expected = f"more text: each of the {streams} blocks of a step reads another part of it, and some is held out"
         hint = "Give more files with --data, or lower --batch-size."
         raise ArgumentValueError(message("data", expected, f"{corpus.bytes} bytes", hint))
     for path in corpus.files[:8]:
-        _check_first_line(path, text_field)
+        _check_first_line(path, text_field, chat)
     return corpus
 
 
@@ -232,17 +257,60 @@ def _json_lines(file: BinaryIO, path: Path, end: int, name: str) -> Iterator[str
             text = None
         if not isinstance(text, str):
             expected = f"in each line an object with a text in its field {name!r}"
-            hint = "Name the field with --text-field, or mend the line."
+            hint = f"Name the field with --text-field, or mend the line. Conversations have {KINDS}."
             raise ArgumentValueError(message("data", expected, f"another line at byte {at} of {path}", hint))
         if text:
             yield text
 
 
-def _check_first_line(path: Path, text_field: str) -> None:
-    """Find a wrong --text-field before the model is built."""
+def _conversations(file: BinaryIO, path: Path, end: int) -> Iterator[Conversation | Completion]:
+    """Yield the conversations of the lines from the file's position up to ``end``."""
+    while (at := file.tell()) < end:
+        if not (line := file.readline().strip()):
+            continue
+        where = f"the line at byte {at} of {path}"
+        try:
+            yield read_conversation(json.loads(line), where)
+        except (ValueError, RecursionError) as error:
+            why = "no JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
+            expected = f"in each line an object with {KINDS}"
+            raise ArgumentValueError(message("data", expected, f"{where}: {why}", "Mend the line.")) from error
+
+
+def _is_chat(files: Sequence[Path], text_field: str) -> bool:
+    """Return whether the files hold conversations: where the first line of a .jsonl is one and has no text field.
+
+    Raises:
+        ArgumentValueError: some do and others hold text.
+    """
+    kinds = {path: path.suffix.lower() in JSONL and _begins_with_conversation(path, text_field) for path in files}
+    if len(set(kinds.values())) < 2:
+        return any(kinds.values())
+    chat, text = (next(path for path, kind in kinds.items() if kind is wanted) for wanted in (True, False))
+    expected = "files of conversations, or files of text"
+    raise ArgumentValueError(message("data", expected, f"both: {chat} and {text}", "Train on them in turn."))
+
+
+def _begins_with_conversation(path: Path, text_field: str) -> bool:
+    try:
+        with path.open("rb") as file:
+            line: Any = json.loads(next((x for x in file if x.strip()), b""))
+    except (ValueError, RecursionError):
+        return False
+    return is_conversation(line) and not isinstance(line.get(text_field), str)
+
+
+def _longest_line(path: Path) -> int:
+    """Return the length in bytes of the longest of a file's first lines."""
+    with path.open("rb") as file:
+        return max((len(line) for line in itertools.islice(file, 64)), default=0)
+
+
+def _check_first_line(path: Path, text_field: str, chat: bool) -> None:
+    """Find a wrong --text-field, or a line that is no conversation, before the model is built."""
     if path.suffix.lower() in JSONL:
         with path.open("rb") as file:
-            next(_json_lines(file, path, 1, text_field), None)
+            next(_conversations(file, path, 1) if chat else _json_lines(file, path, 1, text_field), None)
 
 
 def _unreadable(path: Path, error: OSError) -> ArgumentValueError:

@@ -36,6 +36,7 @@ class StepMetrics:
         warm_bytes: memory in use after `WARM_STEPS`, between steps; None before.
         peak_bytes: its highest value after that.
         highest_bytes: resident memory's high-water mark before it was set back.
+        began: a step has begun.
         on_gpu: the memory is the CUDA allocator's, else this process's resident memory.
     """
 
@@ -45,6 +46,7 @@ class StepMetrics:
     warm_bytes: int | None = None
     peak_bytes: int = 0
     highest_bytes: int = 0
+    began: bool = False
     on_gpu: bool = False
 
     @property
@@ -75,6 +77,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         """Start the clock."""
         del args, state, control
         self._began = time.perf_counter()
+        self.metrics.began = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         """Stop the clock: Trainer has just read the loss, so the device is done with the step."""

@@ -49,8 +49,8 @@ def model_config(name: str, *, vocab_size: int) -> Any:
     return _from_settings(settings, str(file))
 
 
-def build_model(name: str, config: Any, *, seed: int) -> Any:
-    """Return the causal language model in float32: pretrained where the folder has weights, else freshly initialised.
+def build_model(name: str, config: Any, *, seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the causal language model: pretrained where the folder has weights, else freshly initialised.
 
     Raises:
         ArgumentValueError: the config describes no causal language model, or the weights cannot be read.
@@ -62,11 +62,14 @@ def build_model(name: str, config: Any, *, seed: int) -> Any:
     try:
         if has_weights(name):
             model, told = AutoModelForCausalLM.from_pretrained(
-                Path(name).expanduser(), dtype=torch.float32, local_files_only=True, output_loading_info=True
+                Path(name).expanduser().absolute(), dtype=dtype, local_files_only=True, output_loading_info=True
             )
             lacking = sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]]))
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            _round_weights(model, dtype)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # wrong shapes, missing or broken files, unknown architectures: no common base
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArgumentValueError(message("model", "a causal language model", f"{name} ({why})")) from error
@@ -75,6 +78,13 @@ def build_model(name: str, config: Any, *, seed: int) -> Any:
         hint = "They would be random: save the whole model, or name its config.json to train from scratch."
         raise ArgumentValueError(message("model", "a folder with all the model's weights", got, hint))
     return model
+
+
+def _round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Give a model's parameters a dtype, so that a seed means the same weights in each; buffers stay as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
 
 
 def check_model(model: Any, *, seq_len: int) -> None:
@@ -97,10 +107,60 @@ def check_model(model: Any, *, seq_len: int) -> None:
     with torch.no_grad():
         before, after = (model(input_ids=x.to(model.device)).logits[0, :-1] for x in (ids, changed))
     model.train(training)
-    if not torch.allclose(before, after, rtol=1e-3, atol=1e-4):
+    if not torch.allclose(before.float(), after.float(), rtol=1e-3, atol=1e-4):
         hint = "A model of an encoder's architecture needs is_decoder set to true in its config."
         got = f"{type(model).__name__}, whose tokens see those after them"
         raise ArgumentValueError(message("model", "a causal language model", got, hint))
+
+
+def check_separate(model: Any, *, seq_len: int) -> None:
+    """Raise where a token of a packed document can see those of the document before it.
+
+    Two short documents in one row: what the second one's logits owe to the embeddings of the first is exactly nothing
+    where attention does not cross, in any dtype; and they are those of the document alone.
+
+    Raises:
+        ArgumentValueError: it can, or positions do not begin again.
+    """
+    length = max(1, min(6, seq_len // 2))
+    ids = torch.arange(2 * length, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    places = torch.arange(length, device=model.device).repeat(2)[None]
+    seen: list[torch.Tensor] = []
+
+    def keep(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.detach().requires_grad_())
+        return seen[-1]
+
+    training = model.training
+    model.eval()
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        packed = model(input_ids=ids, position_ids=places, use_cache=False).logits[:, length:]
+    finally:
+        hook.remove()
+    (owed,) = torch.autograd.grad(packed.float().square().sum(), seen[0])
+    with torch.no_grad():
+        alone = model(input_ids=ids[:, length:], use_cache=False).logits
+    model.train(training)
+    rounding = {torch.float32: 1e-4}.get(alone.dtype, 5e-2) * alone.float().abs().max()
+    if owed[:, :length].any() or ((packed - alone).abs().max() > rounding):
+        hint = "Take --packing none, where every document has a row of its own."
+        got = f"{type(model).__name__}, whose tokens see the document before theirs"
+        raise ArgumentValueError(message("packing", "a model that keeps packed documents apart", got, hint))
+
+
+def choose_attention(model: Any, name: str) -> None:
+    """Set transformers' implementation of attention.
+
+    Raises:
+        ArgumentValueError: it is not installed, or the model has no such attention.
+    """
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+        expected = "an implementation of attention that is installed and that the model has"
+        raise ArgumentValueError(message("attention", expected, f"{name} ({why})", "sdpa is always there.")) from error
 
 
 def check_vocabulary(config: Any, tokens: int) -> None:

@@ -1,8 +1,7 @@
-"""Documents into blocks of tokens: no padding, nothing dropped, one piece of text in memory at a time per stream.
+"""Which text a rank trains on, in which order, and what is held out; one piece in memory at a time per stream.
 
 Every row of every rank's batch is a stream of its own over its own share of the pieces: rows of a batch come from
-different places of the corpus, ranks never overlap, and a stream's position is three numbers, because a block ends
-exactly where the next one begins.
+different places of the corpus, and ranks never overlap.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,18 +19,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.train.chat import ChatFormat
 from lowtide.train.corpus import Corpus
+from lowtide.train.streams import START, Block, Document, Position, Read, Stream, WholeStream
 
 Tokenize = Callable[[str], Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a stream's next block begins: pass over its pieces, piece of that pass, tokens of that piece."""
-
-    epoch: int = 0
-    piece: int = 0
-    token: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,71 +73,58 @@ def _permutation(count: int, seed: str) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(number))
 
 
-class Stream:
-    """Blocks of ``seq_len`` tokens from one share of the pieces, epoch after epoch.
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How documents become blocks.
 
-    Args:
-        corpus: where the text is.
-        order: the pieces of an epoch, given its number.
-        tokenize: text to token ids, special tokens not added.
-        eos: the token put after each document.
+    Attributes:
+        read: the documents of a piece, given its number.
         seq_len: tokens of a block.
-        position: where to begin.
-        epochs: how many epochs to read; None: without end.
+        packing: "joined", "separate" or "none", as `TrainConfig` says.
+        whole: documents are not cut.
+        pad: the token of padding.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        order: Callable[[int], Sequence[int]],
-        tokenize: Tokenize,
-        *,
-        eos: int,
-        seq_len: int,
-        position: Position = Position(),
-        epochs: int | None = None,
-    ) -> None:
-        self.position = position
-        self._corpus, self._order, self._tokenize = corpus, order, tokenize
-        self._eos, self._seq_len, self._epochs = eos, seq_len, epochs
+    read: Read
+    seq_len: int
+    packing: str
+    whole: bool
+    pad: int
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield blocks as int64 tensors [seq_len]; `position` is then where the next one begins."""
-        block = array("q")
-        for at, tokens in self._documents():
-            used = 0
-            while used < len(tokens):
-                taken = tokens[used : used + self._seq_len - len(block)]
-                block.extend(taken)
-                used += len(taken)
-                if len(block) == self._seq_len:
-                    self.position = Position(at.epoch, at.piece, at.token + used)
-                    yield torch.tensor(block, dtype=torch.int64)
-                    block = array("q")
-
-    def _documents(self) -> Iterator[tuple[Position, array[int]]]:
-        """Yield the tokens of each document from the position on, with the position of the first of them."""
-        epoch, first, skip = self.position.epoch, self.position.piece, self.position.token
-        while self._epochs is None or epoch < self._epochs:
-            any_token = False
-            for piece, number in list(enumerate(self._order(epoch)))[first:]:
-                seen = 0
-                for text in self._corpus.documents(number):
-                    tokens = array("q", self._tokenize(text))
-                    tokens.append(self._eos)
-                    any_token = True
-                    if seen + len(tokens) > skip:
-                        begin = max(0, skip - seen)
-                        yield Position(epoch, piece, seen + begin), tokens[begin:]
-                    seen += len(tokens)
-                skip = 0
-            if not any_token and first == 0:
-                hint = "Its documents are all empty: give other files with --data."
-                raise ArgumentValueError(message("data", "some text in every part of the corpus", "none", hint))
-            epoch, first = epoch + 1, 0
+    def stream(
+        self, order: Callable[[int], Sequence[int]], *, position: Position = START, epochs: int | None = None
+    ) -> Stream:
+        """Return the stream over the pieces that ``order`` gives for each epoch."""
+        kind = WholeStream if self.whole else Stream
+        return kind(
+            self.read,
+            order,
+            seq_len=self.seq_len,
+            packing=self.packing,
+            pad=self.pad,
+            position=position,
+            epochs=epochs,
+        )
 
 
-class PackedBlocks(IterableDataset[dict[str, Tensor]]):
+def text_documents(corpus: Corpus, tokenize: Tokenize, *, eos: int) -> Read:
+    """Return how to read a corpus of texts: each with the token ``eos`` behind it."""
+
+    def read(piece: int) -> Iterator[Document]:
+        for text in corpus.documents(piece):
+            ids = array("q", tokenize(text))
+            ids.append(eos)
+            yield Document(ids)
+
+    return read
+
+
+def chat_documents(corpus: Corpus, chat: ChatFormat) -> Read:
+    """Return how to read a corpus of conversations."""
+    return lambda piece: map(chat.document, corpus.conversations(piece))
+
+
+class PackedBlocks(IterableDataset[Block]):
     """One rank's training blocks, without end: row i of each batch comes from the rank's stream i.
 
     Args:
@@ -156,34 +135,38 @@ class PackedBlocks(IterableDataset[dict[str, Tensor]]):
         super().__init__()
         self._streams = list(streams)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield ``input_ids`` and ``labels`` (the same: the model shifts them), both int64 [seq_len]."""
+    def __iter__(self) -> Iterator[Block]:
+        """Yield blocks as `Stream` does."""
         rows = [iter(stream) for stream in self._streams]
         while True:
             for row in rows:
-                block = next(row)
-                yield {"input_ids": block, "labels": block}
+                yield next(row)
 
     def state(self) -> list[dict[str, int]]:
         """Return where each stream is, for `positions`."""
         return [asdict(stream.position) for stream in self._streams]
 
+    def counts(self) -> list[int]:
+        """Return how many conversations were read so far, and how many of them were cut and left out."""
+        read_to = [stream.read_to for stream in self._streams]
+        return [sum(getattr(at, name) for at in read_to) for name in ("seen", "cut", "left_out")]
 
-def positions(state: Sequence[dict[str, Any]]) -> list[Position]:
+
+def positions(state: Sequence[Mapping[str, Any]]) -> list[Position]:
     """Return the positions that `PackedBlocks.state` told."""
     return [Position(**told) for told in state]
 
 
-def held_out_blocks(corpus: Corpus, split: Split, tokenize: Tokenize, *, eos: int, seq_len: int, limit: int) -> Tensor:
-    """Return up to ``limit`` blocks of held-out text, int64 [blocks, seq_len].
+def held_out_blocks(split: Split, layout: Layout, *, limit: int) -> list[Block]:
+    """Return up to ``limit`` blocks of held-out text.
 
     Raises:
         ArgumentValueError: the held-out text is shorter than one block.
     """
     pieces = split.held_out_pieces()
-    stream = Stream(corpus, lambda _: pieces, tokenize, eos=eos, seq_len=seq_len, epochs=1)
+    stream = layout.stream(lambda _: pieces, epochs=1)
     blocks = [block for block, _ in zip(stream, range(limit), strict=False)]
     if not blocks:
         hint = "Give more text with --data, or lower --seq-len."
-        raise ArgumentValueError(message("data", f"held-out text of {seq_len} tokens or more", "less", hint))
-    return torch.stack(blocks)
+        raise ArgumentValueError(message("data", f"held-out text of {layout.seq_len} tokens or more", "less", hint))
+    return blocks

@@ -43,7 +43,12 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         """Show the step that has just ended."""
         del args, control
-        if not state.is_world_process_zero or "loss" not in logs:
+        if not state.is_world_process_zero:
+            return
+        if "eval_loss" in logs and 0 < state.global_step < state.max_steps:
+            told = f"{self._label}: step {state.global_step}/{state.max_steps}  held-out loss {logs['eval_loss']:.3f}"
+            self._console.print(told, highlight=False)
+        if "loss" not in logs:
             return
         metrics = self._metrics
         speed = metrics.tokens_per_step / metrics.step_seconds[-1]

@@ -10,10 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lowtide.measure import mib
+from lowtide.train.checkpoints import MERGED
 
 if TYPE_CHECKING:
     from lowtide.train.comparison import Comparison
-    from lowtide.train.run import Prepared, TrainResult
+    from lowtide.train.config import TrainConfig
+    from lowtide.train.prepare import Prepared
+    from lowtide.train.run import TrainResult
 
 _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
 
@@ -31,21 +34,33 @@ def show_start(console: Console, ready: Prepared, args: Any, resume_from: Path |
         f"steps    {config.max_steps:,} of {config.batch_size} x {config.grad_accum} x {config.seq_len} tokens "
         f"on {args.world_size} x {args.device.type}",
     ]
+    lines += [*ready.lines, *(ready.chosen.lines if ready.chosen else ())]
     if resume_from is not None:
         lines.append(f"resume   from {resume_from}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def show_result(console: Console, result: TrainResult) -> None:
+def show_result(console: Console, result: TrainResult, config: TrainConfig) -> None:
     """Print a run's numbers."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in result_rows(result):
         table.add_row(name, value)
     console.print()
     console.print(table, highlight=False, markup=False)
+    if result.conversations:
+        seen, cut, left_out = result.conversations
+        told = f"{seen:,} read, {cut:,} cut at {config.seq_len:,} tokens, {left_out:,} left out"
+        console.print(f"conversations    {told}", highlight=False, markup=False, soft_wrap=True)
+    if result.best is not None:
+        last = max(result.losses)
+        told = "the last" if result.best == last else f"the run went on to step {last} and none was better"
+        console.print(f"best             step {result.best}: {told}", highlight=False, markup=False, soft_wrap=True)
     if result.saved:
         console.print(f"saved            {result.saved}", highlight=False, markup=False, soft_wrap=True)
+        if config.lora_merge:
+            merged = Path(result.saved).parent / MERGED
+            console.print(f"merged           {merged}", highlight=False, markup=False, soft_wrap=True)
 
 
 def result_rows(result: TrainResult) -> list[tuple[str, str]]:
@@ -97,10 +112,11 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     console.print(table, highlight=False)
     limit = comparison.tolerance
     same = "equal to rounding" if comparison.equal else "NOT EQUAL"
+    measured = "; rounding as the stock model's own, told by a run of it in float32" if comparison.reference else ""
     console.print(
         f"losses of {len(stock.losses)} steps: {same}; the largest difference is {comparison.early_difference:.0e} "
         f"in the first steps (rounding: up to {limit.early:.0e}) and {comparison.max_difference:.0e} in all "
-        f"(up to {limit.late:.0e})",
+        f"(up to {limit.late:.0e}){measured}",
         highlight=False,
         soft_wrap=True,
     )

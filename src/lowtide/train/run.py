@@ -8,26 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
-from transformers import default_data_collator
 
 import lowtide
-from lowtide.errors import ArgumentValueError, message
+from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure import cuda_peak_bytes, peak_resident_bytes
-from lowtide.models import PatchReport
 from lowtide.train import checkpoints
-from lowtide.train.config import TrainConfig, fixed_settings
-from lowtide.train.corpus import Corpus, open_corpus
+from lowtide.train.advice import advise, is_out_of_memory
+from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
+from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
+from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
-from lowtide.train.model import build_model, check_model, check_vocabulary, has_weights, model_config
-from lowtide.train.packing import PackedBlocks, Position, Split, Stream, held_out_blocks, split_corpus
+from lowtide.train.model import has_weights, model_config
+from lowtide.train.packing import PackedBlocks
+from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
+from lowtide.train.ranks import in_group, leave_group
 from lowtide.train.report import show_result, show_start
-from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
-from lowtide.train.trainer import LowtideTrainer, training_arguments
-
-_BYTES_PER_TOKEN = 6  # a generous guess, to hold out enough text for the blocks asked for
+from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
+from lowtide.train.streams import Position
+from lowtide.train.tokenizer import load_tokenizer
+from lowtide.train.trainer import Collate, LowtideTrainer, read_positions, training_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class TrainResult:
         calls_materialised: losses for which the logits were built.
         seconds: the whole run.
         saved: the folder of the model; None where nothing is saved.
+        best: with early stopping, the step whose model that is.
+        conversations: how many were read by this run, cut at the longest sequence, and left out; None of text.
     """
 
     losses: dict[int, float]
@@ -63,23 +66,12 @@ class TrainResult:
     calls_materialised: int | None
     seconds: float
     saved: str | None
+    best: int | None = None
+    conversations: tuple[int, int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON knows it."""
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """Everything a run needs, checked before anything is written."""
-
-    config: TrainConfig
-    corpus: Corpus
-    split: Split
-    tokenizer: Any
-    model: Any
-    patched: PatchReport | None
-    held_out: torch.Tensor
 
 
 def run(config: TrainConfig, *, console: Console | None = None, save: bool = True, label: str = "train") -> TrainResult:
@@ -91,182 +83,253 @@ def run(config: TrainConfig, *, console: Console | None = None, save: bool = Tru
         save: write checkpoints and the model.
         label: said in front of the progress.
     """
-    began = time.perf_counter()
-    console = console or Console()
-    resume_from = None
-    output = Path()
-    if config.resume:
-        output = checkpoints.run_to_resume(config.output)
-        resume_from = checkpoints.checkpoints(output)[-1]
-        if checkpoints.step_of(resume_from) >= config.max_steps:
-            expected, hint = f"a run with steps left of {config.max_steps}", "Ask for more with --max-steps."
-            raise ArgumentValueError(message("resume", expected, f"{output}, which is complete", hint))
-    elif save:
-        output = checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
-    args = training_arguments(config, output, save=save, resuming=config.resume)
-    ready = prepare(config, args, resume_from)
-    if save and args.should_save:
-        _open_run(output, ready, resume_from)
-    if args.should_log:
-        show_start(console, ready, args, resume_from)
-    metrics = StepMetrics(config.seq_len * config.batch_size * config.grad_accum * args.world_size)
-    trainer = make_trainer(ready, args, metrics, resume_from, ProgressDisplay(console, metrics, label))
-    try:
-        held_out_after = _train(trainer, resume_from)
-    except KeyboardInterrupt as interrupt:
-        if save:
-            checkpoints.clear_staging(output)
-        raise KeyboardInterrupt(_how_to_go_on(output, save)) from interrupt
-    saved = trainer.save_whole_model() if save else None
-    result = TrainResult(
-        losses=metrics.losses,
-        held_out_before=next((e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e), None),
-        held_out_after=held_out_after,
-        tokens_per_second=metrics.tokens_per_second,
-        step_seconds=metrics.median_step_seconds,
-        peak_resident_bytes=max(peak_resident_bytes(), metrics.highest_bytes),
-        peak_cuda_bytes=cuda_peak_bytes(),
-        warm_bytes=metrics.warm_bytes,
-        peak_step_bytes=metrics.peak_bytes,
-        calls_fused=ready.patched.calls_fused if ready.patched else None,
-        calls_materialised=ready.patched.calls_materialised if ready.patched else None,
-        seconds=time.perf_counter() - began,
-        saved=str(saved) if saved else None,
-    )
-    if args.should_log:
-        show_result(console, result)
+    group_was_there = in_group()
+    result = _Run(config, console or Console(), save=save, label=label).result()
+    if not group_was_there:
+        leave_group()  # here, where nothing of the run is left that its threads could hold
     return result
 
 
-def prepare(config: TrainConfig, args: Any, resume_from: Path | None) -> Prepared:
-    """Find the data, make tokenizer and model, patch it, and take the held-out blocks; nothing is written.
+class _Run:
+    """One run, and what an error in the middle of it can tell."""
 
-    Raises:
-        ArgumentValueError: any of them cannot be used.
-    """
-    streams = config.batch_size * args.world_size
-    corpus = open_corpus(config.data, text_field=config.text_field, streams=streams, seq_len=config.seq_len)
-    shape = model_config(config.model, vocab_size=config.vocab_size)
-    split = split_corpus(
-        corpus, seed=config.seed, held_out_bytes=config.eval_blocks * config.seq_len * _BYTES_PER_TOKEN
-    )
-    tokenizer = _tokenizer(config, corpus, split, resume_from)
-    check_vocabulary(shape, len(tokenizer))
-    blocks = held_out_blocks(
-        corpus,
-        split,
-        tokenize_with(tokenizer),
-        eos=tokenizer.eos_token_id,
-        seq_len=config.seq_len,
-        limit=config.eval_blocks,
-    )
-    if not has_weights(config.model):  # a fresh model's special tokens are the tokenizer's
-        shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
-        shape.eos_token_id = tokenizer.eos_token_id
-    model = build_model(config.model, shape, seed=config.seed)
-    check_model(model, seq_len=config.seq_len)
-    patched = None
-    if config.patch:
-        patched = lowtide.patch(model, options=lowtide.HeadOptions(workspace_mib=config.workspace_mib))
-    return Prepared(
-        config=config,
-        corpus=corpus,
-        split=split,
-        tokenizer=tokenizer,
-        model=model,
-        patched=patched,
-        held_out=blocks,
-    )
+    def __init__(self, config: TrainConfig, console: Console, *, save: bool, label: str) -> None:
+        self.config, self.console, self.save, self.label = config, console, save, label
+        self.began = time.perf_counter()
+        self.output, self.resume_from = Path(), None
+        self.box = ModelBox()
+        self.args: Any = None
+        self.trainer: LowtideTrainer | None = None
+        if config.tensorboard:
+            check_tensorboard()
+        if config.resume:
+            self.output = checkpoints.run_to_resume(config.output)
+            self.resume_from = checkpoints.checkpoints(self.output)[-1]
+            if checkpoints.step_of(self.resume_from) >= config.max_steps:
+                expected, hint = f"a run with steps left of {config.max_steps}", "Ask for more with --max-steps."
+                raise ArgumentValueError(message("resume", expected, f"{self.output}, which is complete", hint))
+        elif save:
+            self.output = checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
+
+    def result(self) -> TrainResult:
+        """Run, and return what was measured."""
+        try:
+            return self._result()
+        except KeyboardInterrupt as interrupt:
+            if self.save and self.trainer is not None:
+                checkpoints.clear_staging(self.output)
+            raise KeyboardInterrupt(self._how_to_go_on()) from interrupt
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(error) from error
+
+    def _result(self) -> TrainResult:
+        config = self.config
+        self.args = args = training_arguments(config, self.output, save=self.save, resuming=config.resume)
+        if self.resume_from is not None:
+            read_positions(self.resume_from, args)  # before a model is built that cannot go on
+        ready = prepare(config, args, self.resume_from, self.box)
+        if self.save and args.should_save:
+            _open_run(self.output, ready, self.resume_from)
+        if args.should_log:
+            show_start(self.console, ready, args, self.resume_from)
+        metrics = StepMetrics(config.seq_len * config.batch_size * config.grad_accum * args.world_size)
+        callbacks = self._callbacks(metrics)
+        try:
+            self.trainer = trainer = make_trainer(ready, args, self.resume_from, callbacks)
+            self._train(metrics)
+            if trainer.state.global_step not in held_out_losses(trainer.state.log_history):
+                trainer.evaluate()
+        finally:
+            for callback in callbacks:
+                if hasattr(callback, "close"):
+                    callback.close()
+        best = best_step(trainer.state.log_history) if config.early_stop else None
+        saved = self._save_model(best) if self.save else None
+        losses = held_out_losses(trainer.state.log_history)
+        result = TrainResult(
+            losses=metrics.losses,
+            held_out_before=next((e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e), None),
+            held_out_after=losses[trainer.state.global_step if best is None else best],
+            tokens_per_second=metrics.tokens_per_second,
+            step_seconds=metrics.median_step_seconds,
+            peak_resident_bytes=max(peak_resident_bytes(), metrics.highest_bytes),
+            peak_cuda_bytes=cuda_peak_bytes(),
+            warm_bytes=metrics.warm_bytes,
+            peak_step_bytes=metrics.peak_bytes,
+            calls_fused=ready.patched.calls_fused if ready.patched else None,
+            calls_materialised=ready.patched.calls_materialised if ready.patched else None,
+            seconds=time.perf_counter() - self.began,
+            saved=str(saved) if saved else None,
+            best=best,
+            conversations=trainer.conversations() if ready.corpus.chat else None,
+        )
+        if args.should_log:
+            show_result(self.console, result, config)
+        return result
+
+    def _callbacks(self, metrics: StepMetrics) -> list[Any]:
+        """Return what measures, shows, logs and ends the run."""
+        config = self.config
+        callbacks: list[Any] = [Recorder(metrics)]
+        if config.progress:
+            callbacks.append(ProgressDisplay(self.console, metrics, self.label))
+        if self.save and self.args.should_log:
+            callbacks.append(JsonLog(self.output / checkpoints.LOG_FILE, metrics))
+            if config.tensorboard:
+                resumed_at = None if self.resume_from is None else checkpoints.step_of(self.resume_from)
+                callbacks.append(tensorboard(self.output / checkpoints.BOARD, resumed_at))
+        if config.early_stop:
+            callbacks.append(EarlyStop(config.early_stop))
+        return callbacks
+
+    def _train(self, metrics: StepMetrics) -> None:
+        """Let Trainer train.
+
+        Raises:
+            ArgumentValueError: it could not read the checkpoint, or end a first step with the ``trainer_args`` given.
+        """
+        assert self.trainer is not None
+        resume = str(self.resume_from) if self.resume_from else None
+        try:
+            self.trainer.train(resume_from_checkpoint=resume)
+        except Exception as error:
+            if isinstance(error, LowtideError) or is_out_of_memory(error):
+                raise
+            if self.resume_from is not None and not metrics.began:
+                got = f"{self.resume_from}, which cannot be read ({_why(error)})"
+                hint = "Remove it, to take an older one."
+                raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
+            if self.config.trainer_args and not metrics.step_seconds:
+                expected = "arguments that transformers.Trainer can train a step with"
+                got = f"{' '.join(self.config.trainer_args)} ({_why(error)})"
+                hint = "Leave them out to see whether they are the cause."
+                raise ArgumentValueError(message("trainer_args", expected, got, hint)) from error
+            raise
+
+    def _save_model(self, best: int | None) -> Path:
+        """Write the model, the best one's with early stopping, and the merged one where asked for; return where."""
+        trainer, config = self.trainer, self.config
+        assert trainer is not None
+        of_best = None if best is None else self.output / f"checkpoint-{best}"
+        if of_best is None or best == trainer.state.global_step or not of_best.is_dir():
+            saved = trainer.save_whole_model()
+        else:
+            saved = self.output / checkpoints.MODEL
+            if self.args.should_save:
+                checkpoints.model_from_checkpoint(of_best)
+            trainer.accelerator.wait_for_everyone()
+        if config.lora_merge:
+            if self.args.should_save:
+                merge(config, saved)
+            trainer.accelerator.wait_for_everyone()
+        return saved
+
+    def _out_of_memory(self, error: Exception) -> LowtideError:
+        """Return the error with the planner's advice; what the step held is free by then."""
+        step = None
+        if self.trainer is not None:
+            step = self.trainer.state.global_step + 1
+            if self.save:
+                checkpoints.clear_staging(self.output)
+        error.__traceback__ = None  # its frames hold the step's tensors
+        return advise(
+            error,
+            self.config,
+            self.args,
+            model=self.box.model,
+            chosen=self.box.chosen,
+            step=step,
+            go_on=self._how_to_go_on() if self.save else "",
+        )
+
+    def _how_to_go_on(self) -> str:
+        """Return what to do after a run that ended before its time."""
+        if not self.save or not checkpoints.checkpoints(self.output):
+            return "There is no checkpoint yet: start again."
+        return f"Go on with: lowtide train --resume --output {self.output}"
 
 
-def make_trainer(
-    ready: Prepared, args: Any, metrics: StepMetrics, resume_from: Path | None, display: ProgressDisplay
-) -> LowtideTrainer:
+def make_trainer(ready: Prepared, args: Any, resume_from: Path | None, callbacks: list[Any]) -> LowtideTrainer:
     """Return the trainer, its data at the start or at the checkpoint's position."""
     config = ready.config
     streams = config.batch_size * args.world_size
     first = config.batch_size * args.process_index
-    tokenize = tokenize_with(ready.tokenizer)
 
     def pack(start: list[Position] | None) -> PackedBlocks:
         start = [Position()] * config.batch_size if start is None else start
 
-        def stream(row: int) -> Stream:
-            return Stream(
-                ready.corpus,
-                lambda epoch: ready.split.share(first + row, streams, epoch),
-                tokenize,
-                eos=ready.tokenizer.eos_token_id,
-                seq_len=config.seq_len,
-                position=start[row],
-            )
+        def order(row: int) -> Any:
+            return lambda epoch: ready.split.share(first + row, streams, epoch)
 
-        return PackedBlocks([stream(row) for row in range(config.batch_size)])
+        return PackedBlocks([ready.layout.stream(order(row), position=at) for row, at in enumerate(start)])
 
     return LowtideTrainer(
         pack=pack,
         resume_from=resume_from,
+        keep_best=config.early_stop > 0,
         model=ready.model,
         args=args,
-        eval_dataset=[{"input_ids": block, "labels": block} for block in ready.held_out],
+        eval_dataset=ready.held_out,
         processing_class=ready.tokenizer,
-        data_collator=default_data_collator,  # Trainer's choice for a tokenizer would pad
-        callbacks=[Recorder(metrics), *([display] if config.progress else [])],
+        data_collator=Collate(bounds=ready.bounds),  # Trainer's choice for a tokenizer would pad
+        callbacks=callbacks,
     )
+
+
+def merge(config: TrainConfig, adapter: Path) -> Path:
+    """Write the run's model with an adapter merged in, in the stock format, whole or not at all, and return where.
+
+    Raises:
+        SaveError: it could not be written.
+    """
+    output = adapter.parent
+    staged, final = output / checkpoints.STAGING / checkpoints.MERGED, output / checkpoints.MERGED
+    base = base_model(config, model_config(config.model, vocab_size=config.vocab_size))
+    dtype = stored_dtype(config.model) if has_weights(config.model) else torch.float32
+    try:
+        checkpoints.clear_staging(output)
+        merge_adapter(base, adapter, staged, dtype=dtype)
+        load_tokenizer(adapter).save_pretrained(staged)
+        checkpoints.publish(staged, final)
+        checkpoints.clear_staging(output)
+    except Exception as error:  # safetensors has errors of its own for a full disk
+        raise checkpoints.save_error(final, error) from error
+    return final
 
 
 def finish_complete_run(config: TrainConfig) -> Path | None:
     """Return the model of a resumed run that has no steps left, None where it has some.
 
-    It is made from the last checkpoint: a run killed between that one and its model has an older model, or none.
+    It is made from the last checkpoint, or the best one of a run that stops early: a run killed between that one and
+    its model has an older model, or none.
     """
     output = checkpoints.run_to_resume(config.output)
     newest = checkpoints.checkpoints(output)[-1]
-    if checkpoints.step_of(newest) < config.max_steps:
+    history = checkpoints.log_history(newest) if config.early_stop else []
+    if checkpoints.step_of(newest) < config.max_steps and not is_over(history, config.early_stop):
         return None
-    return checkpoints.model_from_checkpoint(newest)
-
-
-def _train(trainer: LowtideTrainer, resume_from: Path | None) -> float | None:
-    """Train and return the held-out loss afterwards."""
-    try:
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        after: float | None = trainer.evaluate().get("eval_loss")
-        return after
-    finally:
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressDisplay):
-                callback.close()
-
-
-def _how_to_go_on(output: Path, save: bool) -> str:
-    """Return what to do after an interrupt."""
-    if not save or not checkpoints.checkpoints(output):
-        return "There is no checkpoint yet: start again."
-    return f"Go on with: lowtide train --resume --output {output}"
-
-
-def _tokenizer(config: TrainConfig, corpus: Corpus, split: Split, resume_from: Path | None) -> Any:
-    """Return the tokenizer: the checkpoint's, the one named, the model's own, or one trained here."""
-    if resume_from is not None:
-        return load_tokenizer(resume_from)
-    if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer)
-    if has_weights(config.model):
-        return load_tokenizer(config.model)
-    pieces = split.share(0, 1, 0)
-    trained = [train_tokenizer(corpus, pieces, vocab_size=config.vocab_size, seq_len=config.seq_len)]
-    return broadcast_object_list(trained)[0]  # every rank the first one's
+    best = best_step(history)
+    of_best = output / f"checkpoint-{best}"
+    model = checkpoints.model_from_checkpoint(of_best if best is not None and of_best.is_dir() else newest)
+    if config.lora_merge:
+        merge(config, model)
+    return model
 
 
 def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
     """Write the run's file, or on resume check that the data is still the same and clear what was left half written."""
-    content = {"lowtide": lowtide.__version__, "config": ready.config.to_json(), "data": ready.corpus.fingerprint()}
+    config = ready.config.absolute()
+    content = {"lowtide": lowtide.__version__, "config": config.to_json(), "data": ready.corpus.fingerprint()}
     if resume_from is not None:
         if checkpoints.read_run_file(output)["data"] != content["data"]:
             hint = "Restore the files as they were, or begin a new run."
             raise ArgumentValueError(message("data", "the files the run began with", "other names or sizes", hint))
         checkpoints.clear_staging(output)
+        forget_after(output / checkpoints.LOG_FILE, checkpoints.step_of(resume_from))
+    else:
+        checkpoints.clear_logs(output)
     checkpoints.write_run_file(output, content)
 
 
@@ -281,9 +344,16 @@ def resumed_config(given: dict[str, Any]) -> TrainConfig:
     """
     output = checkpoints.run_to_resume(given.get("output"))
     before = checkpoints.read_run_file(output)["config"]
-    now = TrainConfig.from_json({**before, **given, "output": str(output)}).to_json()
+    kept = dict(before)
+    if any(given.get(name) for name in ACTIVATIONS):  # one of these takes the place of what the run began with
+        kept = {name: value for name, value in before.items() if name not in (*ACTIVATIONS, "host_budget")}
+    now = TrainConfig.from_json({**kept, **given, "output": str(output)}).absolute().to_json()
     for name in fixed_settings():
         if name in given and now[name] != before.get(name):
             hint = "A run keeps what fixes its model and data order: leave the option out, or begin a new run."
             raise ArgumentValueError(message(name, f"{before.get(name)!r}, as the run began", repr(now[name]), hint))
     return TrainConfig.from_json(now)
+
+
+def _why(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from transformers.trainer_callback import PrinterCallback
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train import checkpoints
 from lowtide.train.config import TrainConfig
-from lowtide.train.packing import PackedBlocks, Position, positions
+from lowtide.train.packing import PackedBlocks, positions
+from lowtide.train.stopping import best_step
+from lowtide.train.streams import IGNORED, Block, Position
 
 # What ``trainer_args`` may override: the usual choices for language models where Trainer has others.
 _USUAL = {
@@ -33,26 +35,94 @@ PackFrom = Callable[[list[Position] | None], PackedBlocks]
 class LowtideTrainer(Trainer):  # type: ignore[misc]
     """A `Trainer` whose training data is `PackedBlocks`.
 
-    It leaves the loop, the optimizer, mixed precision and every kind of sharding to Trainer, and changes two things:
-    blocks reach each rank as that rank packed them (accelerate would have every rank pack everything), and a
-    checkpoint is written aside with the data's position in it and renamed when it is whole.
+    It leaves the loop, the optimizer, mixed precision and every kind of sharding to Trainer, and changes three things:
+    blocks reach each rank as that rank packed them (accelerate would have every rank pack everything); a checkpoint is
+    written aside with the data's position in it and renamed when it is whole; and every loss is a mean over tokens,
+    whatever the model's loss takes as its denominator, of all batches and ranks of a step, or of all held-out text.
 
     Args:
         pack: makes this rank's blocks, from the start or from positions.
         resume_from: the checkpoint that `train` will be given, None at the start.
+        keep_best: the checkpoint of the lowest held-out loss is never removed.
+        args: Trainer's own.
+        eval_dataset: held-out blocks.
         kwargs: Trainer's own.
     """
 
-    def __init__(self, *, pack: PackFrom, resume_from: Path | None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(
+        self,
+        *,
+        pack: PackFrom,
+        resume_from: Path | None,
+        args: TrainingArguments,
+        eval_dataset: Sequence[Block],
+        keep_best: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(args=args, eval_dataset=_evenly(eval_dataset, args), **kwargs)
         self.remove_callback(PrinterCallback)
-        self._saving = False
+        self._saving, self._keep_best = False, keep_best
         start = None if resume_from is None else read_positions(resume_from, self.args)
         self._blocks = pack(start)
+        self._held_out_mean = sum(_targets(row["labels"]) for row in self.eval_dataset) / len(self.eval_dataset)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this rank's blocks: no workers and nothing fetched ahead, so its position is exact."""
-        return DataLoader(self._blocks, batch_size=self._train_batch_size, pin_memory=self.args.device.type == "cuda")
+        return DataLoader(
+            self._blocks,
+            batch_size=self._train_batch_size,
+            collate_fn=self.data_collator,
+            pin_memory=self.args.device.type == "cuda",
+            # its iterator draws a number: from the global generator, whose state a resume has just restored for dropout
+            generator=torch.Generator(),
+        )
+
+    def conversations(self) -> tuple[int, int, int]:
+        """Return how many conversations all ranks have read, and how many of them were cut and left out."""
+        counts = torch.tensor(self._blocks.counts(), device=self.args.device)
+        seen, cut, left_out = self.accelerator.reduce(counts).tolist()
+        return seen, cut, left_out
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return a batch's share of the mean over all tokens of the step.
+
+        Trainer hands the step's tokens to models that take them. The loss of one that does not is the mean over the
+        batch, which is weighted here with the tokens it has.
+        """
+        if self.model_accepts_loss_kwargs or num_items_in_batch is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, True, None)
+        tokens = _targets(inputs["labels"])
+        loss = torch.where(tokens > 0, loss, 0.0) * tokens / num_items_in_batch
+        if self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        if hasattr(self, "loss_is_scaled_for_ga"):
+            self.loss_is_scaled_for_ga = True
+        else:  # an older Trainer divides such a loss by the number of batches, whatever is in them
+            loss = loss * self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Return a step's batches and how many tokens of all ranks are predicted in them."""
+        batches = [next(epoch_iterator) for _ in range(num_batches)]
+        count = torch.stack([_targets(batch["labels"]) for batch in batches]).sum().to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return batches, count
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """Return a held-out batch's loss such that Trainer's mean over rows is the mean over tokens."""
+        del prediction_loss_only, ignore_keys
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = model(**inputs)["loss"].detach()
+        tokens = _targets(inputs["labels"])
+        weight = tokens / (self._held_out_mean * len(inputs["labels"]))
+        return torch.where(tokens > 0, loss, 0.0) * weight, None, None
 
     def _get_output_dir(self, trial: Any) -> str:
         output = super()._get_output_dir(trial)
@@ -72,7 +142,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 checkpoints.publish(staged, final)
-                checkpoints.remove_old(final.parent, self.args.save_total_limit)
+                best = best_step(self.state.log_history) if self._keep_best else None
+                checkpoints.remove_old(final.parent, self.args.save_total_limit, best)
             self.accelerator.wait_for_everyone()
         except Exception as error:
             shutil.rmtree(staged, ignore_errors=True)
@@ -98,6 +169,45 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             shutil.rmtree(staged, ignore_errors=True)
             raise checkpoints.save_error(final, error) from error
         return final
+
+
+def _evenly(blocks: Sequence[Block], args: TrainingArguments) -> list[Block]:
+    """Return held-out blocks in batches that are full on every rank: accelerate would take the first ones again.
+
+    What is added has nothing to predict. One process takes them as they are.
+    """
+    missing = -len(blocks) % (args.world_size * args.per_device_eval_batch_size) if args.world_size > 1 else 0
+    nothing = {**blocks[0], "labels": torch.full_like(blocks[0]["labels"], IGNORED)}
+    return [*blocks, *[nothing] * missing]
+
+
+def _targets(labels: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens are predicted: the first of a row has nothing before it."""
+    return labels[..., 1:].ne(IGNORED).sum()
+
+
+class Collate:
+    """Makes a batch of blocks; for flash attention with the bounds of its documents, which it takes in place of a mask.
+
+    Args:
+        bounds: whether to add ``cu_seq_lens_q`` and ``_k`` (int32, over all rows joined) and ``max_length_q`` and
+            ``_k``: known here without asking the GPU.
+    """
+
+    def __init__(self, *, bounds: bool) -> None:
+        self._bounds = bounds
+
+    def __call__(self, blocks: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+        """Return the blocks stacked."""
+        batch: dict[str, Any] = {name: torch.stack([block[name] for block in blocks]) for name in blocks[0]}
+        if self._bounds:
+            places = batch["position_ids"].flatten()
+            starts = (places == 0).nonzero().flatten()
+            ends = torch.cat([starts, torch.tensor([len(places)])]).int()
+            longest = int(ends.diff().max())
+            batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+            batch |= {"max_length_q": longest, "max_length_k": longest}
+        return batch
 
 
 def write_positions(checkpoint: Path, blocks: PackedBlocks, args: Any) -> None:
@@ -186,13 +296,22 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
 def _precision(config: TrainConfig) -> dict[str, bool]:
     """Return the mixed-precision arguments for the run's dtype on this machine."""
     on_gpu = torch.cuda.is_available()
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported() else "float32"
+    dtype = product_dtype(config)
+    if config.weights == "bfloat16" and not config.lora_rank:
+        return {"bf16": False, "fp16": False}  # all is bfloat16 as it is; adapters are float32 and want autocast
     if dtype == "float16" and not on_gpu:
         hint = "Take bfloat16 or float32 on a CPU."
         raise ArgumentValueError(message("dtype", "float16 on a GPU only", "float16 without one", hint))
     return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+
+
+def product_dtype(config: TrainConfig) -> str:
+    """Return the dtype that a run's products have on this machine."""
+    if config.weights == "bfloat16":
+        return "bfloat16"
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
 
 
 def _checkpointing_name() -> str:

@@ -1,0 +1,165 @@
+"""What each layer keeps for backward in a run: planned for a budget, or given by hand, and applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.head.options import HeadOptions
+from lowtide.measure import gib
+from lowtide.memory import ActivationPolicy, MemoryPlan, apply_policy, plan_memory
+from lowtide.memory.planner_choice import name_of
+from lowtide.memory.stack import find_stack
+from lowtide.train.config import TrainConfig
+from lowtide.train.policy_text import Mixture, layer_policies, parse_gib, parse_policy
+
+# Trainer's optimizers as the planner knows them.
+_OPTIMIZERS = {
+    "adamw_torch_fused": "adamw",
+    "adamw_torch": "adamw-foreach",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "adamw_8bit": "adamw-8bit",
+    "paged_adamw_8bit": "adamw-8bit",
+    "sgd": "sgd",
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was applied.
+
+    Attributes:
+        policies: one for each layer.
+        lines: for a person to read.
+    """
+
+    policies: Sequence[ActivationPolicy]
+    lines: tuple[str, ...]
+
+
+def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | None:
+    """Apply ``--policy``, or what is planned for ``--memory-budget``, to the model; None where neither is given.
+
+    Raises:
+        ArgumentValueError: nothing fits in the budget, or the policy is not one for this model.
+        UnsupportedError: the model, or the machine, cannot do what the policy says.
+    """
+    if config.policy is None and config.memory_budget is None:
+        return None
+    layers = len(find_stack(model).layers)
+    host = parse_gib("host_budget", config.host_budget) if config.host_budget else None
+    if config.policy is not None:
+        policies, lines = list(layer_policies(parse_policy(config.policy), layers)), [f"policy   {config.policy}"]
+    else:
+        plan = plan_run(
+            model, config, args, budget_gib=parse_gib("memory_budget", str(config.memory_budget)), host=host
+        )
+        policies, lines = list(plan.policies), list(_planned(plan, args))
+        if not has_levels(model):
+            policies = without_levels(policies)
+            lines.append(
+                "         no fused MLP in this model, so without its levels: it keeps more than the plan counts"
+            )
+    apply_policy(model, policies, host_gib=host)
+    return Chosen(policies, tuple(lines))
+
+
+def plan_run(model: Any, config: TrainConfig, args: Any, *, budget_gib: float, host: float | None = None) -> MemoryPlan:
+    """Return the plan of a run's step on one device.
+
+    Raises:
+        ArgumentValueError: nothing fits, or the planner does not know the model or the optimizer.
+    """
+    return plan_memory(
+        model.config,
+        config.seq_len,
+        config.batch_size,
+        budget_gib,
+        host or 0,
+        optimizer=planned_optimizer(args),
+        keep_gradients=config.grad_accum > 1,
+        options=HeadOptions(workspace_mib=config.workspace_mib),
+        adapters=_adapters(model) if config.lora_rank else None,
+        **planned_dtype(config, args),
+    )
+
+
+def planned_optimizer(args: Any) -> str:
+    """Return Trainer's optimizer in the planner's words.
+
+    Raises:
+        ArgumentValueError: it does not know it.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in _OPTIMIZERS:
+        expected = f"an optimizer that the planner knows, one of {', '.join(_OPTIMIZERS)}"
+        hint = "Take one of them, or give --policy by hand."
+        raise ArgumentValueError(message("memory_budget", expected, name, hint))
+    return _OPTIMIZERS[name]
+
+
+def planned_dtype(config: TrainConfig, args: Any) -> dict[str, Any]:
+    """Return what `plan_memory` wants to know of the run's dtypes."""
+    if config.weights == "bfloat16":
+        return {"dtype": torch.bfloat16}
+    return {"dtype": torch.float32, "autocast": bool(args.bf16 or args.fp16)}
+
+
+def current_policies(config: TrainConfig, chosen: Chosen | None, layers: int) -> Sequence[ActivationPolicy]:
+    """Return what the layers of a run keep, whatever said so."""
+    if chosen is not None:
+        return chosen.policies
+    return [ActivationPolicy(keep="input" if config.gradient_checkpointing else "all")] * layers
+
+
+def without_levels(policies: Sequence[ActivationPolicy]) -> list[ActivationPolicy]:
+    """Return policies for layers without a fused MLP."""
+    return [replace(policy, mlp_level=None) for policy in policies]
+
+
+def as_mixture(policies: Sequence[ActivationPolicy]) -> Mixture:
+    """Return policies of single layers as runs of equal ones."""
+    runs: list[tuple[ActivationPolicy, int]] = []
+    for policy in policies:
+        if runs and runs[-1][0] == policy:
+            runs[-1] = (policy, runs[-1][1] + 1)
+        else:
+            runs.append((policy, 1))
+    return tuple(runs)
+
+
+def as_text(mixture: Mixture) -> str:
+    """Return runs of policies as `parse_policy` reads them."""
+    if len(mixture) == 1:
+        return name_of(mixture[0][0])
+    return ", ".join(f"{count} x {name_of(policy)}" for policy, count in mixture)
+
+
+def _planned(plan: MemoryPlan, args: Any) -> tuple[str, ...]:
+    """Return what a plan expects, for a person to read."""
+    lines = [
+        f"policy   {as_text(plan.chosen.groups)}: expected peak {gib(plan.peak_bytes):.2f} of "
+        f"{gib(plan.budget_bytes):.2f} GiB, {plan.tokens_per_second:,.0f} tokens/s on one {plan.job.gpu.name}"
+    ]
+    if args.device.type != "cuda":
+        lines.append(
+            f"         no GPU here: planned for an {plan.job.gpu.name}. The layers keep what it says, which saves this "
+            "process's memory too, but nothing holds that to the budget"
+        )
+    if args.world_size > 1:
+        lines.append("         planned for one device with all the weights; what sharding saves is not counted")
+    return tuple(lines)
+
+
+def has_levels(model: Any) -> bool:
+    """Return whether every layer has a fused MLP, whose level a policy can set."""
+    stack = find_stack(model)
+    return all(any(hasattr(m, "checkpoint_level") for m in layer.modules()) for layer in stack.layers.values())
+
+
+def _adapters(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

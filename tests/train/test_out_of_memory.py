@@ -1,0 +1,148 @@
+"""Out of memory: advice with numbers in place of a stack trace, a status of its own, and checkpoints as they were."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.cli import main
+from lowtide.train import checkpoints
+from lowtide.train.activations import as_mixture, as_text
+from lowtide.train.advice import OutOfMemory, advise, is_out_of_memory
+from lowtide.train.config import TrainConfig
+from lowtide.train.model import model_config
+from lowtide.train.policy_text import layer_policies, parse_policy
+from lowtide.train.trainer import LowtideTrainer
+
+Run = Callable[..., tuple[int, str, str]]
+
+KINDS = {
+    "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has\nmore to say"),
+    "host": lambda: MemoryError(),
+    "cpu": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: 12"),
+}
+
+
+def fail_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: Callable[[], BaseException]) -> None:
+    original = LowtideTrainer.training_step
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step + 1 == step:
+            raise error()
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LowtideTrainer, "training_step", training_step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_does_not_fit(
+    kind: str, tmp_path: Path, chat_arguments: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    fail_in_step(monkeypatch, 4, KINDS[kind])
+    status, _, err = lowtide(*chat_arguments, "--output", output)
+    assert status == 3
+    assert err.startswith("lowtide train: out of memory in step 4, at 2 x 96 tokens. ")
+    assert "Traceback" not in err
+    assert "more to say" not in err
+    assert re.search(r"By the planner this step takes \d+\.\d\d GiB; this machine has \d+\.\d\d GiB for it", err)
+    assert "No smaller step would take much less" in err, "the planner's workspaces are most of it"
+    assert f"Go on with: lowtide train --resume --output {output}" in err
+    assert [p.name for p in checkpoints.checkpoints(output)] == ["checkpoint-2"]
+    assert not (output / checkpoints.STAGING).exists()
+    line = re.search(r"The numbers: lowtide (plan .*)", err)
+    assert line
+    assert main([*shlex.split(line[1]), "--gpu", "h100"]) in (0, 2), "it parses; such a small budget may hold nothing"
+    monkeypatch.undo()
+    assert lowtide("train", "--resume", "--output", output)[0] == 0
+
+
+def test_before_the_model_is_there(
+    tmp_path: Path, chat_arguments: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*args: Any, **kwargs: Any) -> Any:
+        raise KINDS["cuda"]()
+
+    monkeypatch.setattr("lowtide.train.prepare.build_model", build)
+    status, _, err = lowtide(*chat_arguments, "--output", tmp_path / "out")
+    assert status == 3
+    assert "out of memory before the first step" in err
+    assert "--weights bfloat16" in err
+    assert "There is no checkpoint yet" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_errors_keep_their_trace(
+    tmp_path: Path, chat_arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_in_step(monkeypatch, 1, lambda: RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        main([*chat_arguments, "--output", str(tmp_path / "out")])
+    assert not is_out_of_memory(OutOfMemory("already told"))
+
+
+def advice(memory_gib: float, monkeypatch: pytest.MonkeyPatch, levels: bool = True, **settings: Any) -> str:
+    """The advice for a Llama-3.2-1B on a GPU with so much memory left, without any GPU or weights."""
+    monkeypatch.setattr("lowtide.train.advice._memory", lambda args: (int(memory_gib * 2**30), "this GPU"))
+    config = TrainConfig(model="llama-3.2-1b", **{"batch_size": 4, "seq_len": 8192, **settings})
+    args = SimpleNamespace(
+        device=torch.device("cpu"), optim="adamw_torch_fused", bf16=True, fp16=False, world_size=2, process_index=1
+    )
+    shape = SimpleNamespace(config=model_config(config.model, vocab_size=0), parameters=lambda: iter(()))
+    monkeypatch.setattr("lowtide.train.advice.has_levels", lambda model: levels)
+    return str(advise(torch.OutOfMemoryError("x"), config, args, model=shape, step=7, go_on="Go on."))
+
+
+def test_what_is_advised_fits_by_the_planners_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.memory import plan_memory
+
+    told = advice(40, monkeypatch)
+    assert told.startswith("out of memory on rank 1 in step 7, at 4 x 8192 tokens.")
+    policy = re.search(r"--policy ('[^']+'|\S+) +(\d+\.\d\d) GiB", told)
+    assert policy
+    assert float(policy[2]) <= 40
+    assert len(layer_policies(parse_policy(policy[1].strip("'")), 16)) == 16
+    plan = plan_memory(model_config("llama-3.2-1b", vocab_size=0), 8192, 4, 40, device="h100", autocast=True)
+    assert as_text(plan.chosen.groups) == policy[1].strip("'")
+    assert f"{plan.peak_bytes / 2**30:.2f}" == policy[2]
+    for options, size in re.findall(r"(--(?:batch-size|seq-len).*?)  +(\d+\.\d\d) GiB", told):
+        assert float(size) <= 40, options
+    assert "lowtide plan --model llama-3.2-1b --seq-len 8192 --batch-size 4 --budget 40.00GiB --autocast" in told
+
+
+def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the planner thinks that the run should have fitted, it has to take less than that."""
+    expected = float(re.search(r"this step takes (\d+\.\d+) GiB", advice(1000, monkeypatch))[1])  # type: ignore[index]
+    sizes = re.findall(r"  --.* (\d+\.\d\d) GiB", advice(1000, monkeypatch))
+    assert len(sizes) == 3
+    assert all(float(size) < 0.96 * expected for size in sizes)
+    assert "--policy all/0 " not in advice(1000, monkeypatch, policy="all/0")
+
+
+def test_a_model_without_fused_mlps_is_told_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = re.search(r"--policy '([^']+)'", advice(40, monkeypatch, levels=False))
+    assert policy
+    assert "/" not in policy[1]
+
+
+def test_a_stock_model_is_told_to_lose_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "leave --no-patch out" in advice(40, monkeypatch, patch=False)
+    assert "--policy" not in advice(40, monkeypatch, patch=False)
+
+
+def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = advice(5, monkeypatch)
+    assert "Nothing fits in 5.00 GiB" in told
+    assert "--lora-rank" in told
+
+
+@pytest.mark.parametrize("text", ["all", "attention/0", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])
+def test_policies_are_read_as_they_are_written(text: str) -> None:
+    assert as_text(as_mixture(layer_policies(parse_policy(text), 16))) == text.removeprefix("16 x ")
