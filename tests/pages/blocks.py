@@ -1,0 +1,125 @@
+"""The code blocks of the pages, and the names that a page may use without having made them.
+
+A block is run as it stands there, after those above it on its page. One that cannot run in a test has a comment above
+it, which readers do not see: `<!-- needs: cuda -->` (or `two processes`, `network`); its imports are checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+NEEDS = ("cuda", "two processes", "network")
+
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
+_MARK = re.compile(r"<!-- needs: (?P<what>[^>]*?) -->\s*\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: where it stands, its language, its text, and what it needs that a test has not."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    needs: str
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a program of its own, with arguments."""
+        return "sys.argv" in self.code
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(text: str, page: str) -> list[Block]:
+    """Return the fenced blocks of a page's text."""
+    found = []
+    for match in _FENCE.finditer(text):
+        mark = _MARK.search(text[: match.start()])
+        lines = text[: match.start()].count("\n") + 2
+        found.append(Block(page, lines, match["language"], match["code"], mark["what"] if mark else ""))
+    return found
+
+
+def all_blocks(*languages: str) -> list[Block]:
+    """Return the blocks of all pages in any of these languages."""
+    pages = [(page.read_text(), str(page.relative_to(ROOT))) for page in PAGES]
+    return [block for text, name in pages for block in blocks_of(text, name) if block.language in languages]
+
+
+def compiled(block: Block) -> Any:
+    """Return the block's code, whose errors tell the line of the page."""
+    return compile("\n" * (block.line - 1) + block.code, str(ROOT / block.page), "exec")
+
+
+def free_names(code: str) -> set[str]:
+    """Return the names that code reads and does not make: what comes from above, or from the prelude."""
+    tree = ast.parse(code)
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return read - names_made(tree)
+
+
+def names_made(tree: ast.AST) -> set[str]:
+    """Return the names that code binds anywhere at its top level, arguments of its functions included."""
+    made = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            made |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return made
+
+
+def imports_of(code: str) -> Iterable[tuple[str, str | None]]:
+    """Yield each module that code imports, with the name that it takes from it, if any."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+VOCABULARY = 97
+
+
+def tiny_model() -> Any:
+    """A Llama of two layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def token_ids() -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (2, 12))
+
+
+# What a page may take for granted, made when a block reads it: the words of the field, said where they are used.
+PRELUDE: dict[str, Callable[[], Any]] = {
+    "model": tiny_model,
+    "input_ids": token_ids,
+    "ids": token_ids,
+    "labels": token_ids,
+    "hidden": lambda: torch.randn(2, 12, 16, requires_grad=True),
+    "head": lambda: torch.nn.Linear(16, VOCABULARY, bias=False),
+    "teacher_hidden": lambda: torch.randn(2, 12, 24),
+    "teacher_head": lambda: torch.nn.Linear(24, VOCABULARY, bias=False),
+}
