@@ -1,7 +1,7 @@
 """What mkdocs does beside Markdown: pages that read well on GitHub become a site, with nothing written twice.
 
-- A link out of docs/ (a figure, a result file, CHANGELOG.md) is followed: the file becomes part of the site, at the path
-  that it has in the repository.
+- A link out of docs/ (a figure, a result file, CHANGELOG.md) is followed: the file becomes part of the site, at the
+  path that it has in the repository.
 - Each public module gets a page of its docstrings, under reference/. A new public name is there by itself.
 - Headings have GitHub's anchors, and a public name in `code` is a link to its docstring.
 """
@@ -145,7 +145,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def reference_targets() -> dict[str, str]:
-    """Return where the docstring of each name stands: `lowtide.losses.dpo_loss`, and `dpo_loss` unless an argument is it."""
+    """Return where the docstring of each name stands, by its whole name, and by its last part unless an argument has it."""
     modules = documented_modules()
     targets = {
         f"{module.__name__}.{name}": f"{REFERENCE}{module.__name__}.html#{module.__name__}.{name}"

@@ -97,13 +97,14 @@ def imports_of(code: str) -> Iterable[tuple[str, str | None]]:
 VOCABULARY = 97
 
 
-def tiny_model() -> Any:
-    """A Llama of two layers."""
+def tiny_model(layers: int = 16) -> Any:
+    """A Llama with as many layers as the one of the pages' figures."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
+        bos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

@@ -12,7 +12,30 @@ import torch
 import lowtide
 from pages.blocks import tiny_model
 
-WORDS = "the tide came in and went out over sand while gulls counted waves slowly under a low grey sky".split()
+WORDS = (
+    "the", "tide", "came", "in", "and", "went", "out", "over", "sand", "while", "gulls", "counted", "waves", "slowly",
+    "under", "a", "low", "grey", "sky",
+)  # fmt: skip
+    "the",
+    "tide",
+    "came",
+    "in",
+    "and",
+    "went",
+    "out",
+    "over",
+    "sand",
+    "while",
+    "gulls",
+    "counted",
+    "waves",
+    "slowly",
+    "under",
+    "a",
+    "low",
+    "grey",
+    "sky",
+]
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
@@ -41,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
     tokenizer.save_pretrained(place)
     torch.manual_seed(0)
-    tiny_model().save_pretrained(place)
+    tiny_model(layers=2).save_pretrained(place)
     return place
 
 
@@ -54,7 +77,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = WORDS[i:] + WORDS[:i]
         lines.append(
             {
-                "text": " ".join(words[: 7 + i]), "prompt": " ".join(words[:3]), "completion": " " + " ".join(words[3:9]),
+                "text": " ".join(words[: 7 + i]), "prompt": " ".join(words[:3]),
+                "completion": " " + " ".join(words[3:9]),
                 "chosen": " " + " ".join(words[3 : 5 + i % 3]), "rejected": " " + " ".join(words[9:12]),
             }
         )  # fmt: skip
