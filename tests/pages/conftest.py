@@ -16,26 +16,6 @@ WORDS = (
     "the", "tide", "came", "in", "and", "went", "out", "over", "sand", "while", "gulls", "counted", "waves", "slowly",
     "under", "a", "low", "grey", "sky",
 )  # fmt: skip
-    "the",
-    "tide",
-    "came",
-    "in",
-    "and",
-    "went",
-    "out",
-    "over",
-    "sand",
-    "while",
-    "gulls",
-    "counted",
-    "waves",
-    "slowly",
-    "under",
-    "a",
-    "low",
-    "grey",
-    "sky",
-]
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 

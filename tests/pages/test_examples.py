@@ -187,7 +187,7 @@ def parse(command: str, is_part: bool) -> None:
     if is_part:
         relax(parser)
     if command.endswith(" --help"):
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             parser.parse_args(shlex.split(command))
         return
     try:
