@@ -145,7 +145,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def reference_targets() -> dict[str, str]:
-    """Return where the docstring of each name stands, by its whole name, and by its last part where no argument has it."""
+    """Return where the docstring of each name stands: the name whole or, where no argument has it, its last part."""
     modules = documented_modules()
     targets = {
         f"{module.__name__}.{name}": f"{REFERENCE}{module.__name__}.html#{module.__name__}.{name}"
