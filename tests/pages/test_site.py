@@ -168,3 +168,15 @@ def test_the_build_fails_on_broken_links_and_anchors_and_unlisted_pages(tmp_path
     assert ended.returncode != 0
     for _, message in BREAKS.values():
         assert message in ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser on this machine")
+def test_search_answers_in_a_page_opened_as_a_file(site: Path, tmp_path: Path) -> None:
+    """No server and no network: what browsers withhold from files, a worker, is stood in for."""
+    page = f"{(site / 'recipes' / 'loop.html').as_uri()}?q=softcap"
+    browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    ended = subprocess.run(
+        [*browser, "--virtual-time-budget=15000", "--dump-dom", page], capture_output=True, text=True, timeout=120
+    )
+    assert re.search(r"\d+ matching documents", ended.stdout)
+    assert "softcap</mark>" in ended.stdout or 'md-search-result__item"' in ended.stdout
