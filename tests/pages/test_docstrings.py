@@ -47,9 +47,16 @@ def returns_something(function: Any) -> bool:
     return annotation not in (None, "None", inspect.Signature.empty)
 
 
-def raises_itself(function: Any) -> bool:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(tree))
+def raises(function: Any) -> bool:
+    """Whether a function raises an error, or has its arguments checked by one that does."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            return True
+        called = getattr(node, "func", None)
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        if name.lstrip("_").startswith("check"):
+            return True
+    return False
 
 
 FUNCTIONS = [path for path in NAMES if inspect.isfunction(value_of(path))]
@@ -77,6 +84,12 @@ def defining_module(path: str) -> str:
     return module
 
 
+def test_each_public_module_says_what_is_public() -> None:
+    for name in lowtide.__all__:
+        value = getattr(lowtide, name)
+        assert not inspect.ismodule(value) or value.__all__, f"lowtide.{name} has no __all__"
+
+
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_a_function_says_what_goes_in_and_what_comes_out(path: str) -> None:
     function = value_of(path)
@@ -92,7 +105,7 @@ def test_a_function_says_what_goes_in_and_what_comes_out(path: str) -> None:
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_a_function_says_what_it_raises(path: str) -> None:
     function = value_of(path)
-    if raises_itself(function):
+    if raises(function):
         assert section(inspect.getdoc(function) or "", "Raises"), "a section Raises"
 
 
@@ -149,5 +162,5 @@ def test_a_missing_argument_result_or_error_is_seen() -> None:
     text = inspect.getdoc(bad) or ""
     assert "x: A number" in section(text, "Args")
     assert not section(text, "Raises")
-    assert raises_itself(bad)
+    assert raises(bad)
     assert returns_something(bad)
