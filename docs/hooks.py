@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -144,6 +145,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return LINK.sub(site_link, markdown)
 
 
+@functools.cache
 def reference_targets() -> dict[str, str]:
     """Return where the docstring of each name stands: the name whole or, where no argument has it, its last part."""
     modules = documented_modules()
@@ -152,8 +154,8 @@ def reference_targets() -> dict[str, str]:
         for module in modules
         for name in public_names(module)
     }
-    functions = [getattr(module, name) for module in modules for name in public_names(module)]
-    arguments = {word for value in functions if callable(value) for word in inspect.signature(value).parameters}
+    values = [getattr(module, name) for module in modules for name in public_names(module)]
+    arguments = {word for value in values if inspect.isfunction(value) for word in inspect.signature(value).parameters}
     short = {path.rpartition(".")[2]: target for path, target in targets.items()}
     return targets | {name: target for name, target in short.items() if name not in arguments}
 
