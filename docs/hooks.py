@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import os
 import pkgutil
 import posixpath
@@ -26,6 +27,7 @@ from mkdocs.structure.pages import Page
 import lowtide
 
 ROOT = Path(__file__).parents[1]
+LOGGER = logging.getLogger("mkdocs.hooks")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)")
 CODE = re.compile(r"<(pre|a|h\d)\b.*?</\1>|<code>(?P<name>[\w.]+)(\(\))?</code>", re.DOTALL)
 PAGES_OF_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -81,6 +83,8 @@ def reference_page(module: ModuleType) -> str:
         lines += [f"## {title}", ""] if title else []
         for name in groups[title]:
             path, value = f"{module.__name__}.{name}", getattr(module, name)
+            if callable(value) and not (vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__):
+                LOGGER.warning("%s has no docstring", path)  # with `strict` the end of the build
             defined = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else path
             lines += [] if path == defined else [f'<a id="{path}"></a>', ""]
             lines += [f"::: {defined}", "    options:"]

@@ -64,14 +64,28 @@ def compiled(block: Block) -> Any:
 
 
 def free_names(code: str) -> set[str]:
-    """Return the names that code reads and does not make: what comes from above, or from the prelude."""
+    """Return the names that code reads before it makes them: what comes from above, or from the prelude.
+
+    What a function reads may be made by any line of the block, since it is called later.
+    """
     tree = ast.parse(code)
-    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return read - names_made(tree)
+    made: set[str] = set()
+    free: set[str] = set()
+    for statement in tree.body:
+        is_definition = isinstance(statement, (ast.FunctionDef, ast.ClassDef))
+        read = statement.value if isinstance(statement, ast.Assign) else statement  # a value is read, then bound
+        free |= names_read(read) - made - names_made(tree if is_definition else read)
+        made |= names_made(statement)
+    return free
+
+
+def names_read(tree: ast.AST) -> set[str]:
+    """Return the names that code reads."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def names_made(tree: ast.AST) -> set[str]:
-    """Return the names that code binds anywhere at its top level, arguments of its functions included."""
+    """Return the names that code binds anywhere, arguments of its functions included."""
     made = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -64,13 +64,19 @@ def only_imports(block: Block) -> Any:
     return compile(tree, str(block), "exec")
 
 
+def skip_without(*blocks: Block) -> None:
+    """Skip where a library of an extra is not installed, as on a machine that has what GPU tests need alone."""
+    for package in {module.partition(".")[0] for block in blocks for module in imported(block)} - {"lowtide"}:
+        pytest.importorskip(package)
+
+
 @pytest.mark.parametrize("page", sorted({block.page for block in EXAMPLES}))
 def test_the_examples_of_a_page_run(page: str, folder: Path) -> None:
     """One after the other, in one namespace; a name from the prelude is made when a block first reads it."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    for block in EXAMPLES:
-        if block.page != page:
-            continue
+    of_page = [block for block in EXAMPLES if block.page == page]
+    skip_without(*of_page)
+    for block in of_page:
         if block.needs:  # what it imports is there for those below
             exec(only_imports(block), names)
             continue
@@ -94,6 +100,7 @@ def test_a_block_reads_no_name_that_nobody_made(block: Block) -> None:
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.needs], ids=str)
 def test_what_does_not_run_here_imports_what_there_is(block: Block) -> None:
     assert block.needs in NEEDS
+    skip_without(block)
     compiled(block)
     for module, name in imports_of(block.code):
         found = importlib.import_module(module)
@@ -122,6 +129,7 @@ def imported(block: Block) -> set[str]:
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in LAUNCHED], ids=str)
 def test_a_script_runs(block: Block, arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ast.get_docstring(ast.parse(block.code)) or "").count("python ") == 1, "a script says how it is called"
+    skip_without(block)
     (tmp_path / "script.py").write_text("\n" * (block.line - 1) + block.code)
     monkeypatch.setattr(sys, "argv", ["script.py", *arguments(block)])
     names = runpy.run_path("script.py", run_name="__main__")
@@ -233,3 +241,10 @@ def test_blocks_are_found_with_their_marks() -> None:
 def test_free_names() -> None:
     code = "import torch\nfrom a import b as c\ndef f(x):\n    y = x\n    return y + z\nprint(c, torch.q, w)\n"
     assert free_names(code) == {"z", "print", "w"}
+    assert free_names("model, x = wrap(model), 1\nfor i in y:\n    k = i\n    print(k)\n") == {
+        "wrap",
+        "model",
+        "y",
+        "print",
+    }
+    assert free_names("def f():\n    return [later for a in b]\nlater = 1\n") == {"b"}

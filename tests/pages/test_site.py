@@ -25,7 +25,7 @@ pytest.importorskip("material")
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Run what `make docs` runs, with Python's warnings as errors."""
     command = [sys.executable, "-W", "error", "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(root / "src")}
     return subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment, timeout=120)
 
 
@@ -156,7 +156,9 @@ BREAKS = {  # what is added to a page, and what the build then says
 }
 
 
-def test_the_build_fails_on_broken_links_and_anchors_and_unlisted_pages(tmp_path: Path) -> None:
+def test_the_build_fails_on_broken_links_and_anchors_unlisted_pages_and_names_without_docstrings(
+    tmp_path: Path,
+) -> None:
     for name in ("docs", "src"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("benchmarks", "mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
@@ -164,8 +166,11 @@ def test_the_build_fails_on_broken_links_and_anchors_and_unlisted_pages(tmp_path
     for page, (text, _) in BREAKS.items():
         with (tmp_path / page).open("a") as file:
             file.write(f"\n{text}\n")
+    errors = tmp_path / "src" / "lowtide" / "errors.py"
+    errors.write_text(re.sub(r'(class ArgumentValueError.*:\n)    """.*"""', r"\1    pass", errors.read_text()))
     ended = build(tmp_path, tmp_path / "site")
     assert ended.returncode != 0
+    assert "lowtide.errors.ArgumentValueError has no docstring" in ended.stderr
     for _, message in BREAKS.values():
         assert message in ended.stderr
 
