@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import dataclasses
 import importlib
+import json
 import os
 import re
 import runpy
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lowtide
 from lowtide.cli import _parser
@@ -47,13 +50,22 @@ LAUNCHED = [block for block in SCRIPTS if "torchrun" in block.code]  # those wan
 EXAMPLES = [block for block in PYTHON if not block.is_script]
 
 
-def check_report(names: dict[str, Any], *, trained: bool) -> None:
+STEP = {  # what a page's code has where it makes the report's counts go up
+    lowtide.PatchReport: re.compile(r"trainer\.train\(|model\(.*(labels|\*\*)"),
+    lowtide.TrlReport: re.compile(r"trainer\.train\("),
+}
+
+
+def check_report(names: dict[str, Any], *blocks: Block) -> None:
     """What a page reports must be what it promises: nothing fell back, and where it trained, lowtide computed."""
     report = names.get("report")
+    if not isinstance(report, tuple(STEP)):
+        return
+    trained = any(STEP[type(report)].search(block.code) for block in blocks)
     if isinstance(report, lowtide.PatchReport):
         assert report.calls_materialised == 0, str(report)
         assert report.calls_fused > 0 or not trained, str(report)
-    elif isinstance(report, lowtide.TrlReport):
+    else:
         assert sum(report.calls_trl.values()) == 0, str(report)
         assert sum(report.calls_lowtide.values()) > 0 or not trained, str(report)
 
@@ -86,7 +98,7 @@ def test_the_examples_of_a_page_run(page: str, folder: Path) -> None:
             elif name in PRELUDE:
                 names[name] = PRELUDE[name]()
         exec(compiled(block), names)
-    check_report(names, trained="trainer" in names)
+    check_report(names, *of_page)
 
 
 @pytest.mark.parametrize("block", EXAMPLES, ids=str)
@@ -129,14 +141,24 @@ def imported(block: Block) -> set[str]:
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in LAUNCHED], ids=str)
 def test_a_script_runs(block: Block, arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ast.get_docstring(ast.parse(block.code)) or "").count("python ") == 1, "a script says how it is called"
-    skip_without(block)
-    (tmp_path / "script.py").write_text("\n" * (block.line - 1) + block.code)
-    monkeypatch.setattr(sys, "argv", ["script.py", *arguments(block)])
-    names = runpy.run_path("script.py", run_name="__main__")
-    assert "report" in names
-    check_report(names, trained=True)
+    run_here(block, arguments(block), monkeypatch)
     saved = [path for path in tmp_path.rglob("*.safetensors") if "checkpoint" not in str(path)]
     assert saved, "the recipe saves what it trained"
+
+
+def write_script(block: Block) -> None:
+    """Write a block to a file, its lines where the page has them."""
+    Path("script.py").write_text("\n" * (block.line - 1) + block.code)
+
+
+def run_here(block: Block, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script as ``python script.py ARGUMENTS`` would, in this process."""
+    skip_without(block)
+    write_script(block)
+    monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+    names = runpy.run_path("script.py", run_name="__main__")
+    assert type(names["report"]) in STEP
+    check_report(names, block)
 
 
 LAUNCHER = """
@@ -149,17 +171,72 @@ os._exit(0)  # gloo's threads abort an interpreter that is being torn down
 """
 
 
-@pytest.mark.parametrize("block", LAUNCHED, ids=str)
-def test_a_script_of_several_processes_runs(block: Block, arguments: Any, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("\n" * (block.line - 1) + block.code)
-    (tmp_path / "launch.py").write_text(LAUNCHER)
+def run_launched(block: Block, arguments: list[str]) -> None:
+    """Run a script in two processes, as its first line says."""
+    skip_without(block)
+    write_script(block)
+    Path("launch.py").write_text(LAUNCHER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch.py"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [*command, "script.py", *arguments(block)], capture_output=True, text=True, env=environment, timeout=300
+        [*command, "script.py", *arguments], capture_output=True, text=True, env=environment, timeout=300
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    assert list((tmp_path / "out").glob("*.safetensors"))
+
+
+def with_sgd(block: Block) -> Block:
+    """Return a script with an optimizer that sees how large gradients are, which Adam and clipping do not."""
+    code, optimizers = re.subn(r"AdamW\((.*), lr=1e-5.*\)", r"SGD(\1, lr=0.1)", block.code)
+    assert optimizers == 1
+    return dataclasses.replace(block, code=re.sub(r"clip_grad_norm_\((.*), 1.0\)", r"clip_grad_norm_(\1, 1e9)", code))
+
+
+def beside_plain_training(folder: Path, data: Path, trained: Path, per_step: int) -> tuple[float, float]:
+    """Train the stock model on all texts of a step at once; return the difference of the weights, and their movement."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    start, got, model = (AutoModelForCausalLM.from_pretrained(place) for place in (folder, trained, folder))
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    for first in range(0, len(texts), per_step):
+        batch = tokenizer(texts[first : first + per_step], return_tensors="pt", padding=True)
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def distance(one: Any, other: Any) -> float:
+        pairs = zip(one.parameters(), other.parameters(), strict=True)
+        return float(sum((a - b).double().square().sum() for a, b in pairs)) ** 0.5
+
+    return distance(got, model), distance(start, model)
+
+
+def test_every_script_of_several_processes_is_compared() -> None:
+    assert [block.page for block in LAUNCHED] == ["docs/recipes/fsdp2.md"]
+
+
+@pytest.mark.parametrize(("page", "per_step"), [("loop", 8), ("fsdp2", 4)])
+def test_a_recipe_trains_what_plain_training_does(
+    page: str,
+    per_step: int,
+    folder: Path,
+    data: Path,
+    arguments: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradient accumulation, ranks and all: the weights move as those of one large batch."""
+    (block,) = [block for block in SCRIPTS if block.page == f"docs/recipes/{page}.md"]
+    if block in LAUNCHED:
+        run_launched(with_sgd(block), arguments(block))
+    else:
+        run_here(with_sgd(block), arguments(block), monkeypatch)
+    difference, movement = beside_plain_training(folder, data, tmp_path / "out", per_step)
+    assert movement > 0
+    assert difference < 1e-3 * movement
 
 
 # Commands: in blocks, and in `code` between words, where a line may break.
