@@ -192,10 +192,10 @@ def with_sgd(block: Block) -> Block:
 
 
 def beside_plain_training(folder: Path, data: Path, trained: Path, per_step: int) -> tuple[float, float]:
-    """Train the stock model on all texts of a step at once; return the difference of the weights, and their movement."""
+    """Train the stock model on all texts of a step at once; return how far its weights are from the recipe's, and went."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
     start, got, model = (AutoModelForCausalLM.from_pretrained(place) for place in (folder, trained, folder))
     optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
     texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
