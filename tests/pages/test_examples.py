@@ -192,7 +192,7 @@ def with_sgd(block: Block) -> Block:
 
 
 def beside_plain_training(folder: Path, data: Path, trained: Path, per_step: int) -> tuple[float, float]:
-    """Train the stock model on all texts of a step at once; return how far its weights are from the recipe's, and went."""
+    """Train the stock model on all texts of a step at once; return how far off the recipe is, and the way it went."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
