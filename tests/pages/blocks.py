@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+import lowtide
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 NEEDS = ("cuda", "two processes", "network")
@@ -127,14 +129,27 @@ def token_ids() -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (2, 12))
 
 
-# What a page may take for granted, made when a block reads it: the words of the field, said where they are used.
+def training_arguments() -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        "runs", max_steps=1, per_device_train_batch_size=2, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+
+
+# What a page or a docstring may take for granted, made when it is read: the words of the field.
 PRELUDE: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch,
+    "lowtide": lambda: lowtide,
     "model": tiny_model,
     "input_ids": token_ids,
     "ids": token_ids,
     "labels": token_ids,
     "hidden": lambda: torch.randn(2, 12, 16, requires_grad=True),
+    "weight": lambda: torch.nn.Linear(16, VOCABULARY, bias=False).weight,
     "head": lambda: torch.nn.Linear(16, VOCABULARY, bias=False),
     "teacher_hidden": lambda: torch.randn(2, 12, 24),
     "teacher_head": lambda: torch.nn.Linear(24, VOCABULARY, bias=False),
+    "args": training_arguments,
+    "data": lambda: [{"input_ids": row, "labels": row} for row in token_ids()],
 }
