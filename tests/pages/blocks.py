@@ -7,6 +7,7 @@ it, which readers do not see: `<!-- needs: cuda -->` (or `two processes`, `netwo
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -137,6 +138,14 @@ def training_arguments() -> Any:
     )
 
 
+def from_transformers(name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module("transformers"), name)
+
+
+def accelerator() -> Any:
+    return importlib.import_module("accelerate").Accelerator()
+
+
 # What a page or a docstring may take for granted, made when it is read: the words of the field.
 PRELUDE: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch,
@@ -150,6 +159,11 @@ PRELUDE: dict[str, Callable[[], Any]] = {
     "head": lambda: torch.nn.Linear(16, VOCABULARY, bias=False),
     "teacher_hidden": lambda: torch.randn(2, 12, 24),
     "teacher_head": lambda: torch.nn.Linear(24, VOCABULARY, bias=False),
+    "AutoModelForCausalLM": from_transformers("AutoModelForCausalLM"),
+    "Trainer": from_transformers("Trainer"),
     "args": training_arguments,
     "data": lambda: [{"input_ids": row, "labels": row} for row in token_ids()],
+    "accelerator": accelerator,
+    "optimizer": lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]),
+    "loader": lambda: torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in token_ids()]),
 }

@@ -20,7 +20,7 @@ import lowtide
 from pages.blocks import PRELUDE, free_names
 from pages.names import public_names
 
-transformers = pytest.importorskip("transformers", reason="examples of models are transformers'")
+pytest.importorskip("transformers", reason="examples of models are transformers'")
 pytestmark = [  # other libraries' warnings to each other
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),
@@ -149,9 +149,8 @@ def test_the_examples_run(path: str, folder: Path, request: pytest.FixtureReques
     for test in doctest.DocTestFinder(recurse=False).find(value, path, globs=dict(vars(sys.modules[value.__module__]))):
         read = free_names("".join(example.source for example in test.examples))
         for name in read - test.globs.keys():
-            for source in (lowtide, transformers):
-                if hasattr(source, name):
-                    test.globs[name] = getattr(source, name)
+            if hasattr(lowtide, name):
+                test.globs[name] = getattr(lowtide, name)
         test.globs |= {name: PRELUDE[name]() for name in read & PRELUDE.keys()}
         out: list[str] = []
         runner = doctest.DocTestRunner(checker=Checker(), optionflags=doctest.NORMALIZE_WHITESPACE)
