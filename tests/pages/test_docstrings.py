@@ -142,7 +142,9 @@ def one_process() -> Iterator[None]:
 def test_the_examples_run(path: str, folder: Path, request: pytest.FixtureRequest) -> None:
     """As they stand in the docstring; a name that an example takes for granted comes from the pages' prelude."""
     value = value_of(path)
-    if path.startswith("lowtide.distributed."):
+    if value.__module__.startswith("lowtide.trl."):
+        pytest.importorskip("trl")
+    if value.__module__.startswith("lowtide.distributed."):
         request.getfixturevalue("one_process")
     Path("path/to").mkdir(parents=True)
     Path("path/to/model").symlink_to(folder)
