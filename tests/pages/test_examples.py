@@ -257,19 +257,21 @@ def commands_of(text: str) -> list[tuple[str, bool]]:
     return found
 
 
-def relax(parser: argparse.ArgumentParser) -> None:
-    """Make a parser content with a part of a command."""
+def relax(parser: argparse.ArgumentParser, *, any_value: bool) -> None:
+    """Make a parser content with a part of a command, and with letters that stand for values."""
     for action in parser._actions:
         action.required = False
+        if any_value:
+            action.type = None
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
-                relax(below)
+                relax(below, any_value=any_value)
 
 
 def parse(command: str, is_part: bool) -> None:
     parser = _parser()
     if is_part:
-        relax(parser)
+        relax(parser, any_value=re.search(r" [A-Z]( |$)", command) is not None)
     if command.endswith(" --help"):
         with pytest.raises(SystemExit, match=r"^0$"):
             parser.parse_args(shlex.split(command))
@@ -299,6 +301,9 @@ def test_commands_are_found_and_wrong_ones_refused() -> None:
     with pytest.raises(pytest.fail.Exception):
         parse("plan --seq-len 64", False)
     parse("plan --seq-len 64", True)
+    parse("plan --seq-len T --budget B", True)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        parse("plan --seqlen T", True)
 
 
 @pytest.mark.parametrize("block", all_blocks("bash", "console"), ids=str)
