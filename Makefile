@@ -16,6 +16,8 @@ needs_cpu_torch := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi
 
 # Threads that wait sleep: on a busy machine spinning ones hold up those that work, ten times and more.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Material for MkDocs tells of its successor at each build.
+export NO_MKDOCS_2_WARNING ?= 1
 
 .PHONY: train test lint docs slow clean
 .DEFAULT_GOAL := test
@@ -35,7 +37,7 @@ slow: $(VENV)/.test
 	$(VENV)/bin/python -m pytest --numprocesses auto --slow $(ARGS)
 
 docs: $(VENV)/.test
-	$(VENV)/bin/python docs/build.py
+	$(VENV)/bin/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache

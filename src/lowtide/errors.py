@@ -1,5 +1,7 @@
 """The errors that lowtide raises: each names the argument, what was expected, what came, and what to do."""
 
+__all__ = ["ArgumentTypeError", "ArgumentValueError", "LowtideError", "TargetIndexError", "UnsupportedError"]
+
 
 class LowtideError(Exception):
     """Base of every error that lowtide raises on purpose; each child also derives from the builtin that fits."""

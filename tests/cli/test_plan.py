@@ -128,9 +128,3 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     command, shown = re.findall(r"```console\n\$ lowtide (plan .*?)\n(.*?)```", page, re.DOTALL)[0]
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == shown
-
-
-def test_the_example_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(block, "plan", "exec"), {})

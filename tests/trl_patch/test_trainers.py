@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,11 +212,3 @@ def test_nothing_of_the_size_of_the_logits_is_allocated(kind: str, make_trainer:
     assert largest() >= N * V * 4, "the tracker must see the logits where there are any"
     lowtide.patch_trl()
     assert largest() < N * V * 4 / 2
-
-
-def test_the_example_of_the_page_runs(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "docs/trl.md", "exec"), {})
-    assert "calls computed 4 by lowtide, 0 by TRL" in capsys.readouterr().out

@@ -23,10 +23,13 @@ class HeadPlan:
     """What one call of the head will do. All sizes are upper bounds in bytes.
 
     Attributes:
-        backend: The implementation that runs, and ``reason``, why it does.
+        backend: The implementation that runs.
+        reason: Why it does, and why not one before it.
         gradient: ``"forward"`` or ``"recompute"``, as in `HeadOptions`.
         accumulate: ``"float32"`` or ``"input"``, as in `HeadOptions`.
-        rows: Tokens that are computed, in ``chunks`` chunks of ``chunk_rows`` tokens, the last one perhaps of fewer.
+        rows: Tokens that are computed.
+        chunks: The number of chunks in which they are.
+        chunk_rows: Tokens of a chunk; the last one may have fewer.
         scratch_bytes: Workspace: logits of one chunk, row sums, [C, D] buffers and blocks of the weight.
         accumulator_bytes: The float32 sum of the weight's gradient, where the gradient itself is narrower.
         cast_bytes: The weight's low-precision copy under autocast.

@@ -89,9 +89,9 @@ def plan_head(
         UnsupportedError: ``options`` asks for what cannot run here.
 
     Example:
-        >>> plan = plan_head(16384, 2048, 131072, torch.bfloat16, "cpu", HeadOptions(workspace_mib=64))
+        >>> plan = plan_head(16384, 2048, 131072, torch.float32, "cpu", HeadOptions(workspace_mib=64))
         >>> plan.chunk_rows, plan.chunks
-        (98, 168)
+        (104, 158)
     """
     for name, size in (("N", N), ("D", D), ("V", V)):
         if not isinstance(size, int) or size < 0:

@@ -55,7 +55,9 @@ def rms_norm(
         UnsupportedError: A second derivative is asked for.
 
     Example:
-        >>> hidden = rms_norm(hidden, norm.weight, norm.variance_epsilon, rounding="before_weight")
+        >>> hidden, weight = torch.randn(2, 5, 64), torch.ones(64)
+        >>> rms_norm(hidden, weight, 1e-5, rounding="before_weight").shape
+        torch.Size([2, 5, 64])
 
     References:
         Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
@@ -95,7 +97,8 @@ def add_rms_norm(
         UnsupportedError: A second derivative is asked for.
 
     Example:
-        >>> normed, hidden = add_rms_norm(attention_output, hidden, norm.weight, norm.variance_epsilon)
+        >>> hidden, update, weight = torch.randn(2, 5, 64), torch.randn(2, 5, 64), torch.ones(64)
+        >>> normed, hidden = add_rms_norm(update, hidden, weight, 1e-5)
     """
     _check(input, weight, residual, eps, offset, rounding)
     return _run(_Call(input, residual, weight, float(eps), float(offset), rounding == "before_weight"))

@@ -52,8 +52,10 @@ def rotary(
         UnsupportedError: ``cos`` or ``sin`` requires a gradient, or a second derivative is asked for.
 
     Example:
-        >>> cos, sin = model.model.rotary_emb(hidden, position_ids)
-        >>> q, k = rotary(q, k, cos, sin)
+        >>> q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
+        >>> angles = torch.arange(5.0)[:, None] * 1e-4 ** (torch.arange(8.0) / 8)
+        >>> table = torch.cat((angles, angles), -1)[None]
+        >>> q, k = rotary(q, k, table.cos(), table.sin())
 
     References:
         Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.

@@ -77,7 +77,11 @@ def sampled_distillation_loss(
         num_items: As in `gkd_loss`.
 
     Returns:
-        Tensor: As `gkd_loss`; it raises what that raises.
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Gu et al. 2023, "MiniLLM: Knowledge Distillation of Large Language Models", arXiv 2306.08543; Schulman 2020,
     for the estimates.

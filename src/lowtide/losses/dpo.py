@@ -214,6 +214,7 @@ _KINDS: dict[str, Callable[[_Pairs], Tensor]] = {
     "aot_unpaired": _aot_unpaired,
 }
 DPO_KINDS = tuple(_KINDS)
+"""The words that `dpo_loss` takes as ``kind``; its docstring has the formula of each."""
 _SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
 _OF_DIFFERENCE = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "discopop")
 _PER_TOKEN = ("ipo", "sigmoid_norm")

@@ -42,6 +42,13 @@ def ppo_loss(
         terms: ``correction``, ``ref_logprob``, ``beta``, ``kl``, ``entropy``, ``entropy_coef``, ``reduction`` and
             ``num_items`` of `policy_loss`, which also says what is returned and raised. ``reduction`` is "token".
 
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347, eq. 7.
     """
     ratios = importance_ratio(logprob, old_logprob, mask, level=level)
@@ -76,6 +83,13 @@ def grpo_loss(
         clip_high: As in `ppo_loss`.
         ratio_max: As in `ppo_loss`.
         terms: As in `ppo_loss`; ``reduction`` is "sequence".
+
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
     arXiv 2402.03300, eq. 3 (beta); the paper names no clip range: PPO's.
@@ -117,6 +131,13 @@ def dr_grpo_loss(
         ratio_max: As in `ppo_loss`.
         terms: As in `ppo_loss`; ``reduction`` is "sequence_sum", ``num_items`` counts sequences, B.
 
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+
     Source: Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783.
     """
     if check_index("max_length", max_length) < 1:
@@ -157,6 +178,13 @@ def bnpo_loss(
         clip_high: As in `ppo_loss`.
         ratio_max: As in `ppo_loss`.
         terms: As in `ppo_loss`; ``reduction`` is "token".
+
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
     """
     terms.setdefault("reduction", "token")
     return grpo_loss(
@@ -190,6 +218,13 @@ def dapo_loss(
         clip_high: As in `ppo_loss`; "clip-higher".
         ratio_max: As in `ppo_loss`.
         terms: As in `ppo_loss`; ``reduction`` is "token".
+
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, eq. 8.
     """
@@ -225,6 +260,13 @@ def gspo_loss(
         clip_high: As in `ppo_loss`.
         token_level: Whether to take GSPO-token.
         terms: As in `ppo_loss`; ``reduction`` is "sequence".
+
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, eqs. 5 and 13.
     """
@@ -268,6 +310,13 @@ def cispo_loss(
             2025, arXiv 2510.13786).
         terms: As in `ppo_loss`; ``reduction`` is "token".
 
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+
     Source: MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv
     2506.13585, eqs. 4 and 5.
     """
@@ -303,6 +352,13 @@ def sapo_loss(
         tau_negative: Temperature of the others, above 0; the larger, the faster their gradient fades.
         terms: As in `ppo_loss`; ``reduction`` is "sequence".
 
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv 2511.20347.
     """
     positive, negative = check_positive("tau_positive", tau_positive), check_positive("tau_negative", tau_negative)
@@ -327,6 +383,13 @@ def reinforce_loss(
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
         mask: bool or integers [..., T], not 0 where a token counts, or None for all.
         terms: As in `ppo_loss`; ``reduction`` is "sequence_sum".
+
+    Returns:
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning";
     Ahmadian et al. 2024, arXiv 2402.14740, for RLOO.

@@ -56,7 +56,11 @@ def dft_loss(
         num_items: As in `sft_loss`.
 
     Returns:
-        Tensor: As `sft_loss`; it raises what that raises.
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Wu et al. 2025, "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward
     Rectification", arXiv 2508.05629.
@@ -88,7 +92,11 @@ def focal_loss(
         num_items: As in `sft_loss`.
 
     Returns:
-        Tensor: As `sft_loss`; it raises what that raises.
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection", arXiv 1708.02002, eq. 4.
     """
@@ -125,7 +133,11 @@ def label_smoothed_loss(
         num_items: As in `sft_loss`.
 
     Returns:
-        Tensor: As `sft_loss`; it raises what that raises.
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Szegedy et al. 2015, "Rethinking the Inception Architecture for Computer Vision", arXiv 1512.00567.
     """
@@ -157,7 +169,11 @@ def z_loss(
         num_items: As in `sft_loss`.
 
     Returns:
-        Tensor: As `sft_loss`; it raises what that raises.
+        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
+        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
 
     Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv 2204.02311, section 5.
     """

@@ -16,7 +16,11 @@ from lowtide.measure.allocations import track_allocations
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one function, in the order they were taken, in milliseconds."""
+    """The times of one function.
+
+    Attributes:
+        times_ms: In the order they were taken, in milliseconds.
+    """
 
     times_ms: tuple[float, ...]
 

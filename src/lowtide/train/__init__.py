@@ -44,6 +44,9 @@ def compare(config: TrainConfig, *, console: Console | None = None, json_file: P
         console: where the table is shown; standard output without it.
         json_file: where to write the numbers, with the hardware and the versions; None: nowhere.
 
+    Returns:
+        Comparison: both runs' losses, peaks and step times, and the largest difference of the losses.
+
     Raises:
         ArgumentValueError: a setting, the data or the model cannot be used.
         CompareError: one of the two runs failed.

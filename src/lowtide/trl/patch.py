@@ -42,10 +42,8 @@ def patch_trl(*, options: HeadOptions | None = None) -> TrlReport:
         ArgumentTypeError: ``options`` is no HeadOptions; also a `TypeError`.
 
     Example:
-        >>> report = lowtide.patch_trl()
-        >>> trainer = trl.GRPOTrainer(model, reward_funcs=reward, train_dataset=prompts)
-        >>> trainer.train()
-        >>> print(report)
+        >>> report = lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=256))
+        >>> print(report)  # after training: who computed what
         >>> lowtide.unpatch_trl()
     """
     check_options(options)
@@ -71,7 +69,7 @@ def unpatch_trl() -> None:
     Without a `patch_trl` before, nothing happens, so that cleaning up twice does no harm.
 
     Example:
-        >>> lowtide.patch_trl()
+        >>> report = lowtide.patch_trl()
         >>> lowtide.unpatch_trl()
     """
     for stand_in in _stand_ins:

@@ -18,10 +18,11 @@ class TrlReport:
 
     Example:
         >>> report = lowtide.patch_trl()
-        >>> trainer.train()
-        >>> report.calls_lowtide, report.calls_trl
-        ({'ChunkedLogProbFunction': 8}, {})
-        >>> print(report)
+        >>> sorted(report.replaced)
+        ['ChunkedDivergenceFunction', 'ChunkedLogProbFunction']
+        >>> report.calls_lowtide, report.calls_trl  # until a trainer runs
+        ({}, {})
+        >>> lowtide.unpatch_trl()
     """
 
     version: str

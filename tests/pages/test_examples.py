@@ -1,0 +1,331 @@
+"""Every example of the README and of the pages runs as it stands there; every command's arguments are real ones."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import dataclasses
+import importlib
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.cli import _parser
+from pages.blocks import (
+    NEEDS,
+    PAGES,
+    PRELUDE,
+    ROOT,
+    Block,
+    all_blocks,
+    blocks_of,
+    compiled,
+    free_names,
+    imports_of,
+    names_made,
+)
+
+pytest.importorskip("transformers", reason="the pages' models are transformers'")
+
+# Other libraries' warnings to each other, which no page can help.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),
+]
+
+PYTHON = all_blocks("python")
+SCRIPTS = [block for block in PYTHON if block.is_script]
+LAUNCHED = [block for block in SCRIPTS if "torchrun" in block.code]  # those want several processes
+EXAMPLES = [block for block in PYTHON if not block.is_script]
+
+
+STEP = {  # what a page's code has where it makes the report's counts go up
+    lowtide.PatchReport: re.compile(r"trainer\.train\(|model\(.*(labels|\*\*)"),
+    lowtide.TrlReport: re.compile(r"trainer\.train\("),
+}
+
+
+def check_report(names: dict[str, Any], *blocks: Block) -> None:
+    """What a page reports must be what it promises: nothing fell back, and where it trained, lowtide computed."""
+    report = names.get("report")
+    if not isinstance(report, tuple(STEP)):
+        return
+    trained = any(STEP[type(report)].search(block.code) for block in blocks)
+    if isinstance(report, lowtide.PatchReport):
+        assert report.calls_materialised == 0, str(report)
+        assert report.calls_fused > 0 or not trained, str(report)
+    else:
+        assert sum(report.calls_trl.values()) == 0, str(report)
+        assert sum(report.calls_lowtide.values()) > 0 or not trained, str(report)
+
+
+def only_imports(block: Block) -> Any:
+    tree = ast.parse(block.code)
+    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return compile(tree, str(block), "exec")
+
+
+def skip_without(*blocks: Block) -> None:
+    """Skip where a library of an extra is not installed, as on a machine that has what GPU tests need alone."""
+    for package in {module.partition(".")[0] for block in blocks for module in imported(block)} - {"lowtide"}:
+        pytest.importorskip(package)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in EXAMPLES}))
+def test_the_examples_of_a_page_run(page: str, folder: Path) -> None:
+    """One after the other, in one namespace; a name from the prelude is made when a block first reads it."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    of_page = [block for block in EXAMPLES if block.page == page]
+    skip_without(*of_page)
+    for block in of_page:
+        if block.needs:  # what it imports is there for those below
+            exec(only_imports(block), names)
+            continue
+        for name in sorted(free_names(block.code) - names.keys()):
+            if name == "folder":
+                names[name] = str(folder)
+            elif name in PRELUDE:
+                names[name] = PRELUDE[name]()
+        exec(compiled(block), names)
+    check_report(names, *of_page)
+
+
+@pytest.mark.parametrize("block", [block for block in EXAMPLES if not block.needs], ids=str)
+def test_a_block_reads_no_name_that_nobody_made(block: Block) -> None:
+    above = [other for other in EXAMPLES if other.page == block.page and other.line < block.line]
+    made = set().union(*(names_made(ast.parse(other.code)) for other in above))
+    assert free_names(block.code) <= made | PRELUDE.keys() | {"folder", "__name__"} | set(dir(builtins))
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.needs], ids=str)
+def test_what_does_not_run_here_imports_what_there_is(block: Block) -> None:
+    assert block.needs in NEEDS
+    skip_without(block)
+    compiled(block)
+    for module, name in imports_of(block.code):
+        found = importlib.import_module(module)
+        assert name is None or hasattr(found, name), f"{module} has no {name}"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, folder: Path, data: Path) -> Any:
+    """What a script is called with: the model, the data and where to, or a config that says so."""
+
+    def of(block: Block) -> list[str]:
+        if "yaml" not in imported(block):
+            return [str(folder), str(data), str(tmp_path / "out")]
+        (config,) = [other for other in all_blocks("yaml") if other.page == block.page]
+        text = config.code.replace("path/to/model", str(folder)).replace("data.jsonl", str(data))
+        (tmp_path / "config.yaml").write_text(text)
+        return ["config.yaml"]
+
+    return of
+
+
+def imported(block: Block) -> set[str]:
+    return {module for module, _ in imports_of(block.code)}
+
+
+@pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in LAUNCHED], ids=str)
+def test_a_script_runs(block: Block, arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (ast.get_docstring(ast.parse(block.code)) or "").count("python ") == 1, "a script says how it is called"
+    run_here(block, arguments(block), monkeypatch)
+    saved = [path for path in tmp_path.rglob("*.safetensors") if "checkpoint" not in str(path)]
+    assert saved, "the recipe saves what it trained"
+
+
+def write_script(block: Block) -> None:
+    """Write a block to a file, its lines where the page has them."""
+    Path("script.py").write_text("\n" * (block.line - 1) + block.code)
+
+
+def run_here(block: Block, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script as ``python script.py ARGUMENTS`` would, in this process."""
+    skip_without(block)
+    write_script(block)
+    monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+    names = runpy.run_path("script.py", run_name="__main__")
+    assert type(names["report"]) in STEP
+    check_report(names, block)
+
+
+LAUNCHER = """
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+names = runpy.run_path(sys.argv[0], run_name="__main__")
+assert names["report"].calls_fused > 0 and names["report"].calls_materialised == 0, names["report"]
+sys.stdout.flush()
+os._exit(0)  # gloo's threads abort an interpreter that is being torn down
+"""
+
+
+def run_launched(block: Block, arguments: list[str]) -> None:
+    """Run a script in two processes, as its first line says."""
+    skip_without(block)
+    write_script(block)
+    Path("launch.py").write_text(LAUNCHER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch.py"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, "script.py", *arguments], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+
+
+def with_sgd(block: Block) -> Block:
+    """Return a script with an optimizer that sees how large gradients are, which Adam and clipping do not."""
+    code, optimizers = re.subn(r"AdamW\((.*), lr=1e-5.*\)", r"SGD(\1, lr=0.1)", block.code)
+    assert optimizers == 1
+    return dataclasses.replace(block, code=re.sub(r"clip_grad_norm_\((.*), 1.0\)", r"clip_grad_norm_(\1, 1e9)", code))
+
+
+def beside_plain_training(folder: Path, data: Path, trained: Path, per_step: int) -> tuple[float, float]:
+    """Train the stock model on all texts of a step at once; return how far off the recipe is, and the way it went."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    start, got, model = (AutoModelForCausalLM.from_pretrained(place) for place in (folder, trained, folder))
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    for first in range(0, len(texts), per_step):
+        batch = tokenizer(texts[first : first + per_step], return_tensors="pt", padding=True)
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def distance(one: Any, other: Any) -> float:
+        pairs = zip(one.parameters(), other.parameters(), strict=True)
+        return float(sum((a - b).double().square().sum() for a, b in pairs)) ** 0.5
+
+    return distance(got, model), distance(start, model)
+
+
+def test_every_script_of_several_processes_is_compared() -> None:
+    assert [block.page for block in LAUNCHED] == ["docs/recipes/fsdp2.md"]
+
+
+@pytest.mark.parametrize(("page", "per_step"), [("loop", 8), ("fsdp2", 4)])
+def test_a_recipe_trains_what_plain_training_does(
+    page: str,
+    per_step: int,
+    folder: Path,
+    data: Path,
+    arguments: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradient accumulation, ranks and all: the weights move as those of one large batch."""
+    (block,) = [block for block in SCRIPTS if block.page == f"docs/recipes/{page}.md"]
+    if block in LAUNCHED:
+        run_launched(with_sgd(block), arguments(block))
+    else:
+        run_here(with_sgd(block), arguments(block), monkeypatch)
+    difference, movement = beside_plain_training(folder, data, tmp_path / "out", per_step)
+    assert movement > 0
+    assert difference < 1e-3 * movement
+
+
+# Commands: in blocks, and in `code` between words, where a line may break.
+def commands_of(text: str) -> list[tuple[str, bool]]:
+    """Return what follows ``lowtide`` in a page, and whether it stands between words, where it may be a part."""
+    lines = []
+    for block in blocks_of(text, ""):
+        if block.language in ("bash", "console"):
+            lines += [(line, False) for line in block.code.replace("\\\n", " ").splitlines()]
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines += [(" ".join(code.split()), True) for code in re.findall(r"`([^`]+)`", prose)]
+    found = []
+    for line, is_part in lines:
+        words = line.partition("  #")[0].removeprefix("$ ").split(maxsplit=1)
+        if len(words) == 2 and words[0] == "lowtide":
+            found.append((words[1].replace("...", " "), is_part))
+        elif " -m lowtide.cli " in line:
+            found.append((line.partition(" -m lowtide.cli ")[2], is_part))
+    return found
+
+
+def relax(parser: argparse.ArgumentParser, *, any_value: bool) -> None:
+    """Make a parser content with a part of a command, and with letters that stand for values."""
+    for action in parser._actions:
+        action.required = False
+        if any_value:
+            action.type = None
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                relax(below, any_value=any_value)
+
+
+def parse(command: str, is_part: bool) -> None:
+    parser = _parser()
+    if is_part:
+        relax(parser, any_value=re.search(r" [A-Z]( |$)", command) is not None)
+    if command.endswith(" --help"):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            parser.parse_args(shlex.split(command))
+        return
+    try:
+        arguments, unknown = parser.parse_known_args(shlex.split(command))
+    except SystemExit:
+        pytest.fail(command)
+    assert not unknown, unknown
+    assert is_part or callable(arguments.main)
+
+
+COMMANDS = sorted({(page.name, *command) for page in PAGES for command in commands_of(page.read_text())})
+
+
+@pytest.mark.parametrize(("page", "command", "is_part"), COMMANDS)
+def test_a_command_is_one_that_the_parser_takes(page: str, command: str, is_part: bool) -> None:
+    parse(command, is_part)
+
+
+def test_commands_are_found_and_wrong_ones_refused() -> None:
+    text = "Run `lowtide bench\nhead --sweep`.\n\n```bash\nlowtide train --seq-len \\\n    64  # a comment\n```\n"
+    assert commands_of(text) == [("train --seq-len      64", False), ("bench head --sweep", True)]
+    for wrong in ("bench head --swep", "trian", "train --seq-len many"):
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            parse(wrong, True)
+    with pytest.raises(pytest.fail.Exception):
+        parse("plan --seq-len 64", False)
+    parse("plan --seq-len 64", True)
+    parse("plan --seq-len T --budget B", True)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        parse("plan --seqlen T", True)
+
+
+@pytest.mark.parametrize("block", all_blocks("bash", "console"), ids=str)
+def test_make_targets_and_scripts_are_there(block: Block) -> None:
+    for target in re.findall(r"^make (\w+)", block.code, re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+    for script in re.findall(r"python (benchmarks/\S+\.py)", block.code):
+        assert (ROOT / script).exists(), script
+
+
+def test_blocks_are_found_with_their_marks() -> None:
+    text = "a\n\n<!-- needs: cuda -->\n\n```python\nx = 1\n```\n\n- b\n\n  ```bash\n  ls\n  ```\n"
+    assert [(b.line, b.language, b.needs) for b in blocks_of(text, "p")] == [(6, "python", "cuda"), (12, "bash", "")]
+
+
+def test_free_names() -> None:
+    code = "import torch\nfrom a import b as c\ndef f(x):\n    y = x\n    return y + z\nprint(c, torch.q, w)\n"
+    assert free_names(code) == {"z", "print", "w"}
+    assert free_names("model, x = wrap(model), 1\nfor i in y:\n    k = i\n    print(k)\n") == {
+        "wrap",
+        "model",
+        "y",
+        "print",
+    }
+    assert free_names("def f():\n    return [later for a in b]\nlater = 1\n") == {"b"}

@@ -1,0 +1,198 @@
+"""The site: it builds without a warning, holds every page and every public name, and asks nothing of the network."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from pages.blocks import PAGES, ROOT
+from pages.names import public_names
+
+pytest.importorskip("mkdocs", reason="mkdocs comes with the docs extra")
+pytest.importorskip("mkdocstrings_handlers.python")
+pytest.importorskip("material")
+
+
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Run what `make docs` runs, with Python's warnings as errors."""
+    command = [sys.executable, "-W", "error", "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(root / "src")}
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    ended = build(ROOT, folder)
+    assert ended.returncode == 0, ended.stderr
+    assert "WARNING" not in ended.stderr, ended.stderr
+    return folder
+
+
+class Html(HTMLParser):
+    """What a page refers to, and the anchors that it has."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(file.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.anchors |= {values[key] for key in ("id", "name") if key in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag in ("img", "script", "iframe", "source") and "src" in values:
+            self.loaded.append(values["src"])
+        elif tag == "link" and values.get("rel") != "canonical":
+            self.loaded.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Html]:
+    return {file: Html(file) for file in site.rglob("*.html") if file.name != "404.html"}
+
+
+def test_every_page_is_there(site: Path) -> None:
+    for page in (page.relative_to(ROOT) for page in PAGES):
+        if page.parts[0] == "docs":
+            assert (site / page.relative_to("docs").with_suffix(".html")).exists(), page
+    assert "0.1.0" in (site / "changelog.html").read_text()
+    assert not (site / "hooks.py").exists()
+
+
+def test_every_link_leads_to_a_page_and_an_anchor_of_it(site: Path, pages: dict[Path, Html]) -> None:
+    """mkdocs looks at what stands in Markdown; this at what came of it, hooks' links and docstrings' among it."""
+    broken = []
+    for file, html in pages.items():
+        for link in html.links:
+            if "://" in link or link.startswith("mailto:"):
+                continue
+            path, _, anchor = unquote(link).partition("#")
+            target = (file.parent / path).resolve() if path else file
+            known = pages[target].anchors if target in pages else set()
+            if not target.exists() or (anchor and anchor not in known and not anchor.startswith("__")):
+                broken.append(f"{file.relative_to(site)}: {link}")
+    assert not broken
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Html]) -> None:
+    for file, html in pages.items():
+        for source in html.loaded:
+            assert "://" not in source, f"{file.name}: {source}"
+            assert (file.parent / unquote(source)).exists(), f"{file.name}: {source}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*[\"']?https?:", style.read_text()), style.name
+
+
+def test_every_public_name_is_in_the_reference(site: Path, pages: dict[Path, Html]) -> None:
+    index = (site / "reference" / "index.html").read_text()
+    for module, names in public_names().items():
+        page = site / "reference" / f"{module}.html"
+        for name in names:
+            assert f"{module}.{name}" in pages[page].anchors, f"{module}.{name}"
+            assert f"{module}.html#{module}.{name}" in index, f"{module}.{name}"
+
+
+def test_figures_are_shown_and_result_files_are_there(site: Path, pages: dict[Path, Html]) -> None:
+    figure = "benchmarks/results/2026-11-21-plan-llama-1b.png"
+    assert figure in pages[site / "plan.html"].loaded
+    assert (site / figure).read_bytes() == (ROOT / figure).read_bytes()
+    assert "benchmarks/results/2026-11-21-head-h100.json" in pages[site / "head.html"].links
+
+
+def test_every_code_block_stands_as_one(site: Path) -> None:
+    """A fence that Markdown does not take leaves its marks in the page."""
+    for file in site.rglob("*.html"):
+        assert "```" not in file.read_text(), file.name
+
+
+def headings(text: str) -> list[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", title).lower()).replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere_on_github_too(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target.read_text()), link
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_lists_and_tables_begin_after_an_empty_line(page: Path) -> None:
+    """GitHub takes them without one; Python-Markdown makes text of them."""
+    text = re.sub(r"^ *```.*?^ *```$", "```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = text.splitlines()
+    for above, line in itertools.pairwise(lines):
+        starts_list = re.match(r"(- |\d+\. )", line) and above.strip() and not re.match(r"(- |\d+\. |  )", above)
+        starts_table = line.startswith("|") and above.strip() and not above.startswith("|")
+        assert not starts_list, f"{above}\n{line}"
+        assert not starts_table, f"{above}\n{line}"
+
+
+def test_the_figures_of_the_limits_are_those_of_the_pages() -> None:
+    """They stand twice, so that the page can be honest on its own: once a page has newer ones, this one must too."""
+    rows = [line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if re.match(r"\| .*\]\(\w", line)]
+    assert len(rows) > 8
+    for row in rows:
+        (page,) = re.findall(r"\]\(([\w-]+\.md)", row)
+        shown = (ROOT / "docs" / page).read_text().replace(",", "")
+        for figure in re.findall(r"\d+(?:\.\d+)?", row.replace(",", "").split("|", 2)[2]):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", shown), f"{figure} is not in {page}"
+
+
+BREAKS = {  # what is added to a page, and what the build then says
+    "docs/head.md": ("[How](nowhere.md)", "nowhere.md"),
+    "docs/mlp.md": ("[How](plan.md#nowhere)", "does not contain an anchor '#nowhere'"),
+    "docs/layers.md": ("[this](../benchmarks/results/no.json)", "no.json"),
+    "docs/new.md": ("# New", 'not included in the "nav"'),
+}
+
+
+def test_the_build_fails_on_broken_links_and_anchors_unlisted_pages_and_names_without_docstrings(
+    tmp_path: Path,
+) -> None:
+    for name in ("docs", "src"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("benchmarks", "mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for page, (text, _) in BREAKS.items():
+        with (tmp_path / page).open("a") as file:
+            file.write(f"\n{text}\n")
+    errors = tmp_path / "src" / "lowtide" / "errors.py"
+    errors.write_text(re.sub(r'(class ArgumentValueError.*:\n)    """.*"""', r"\1    pass", errors.read_text()))
+    ended = build(tmp_path, tmp_path / "site")
+    assert ended.returncode != 0
+    assert "lowtide.errors.ArgumentValueError has no docstring" in ended.stderr
+    for _, message in BREAKS.values():
+        assert message in ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser on this machine")
+def test_search_answers_in_a_page_opened_as_a_file(site: Path, tmp_path: Path) -> None:
+    """No server and no network: what browsers withhold from files, a worker, is stood in for."""
+    page = f"{(site / 'recipes' / 'loop.html').as_uri()}?q=softcap"
+    browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    ended = subprocess.run(
+        [*browser, "--virtual-time-budget=15000", "--dump-dom", page], capture_output=True, text=True, timeout=120
+    )
+    assert re.search(r"\d+ matching documents", ended.stdout)
+    assert "softcap</mark>" in ended.stdout or 'md-search-result__item"' in ended.stdout
