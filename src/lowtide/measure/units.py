@@ -53,6 +53,10 @@ def parse_gib(name: str, text: str) -> float:
 def as_gib(name: str, size: object) -> float:
     """Return an argument that is named in GiB: a number of them, or a text that says its unit, as in `parse_gib`.
 
+    Args:
+        name: The argument, for the error.
+        size: What was given for it.
+
     Raises:
         ArgumentTypeError: It is neither; a text of digits alone among them.
         ArgumentValueError: The text is no size.
