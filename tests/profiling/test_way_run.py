@@ -206,6 +206,13 @@ def test_a_model_that_cannot_be_built_is_a_row_that_says_why(settings: dict[str,
     assert "one for each of 2 layers" in run("lowtide", "5xall", settings)["failed"]
 
 
+def test_host_memory_that_runs_out_is_known_as_such() -> None:
+    with pytest.raises(RuntimeError) as ended:
+        torch.empty(2**61, dtype=torch.uint8)
+    assert way_run.is_memory(ended.value)
+    assert not way_run.is_memory(ValueError("broken"))
+
+
 def test_another_error_is_one(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def step(self: Steps) -> None:
         raise ValueError("broken")
