@@ -263,6 +263,17 @@ def test_a_package_that_is_missing_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_model_is_called(tmp_path: Path) -> None:
+    folder = tmp_path / "Llama-3-8B"
+    folder.mkdir()
+    for name in ("config.json", "small.json"):
+        (folder / name).touch()
+    names = [
+        profiling._name(str(each)) for each in (folder, folder / "config.json", folder / "small.json", "llama-3-8b")
+    ]
+    assert names == ["Llama-3-8B", "Llama-3-8B", "small", "llama-3-8b"]
+
+
 def test_policies_of_all_and_of_one() -> None:
     config = ProfileConfig(
         impl=("stock,compile", "lowtide", "lowtide:all"), policy=("input", "lowtide=2 x all/1, 1 x input/0")

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from lowtide.bench import ways
+from lowtide.bench.policies import parse_policies
 from lowtide.bench.ways import Way, build_way, make_optimizer
 from lowtide.measure import track_allocations
+from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner_bytes import Job, full_bytes
+from lowtide.memory.planner_choice import Candidate
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.memory.planner_shapes import read_shape
 from lowtide.profile import way_run
@@ -91,6 +94,18 @@ def test_a_step_hangs_together(impl: str, policy: str, phases: list[str], settin
     assert max(told["timeline"]["gib"]) == pytest.approx(peak["gib"], rel=1e-5)
     assert len(told["losses"]) == 2
     assert "note" not in told
+
+
+def test_policies_as_a_plan_prints_them() -> None:
+    kinds = [ActivationPolicy(keep=keep, mlp_level=level) for keep in ("all", "attention", "input") for level in (0, 1)]
+    kinds += [
+        ActivationPolicy(keep="input", mlp_level=1, offload=True),
+        ActivationPolicy(keep="attention", offload=True),
+    ]
+    groups = tuple((policy, i + 1) for i, policy in enumerate(kinds))
+    printed = str(Candidate(groups, 0, 0, 0.0))
+    assert "8 x attention offloaded" in printed
+    assert parse_policies(printed, 36) == [policy for policy, n in groups for _ in range(n)]
 
 
 def test_every_way_trains_the_same_model(settings: dict[str, Any]) -> None:
@@ -204,6 +219,13 @@ def test_phases_are_as_long_as_in_the_median_step() -> None:
 
 def test_a_model_that_cannot_be_built_is_a_row_that_says_why(settings: dict[str, Any]) -> None:
     assert "one for each of 2 layers" in run("lowtide", "5xall", settings)["failed"]
+
+
+def test_host_memory_that_runs_out_is_known_as_such() -> None:
+    with pytest.raises(RuntimeError) as ended:
+        torch.empty(2**61, dtype=torch.uint8)
+    assert way_run.is_memory(ended.value)
+    assert not way_run.is_memory(ValueError("broken"))
 
 
 def test_another_error_is_one(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

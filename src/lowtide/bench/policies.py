@@ -7,19 +7,18 @@ import re
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory import ActivationPolicy
 
-_WORD = re.compile(r"(?:(\d+)\s*x\s*)?(all|attention|input)((?:-mlp|/)[01])?(-tile[1-9]\d*)?([-\s]offload(?:ed)?)?")
-FORM = (
-    "all, attention or input, with -mlp0 or -mlp1, -tileTOKENS and -offload behind; or several as 4xall+12xinput, or "
-    "as lowtide plan prints them"
-)
+_WORD = re.compile(r"(?:(\d+)x)?(all|attention|input)(-mlp[01])?(-tile[1-9]\d*)?(-offload)?")
+FORM = "all, attention or input, with -mlp0 or -mlp1, -tileTOKENS and -offload behind; or several as 4xall+12xinput"
 
 
 def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | list[ActivationPolicy]:
     """Return the policy that a word says, or one for each layer where it names numbers of layers.
 
+    What ``lowtide plan`` prints (``3 x input/0 offloaded, 13 x all/1``) is understood too.
+
     Args:
         text: ``keep[-mlpLEVEL][-tileTOKENS][-offload]``; or several of them, each as ``NUMBERxPOLICY``, joined by
-            ``+``, first layers first. Or as ``lowtide plan`` prints it: ``3 x input/0 offloaded, 13 x all/1``.
+            ``+``, first layers first.
         layers: How many the model has, to check that the numbers add up; None: not checked.
 
     Raises:
@@ -29,7 +28,7 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
         >>> parse_policies("4xall+12xattention-mlp1", 16)[4]
         ActivationPolicy(keep='attention', mlp_level=1, offload=False, mlp_tile_tokens=None)
     """
-    found = [_WORD.fullmatch(word.strip()) for word in re.split(r"[+,]", text)]
+    found = [_WORD.fullmatch(word) for word in _planned(text).split("+")]
     counts = [match[1] for match in found if match]
     if None in found or (len(found) > 1 and None in counts):
         raise ArgumentValueError(message("policy", FORM, repr(text)))
@@ -40,6 +39,18 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
     if layers is not None and len(policies) != layers:
         raise ArgumentValueError(message("policy", f"one for each of {layers} layers", f"{text}, {len(policies)}"))
     return policies
+
+
+def _planned(text: str) -> str:
+    """Return the words for what `lowtide.memory.planner_choice.name_of` prints; other texts as they are."""
+    for printed, word in (
+        (r"\s*,\s*", "+"),
+        (r"(\d+)\s+x\s+", r"\1x"),
+        (r"/([01])", r"-mlp\1"),
+        (r"\s+offloaded", "-offload"),
+    ):
+        text = re.sub(printed, word, text.strip())
+    return text
 
 
 def _policy(match: re.Match[str]) -> ActivationPolicy:

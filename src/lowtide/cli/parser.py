@@ -49,8 +49,8 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
             parser.add_argument(flag.replace("--", "--no-") if field.default else flag, action=action, **options)
             continue
         if field.default not in (None, ()):
-            told = " ".join(field.default) if isinstance(field.default, tuple) else field.default
-            options["help"] += f" (default: {told})"
+            shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+            options["help"] += f" (default: {shown})"
         if get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
         elif get_origin(kind) is tuple:

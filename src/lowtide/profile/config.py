@@ -48,8 +48,9 @@ class ProfileConfig:
     batch_size: int = _setting(1, "sequences of a step, on each GPU")
     policy: tuple[str, ...] = _setting(
         ("input",),
-        "what layers keep for backward: {policies}; for all, or NAME=POLICY for one. Peers know all, attention, input "
-        "(layer checkpointing), attention-offload and input-offload (checkpoints in host memory)",
+        "what layers keep for backward: {policies}; or as lowtide plan prints it. For all, or NAME=POLICY for one. "
+        "Peers know all, attention, input (layer checkpointing), attention-offload and input-offload (checkpoints in "
+        "host memory)",
         metavar="POLICY",
     )
     include: tuple[str, ...] = _setting(

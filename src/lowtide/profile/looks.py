@@ -66,8 +66,8 @@ KIND_COLORS = {
     EMBEDDING_BACKWARD: "#d7c9e2",
     OPTIMIZER: "#8d969b",
 }
-_OWN = ("#0b5fa5", "#12a5c4", "#5b3fa0", "#1b8f5a")
-_OTHERS = ("#c4561c", "#b58900", "#a32a6b", "#7a4a2b")
+_OWN = ("#0b5fa5", "#12a5c4", "#5b3fa0", "#1b8f5a", "#1f2f66", "#6fa8d6")
+_OTHERS = ("#c4561c", "#b58900", "#a32a6b", "#7a4a2b", "#e0849b", "#5d5d1a")
 
 
 def line_colors(impls: Sequence[str]) -> list[str]:

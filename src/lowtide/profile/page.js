@@ -165,7 +165,7 @@
     });
     cover.addEventListener("mouseleave", () => { cross.setAttribute("visibility", "hidden"); hide(); });
     picture.append(cross, cover);
-    place.replaceChildren(picture, legend(one ? names.owners : used()));
+    place.replaceChildren(picture, ...(one ? [legend(names.owners)] : []), legend(used()));
   }
   const used = () => names.kinds.filter((kind) => drawn.some((row) => row.segments.some((s) => s.kind === kind.id)));
 

@@ -29,7 +29,7 @@ from lowtide.profile.table import line, tables
 from lowtide.profile.way_run import measure
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
-from lowtide.train.shapes import DEFAULT
+from lowtide.train.shapes import DEFAULT, SHAPES
 
 GPU_MODEL, GPU_TOKENS, CPU_TOKENS = "llama-3.2-1b", 8192, 1024
 _PACKAGES = ("liger-kernel", "peft", "bitsandbytes")
@@ -80,7 +80,7 @@ def _begin(config: ProfileConfig) -> tuple[Files, dict[str, Any]]:
     return files, {
         **about,
         "settings": settings,
-        "model": {"name": settings["model"], **_shape(model)},
+        "model": {"name": _name(settings["model"]), **_shape(model)},
         "peak_tflops": None if peak is None else peak / 1e12,
         "step_tflop": {kind: value / 1e12 for kind, value in flop.items()},
         "flop_note": why_not,
@@ -141,6 +141,20 @@ def _check(config: ProfileConfig, device: torch.device) -> None:
         file = getattr(config, name)
         if file is not None and not Path(file).absolute().parent.is_dir():
             raise ArgumentValueError(message(name, "a file in a folder that exists", file))
+
+
+def _name(model: str) -> str:
+    """Return what a title calls a model: its built-in name, else that of its folder or file."""
+    path = Path(model).expanduser()
+    if model in SHAPES or not path.exists():
+        return model
+    return (
+        path.resolve().parent.name
+        if path.name == "config.json"
+        else path.stem
+        if path.is_file()
+        else path.resolve().name
+    )
 
 
 def _shape(model: Any) -> dict[str, Any]:

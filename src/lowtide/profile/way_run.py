@@ -67,7 +67,8 @@ def measure(way: dict[str, str], settings: dict[str, Any], stem: str) -> dict[st
 
 def is_memory(error: BaseException) -> bool:
     """Whether an error says that memory did not suffice, on a GPU or on the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
+    of_host = any(words in str(error) for words in ("can't allocate memory", "not enough memory"))  # by system
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or of_host
 
 
 def out_of_memory(where: str, device: torch.device) -> str:
