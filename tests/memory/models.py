@@ -146,6 +146,9 @@ class LazySide:
     def wait(self, event: Any) -> None:
         event()
 
+    def finish(self, event: Any) -> None:
+        event()
+
     def _later(self, tensor: Tensor, run: Callable[[Tensor], object]) -> Callable[[], None]:
         pending = [run]
 

@@ -127,6 +127,11 @@ def _check(model: object, policy: object, host_gib: object) -> None:
         if not isinstance(one, ActivationPolicy):
             expected = "a lowtide.memory.ActivationPolicy, or a sequence of them"
             raise ArgumentTypeError(message("policy", expected, f"{one!r} of type {type(one).__name__}"))
+    check_host_gib(host_gib)
+
+
+def check_host_gib(host_gib: object) -> None:
+    """Raise unless it is a budget of host memory."""
     if host_gib is None:
         return
     if isinstance(host_gib, bool) or not isinstance(host_gib, int | float):

@@ -47,6 +47,10 @@ class Side(Protocol):
         """Let what computes from now on wait for an event, but not the caller."""
         ...
 
+    def finish(self, event: Any) -> None:
+        """Let the caller wait for an event."""
+        ...
+
 
 class CudaSide:
     """Two streams of a CUDA device, one for each way: its copy engines work both at once."""
@@ -93,6 +97,10 @@ class CudaSide:
         """Let the current stream wait."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
+    def finish(self, event: Any) -> None:
+        """Let the host wait."""
+        event.synchronize()
+
 
 def available() -> bool:
     """Whether there is a device to offload from."""
@@ -120,7 +128,7 @@ class _Item:
         self._changed = False
         self._tensor: Tensor | None = detached(tensor)
         self.buffer = buffer
-        strides = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         flat = buffer.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
         self._host = flat.as_strided(tensor.shape, strides)
         self._device = tensor.device
@@ -284,7 +292,7 @@ class Offloader:
             self._pool.close()
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor fills its memory without gaps, in whatever order: then a copy can have the same strides."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > 0 and span == tensor.numel()
