@@ -125,6 +125,7 @@ class LazySide:
         self.pinned = 0
         self.copies = 0
         self.begun_back = 0
+        self.finished = 0
         self.lost = 0
 
     def pin(self, nbytes: int) -> Tensor:
@@ -147,6 +148,7 @@ class LazySide:
         event()
 
     def finish(self, event: Any) -> None:
+        self.finished += 1
         event()
 
     def _later(self, tensor: Tensor, run: Callable[[Tensor], object]) -> Callable[[], None]:

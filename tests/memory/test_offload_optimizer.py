@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.measure import track_allocations
-from lowtide.memory import ActivationPolicy, OptimizerOffload, apply_policy, offload_optimizer
+from lowtide.memory import ActivationPolicy, OptimizerOffload, apply_policy, offload_optimizer, pinned
 from lowtide.memory import optimizer_blocks as blocks
-from lowtide.memory import pinned
 from memory.models import VOCAB, LazySide, Plain
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -155,7 +154,7 @@ def test_memory_after_forward(side: LazySide) -> None:
             live[offloaded] = seen.events[-1].total_bytes - side.pinned
             del loss
         saved = live[False] - live[True]
-        assert handle.offloaded_bytes * 0.97 < saved <= handle.offloaded_bytes
+        assert saved == pytest.approx(handle.offloaded_bytes, rel=0.02)
         handle.remove()
 
 
@@ -195,6 +194,19 @@ def test_a_checkpoint_at_any_moment(moment: str, side: LazySide) -> None:
     fresh = adamw(pair.model)
     fresh.load_state_dict(taken)
     pair.train(1)
+
+
+def test_a_checkpoint_waits_for_the_copies_alone(side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+    pair.ours.state_dict()
+    assert side.finished == 0
+    loss = pair.model(batch(0))
+    pair.ours.state_dict()
+    assert side.finished == len(pair.handle._blocks)
+    loss.backward()
+    pair.ours.state_dict()
+    assert side.finished == 2 * len(pair.handle._blocks)
 
 
 def test_states_that_are_loaded(side: LazySide) -> None:
@@ -547,32 +559,29 @@ def test_calling_again_replaces(side: LazySide) -> None:
 
 
 def test_a_hundred_steps_leak_nothing(side: LazySide) -> None:
-    model = Plain()
-    optimizer = adamw(model)
-    handle = offload_optimizer(optimizer, model)
-    for _ in range(2):
-        model(batch(0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    pair = Pair()
+    pair.train(2)
+    model, optimizer = pair.model, pair.ours
+    model(batch(0))  # the states are on the host, at the beginning and at the end
     gc.disable()
     try:
         full = side.pinned
         with track_allocations() as seen:
-            for k in range(100):
+            for k in range(101):
                 loss = model(batch(k))
                 if k % 7:
                     loss.backward()
-                del loss
                 if k % 5 == 0:
                     optimizer.state_dict()
                 if k % 3:
                     optimizer.step()
                 optimizer.zero_grad()
-            handle.bring_back()
+                del loss
+            model(batch(0))
     finally:
         gc.enable()
-    assert side.pinned == full == handle.host_bytes
-    assert seen.events[-1].total_bytes < 2000
+    assert side.pinned == full == pair.handle.host_bytes
+    assert abs(seen.events[-1].total_bytes) < 2000 < pair.handle.offloaded_bytes
 
 
 def test_with_checkpointed_layers(side: LazySide, llama: Any, ids: Tensor) -> None:
@@ -580,7 +589,9 @@ def test_with_checkpointed_layers(side: LazySide, llama: Any, ids: Tensor) -> No
     for way in ("transformers", "policy"):
         model = llama()
         if way == "transformers":
-            model.gradient_checkpointing_enable({"use_reentrant": True})
+            # the former name before transformers 5.23
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": True})
             model.enable_input_require_grads()
             model.config.use_cache = False
         stock = copy.deepcopy(model)

@@ -71,8 +71,9 @@ def offload_optimizer(
     Raises:
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers in the model, or a number out of range.
-        UnsupportedError: No parameter is on a CUDA device, or one is a DTensor. At the end of the first step: the host
-            memory does not suffice, or there is no state to offload. At a step inside a CUDA graph.
+        UnsupportedError: No parameter is on a CUDA device, or one is a DTensor. When there are states, at the end of
+            the first step: the host memory does not suffice, one is of a class of its own, or there are none. At a step
+            inside a CUDA graph.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -127,6 +128,7 @@ class OptimizerOffload:
         self._gradient_hooks: list[RemovableHandle] = []
         for each in (self._hooks, self._gradient_hooks):
             weakref.finalize(self, _remove, each).atexit = False
+        self._look(optimizer)
         for k, layer in enumerate(layers):
             self._hooks.append(layer.register_forward_pre_hook(_Hook(self._forward, k), prepend=True))
         self._hooks += [
@@ -134,7 +136,7 @@ class OptimizerOffload:
             optimizer.register_step_pre_hook(_Hook(self._before_step)),
             optimizer.register_step_post_hook(_Hook(self._after_step)),
             optimizer.register_state_dict_pre_hook(_Hook(self._finish)),
-            optimizer.register_load_state_dict_post_hook(_Hook(self._forget)),
+            optimizer.register_load_state_dict_post_hook(_Hook(self._loaded)),
         ]
         vars(optimizer)[_HANDLE] = self
         vars(optimizer)[_GET_STATE] = _GetState(self, optimizer)
@@ -228,33 +230,44 @@ class OptimizerOffload:
             optimizer = self._optimizer()
             if optimizer is None:
                 return
-            slots = self._slots(optimizer)
-            signature = [slot.signature for slot in slots]
-            if signature != self._signature:
-                self._lay_out(slots)
-                self._signature = signature
+            self._look(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if not self._signature and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
+                expected = f"states of more than {blocks.MIN_BYTES // 1024} KiB on the GPU after a step"
+                hint = "SGD without momentum keeps none: there is nothing to offload."
+                raise UnsupportedError(message("optimizer", expected, "none", hint))
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Lay the states out in blocks, unless they are those of before."""
+        slots = self._slots(optimizer)
+        signature = [slot.signature for slot in slots]
+        if signature != self._signature:
+            self._lay_out(slots)
+            self._signature = signature
 
     def _finish(self) -> None:
         with self._lock:
             for block in self._blocks:
                 block.finish()
 
-    def _forget(self) -> None:
+    def _loaded(self) -> None:
         """Other states were loaded: they are on the GPU, in tensors of their own."""
         with self._lock:
             for block in self._blocks:
                 block.forget()
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                self._look(optimizer)
 
     def _slots(self, optimizer: Optimizer) -> list[Slot]:
         """Return the states that may leave.
 
         Raises:
-            UnsupportedError: One is of a class of its own; parameters have gradients, and there is none.
+            UnsupportedError: One is of a class of its own.
         """
         found: list[Slot] = []
         seen: Counter[int] = Counter()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for param in parameters:
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
             for key, value in optimizer.state.get(param, {}).items():
                 if not isinstance(value, Tensor) or _nbytes(value) <= blocks.MIN_BYTES:
                     continue
@@ -266,12 +279,7 @@ class OptimizerOffload:
                 if offload.is_dense(value):
                     found.append(Slot(param, key, value))
                     seen[value.data_ptr()] += 1
-        slots = [slot for slot in found if seen[optimizer.state[slot.param][slot.key].data_ptr()] == 1]
-        if not slots and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
-            expected = f"states of more than {blocks.MIN_BYTES // 1024} KiB on the GPU after a step"
-            hint = "SGD without momentum keeps none: there is nothing to offload."
-            raise UnsupportedError(message("optimizer", expected, "none", hint))
-        return slots
+        return [slot for slot in found if seen[optimizer.state[slot.param][slot.key].data_ptr()] == 1]
 
     def _lay_out(self, slots: list[Slot]) -> None:
         """Put states into blocks, each with host memory of its own.
