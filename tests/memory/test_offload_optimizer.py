@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.measure import track_allocations
-from lowtide.memory import ActivationPolicy, OptimizerOffload, apply_policy, offload_optimizer, pinned
+from lowtide.memory import ActivationPolicy, OptimizerOffload, apply_policy, offload, offload_optimizer, pinned
 from lowtide.memory import optimizer_blocks as blocks
 from memory.models import VOCAB, LazySide, Plain
 
@@ -136,26 +136,32 @@ def test_few_layers(layers: int, side: LazySide) -> None:
     pair.train(2)
 
 
-def test_memory_after_forward(side: LazySide) -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_memory_after_forward(steps: int, side: LazySide) -> None:
     """Lower by what left, once it was laid out and in every step."""
-    live = {}
-    for steps in (1, 2):
-        for offloaded in (False, True):
-            model = Plain(6, 64, 4)
-            optimizer = adamw(model)
-            with track_allocations() as seen:
-                if offloaded:
-                    handle = offload_optimizer(optimizer, model)
-                for k in range(steps):
-                    model(batch(k)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                loss = model(batch(5))
-            live[offloaded] = seen.events[-1].total_bytes - side.pinned
-            del loss
-        saved = live[False] - live[True]
-        assert saved == pytest.approx(handle.offloaded_bytes, rel=0.02)
-        handle.remove()
+    stock, _ = _live_after_forward(steps, side, offloaded=False)
+    ours, left = _live_after_forward(steps, side, offloaded=True)
+    assert stock - ours == pytest.approx(left, rel=0.02)
+
+
+def _live_after_forward(steps: int, side: LazySide, *, offloaded: bool) -> tuple[int, int]:
+    """Return the bytes that a forward after some steps leaves on the device, and those that are on the host."""
+    model = Plain(6, 64, 4)
+    optimizer = adamw(model)
+    gc.collect()  # what other tests have left
+    gc.disable()
+    try:
+        with track_allocations() as seen:
+            handle = offload_optimizer(optimizer, model) if offloaded else None
+            for k in range(steps):
+                model(batch(k)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = model(batch(5))
+        assert loss.requires_grad
+        return seen.events[-1].total_bytes - side.pinned, handle.offloaded_bytes if handle else 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("moment", ["forward", "loss", "backward", "gradients", "step"])
@@ -269,6 +275,8 @@ def test_steps_that_are_left_out(side: LazySide) -> None:
             model.zero_grad()
         assert pair.where() == {"coming"}
     assert side.copies == out + len(pair.handle._blocks)
+    pair.model(batch(0))
+    assert pair.where() == {"host"}
     pair.train(2)
 
 
@@ -363,6 +371,7 @@ def test_groups_that_come_later(side: LazySide) -> None:
         if k == 1:
             before = handle.offloaded_bytes
     assert handle.offloaded_bytes > before
+    assert {len(p._post_accumulate_grad_hooks) for p in model.blocks.parameters()} == {1}
     assert side.pinned == handle.host_bytes
     assert all(torch.equal(a, b) for a, b in zip(states(optimizers[0]), states(optimizers[1]), strict=True))
 
@@ -387,9 +396,29 @@ def test_states_that_are_cleared(moment: str, side: LazySide) -> None:
     pair.train(2)
 
 
+class EarlySide(LazySide):
+    """Its copies are made at once."""
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
+        event = super().copy_out(host, tensor)
+        event()
+        return event
+
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
+        event = super().copy_back(tensor, host)
+        event()
+        return event
+
+
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("moment", ["forward", "before backward", "before step"])
-def test_states_that_somebody_writes_to(moment: str, side: LazySide) -> None:
+def test_states_that_somebody_writes_to(
+    moment: str, early: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In place, wherever they are: what is being copied is copied again."""
+    if early:
+        at_once = EarlySide()
+        monkeypatch.setattr(offload, "side_for", lambda _: at_once)
     pair = Pair()
     pair.train(2)
 
@@ -411,23 +440,27 @@ def test_states_that_somebody_writes_to(moment: str, side: LazySide) -> None:
     pair.train(1)
 
 
-def test_states_that_somebody_replaces(side: LazySide) -> None:
+@pytest.mark.parametrize("moment", ["before forward", "forward", "before backward", "before step"])
+def test_states_that_somebody_replaces(moment: str, side: LazySide) -> None:
     pair = Pair()
     pair.train(2)
-    for moment in range(3):
-        losses = [model(batch(3)) for model in (pair.model, pair.stock)] if moment else []
-        if moment == 2:
-            for loss in losses:
-                loss.backward()
-        for optimizer in (pair.ours, pair.theirs):
-            for entry in optimizer.state.values():
-                entry["exp_avg_sq"] = torch.full_like(entry["exp_avg_sq"], 2.0)
-        if moment == 1:
-            for loss in losses:
-                loss.backward()
-        if not moment:
-            pair.backward(3)
-        pair.step()
+
+    def replace(now: str) -> None:
+        if now == moment:
+            for optimizer in (pair.ours, pair.theirs):
+                for entry in optimizer.state.values():
+                    entry["exp_avg_sq"] = torch.full_like(entry["exp_avg_sq"], 2.0)
+
+    replace("before forward")
+    hook = pair.model.blocks[2].register_forward_hook(lambda *_: replace("forward"))
+    losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+    hook.remove()
+    replace("before backward")
+    for loss in losses:
+        loss.backward()
+    replace("before step")
+    pair.step()
+    pair.train(1)
 
 
 def test_a_closure(side: LazySide) -> None:
@@ -439,6 +472,7 @@ def test_a_closure(side: LazySide) -> None:
             def closure(model: Any = model, optimizer: Any = optimizer, k: int = k) -> Tensor:
                 optimizer.zero_grad()
                 loss: Tensor = model(batch(k))
+                assert pair.where() == {"device"}  # the step that is under way needs them
                 loss.backward()
                 return loss
 
@@ -473,6 +507,7 @@ def test_copies_have_all_states_and_offload_nothing(how: Callable[[Any], Any], m
         for loss in losses:
             loss.backward()
     other, made = how((pair.model, pair.ours))
+    assert pair.where() == {"device"}
     pinned_before = side.pinned
     for p, q in zip(made.param_groups[0]["params"], other.parameters(), strict=True):
         assert p is q
@@ -548,8 +583,10 @@ def test_calling_again_replaces(side: LazySide) -> None:
     pair = Pair()
     pair.train(2)
     everything, hooks = pair.handle.offloaded_bytes, _hooks(pair)
+    former = pair.handle
     pair.model(batch(0))
     pair.handle = offload_optimizer(pair.ours, pair.model, gib=0.5 * everything / 2**30)
+    assert former.host_bytes == former.offloaded_bytes == 0
     pair.train(2)
     assert 0.4 * everything < pair.handle.offloaded_bytes <= 0.5 * everything
     assert side.pinned == pair.handle.host_bytes == pair.handle.offloaded_bytes

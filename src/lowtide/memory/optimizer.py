@@ -42,6 +42,7 @@ def offload_optimizer(
     gib: float | None = None,
     host_gib: float | None = None,
     backwards_per_step: int = 1,
+    late: bool = False,
 ) -> OptimizerOffload:
     """Keep an optimizer's states in pinned host memory from the first layers' forward until backward has been there.
 
@@ -64,6 +65,8 @@ def offload_optimizer(
             (`lowtide.memory.plan_memory` tells). None: all.
         host_gib: The most pinned host memory that this may take, in GiB. None: whatever the host has free.
         backwards_per_step: Backward passes of a step: the states come back in the last one.
+        late: Whether they come back only behind backward, so that the step waits for the copies: for sequences so long
+            that a layer's backward leaves no room beside it.
 
     Returns:
         The `OptimizerOffload`: ``remove()`` undoes it.
@@ -89,6 +92,8 @@ def offload_optimizer(
     check_host_gib(host_gib)
     if isinstance(backwards_per_step, bool) or not isinstance(backwards_per_step, int):
         raise ArgumentTypeError(message("backwards_per_step", "a whole number", f"{backwards_per_step!r}"))
+    if not isinstance(late, bool):
+        raise ArgumentTypeError(message("late", "a bool", f"{late!r}"))
     if backwards_per_step < 1:
         raise ArgumentValueError(message("backwards_per_step", "at least 1", f"{backwards_per_step}"))
     _check_parameters(inner)
@@ -98,7 +103,7 @@ def offload_optimizer(
         former.remove()
     limit = math.inf if gib is None else gib * 2**30
     host = None if host_gib is None else int(host_gib * 2**30)
-    return OptimizerOffload(inner, layers, limit, host, backwards_per_step)
+    return OptimizerOffload(inner, layers, limit, host, 0 if late else backwards_per_step)
 
 
 class OptimizerOffload:
@@ -109,7 +114,7 @@ class OptimizerOffload:
         layers: The layers, in the order of forward.
         limit: The most bytes that leave.
         host_limit: The most bytes of host memory, None: what is free.
-        backwards: Backward passes of a step.
+        backwards: Backward passes of a step, in the last of which states come back; 0: behind all of them.
     """
 
     def __init__(
@@ -303,6 +308,8 @@ class OptimizerOffload:
     def _watch_backward(self) -> None:
         """Hang hooks on the gradients of the layers that train."""
         _remove(self._gradient_hooks)
+        if not self._backwards:
+            return
         trained = [[p for p in layer.parameters() if p.requires_grad and p.is_leaf] for layer in self._layers]
         trained = [parameters for parameters in trained if parameters]
         for i, parameters in enumerate(trained):
