@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations
 
 from lowtide.measure import gib
 from lowtide.memory.offload import ON_DEVICE
@@ -99,12 +99,13 @@ class Search:
         groups, found = one.groups, [one]
         most = self.times.travels(groups) if self._amounts else 0
         amounts = [n for n in self._amounts if n <= most and self.memory.host(groups, n) <= self.host_bytes]
-        tried = [(n, False, peak) for n, peak in zip(amounts, self.memory.peaks(groups, amounts), strict=True)]
-        tried += [(n, True, self.memory.peaks(groups, [n], late=True)[0]) for n in amounts[-1:]]
-        for states, late, peak in tried:
-            if peak < found[-1].peak:
-                host, seconds = self.memory.host(groups, states), self.times.step(groups, states, late=late)
-                found.append(Candidate(groups, peak, host, seconds, states, late))
+        for late in (False, True):
+            least = one.peak
+            for states, peak in zip(amounts, self.memory.peaks(groups, amounts, late=late), strict=True):
+                if peak < least:
+                    host, seconds = self.memory.host(groups, states), self.times.step(groups, states, late=late)
+                    found.append(Candidate(groups, peak, host, seconds, states, late))
+                least = min(least, peak)
         return found
 
     @cached_property
@@ -150,23 +151,24 @@ class Search:
         """Return the mixture of the lowest peak, among one policy for all layers and as many offloaded as fit.
 
         No other mixture is lower: the head meets what all layers keep, and each backward what its own layer recomputes.
-        Host memory goes to layers first, or to all optimizer states.
+        Host memory goes to layers first, or to an amount of optimizer states.
         """
         every = (each for one in filter(self._counts, self._lean()) for each in self.with_states(one))
         return min(every, key=lambda one: (one.peak, one.seconds))
 
     def _lean(self) -> Iterator[Candidate]:
-        hosts = {self.host_bytes} | {self.host_bytes - self.memory.host((), n) for n in self._amounts[-1:]}
-        for policy, host in product(self.ladder, sorted(host for host in hosts if host >= 0)):
-            layers = self.job.shape.layers
+        layers = self.job.shape.layers
+        left = [self.host_bytes - self.memory.host((), n) for n in (0, *self._amounts)]
+        for policy in self.ladder:
             each = self.memory.of(policy, moves=policy.offload).on_host
-            room = layers if not each else min(layers, host // each + ON_DEVICE)
-            if room == layers:
-                yield self.candidate([(policy, layers)])
-            else:
-                for other in self.ladder:
-                    if not other.offload:
-                        yield self.candidate([(policy, room), (other, layers - room)])
+            rooms = {layers if not each else min(layers, host // each + ON_DEVICE) for host in left if host >= 0}
+            for room in rooms:
+                if room == layers:
+                    yield self.candidate([(policy, layers)])
+                else:
+                    for other in self.ladder:
+                        if not other.offload:
+                            yield self.candidate([(policy, room), (other, layers - room)])
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
