@@ -103,7 +103,7 @@ def test_same_to_the_bit(name: str, side: LazySide) -> None:
 
 def test_they_leave_with_the_layers_and_come_back_with_them(side: LazySide) -> None:
     """By the shares that the planner counts with: no later, and back no earlier."""
-    layers = 7
+    layers = 13
     pair = Pair(model=Plain(layers))
     pair.train(1)
     total, largest = pair.handle.offloaded_bytes, max(block.nbytes for block in pair.handle._blocks)
@@ -123,7 +123,9 @@ def test_they_leave_with_the_layers_and_come_back_with_them(side: LazySide) -> N
     for k in range(layers):
         share = blocks.share_back(layers - 1 - k, layers) * total
         assert share - largest < back[k] <= share
-    assert blocks.share_away(layers - 1, layers) == 1 - 1 / (layers - 1)
+    assert [blocks.layers_to_leave(n) for n in (1, 8, 13, 32)] == [2, 2, 3, 8]
+    assert blocks.share_away(2, layers) == 0
+    assert blocks.share_away(layers - 1, layers) == pytest.approx(1 - 2 / (layers - 1))
     assert [blocks.share_back(done, layers) for done in (0, layers - 2, layers - 1)] == [0, 1, 1]
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lowtide.bench.policies import parse_policies
+from lowtide.bench.policies import parse_policies, split_states
 from lowtide.bench.rows import reason_of, release
 from lowtide.head.options import HeadOptions
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, time_side_by_side
-from lowtide.memory import apply_policy
+from lowtide.memory import apply_policy, offload_optimizer
 from lowtide.models import patch
 from lowtide.train.model import model_config
 
@@ -68,6 +68,9 @@ def measure(
     try:
         built = build(way, model, getattr(torch, dtype), torch.device(device), seed)
         optimizer = torch.optim.AdamW(built.parameters(), lr=LEARNING_RATE, fused=True)
+        states = split_states(way)[1]
+        if states is not None:
+            offload_optimizer(optimizer, built, **states)
     except Exception as error:
         return [{"tokens": tokens, "failed": reason_of(error)} for tokens in lengths]
     for tokens in lengths:
@@ -125,7 +128,8 @@ def build(way: str, name: str, dtype: torch.dtype, device: torch.device, seed: i
     model.config.use_cache = False
     if way.startswith(OURS):
         patch(model, options=HeadOptions())
-        apply_policy(model, parse_policies(way.removeprefix(OURS), model.config.num_hidden_layers))
+        policy = split_states(way.removeprefix(OURS))[0]
+        apply_policy(model, parse_policies(policy, model.config.num_hidden_layers))
     elif not way.endswith(NO_CHECKPOINT):
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable(_checkpoint(way))  # the former name in transformers 5.23 and later

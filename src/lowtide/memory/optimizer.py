@@ -46,9 +46,9 @@ def offload_optimizer(
 ) -> OptimizerOffload:
     """Keep an optimizer's states in pinned host memory from the first layers' forward until backward has been there.
 
-    With each decoder layer's forward a part of the states is copied to the host on a side stream; two layers later the
-    GPU's memory is free. In backward a part is fetched with each layer that is done. The step itself runs on the GPU,
-    on tensors of the same values: results are the same to the bit. It costs host memory, and time only where the
+    With each decoder layer's forward a part of the states is copied to the host on a side stream; a few layers later
+    the GPU's memory is free. In backward a part is fetched with each layer that is done. The step itself runs on the
+    GPU, on tensors of the same values: results are the same to the bit. It costs host memory, and time only where the
     copies take longer than the layers beside them: at 55 GB/s 20 ms for a GiB, either way.
 
     Any optimizer of PyTorch's class whose states are tensors, with ``foreach``, ``fused`` or ``capturable`` as it
@@ -195,11 +195,11 @@ class OptimizerOffload:
             if optimizer is None:
                 return
             due = total * blocks.share_out(layer, layers) if layer < layers else 0
-            gone = 0
+            lag, gone = blocks.layers_to_leave(layers), 0
             for block in self._blocks:
                 if block.where == "coming":
                     block.drop()
-                elif block.where == "leaving" and (layer == layers or layer >= block.point + offload.IN_FLIGHT):
+                elif block.where == "leaving" and (layer == layers or layer >= block.point + lag):
                     block.end_out(optimizer.state)
                 elif block.where == "device" and gone < due:
                     block.begin_out(optimizer.state, layer)

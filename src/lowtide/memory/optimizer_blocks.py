@@ -30,9 +30,17 @@ def share_out(layer: int, layers: int) -> float:
     return min(1.0, (layer + 1) / max(1, layers - IN_FLIGHT + 1))
 
 
+def layers_to_leave(layers: int) -> int:
+    """Return the number of layers for which a block may be on its way out: a quarter of them.
+
+    The state of an embedding is one block, and takes several layers' time where sequences are short.
+    """
+    return max(IN_FLIGHT, layers // 4)
+
+
 def share_away(layer: int, layers: int) -> float:
     """Return the share that has left the GPU at the end of a layer's forward; behind the last layer all has."""
-    return 0.0 if layer < IN_FLIGHT else share_out(layer - IN_FLIGHT, layers)
+    return max(0.0, share_out(layer - layers_to_leave(layers), layers))
 
 
 def share_back(done: int, layers: int) -> float:

@@ -17,7 +17,7 @@ from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.optimizer_blocks import BLOCK_BYTES, share_away, share_back
+from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back
 from lowtide.memory.planner_gpus import Gpu
 from lowtide.memory.planner_shapes import ModelShape
 from lowtide.memory.policy import ActivationPolicy
@@ -325,8 +325,8 @@ class Memory:
     def phases(self, groups: Groups, states: int = 0, *, late: bool = False) -> list[Phase]:
         """Return the phases that can hold the most: in a run of equal layers that is its first or its last.
 
-        With ``states`` bytes of optimizer states offloaded, layer 1 as well, from which on they leave, and by which
-        they are back; in between the bytes are a linear function of the layer. ``late`` ones come back behind backward.
+        With ``states`` bytes of optimizer states offloaded, also the layers from which on they leave, and by which they
+        are back; in between the bytes are a linear function of the layer. ``late`` ones come back behind backward.
         """
         found = self._phases(groups)
         away = [int(states * (phase.away_late if late else phase.away)) for phase in found]
@@ -354,10 +354,12 @@ class Memory:
 
     def _layers(self, groups: Groups) -> list[Phase]:
         layers = self.job.shape.layers
+        turns = (1, layers_to_leave(layers) - 1)
         found, first, upto, leaving = [], 0, 0, 0
         for policy, n, moves in placed(groups):
             one = self.of(policy, moves=moves)
-            for layer in sorted({first, first + n - 1, min(max(first, 1), first + n - 1)}):
+            last = first + n - 1
+            for layer in sorted({first, last, *(min(max(first, at), last) for at in turns)}):
                 kept = upto + (layer + 1 - first) * one.on_gpu
                 # On their way: the checkpoint of the layer before, fetched ahead; in forward its own as well.
                 before = leaving if layer == first else one.on_host
