@@ -31,11 +31,11 @@ def share_out(layer: int, layers: int) -> float:
 
 
 def layers_to_leave(layers: int) -> int:
-    """Return the number of layers for which a block may be on its way out: a quarter of them.
+    """Return the number of layers for which a block may be on its way out.
 
     The state of an embedding is one block, and takes several layers' time where sequences are short.
     """
-    return max(IN_FLIGHT, layers // 4)
+    return max(IN_FLIGHT, min(2 * IN_FLIGHT, layers // 4))
 
 
 def share_away(layer: int, layers: int) -> float:

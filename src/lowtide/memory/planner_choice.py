@@ -84,7 +84,8 @@ class Search:
         self.memory, self.times = Memory(job), Times(job)
         self.ladder = ladder(job, offload=host_bytes > 0)
         states = self.memory.states if offload_states and host_bytes else 0
-        tried = {states * i // EIGHTHS for i in range(1, EIGHTHS)}
+        # The states of experts are so large that an amount between none and all may not be had.
+        tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
         rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # that a line of Python can say
         self._amounts = sorted(rounded - {0})
 
