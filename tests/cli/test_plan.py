@@ -134,6 +134,15 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == shown
 
 
+def test_the_pages_table_of_offloaded_states_is_what_is_planned() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    rows = re.findall(r"^\| (\d+), ([\d.]+) GiB \| .* \| ([\d.]+) s, ([\d.]+) GiB.*\|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for tokens, budget, seconds, states in rows:
+        plan = plan_memory(SHAPES["llama-3.2-1b"], int(tokens), 1, float(budget), 64, device="h100")
+        assert (f"{plan.seconds:.3f}", f"{plan.chosen.states / 2**30:.2f}") == (seconds, states)
+
+
 def test_the_example_of_the_page_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

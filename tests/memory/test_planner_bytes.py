@@ -215,7 +215,9 @@ def test_offloaded_states_by_phase() -> None:
         assert left["head"] == memory.states - states
         assert left["optimizer"] == memory.states
         assert left["embedding"] == memory.states - states * late
-        assert left["forward of layer 0"] == left["forward of layer 3"] == memory.states  # those of four layers are on their way
+        assert (
+            left["forward of layer 0"] == left["forward of layer 3"] == memory.states
+        )  # those of four layers are on their way
         assert left["forward of layer 31"] == memory.states - int(states * 28 / 31)
         assert left["backward of layer 31"] == memory.states - states
         assert left["backward of layer 1"] == left["backward of layer 0"] == memory.states - states * late

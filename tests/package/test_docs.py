@@ -45,6 +45,8 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path) -> None:
         "unpatch_trl",
         "memory.apply_policy",
         "memory.remove_policy",
+        "memory.offload_optimizer",
+        "memory.plan_memory",
     ],
 )
 def test_every_argument_is_documented(name: str) -> None:
@@ -64,6 +66,7 @@ def test_every_argument_is_documented(name: str) -> None:
         lowtide.nn.LinearCrossEntropyLoss,
         lowtide.memory.ActivationPolicy,
         lowtide.memory.PolicyReport,
+        lowtide.memory.OptimizerOffload,
         lowtide.nn.SwiGLU,
     ],
 )
