@@ -141,7 +141,7 @@ class LazySide:
 
     def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
         self.begun_back += 1
-        tensor.data.fill_(float("nan"))
+        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 99)
         return self._later(tensor, lambda back: back.data.copy_(host))
 
     def wait(self, event: Any) -> None:

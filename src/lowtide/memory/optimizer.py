@@ -124,6 +124,7 @@ class OptimizerOffload:
         self._layers, self._limit, self._host_limit, self._backwards = layers, limit, host_limit, backwards
         self._blocks: list[Block] = []
         self._signature: list[Any] = []
+        self._count = 0  # of all that the optimizer has as states
         self._sides: dict[torch.device, offload.Side | None] = {}
         self._pool: HostPool | None = None
         self._counts: Counter[int] = Counter()  # backward passes since the last step, by parameter
@@ -244,6 +245,10 @@ class OptimizerOffload:
 
     def _look(self, optimizer: Optimizer) -> None:
         """Lay the states out in blocks, unless they are those of before."""
+        count, own = sum(map(len, optimizer.state.values())), [slot for block in self._blocks for slot in block.slots]
+        if own and count == self._count and all(slot.is_here(optimizer.state) for slot in own):
+            return  # as after nearly every step
+        self._count = count
         slots = self._slots(optimizer)
         signature = [slot.signature for slot in slots]
         if signature != self._signature:
@@ -297,12 +302,13 @@ class OptimizerOffload:
         if not groups:
             return
         sides = [side for group in groups if (side := self._side(group[0].device)) is not None]
-        self._pool = HostPool(self._host_limit, sides[0].pin, sides[0].unpin, _HOST_HINT)
-        self._pool.check(sum(map(blocks.flat_bytes, groups)), "the optimizer's states")
+        pool = HostPool(self._host_limit, sides[0].pin, sides[0].unpin, _HOST_HINT)
+        pool.check(sum(map(blocks.flat_bytes, groups)), "the optimizer's states")
         self._blocks = [
-            Block(group, self._pool.take(i, blocks.flat_bytes(group)), side)
+            Block(group, pool.take(i, blocks.flat_bytes(group)), side)
             for i, (group, side) in enumerate(zip(groups, sides, strict=True))
         ]
+        self._pool = pool
         self._watch_backward()
 
     def _watch_backward(self) -> None:

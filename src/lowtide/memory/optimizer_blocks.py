@@ -73,6 +73,10 @@ class Slot:
         fits = isinstance(found, Tensor) and found.shape == self.shape and found.dtype == self.dtype
         return found if fits else None
 
+    def is_here(self, states: States) -> bool:
+        """Return whether the optimizer has the view of the block that it was given."""
+        return self.here is not None and self.current(states) is self.here
+
 
 class Block:
     """Some states and their host memory.
@@ -112,7 +116,7 @@ class Block:
         """Begin to copy to the host."""
         found = [(slot, tensor) for slot in self.slots if (tensor := slot.current(states)) is not None]
         self._found = [(slot, tensor) for slot, tensor in found if tensor is not slot.host]
-        if self._flat is not None and len(found) == len(self.slots) and all(t is slot.here for slot, t in found):
+        if self._flat is not None and all(slot.is_here(states) for slot in self.slots):
             pairs = [(self._host, self._flat)]
         else:  # made by the optimizer, or by load_state_dict
             pairs = [(slot.host, tensor) for slot, tensor in self._found if slot.host is not None]
