@@ -75,8 +75,8 @@ def offload_optimizer(
         ArgumentTypeError: An argument of another type.
         ArgumentValueError: No list of layers in the model, or a number out of range.
         UnsupportedError: No parameter is on a CUDA device, or one is a DTensor. When there are states, at the end of
-            the first step: the host memory does not suffice, one is of a class of its own, or there are none. At a step
-            inside a CUDA graph.
+            the first step: the host memory does not suffice, one is of a class of its own, or there are none. At a
+            forward or a step that a CUDA graph captures.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -191,6 +191,7 @@ class OptimizerOffload:
         """Let go of what is copied and begin to copy what is due, when a layer begins or the last one has ended."""
         if not self._blocks or self._stepping or torch._C._current_graph_task_id() != -1:
             return  # a closure's forward, or one that backward repeats
+        _refuse_capture()
         with self._lock:
             optimizer, layers, total = self._optimizer(), len(self._layers), self.offloaded_bytes
             if optimizer is None:
@@ -222,10 +223,7 @@ class OptimizerOffload:
                     block.begin_back()
 
     def _before_step(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            hint = "Call remove() before the capture, or do not capture the step."
-            got = "one inside a CUDA graph, whose replays would not find the states"
-            raise UnsupportedError(message("offload_optimizer", "a step outside of CUDA graphs", got, hint))
+        _refuse_capture()
         self.bring_back()
         self._stepping = True
 
@@ -361,6 +359,13 @@ class _GetState:
         if handle is not None:
             handle.bring_back()
         return type(optimizer).__getstate__(optimizer)
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        hint = "Call remove() before the capture, or leave CUDA graphs out."
+        got = "a capture, whose replays would not find the states"
+        raise UnsupportedError(message("offload_optimizer", "a training step outside of CUDA graphs", got, hint))
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
