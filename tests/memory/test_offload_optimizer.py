@@ -63,6 +63,56 @@ def test_they_leave_with_the_layers_and_come_back_with_them(side: LazySide) -> N
     assert [blocks.share_back(done, layers) for done in (0, layers - 2, layers - 1)] == [0, 1, 1]
 
 
+class BusSide(LazySide):
+    """A bus of one byte a second each way, beside a clock that a wait for a copy puts forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.stalled = 0.0
+        self.free = {"out": 0.0, "back": 0.0}
+
+    def _travel(self, way: str, event: Any, nbytes: int) -> Any:
+        self.free[way] = max(self.free[way], self.now) + nbytes
+        return event, self.free[way]
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
+        return self._travel("out", super().copy_out(host, tensor), host.nbytes)
+
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
+        return self._travel("back", super().copy_back(tensor, host), host.nbytes)
+
+    def wait(self, event: Any) -> None:
+        run, until = event
+        self.stalled += max(0.0, until - self.now)
+        self.now = max(self.now, until)
+        run()
+
+
+@pytest.mark.parametrize(("pace", "stalls"), [(0.9, False), (1.6, True)])
+def test_copies_that_the_planner_has_time_for_hold_nothing_up(
+    pace: float, stalls: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer's seconds the copies take a share, ``pace``: up to 0.9 is what `Times.travels` allows."""
+    bus, layers = BusSide(), 16
+    monkeypatch.setattr(offload, "side_for", lambda _: bus)
+    pair = Pair(model=Plain(layers))
+    pair.train(1)
+    each = pair.handle.offloaded_bytes * blocks.share_out(0, layers) / pace
+
+    def work(*_: Any) -> None:
+        bus.now += each
+
+    for block in pair.model.blocks:
+        block.register_forward_hook(work)
+        block.norm.weight.register_post_accumulate_grad_hook(work)  # the last gradient of a layer
+    for _ in range(3):
+        bus.stalled = 0.0
+        pair.model(batch(0)).backward()
+        pair.ours.step()
+        assert (bus.stalled > 0.1 * each) == stalls, bus.stalled / each
+    assert bus.lost == 0
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_few_layers(layers: int, side: LazySide) -> None:
     pair = Pair(model=Plain(layers))
