@@ -299,6 +299,18 @@ def test_gradients_accumulated_over_several_backward_passes(side: LazySide) -> N
     assert pair.where() == {"host"}
 
 
+def test_states_that_come_back_behind_backward(side: LazySide) -> None:
+    pair = Pair(late=True)
+    pair.train(2)
+    for k in range(2):
+        pair.backward(k)
+        assert pair.where() == {"host"}
+        begun = side.begun_back
+        pair.step()
+        assert side.begun_back == begun + len(pair.handle._blocks)
+    assert not any(p._post_accumulate_grad_hooks for p in pair.model.parameters())
+
+
 def test_two_forwards_before_one_backward_and_evaluation_between(side: LazySide) -> None:
     pair = Pair()
     pair.train(1)

@@ -314,6 +314,7 @@ def test_states_of_another_class_are_refused(side: LazySide) -> None:
         ({"host_gib": -1}, ArgumentValueError, "host_gib: expected"),
         ({"host_gib": "5"}, ArgumentTypeError, "host_gib: expected"),
         ({"backwards_per_step": 0}, ArgumentValueError, "backwards_per_step: expected at least 1"),
+        ({"late": 1}, ArgumentTypeError, "late: expected a bool"),
         ({"backwards_per_step": 1.0}, ArgumentTypeError, "backwards_per_step: expected a whole number"),
     ],
 )
