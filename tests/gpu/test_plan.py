@@ -52,7 +52,7 @@ def test_a_step_with_offloaded_states_takes_what_is_planned(late: bool) -> None:
         assert plan.chosen.states > 0
         checked = check_plan(settings, plan, warm=2, steps=2)
         assert checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
-        assert checked.seconds == pytest.approx(plan.seconds, rel=0.15)
+        assert checked.seconds == pytest.approx(plan.seconds, rel=0.2)
 
 
 def test_autocast_is_planned_within_a_tenth() -> None:

@@ -156,6 +156,7 @@ def test_the_lines_offload_the_optimizers_states(
     if seen["gib"]:
         assert seen["gib"] * GIB == found.chosen.states < everything
     assert f"{found.chosen.states / GIB:.2f} GiB of states offloaded" in str(found)
+    assert "states leave and come back in each step: set PYTORCH_CUDA_ALLOC_CONF" in str(found)
     told = found.to_dict()["choice"]
     assert (told["states_gib"], told["late"]) == (found.chosen.states / GIB, late)
 
@@ -169,6 +170,7 @@ def test_states_stay_where_asked_or_where_nothing_is_to_be_had() -> None:
     ):
         assert found.chosen.states == 0
         assert "offload_optimizer" not in found.lines()
+        assert "states leave" not in str(found)
     assert plan(seq_len=32768, host_gib=64).seconds < plan(seq_len=32768, host_gib=64, offload_states=False).seconds
 
 

@@ -142,7 +142,7 @@ def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
         largest_batch=largest_batch(job, budget, host, offload_states=offload_states),
         job=job,
         chosen=chosen,
-        notes=_notes(job, budget, chosen.peak),
+        notes=_notes(job, budget, chosen),
     )
 
 
@@ -175,15 +175,17 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     )
 
 
-def _notes(job: Job, budget: int, peak: int) -> tuple[str, ...]:
-    shape = job.shape
+def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
+    shape, peak = job.shape, chosen.peak
     found = [f"head: {str(job.head_plan).splitlines()[0]}"]
     if not job.gpu.measured:
         found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
     if budget > job.gpu.memory_bytes:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
-    if CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes:
-        found.append("close to the GPU's size: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against gaps")
+    close = CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes
+    if close or chosen.states:
+        why = "close to the GPU's size" if close else "states leave and come back in each step"
+        found.append(f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against gaps")
     if 0 < shape.positions < job.seq_len:
         found.append(
             f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"
