@@ -238,6 +238,7 @@ def test_states_that_are_loaded(side: LazySide) -> None:
         else:
             for optimizer in (pair.ours, pair.theirs):
                 optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+            assert pair.where() == {"device"}
         if moment > 1:
             for loss in losses:
                 loss.backward()
