@@ -225,10 +225,8 @@ def test_offloaded_states_by_phase() -> None:
         assert left["backward of layer 19"] == memory.states - half
         assert all(phase.optimizer == memory.states for phase in stay.values())
         peak = max(phase.bytes for phase in memory.phases(groups, states, late=late))
-        assert memory.peaks(groups, [states], late=late) == [peak] == [memory.peak(groups, states, late=late).bytes]
-    assert memory.host(groups, states) == pytest.approx(states, rel=1e-3)
-    assert memory.host(groups, states) > states
-    assert memory.host(groups) == 0
+        assert memory.peaks(groups, [states])[late] == [peak] == [memory.peak(groups, states, late=late).bytes]
+    assert states < memory.states_on_host(states) == pytest.approx(states, rel=1e-3)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -260,9 +258,8 @@ def test_states_that_travel_hold_no_layer_up() -> None:
         for one, goes in zip(each, moves, strict=True):
             assert portion / bus + goes * one.transfer <= one.forward
             assert portion * 31 / 30 / bus + goes * one.transfer <= one.backward
-        added = times.step(groups, 2**30) - times.step(groups)
-        assert added == pytest.approx(2 * BESIDE * 2**30 / bus)
-        assert times.step(groups, 2**30, late=True) - times.step(groups) == pytest.approx((1 + BESIDE) * 2**30 / bus)
+        assert times.on_the_way(2**30) == pytest.approx(2 * BESIDE * 2**30 / bus)
+        assert times.on_the_way(2**30, late=True) == pytest.approx((1 + BESIDE) * 2**30 / bus)
     slow = Times(replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e8)))
     assert slow.travels([(away, 32)]) == 0
 

@@ -301,10 +301,11 @@ class Memory:
         """Return the phase that holds the most."""
         return max(self.phases(groups, states, late=late), key=lambda phase: phase.bytes)
 
-    def peaks(self, groups: Groups, amounts: Sequence[int], *, late: bool = False) -> list[int]:
-        """Return the bytes of that phase for several amounts of offloaded states."""
-        found = [(phase.bytes, phase.away_late if late else phase.away) for phase in self._phases(groups)]
-        return [max(held - int(amount * away) for held, away in found) for amount in amounts]
+    def peaks(self, groups: Groups, amounts: Sequence[int]) -> dict[bool, list[int]]:
+        """Return the bytes of that phase for several amounts of offloaded states: by whether they come back late."""
+        found = [(phase.bytes, phase.away, phase.away_late) for phase in self._phases(groups)]
+        early = [max(held - int(amount * away) for held, away, _ in found) for amount in amounts]
+        return {False: early, True: [max(held - int(n * late) for held, _, late in found) for n in amounts]}
 
     def of(self, policy: ActivationPolicy, *, moves: bool = False) -> _LayerBytes:
         """Return the bytes of one layer, whose checkpoint goes to the host where it ``moves``."""
@@ -317,10 +318,13 @@ class Memory:
         """Return the bytes that all layers keep on the GPU between forward and backward."""
         return sum(n * self.of(policy, moves=moves).on_gpu for policy, n, moves in placed(groups))
 
-    def host(self, groups: Groups, states: int = 0) -> int:
-        """Return the bytes that layers and so many bytes of optimizer states take of host memory."""
-        pages = (states // BLOCK_BYTES + 2) * PAGES if states else 0
-        return states + pages + sum(n * self.of(policy, moves=moves).on_host for policy, n, moves in placed(groups))
+    def host(self, groups: Groups) -> int:
+        """Return the bytes that layers keep in host memory."""
+        return sum(n * self.of(policy, moves=moves).on_host for policy, n, moves in placed(groups))
+
+    def states_on_host(self, states: int) -> int:
+        """Return the host memory that so many bytes of optimizer states take."""
+        return states + (states // BLOCK_BYTES + 2) * PAGES
 
     def phases(self, groups: Groups, states: int = 0, *, late: bool = False) -> list[Phase]:
         """Return the phases that can hold the most: in a run of equal layers that is its first or its last.

@@ -97,15 +97,16 @@ class Search:
 
     def with_states(self, one: Candidate) -> list[Candidate]:
         """Return a mixture, and the same with optimizer states offloaded, as far as that lowers its peak."""
-        groups, found = one.groups, [one]
-        most = self.times.travels(groups) if self._amounts else 0
-        amounts = [n for n in self._amounts if n <= most and self.memory.host(groups, n) <= self.host_bytes]
-        for late in (False, True):
+        found, room = [one], self.host_bytes - one.host
+        most = self.times.travels(one.groups) if self._amounts else 0
+        hosts = {n: self.memory.states_on_host(n) for n in self._amounts if n <= most}
+        amounts = [n for n, host in hosts.items() if host <= room]
+        for late, peaks in self.memory.peaks(one.groups, amounts).items() if amounts else ():
             least = one.peak
-            for states, peak in zip(amounts, self.memory.peaks(groups, amounts, late=late), strict=True):
+            for states, peak in zip(amounts, peaks, strict=True):
                 if peak < least:
-                    host, seconds = self.memory.host(groups, states), self.times.step(groups, states, late=late)
-                    found.append(Candidate(groups, peak, host, seconds, states, late))
+                    seconds = one.seconds + self.times.on_the_way(states, late=late)
+                    found.append(Candidate(one.groups, peak, one.host + hosts[states], seconds, states, late))
                 least = min(least, peak)
         return found
 
@@ -159,7 +160,7 @@ class Search:
 
     def _lean(self) -> Iterator[Candidate]:
         layers = self.job.shape.layers
-        left = [self.host_bytes - self.memory.host((), n) for n in (0, *self._amounts)]
+        left = [self.host_bytes, *(self.host_bytes - self.memory.states_on_host(n) for n in self._amounts)]
         for policy in self.ladder:
             each = self.memory.of(policy, moves=policy.offload).on_host
             rooms = {layers if not each else min(layers, host // each + ON_DEVICE) for host in left if host >= 0}

@@ -199,13 +199,17 @@ class Times:
         seconds = min(out / share_out(0, layers), back / share_back(1, layers))
         return int(max(0.0, seconds) * ON_TIME * self.job.gpu.pcie)
 
-    def step(self, groups: Groups, states: int = 0, *, late: bool = False) -> float:
-        """Return the seconds of a step, with so many bytes of optimizer states offloaded: no more than `travels`.
+    def on_the_way(self, states: int, *, late: bool = False) -> float:
+        """Return the seconds that so many bytes of offloaded states add, no more than `travels`; late: beside nothing."""
+        return (BESIDE + (1 if late else BESIDE)) * states / self.job.gpu.pcie
+
+    def step(self, groups: Groups) -> float:
+        """Return the seconds of a step.
 
         A copy to the host or back runs beside one layer's work: the longer of the two counts, and what the copy takes
-        from the other's rate. ``late`` states come back beside nothing.
+        from the other's rate.
         """
-        seconds = self.fixed + (BESIDE + (1 if late else BESIDE)) * states / self.job.gpu.pcie
+        seconds = self.fixed
         for policy, n, moves in placed(groups):
             one = self.of(policy)
             transfer = one.transfer if moves else 0.0
