@@ -11,7 +11,7 @@ import torch
 
 from lowtide.bench import layers, step, step_way
 from lowtide.bench.config import LayersBenchConfig, StepBenchConfig
-from lowtide.bench.policies import parse_policies
+from lowtide.bench.policies import parse_policies, split_states
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
@@ -43,6 +43,41 @@ def test_policies_as_words(text: str, policies: object) -> None:
 def test_what_is_no_policy(text: str) -> None:
     with pytest.raises(ArgumentValueError):
         parse_policies(text, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "states"),
+    [
+        ("all", "all", None),
+        ("2xall+1xinput-offload@states", "2xall+1xinput-offload", {"gib": None, "late": False}),
+        ("all@states=2.5", "all", {"gib": 2.5, "late": False}),
+        ("input@states=4-late", "input", {"gib": 4.0, "late": True}),
+        ("input@states-late", "input", {"gib": None, "late": True}),
+    ],
+)
+def test_states_behind_a_policy(text: str, policy: str, states: object) -> None:
+    assert split_states(text) == (policy, states)
+    assert f"lowtide:{text}" in StepBenchConfig(policy=(text,)).ways
+
+
+@pytest.mark.parametrize(
+    "text", ["all@", "all@state", "all@states=", "all@states=0", "all@states=-1", "@states", "all@states@"]
+)
+def test_what_is_said_of_no_states(text: str) -> None:
+    with pytest.raises(ArgumentValueError, match="policy: expected all, attention"):
+        StepBenchConfig(policy=(text,))
+
+
+def test_states_are_offloaded_where_a_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(step_way, "offload_optimizer", lambda optimizer, model, **how: seen.append(how))
+    for way in ("lowtide:all@states=2-late", "lowtide:all"):
+        (row,) = step_way.measure(way, "lowtide-small", [16], 1, 0, 1, "float32", "cpu", "auto", 0)
+        assert row["seconds"] > 0
+    assert seen == [{"gib": 2.0, "late": True}]
+    monkeypatch.undo()
+    (row,) = step_way.measure("lowtide:all@states", "lowtide-small", [16], 1, 0, 1, "float32", "cpu", "auto", 0)
+    assert "parameters on a CUDA device" in row["failed"]
 
 
 def test_a_step_by_each_way_is_the_same_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,3 +128,12 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     command, shown = re.findall(r"```console\n\$ lowtide (plan .*?)\n(.*?)```", page, re.DOTALL)[0]
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == shown
+
+
+def test_the_pages_table_of_offloaded_states_is_what_is_planned() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    rows = re.findall(r"^\| (\d+), ([\d.]+) GiB \| .* \| ([\d.]+) s, ([\d.]+) GiB.*\|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for tokens, budget, seconds, states in rows:
+        plan = plan_memory(SHAPES["llama-3.2-1b"], int(tokens), 1, float(budget), 64, device="h100")
+        assert (f"{plan.seconds:.3f}", f"{plan.chosen.states / 2**30:.2f}") == (seconds, states)

@@ -41,6 +41,20 @@ def test_other_ways_to_train_too(change: dict[str, Any]) -> None:
     assert check_plan(settings, plan, warm=1, steps=1).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_with_offloaded_states_takes_what_is_planned(late: bool) -> None:
+    """At the leanest and at a middling budget, states that come back with the layers or behind them."""
+    settings = read_settings(SETTINGS)
+    front = plan_memory(settings, 16384, 1, host_gib=24).front
+    found = [one for one in front if one.states and one.late == late]
+    for one in (found[0], found[len(found) // 2]):
+        plan = plan_memory(settings, 16384, 1, one.peak / 2**30, 24)
+        assert plan.chosen.states > 0
+        checked = check_plan(settings, plan, warm=2, steps=2)
+        assert checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
+        assert checked.seconds == pytest.approx(plan.seconds, rel=0.2)
+
+
 def test_autocast_is_planned_within_a_tenth() -> None:
     """Its temporaries were never calibrated on a GPU; what layers keep is tested on the CPU, to the byte."""
     settings = read_settings(SETTINGS)

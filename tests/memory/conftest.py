@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.memory import apply, offload
+from lowtide.memory import optimizer_blocks as blocks
 from memory.models import SHAPE, VOCAB, LazySide, Plain
 
 
@@ -48,3 +49,10 @@ def model(request: pytest.FixtureRequest, llama: Callable[..., Any]) -> Any:
 def pair(model: Any) -> tuple[Any, Any]:
     """A model and its copy, which stays stock."""
     return model, copy.deepcopy(model)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few states of the tests' models."""
+    monkeypatch.setattr(blocks, "MIN_BYTES", 64)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 20_000)

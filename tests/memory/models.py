@@ -125,6 +125,7 @@ class LazySide:
         self.pinned = 0
         self.copies = 0
         self.begun_back = 0
+        self.finished = 0
         self.lost = 0
         self.now = "default"  # the stream that computes
         self.waits: list[str] = []  # the streams that waited for a copy
@@ -143,7 +144,7 @@ class LazySide:
 
     def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
         self.begun_back += 1
-        tensor.data.fill_(float("nan"))
+        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 99)
         return self._later(tensor, lambda back: back.data.copy_(host))
 
     def stream(self) -> str:
@@ -155,6 +156,10 @@ class LazySide:
 
     def used_on(self, tensor: Tensor, stream: str) -> None:
         self.used.append(stream)
+
+    def finish(self, event: Any) -> None:
+        self.finished += 1
+        event()
 
     def _later(self, tensor: Tensor, run: Callable[[Tensor], object]) -> Callable[[], None]:
         pending = [run]

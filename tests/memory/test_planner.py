@@ -53,7 +53,7 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     for layers in itertools.combinations_with_replacement(by_memory, 5):
         one = search.candidate([(policy, len(list(same))) for policy, same in itertools.groupby(layers)])
         if one.host <= host_gib * GIB:
-            every.append(one)
+            every += search.with_states(one)
     least, most = min(one.peak for one in every), max(one.peak for one in every)
     assert search.least().peak <= least * 1.0005
     for share in (0.03, 0.1, 0.2, 0.35, 0.5, 0.75, 1):
@@ -78,7 +78,8 @@ def test_where_no_mixture_fits_not_even_the_least_does(model: Any, seq_len: int)
 
 def test_layers_are_offloaded_only_where_something_moves() -> None:
     for one in Search(plan(host_gib=8).job, 8 * GIB).candidates:
-        assert (one.host > 0) == any(policy.offload for policy in one.policies)
+        assert (one.host > 0) == (any(policy.offload for policy in one.policies) or one.states > 0)
+        assert one.host >= one.states
 
 
 def test_the_front_is_one() -> None:
@@ -144,6 +145,55 @@ def test_the_lines_are_python_that_makes_the_policies(monkeypatch: pytest.Monkey
     exec(found.lines(), {"model": model})
     assert seen == {"patched": model, "model": model, "policy": list(found.policies), "host_gib": 2}
     assert not model.config.use_cache
+
+
+@pytest.mark.parametrize(("seq_len", "budget", "late"), [(32768, 16, False), (8192, 10.5, False), (98304, 16, True)])
+def test_the_lines_offload_the_optimizers_states(
+    seq_len: int, budget: float, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = plan(seq_len=seq_len, budget=budget, host_gib=64)
+    assert found.chosen.states > 0
+    assert found.chosen.late == late
+    seen: dict[str, Any] = {}
+
+    def offload_optimizer(optimizer: object, model: object, *, gib: float | None = None, late: bool = False) -> None:
+        seen.update(optimizer=optimizer, gib=gib, late=late)
+
+    monkeypatch.setattr("lowtide.patch", lambda model: None)
+    monkeypatch.setattr("lowtide.memory.apply_policy", lambda model, policy, host_gib=None: None)
+    monkeypatch.setattr("lowtide.memory.offload_optimizer", offload_optimizer)
+    exec(found.lines(), {"model": SimpleNamespace(config=SimpleNamespace(use_cache=True)), "optimizer": 7})
+    everything = Search(found.job, 0).memory.states
+    assert (seen["gib"] is None) == (found.chosen.states == everything)
+    assert seen == {"optimizer": 7, "gib": seen["gib"], "late": late}
+    if seen["gib"]:
+        assert seen["gib"] * GIB == found.chosen.states < everything
+    assert f"{found.chosen.states / GIB:.2f} GiB of states offloaded" in str(found)
+    assert "states leave and come back in each step: set PYTORCH_CUDA_ALLOC_CONF" in str(found)
+    told = found.to_dict()["choice"]
+    assert (told["states_gib"], told["late"]) == (found.chosen.states / GIB, late)
+
+
+def test_states_stay_where_asked_or_where_nothing_is_to_be_had() -> None:
+    for found in (
+        plan(seq_len=32768, host_gib=64, offload_states=False),
+        plan(seq_len=32768, host_gib=0),
+        plan(seq_len=32768, host_gib=64, optimizer="sgd"),
+        plan(seq_len=32768, host_gib=64, budget=60),  # everything fits as it is
+    ):
+        assert found.chosen.states == 0
+        assert "offload_optimizer" not in found.lines()
+        assert "states leave" not in str(found)
+    assert plan(seq_len=32768, host_gib=64).seconds < plan(seq_len=32768, host_gib=64, offload_states=False).seconds
+
+
+def test_states_that_come_back_late_make_sequences_longer() -> None:
+    found = plan(seq_len=2048, host_gib=64)
+    assert found.longest_sequence > 1.5 * plan(seq_len=2048, host_gib=64, offload_states=False).longest_sequence
+    longest = plan(seq_len=found.longest_sequence, host_gib=64)
+    assert longest.chosen.late
+    assert longest.peak_bytes <= 16 * GIB
+    assert "until behind backward" in str(longest)
 
 
 def test_the_lines_say_the_options_that_were_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +295,8 @@ def test_mixtures_of_experts_have_no_levels() -> None:
         ({"budget_gib": 1e300}, ArgumentValueError, "budget_gib"),
         ({"host_gib": 10**400}, ArgumentValueError, "host_gib"),
         ({"host_gib": -1}, ArgumentValueError, "host_gib"),
+        ({"offload_states": True}, ArgumentValueError, "offload_states"),
+        ({"offload_states": 0}, ArgumentValueError, "offload_states"),
         ({"device": "h1000"}, ArgumentValueError, "device"),
         ({"device": 3}, ArgumentTypeError, "device"),
         ({"dtype": "int8"}, ArgumentValueError, "dtype"),

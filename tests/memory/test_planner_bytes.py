@@ -19,6 +19,7 @@ from lowtide.memory.planner_bytes import (
     checkpoint_bytes,
     forward_transients,
     kept_by_operation,
+    placed,
 )
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.memory.planner_shapes import read_shape
@@ -27,6 +28,7 @@ from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096
 LLAMA = Job(read_shape(SHAPES["llama-3-8b"]), T, 1, GPUS["h100"], torch.bfloat16, "sgd")
+ADAMW = replace(LLAMA, optimizer="adamw")
 ALL, ALL1 = ActivationPolicy(mlp_level=0), ActivationPolicy(mlp_level=1)
 ATTENTION, INPUT = (ActivationPolicy(keep=keep, mlp_level=0) for keep in ("attention", "input"))
 NORMS, LSE = 2 * 4, 32 * 4  # bytes a token: a float32 for each row of a norm, and for each head
@@ -202,6 +204,64 @@ def test_what_recompute_costs() -> None:
     assert all_.forward == input_.forward
     assert attention.forward == pytest.approx(all_.forward, rel=0.01)
     assert layer_time(LLAMA, ActivationPolicy(keep="input", offload=True)).transfer == 2 * T * H / GPUS["h100"].pcie
+
+
+def test_offloaded_states_by_phase() -> None:
+    memory = Memory(ADAMW)
+    groups, states = [(INPUT, 20), (ALL, 12)], memory.states // 2
+    for late in (False, True):
+        stay = {str(phase): phase for phase in memory.phases(groups)}
+        left = {str(phase): phase.optimizer for phase in memory.phases(groups, states, late=late)}
+        assert left["head"] == memory.states - states
+        assert left["optimizer"] == memory.states
+        assert left["embedding"] == memory.states - states * late
+        assert (
+            left["forward of layer 0"] == left["forward of layer 3"] == memory.states
+        )  # those of four layers are on their way
+        assert left["forward of layer 31"] == memory.states - int(states * 28 / 31)
+        assert left["backward of layer 31"] == memory.states - states
+        assert left["backward of layer 1"] == left["backward of layer 0"] == memory.states - states * late
+        half = int(states * (1 if late else 1 - 12 / 30))
+        assert left["backward of layer 19"] == memory.states - half
+        assert all(phase.optimizer == memory.states for phase in stay.values())
+        peak = max(phase.bytes for phase in memory.phases(groups, states, late=late))
+        assert memory.peaks(groups, [states])[late] == [peak] == [memory.peak(groups, states, late=late).bytes]
+    assert states < memory.states_on_host(states) == pytest.approx(states, rel=1e-3)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_layer_between_holds_more_than_those_that_are_looked_at(late: bool) -> None:
+    """What runs of equal layers hold with states on their way, layer by layer."""
+    memory = Memory(replace(ADAMW, seq_len=2048))
+    away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
+    for groups in ([(INPUT, 32)], [(ALL, 32)], [(away, 9), (INPUT, 20), (ALL1, 3)], [(ALL1, 1), (ALL, 31)]):
+        singly = [(policy, 1) for policy, n in groups for _ in range(n)]
+        for share in (0.1, 0.5, 1):
+            states = int(share * memory.states)
+            for name in ("forward", "backward"):
+                few, every = (
+                    max(phase.bytes for phase in memory.phases(of, states, late=late) if phase.name == name)
+                    for of in (groups, singly)
+                )
+                assert few == pytest.approx(every, rel=1e-9)
+
+
+def test_states_that_travel_hold_no_layer_up() -> None:
+    away = ActivationPolicy(keep="attention", mlp_level=0, offload=True)
+    for groups in ([(ALL, 32)], [(away, 32)], [(INPUT, 4), (away, 8), (ALL1, 20)]):
+        times = Times(LLAMA)
+        each = [times.of(policy) for policy, n in groups for _ in range(n)]
+        moves = [n for _, n, goes in placed(groups) for n in [goes] * n]
+        bus = LLAMA.gpu.pcie
+        portion = times.travels(groups) / 31  # with each forward but the last
+        assert portion > 0
+        for one, goes in zip(each, moves, strict=True):
+            assert portion / bus + goes * one.transfer <= one.forward
+            assert portion * 31 / 30 / bus + goes * one.transfer <= one.backward
+        assert times.on_the_way(2**30) == pytest.approx(2 * BESIDE * 2**30 / bus)
+        assert times.on_the_way(2**30, late=True) == pytest.approx((1 + BESIDE) * 2**30 / bus)
+    slow = Times(replace(LLAMA, gpu=replace(LLAMA.gpu, pcie=1e8)))
+    assert slow.travels([(away, 32)]) == 0
 
 
 def test_a_slow_bus_sets_the_time_of_offloaded_layers() -> None:

@@ -11,7 +11,7 @@ from lowtide.bench.divergence import KINDS, PAIR_SHAPES, PairShape, parse_pair
 from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
 from lowtide.bench.mlp_peers import MLP_PEERS, MlpShape, parse_mlp
 from lowtide.bench.peers import PEERS
-from lowtide.bench.policies import parse_policies
+from lowtide.bench.policies import parse_policies, split_states
 from lowtide.bench.settings import Dtype, RunSettings, Settings, command_of, number, setting
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES, Shape, parse_numbers, parse_shape
 from lowtide.bench.stats import WORKS
@@ -253,7 +253,7 @@ class StepBenchConfig(RunSettings):
         self._require("tokens", all(n > 1 for n in self.lengths), "whole numbers above 1")
         self._require("peer", set(self.peer) <= {*STEP_PEERS, "none"}, f"names out of {', '.join(STEP_PEERS)}, or none")
         for text in self.policy:
-            parse_policies(text)
+            parse_policies(split_states(text)[0])
         self._require("sdpa", self.sdpa in get_args(Sdpa), " or ".join(get_args(Sdpa)))
 
     @property

@@ -12,7 +12,7 @@ import torch
 from lowtide.bench.ways import make_optimizer
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure import describe_machine, gib, time_side_by_side
-from lowtide.memory import MemoryPlan, apply_policy, remove_policy
+from lowtide.memory import MemoryPlan, apply_policy, offload_optimizer, remove_policy
 from lowtide.models import patch
 
 WARM, STEPS = 2, 3
@@ -128,7 +128,8 @@ def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
         why = str(error).partition(". ")[0]
         raise UnsupportedError(message("check", "a model that runs with PyTorch's fused attention", why)) from error
     patch(model, options=job.head)
-    apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if plan.host_bytes else None)
+    offloaded = any(policy.offload for policy in plan.policies)
+    apply_policy(model, plan.policies, host_gib=gib(plan.host_budget_bytes) if offloaded else None)
     return model
 
 
@@ -136,6 +137,8 @@ def _step(model: Any, plan: MemoryPlan) -> Callable[[], None]:
     """Return a function that runs one training step of the plan."""
     job = plan.job
     optimizer = make_optimizer(job.optimizer, list(model.parameters()))
+    if plan.chosen.states:
+        offload_optimizer(optimizer, model, gib=plan.states_gib, late=plan.chosen.late)
     ids = torch.randint(0, job.shape.vocab, (job.batch_size, job.seq_len), device="cuda")
 
     def step() -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory import ActivationPolicy
 
 _WORD = re.compile(r"(?:(\d+)x)?(all|attention|input)(-mlp[01])?(-tile[1-9]\d*)?(-offload)?")
+_STATES = re.compile(r"states(?:=(\d+(?:\.\d+)?))?(-late)?")
 FORM = "all, attention or input, with -mlp0 or -mlp1, -tileTOKENS and -offload behind; or several as 4xall+12xinput"
+STATES_FORM = (
+    "with @states at the end the optimizer's states are offloaded too, @states=2.5 so many GiB of them, -late until"
+    " behind backward"
+)
 
 
 def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | list[ActivationPolicy]:
@@ -51,6 +57,31 @@ def _planned(text: str) -> str:
     ):
         text = re.sub(printed, word, text.strip())
     return text
+
+
+def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
+    """Return a policy without what is said of optimizer states, and that.
+
+    Args:
+        text: A policy, alone or with ``@states[=GIB][-late]`` behind it.
+
+    Returns:
+        The policy's words, and the arguments of `lowtide.memory.offload_optimizer`: None where states stay.
+
+    Raises:
+        ArgumentValueError: What is behind the ``@`` is nothing of the kind.
+
+    Example:
+        >>> split_states("16xall@states=2.5")
+        ('16xall', {'gib': 2.5, 'late': False})
+    """
+    policy, at, states = text.partition("@")
+    if not at:
+        return policy, None
+    match = _STATES.fullmatch(states)
+    if match is None or (match[1] is not None and float(match[1]) == 0):
+        raise ArgumentValueError(message("policy", f"{FORM}; {STATES_FORM}", repr(text)))
+    return policy, {"gib": float(match[1]) if match[1] else None, "late": bool(match[2])}
 
 
 def _policy(match: re.Match[str]) -> ActivationPolicy:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowtide.bench.policies import split_states
 from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import LOWTIDE, Way, build_way, make_optimizer
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, time_side_by_side
+from lowtide.memory import offload_optimizer
 
 OURS = "lowtide:"  # begins the name of a way; a policy follows
 VOCABULARY = 1000  # of the model that has none of its own
@@ -58,6 +60,9 @@ def measure(
     try:
         built = build(way, model, getattr(torch, dtype), torch.device(device), seed)
         optimizer = make_optimizer("adamw", list(built.parameters()))
+        states = split_states(way)[1]
+        if states is not None:
+            offload_optimizer(optimizer, built, **states)
     except Exception as error:
         return [{"tokens": tokens, "failed": reason_of(error)} for tokens in lengths]
     for tokens in lengths:
@@ -125,6 +130,6 @@ def build(name: str, model: str, dtype: torch.dtype, device: torch.device, seed:
 def way_of(name: str) -> Way:
     """Return the way that a row's name stands for: ``lowtide:POLICY``, or a peer, whose layers are checkpointed."""
     if name.startswith(OURS):
-        return Way(impl=LOWTIDE, policy=name.removeprefix(OURS))
+        return Way(impl=LOWTIDE, policy=split_states(name.removeprefix(OURS))[0])
     impl, _, keep = name.partition("-")
     return Way(impl=impl, policy=keep or "input")

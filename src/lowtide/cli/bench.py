@@ -23,7 +23,7 @@ from lowtide.bench.divergence import PAIR_SHAPES
 from lowtide.bench.longest_config import WAYS, LongestBenchConfig
 from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
 from lowtide.bench.peers import PEERS
-from lowtide.bench.policies import FORM
+from lowtide.bench.policies import FORM, STATES_FORM
 from lowtide.bench.problem import SETTINGS
 from lowtide.bench.rows import OUT_OF_MEMORY
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
@@ -82,7 +82,7 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )  # fmt: skip
     benchmark(
         StepBenchConfig, main_step, "a training step, end to end", ("step", texts.STEP, texts.STEP_EXAMPLES),
-        peers=STEP_PEERS, policies=[FORM],
+        peers=STEP_PEERS, policies=[f"{FORM}; {STATES_FORM}"],
     )  # fmt: skip
     benchmark(
         LongestBenchConfig, main_longest, "the longest sequence that runs",

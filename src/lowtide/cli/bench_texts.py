@@ -121,6 +121,8 @@ examples:
       a Llama-3.2-1B at three lengths
   lowtide bench step --tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn
       what a layer keeps, mixed
+  lowtide bench step --tokens 32768 --peer liger --policy 10xattention-mlp0+6xall@states
+      with the optimizer's states in host memory while nobody needs them
   lowtide bench step --model lowtide-small --tokens 64 --device cpu --peer stock --policy all input
       a look at it without a GPU"""
 

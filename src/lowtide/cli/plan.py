@@ -30,7 +30,7 @@ examples:
   lowtide plan --model llama-3.2-1b --seq-len 32768 --budget 16GiB
       the fastest step in 16 GiB of an H100
   lowtide plan --model ./Llama-3.1-8B --seq-len 8192 --optimizer adamw-8bit --host 64GiB --gpu h200
-      a downloaded model's config; layers may be offloaded into 64 GiB of host memory
+      a downloaded model's config; layers and optimizer states may be offloaded into 64 GiB of host memory
   lowtide plan --model config.json --seq-len 4096 --batch-size 8 --gpu rtx4090 --json plan.json --png plan.png
       the numbers and the picture as files
   lowtide plan --model llama-3-8b --layers 8 --seq-len 16384 --budget 40GiB --gpu cuda --check
@@ -54,7 +54,20 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     add(
         "--budget", metavar="SIZE", help="GPU memory for tensors, such as 40GiB, 40GB or 40 (GiB) (default: 93%% of it)"
     )
-    add("--host", default="0GiB", metavar="SIZE", help="pinned host memory for offloaded layers (default: 0GiB)")
+    add(
+        "--host",
+        default="0GiB",
+        metavar="SIZE",
+        help="pinned host memory for offloaded layers and optimizer states (default: 0GiB)",
+    )
+    add(
+        "--no-offload-states",
+        dest="offload_states",
+        action="store_const",
+        const=False,
+        default="auto",
+        help="spend --host on layers alone",
+    )
     gpus = ", ".join(GPUS)
     add("--gpu", metavar="NAME", help=f"{gpus}; or cuda: the one at hand, measured (default: that by name, or h100)")
     add("--dtype", choices=list(DTYPES), help="of parameters and all else (default: bfloat16; float32 with --autocast)")
@@ -98,6 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         autocast=arguments.autocast,
         keep_gradients=arguments.grad_accum > 1,
+        offload_states=arguments.offload_states,
         options=None if arguments.workspace_mib is None else HeadOptions(workspace_mib=arguments.workspace_mib),
     )
     told = plan.to_dict()

@@ -1,9 +1,19 @@
 """What the layers of a model keep for backward, and where."""
 
 from lowtide.memory.apply import apply_policy, remove_policy
+from lowtide.memory.optimizer import OptimizerOffload, offload_optimizer
 from lowtide.memory.planner import plan_memory
 from lowtide.memory.planner_report import MemoryPlan
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.report import PolicyReport
 
-__all__ = ["ActivationPolicy", "MemoryPlan", "PolicyReport", "apply_policy", "plan_memory", "remove_policy"]
+__all__ = [
+    "ActivationPolicy",
+    "MemoryPlan",
+    "OptimizerOffload",
+    "PolicyReport",
+    "apply_policy",
+    "offload_optimizer",
+    "plan_memory",
+    "remove_policy",
+]

@@ -77,7 +77,7 @@ def apply_policy(
         >>> lowtide.memory.remove_policy(model)
     """
     _check(model, policy)
-    limit = None if host_gib is None else _host_bytes(host_gib)
+    limit = None if host_gib is None else host_bytes(host_gib)
     stack = find_stack(model)
     policies = [policy] * len(stack.layers) if isinstance(policy, ActivationPolicy) else list(policy)
     if len(policies) != len(stack.layers):
@@ -132,7 +132,7 @@ def _check(model: object, policy: object) -> None:
             raise ArgumentTypeError(message("policy", expected, f"{one!r} of type {type(one).__name__}"))
 
 
-def _host_bytes(host_gib: float | str) -> int:
+def host_bytes(host_gib: float | str) -> int:
     """Return the budget of host memory in bytes."""
     value = as_gib("host_gib", host_gib)
     if not 0 <= value < math.inf:

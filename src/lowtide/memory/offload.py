@@ -56,6 +56,10 @@ class Side(Protocol):
         """Keep a tensor's memory, when it is freed, until what a stream computes now is done."""
         ...
 
+    def finish(self, event: Any) -> None:
+        """Let the caller wait for an event."""
+        ...
+
 
 class CudaSide:
     """Two streams of a CUDA device, one for each way: its copy engines work both at once."""
@@ -111,6 +115,10 @@ class CudaSide:
         """Tell the allocator, which knows only of the stream that the tensor was made on."""
         tensor.record_stream(stream)
 
+    def finish(self, event: Any) -> None:
+        """Let the host wait."""
+        event.synchronize()
+
 
 def _clear_last_error(device: torch.device) -> None:
     """Take back the error that a failed call of the CUDA runtime leaves behind, which was said already.
@@ -148,7 +156,7 @@ class _Item:
         self._changed = False
         self._tensor: Tensor | None = detached(tensor)
         self.buffer = buffer
-        strides = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        strides = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         flat = buffer.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
         self._host = flat.as_strided(tensor.shape, strides)
         self._device = tensor.device
@@ -318,7 +326,7 @@ class Offloader:
             self._pool.close()
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor fills its memory without gaps, in whatever order: then a copy can have the same strides."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > 0 and span == tensor.numel()

@@ -14,6 +14,7 @@ from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib
 
 _LEFT_FREE = 1 << 30  # of what the host has free, for everything else
+_LAYERS_HINT = "Offload fewer layers, keep='input' instead of 'attention', train on fewer tokens, or raise the budget."
 
 
 class Buffer:
@@ -41,10 +42,18 @@ class HostPool:
         limit_bytes: The most that it may hold, or None for what the host has free.
         pin: Returns page-locked memory of that many bytes, as uint8.
         unpin: Takes it back.
+        hint: What to do where it does not suffice.
     """
 
-    def __init__(self, limit_bytes: int | None, pin: Callable[[int], Tensor], unpin: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        pin: Callable[[int], Tensor],
+        unpin: Callable[[Tensor], None],
+        hint: str = _LAYERS_HINT,
+    ) -> None:
         self.nbytes = 0
+        self._hint = hint
         self._limit_bytes = limit_bytes
         self._pin = pin
         self._unpin = unpin
@@ -65,9 +74,8 @@ class HostPool:
         if not limits or needed <= min(limits):
             return
         whose = "host_gib" if min(limits) == self._limit_bytes else "what the host has free, less 1 GiB"
-        hint = "Offload fewer layers, keep='input' instead of 'attention', train on fewer tokens, or raise the budget."
         got = f"{gib(min(limits)):.3f} GiB ({whose})"
-        raise UnsupportedError(message("host_gib", f"{gib(needed):.3f} GiB of host memory for {what}", got, hint))
+        raise UnsupportedError(message("host_gib", f"{gib(needed):.3f} GiB of host memory for {what}", got, self._hint))
 
     def take(self, slot: int, nbytes: int) -> Buffer:
         """Return a buffer of at least ``nbytes``, an old one where one is large enough.

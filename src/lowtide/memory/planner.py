@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ def plan_memory(
     keep_gradients: bool = False,
     options: HeadOptions | None = None,
     adapters: int | None = None,
+    offload_states: Literal["auto", False] = "auto",
 ) -> MemoryPlan:
     """Choose what each layer keeps for backward so that a training step is the fastest that fits in a budget.
 
@@ -55,7 +56,7 @@ def plan_memory(
         batch_size: Sequences of a step.
         budget_gib: What tensors may take on the GPU, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``. None:
             93% of its memory.
-        host_gib: Pinned host memory for offloaded layers, likewise; 0: nothing is offloaded.
+        host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
             seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
             where the table lacks it), and an H100 where there is none.
@@ -68,6 +69,9 @@ def plan_memory(
         options: How the loss is to run, as for `lowtide.patch`.
         adapters: With LoRA, how many numbers its float32 adapters have: the model is frozen then, and only they have
             gradients and optimizer states. What they keep and compute themselves is not counted. None: no adapters.
+        offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
+            during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
+            without holding the layers up, or where that does not fit, behind backward; False: none.
 
     Returns:
         MemoryPlan: print it for the table; ``policies`` is what `lowtide.memory.apply_policy` takes.
@@ -96,6 +100,8 @@ def plan_memory(
         raise ArgumentValueError(message("optimizer", f"one of {', '.join(OPTIMIZERS)}", f"{optimizer!r}"))
     if adapters is not None:
         _check_size("adapters", adapters)
+    if offload_states is not False and offload_states != "auto":
+        raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
     gpu = find_gpu(device)
     budget = gpu.memory_bytes * USABLE if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
     host = _gib_bytes("host_gib", host_gib)
@@ -113,21 +119,21 @@ def plan_memory(
     )
     if autocast and job.shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
-    return _plan(job, int(budget), int(host))
+    return _plan(job, int(budget), int(host), offload_states == "auto")
 
 
-def _plan(job: Job, budget: int, host: int) -> MemoryPlan:
-    search = Search(job, host)
+def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
+    search = Search(job, host, offload_states=offload_states)
     chosen = search.fastest(budget)
     if chosen is None:
-        raise _refusal(search, search.least(), budget)
-    phases = tuple(search.memory.phases(chosen.groups))
+        raise _refusal(search, search.least(), budget, offload_states)
+    phases = tuple(search.memory.phases(chosen.groups, chosen.states, late=chosen.late))
     return MemoryPlan(
         policies=chosen.policies,
         peak_bytes=chosen.peak,
         seconds=chosen.seconds,
         tokens_per_second=job.tokens / chosen.seconds,
-        phase=search.memory.peak(chosen.groups),
+        phase=search.memory.peak(chosen.groups, chosen.states, late=chosen.late),
         phases=phases,
         host_bytes=chosen.host,
         budget_bytes=budget,
@@ -136,19 +142,19 @@ def _plan(job: Job, budget: int, host: int) -> MemoryPlan:
         ladder=tuple(
             rung_of(job, policy, checkpoint_bytes(job, policy), search.times.of(policy)) for policy in search.ladder
         ),
-        longest_sequence=longest_sequence(job, budget, host),
-        largest_batch=largest_batch(job, budget, host),
+        longest_sequence=longest_sequence(job, budget, host, offload_states=offload_states),
+        largest_batch=largest_batch(job, budget, host, offload_states=offload_states),
         job=job,
         chosen=chosen,
-        notes=_notes(job, budget, chosen.peak),
+        notes=_notes(job, budget, chosen),
     )
 
 
-def _refusal(search: Search, least: Candidate, budget: int) -> ArgumentValueError:
+def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool) -> ArgumentValueError:
     """Return the error that says by how much nothing fits, and what would help."""
     job, memory = search.job, search.memory
     states = memory.weights + memory.all_gradients + memory.states
-    phase = memory.peak(least.groups)
+    phase = memory.peak(least.groups, least.states, late=least.late)
     helps = []
     if states > budget:
         helps.append(
@@ -156,15 +162,15 @@ def _refusal(search: Search, least: Candidate, budget: int) -> ArgumentValueErro
             f" ({', '.join(name for name in OPTIMIZERS if name != job.optimizer)}), or more GPUs"
         )
     else:
-        sequence = longest_sequence(job, budget, search.host_bytes)
-        batch = largest_batch(job, budget, search.host_bytes)
+        sequence = longest_sequence(job, budget, search.host_bytes, offload_states=offload_states)
+        batch = largest_batch(job, budget, search.host_bytes, offload_states=offload_states)
         if batch:
             helps.append(f"batch_size={batch} fits")
         if sequence:
             helps.append(f"seq_len={sequence} fits")
-    roomy = Search(job, 2**60).least()
+    roomy = Search(job, 2**60, offload_states=offload_states).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
-        helps.append(f"host_gib={math.ceil(gib(roomy.host))} would do, with layers offloaded")
+        helps.append(f"host_gib={math.ceil(gib(roomy.host))} would do, with {roomy}")
     lacking = gib(least.peak - budget)
     expected = f"at least {gib(least.peak):.2f} for {job.batch_size} x {job.seq_len} tokens ({least}; peak in {phase})"
     got = f"{gib(budget):.2f}, {lacking:.2f} GiB too little"
@@ -173,8 +179,8 @@ def _refusal(search: Search, least: Candidate, budget: int) -> ArgumentValueErro
     )
 
 
-def _notes(job: Job, budget: int, peak: int) -> tuple[str, ...]:
-    shape = job.shape
+def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
+    shape, peak = job.shape, chosen.peak
     found = [f"head: {str(job.head_plan).splitlines()[0]}"]
     if not job.gpu.measured:
         found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
@@ -182,8 +188,10 @@ def _notes(job: Job, budget: int, peak: int) -> tuple[str, ...]:
         found.append(f"{job.adapters:,} numbers of adapters are trained: what they keep and compute is left out")
     if budget > job.gpu.memory_bytes:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
-    if CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes:
-        found.append("close to the GPU's size: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against gaps")
+    close = CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes
+    if close or chosen.states:
+        why = "close to the GPU's size" if close else "states leave and come back in each step"
+        found.append(f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against gaps")
     if 0 < shape.positions < job.seq_len:
         found.append(
             f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"

@@ -8,7 +8,7 @@ what the products read and write: the same, but 2 under autocast. Layers are tho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.memory.offload import ON_DEVICE
+from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back
 from lowtide.memory.planner_gpus import Gpu
 from lowtide.memory.planner_shapes import ModelShape
 from lowtide.memory.policy import ActivationPolicy
@@ -134,6 +135,8 @@ class Phase:
         head: Bytes of the output layer's scratch, and of the gradients that it holds.
         transients: Bytes that live within the phase alone.
         other: Workspaces, position embeddings, token ids.
+        away: Share of the offloaded optimizer states that is on the host then.
+        away_late: The same where they come back only behind backward.
     """
 
     name: str
@@ -145,6 +148,8 @@ class Phase:
     head: int
     transients: int
     other: int
+    away: float = 0.0
+    away_late: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -308,9 +313,15 @@ class Memory:
         self.mlp_gradients = mlp if shape.experts else mlp // 3 + 2 * max(0, mlp // 3 - product)
         self._of: dict[tuple[ActivationPolicy, bool], _LayerBytes] = {}
 
-    def peak(self, groups: Groups) -> Phase:
+    def peak(self, groups: Groups, states: int = 0, *, late: bool = False) -> Phase:
         """Return the phase that holds the most."""
-        return max(self.phases(groups), key=lambda phase: phase.bytes)
+        return max(self.phases(groups, states, late=late), key=lambda phase: phase.bytes)
+
+    def peaks(self, groups: Groups, amounts: Sequence[int]) -> dict[bool, list[int]]:
+        """Return the bytes of that phase for several amounts of offloaded states: by whether they come back late."""
+        found = [(phase.bytes, phase.away, phase.away_late) for phase in self._phases(groups)]
+        early = [max(held - int(amount * away) for held, away, _ in found) for amount in amounts]
+        return {False: early, True: [max(held - int(n * late) for held, _, late in found) for n in amounts]}
 
     def of(self, policy: ActivationPolicy, *, moves: bool = False) -> _LayerBytes:
         """Return the bytes of one layer, whose checkpoint goes to the host where it ``moves``."""
@@ -327,8 +338,21 @@ class Memory:
         """Return the bytes that layers keep in host memory."""
         return sum(n * self.of(policy, moves=moves).on_host for policy, n, moves in placed(groups))
 
-    def phases(self, groups: Groups) -> list[Phase]:
-        """Return the phases that can hold the most: in a run of equal layers that is its first or its last."""
+    def states_on_host(self, states: int) -> int:
+        """Return the host memory that so many bytes of optimizer states take."""
+        return states + (states // BLOCK_BYTES + 2) * PAGES
+
+    def phases(self, groups: Groups, states: int = 0, *, late: bool = False) -> list[Phase]:
+        """Return the phases that can hold the most: in a run of equal layers that is its first or its last.
+
+        With ``states`` bytes of optimizer states offloaded, also the layers from which on they leave, and by which they
+        are back; in between the bytes are a linear function of the layer. ``late`` ones come back behind backward.
+        """
+        found = self._phases(groups)
+        away = [int(states * (phase.away_late if late else phase.away)) for phase in found]
+        return [replace(phase, optimizer=phase.optimizer - n) for phase, n in zip(found, away, strict=True)]
+
+    def _phases(self, groups: Groups) -> list[Phase]:
         head = self.job.head_plan
         kept = self.kept(groups) + 2 * self.stream  # and the final norm's input and output
         held = self.stream + self.vocab_gradients  # gradients that the head holds until its backward
@@ -341,36 +365,49 @@ class Memory:
         else:
             held += head.scratch_bytes
         held += head.cast_bytes
-        found.append(self._phase("head", -1, 0, kept, held))
+        found.append(self._phase("head", -1, 0, kept, held, away=1.0, away_late=1.0))
         # its kernel adds up the rows of each token in float32 first
         beside = self.stream + 4 * self.job.tokens * self.job.shape.hidden + self.waiting
         beside += self.vocab_gradients if new else 0
-        found.append(self._phase("embedding", -1, self.all_gradients, 0, 0, beside))
+        found.append(self._phase("embedding", -1, self.all_gradients, 0, 0, beside, away_late=1.0))
         temporary = self.kind.temporary * self.all_gradients
         found.append(self._phase("optimizer", -1, self.all_gradients, 0, 0, temporary))
         return found
 
     def _layers(self, groups: Groups) -> list[Phase]:
         layers = self.job.shape.layers
+        turns = (1, layers_to_leave(layers) - 1)
         found, first, upto, leaving = [], 0, 0, 0
         for policy, n, moves in placed(groups):
             one = self.of(policy, moves=moves)
-            for layer in sorted({first, first + n - 1}):
+            last = first + n - 1
+            for layer in sorted({first, last, *(min(max(first, at), last) for at in turns)}):
                 kept = upto + (layer + 1 - first) * one.on_gpu
                 # On their way: the checkpoint of the layer before, fetched ahead; in forward its own as well.
                 before = leaving if layer == first else one.on_host
                 away = one.on_host + before
-                found.append(self._phase("forward", layer, 0, kept + away, 0, one.forward))
+                left = share_away(layer, layers)
+                found.append(self._phase("forward", layer, 0, kept + away, 0, one.forward, left, left))
                 done = (layers - 1 - layer) * self.layer_gradients + self.vocab_gradients + self.mlp_gradients
                 new = self.mlp_gradients + self.waiting if self.job.keep_gradients else 0
-                found.append(self._phase("backward", layer, done, kept + one.again + before, 0, one.backward + new))
+                left = 1 - share_back(layers - 1 - layer, layers)
+                held = kept + one.again + before
+                found.append(self._phase("backward", layer, done, held, 0, one.backward + new, left, 1.0))
             leaving = one.on_host
             upto += n * one.on_gpu
             first += n
         return found
 
     def _phase(
-        self, name: str, layer: int, gradients: int, activations: int, head: int = 0, transients: int = 0
+        self,
+        name: str,
+        layer: int,
+        gradients: int,
+        activations: int,
+        head: int = 0,
+        transients: int = 0,
+        away: float = 0.0,
+        away_late: float = 0.0,
     ) -> Phase:
         if self.job.keep_gradients:
             gradients = self.all_gradients
@@ -384,6 +421,8 @@ class Memory:
             head=head,
             transients=transients,
             other=self.other,
+            away=away,
+            away_late=away_late,
         )
 
 

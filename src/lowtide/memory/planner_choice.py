@@ -1,7 +1,8 @@
 """Which layer keeps what: all mixtures of up to three policies, the fastest that fits, and the front of the others.
 
 Layers are alike, so a mixture is a number of layers for each policy. Those that keep less come first: backward reaches
-them last, when what the others kept is free again, and offloaded ones have the longest time to travel.
+them last, when what the others kept is free again, and offloaded ones have the longest time to travel. Each is tried
+with a few amounts of optimizer states offloaded as well, of those that travel without holding the layers up.
 """
 
 from __future__ import annotations
@@ -11,25 +12,35 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
+from lowtide.measure import gib
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner_bytes import Job, Memory
 from lowtide.memory.planner_times import Times
 from lowtide.memory.policy import ActivationPolicy
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
+EIGHTHS = 8  # of the optimizer states: the amounts that are tried
 STEP = 256  # tokens: the longest sequence is a multiple of it
+
+ROUND = 2**30 // 16  # bytes: the amounts between none and all are whole sixteenths of a GiB
 
 Mixture = tuple[tuple[ActivationPolicy, int], ...]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mixture of policies: ``peak`` bytes on the GPU, ``host`` bytes in pinned memory, ``seconds`` a step."""
+    """A mixture of policies: ``peak`` bytes on the GPU, ``host`` bytes in pinned memory, ``seconds`` a step.
+
+    ``states`` are the bytes of optimizer states that are offloaded, ``host`` has them too; ``late`` says that they come
+    back only behind backward.
+    """
 
     groups: Mixture
     peak: int
     host: int
     seconds: float
+    states: int = 0
+    late: bool = False
 
     @property
     def policies(self) -> tuple[ActivationPolicy, ...]:
@@ -37,7 +48,9 @@ class Candidate:
         return tuple(policy for policy, n in self.groups for _ in range(n))
 
     def __str__(self) -> str:
-        return ", ".join(f"{n} x {name_of(policy)}" for policy, n in self.groups)
+        late = " until behind backward" if self.late else ""
+        states = f", {gib(self.states):.2f} GiB of states offloaded{late}" if self.states else ""
+        return ", ".join(f"{n} x {name_of(policy)}" for policy, n in self.groups) + states
 
 
 def name_of(policy: ActivationPolicy) -> str:
@@ -59,18 +72,44 @@ def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
 
 
 class Search:
-    """All that is known of one job's mixtures, for a budget of pinned host memory in bytes."""
+    """All that is known of one job's mixtures, for a budget of pinned host memory in bytes.
 
-    def __init__(self, job: Job, host_bytes: int) -> None:
+    Args:
+        job: The step.
+        host_bytes: The budget.
+        offload_states: Whether optimizer states may be offloaded.
+    """
+
+    def __init__(self, job: Job, host_bytes: int, *, offload_states: bool = True) -> None:
         self.job, self.host_bytes = job, host_bytes
         self.memory, self.times = Memory(job), Times(job)
         self.ladder = ladder(job, offload=host_bytes > 0)
+        states = self.memory.states if offload_states and host_bytes else 0
+        # The states of experts are so large that an amount between none and all may not be had.
+        tried = {states * i // EIGHTHS for i in range(1, EIGHTHS if not job.shape.experts else 1)}
+        rounded = {amount // ROUND * ROUND for amount in tried} | {states}  # that a line of Python can say
+        self._amounts = sorted(rounded - {0})
 
     def candidate(self, groups: Sequence[tuple[ActivationPolicy, int]]) -> Candidate:
-        """Return a mixture with its numbers."""
+        """Return a mixture with its numbers, all optimizer states on the GPU."""
         groups = tuple((policy, n) for policy, n in groups if n)
         memory = self.memory
         return Candidate(groups, memory.peak(groups).bytes, memory.host(groups), self.times.step(groups))
+
+    def with_states(self, one: Candidate) -> list[Candidate]:
+        """Return a mixture, and the same with optimizer states offloaded, as far as that lowers its peak."""
+        found, room = [one], self.host_bytes - one.host
+        most = self.times.travels(one.groups) if self._amounts else 0
+        hosts = {n: self.memory.states_on_host(n) for n in self._amounts if n <= most}
+        amounts = [n for n, host in hosts.items() if host <= room]
+        for late, peaks in self.memory.peaks(one.groups, amounts).items() if amounts else ():
+            least = one.peak
+            for states, peak in zip(amounts, peaks, strict=True):
+                if peak < least:
+                    seconds = one.seconds + self.times.on_the_way(states, late=late)
+                    found.append(Candidate(one.groups, peak, one.host + hosts[states], seconds, states, late))
+                least = min(least, peak)
+        return found
 
     @cached_property
     def candidates(self) -> list[Candidate]:
@@ -90,7 +129,8 @@ class Search:
             for i in range(step, layers, step)
             for j in range(step, layers - i, step)
         ]
-        return pairs + [one for one in triples if self._counts(one)]
+        mixtures = pairs + [one for one in triples if self._counts(one)]
+        return [each for one in mixtures for each in self.with_states(one)]
 
     def _counts(self, one: Candidate) -> bool:
         """Return whether the host has room for a mixture, and offloading moves anything."""
@@ -114,20 +154,24 @@ class Search:
         """Return the mixture of the lowest peak, among one policy for all layers and as many offloaded as fit.
 
         No other mixture is lower: the head meets what all layers keep, and each backward what its own layer recomputes.
+        Host memory goes to layers first, or to an amount of optimizer states.
         """
-        return min(filter(self._counts, self._lean()), key=lambda one: (one.peak, one.seconds))
+        every = (each for one in filter(self._counts, self._lean()) for each in self.with_states(one))
+        return min(every, key=lambda one: (one.peak, one.seconds))
 
     def _lean(self) -> Iterator[Candidate]:
         layers = self.job.shape.layers
+        left = [self.host_bytes, *(self.host_bytes - self.memory.states_on_host(n) for n in self._amounts)]
         for policy in self.ladder:
             each = self.memory.of(policy, moves=policy.offload).on_host
-            room = layers if not each else min(layers, self.host_bytes // each + ON_DEVICE)
-            if room == layers:
-                yield self.candidate([(policy, layers)])
-            else:
-                for other in self.ladder:
-                    if not other.offload:
-                        yield self.candidate([(policy, room), (other, layers - room)])
+            rooms = {layers if not each else min(layers, host // each + ON_DEVICE) for host in left if host >= 0}
+            for room in rooms:
+                if room == layers:
+                    yield self.candidate([(policy, layers)])
+                else:
+                    for other in self.ladder:
+                        if not other.offload:
+                            yield self.candidate([(policy, room), (other, layers - room)])
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -154,22 +198,22 @@ def _used(candidates: Sequence[Candidate]) -> set[ActivationPolicy]:
     return found
 
 
-def longest_sequence(job: Job, budget_bytes: int, host_bytes: int) -> int:
+def longest_sequence(job: Job, budget_bytes: int, host_bytes: int, *, offload_states: bool = True) -> int:
     """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0 where none does."""
 
     def fits(steps: int) -> bool:
-        return _fits(replace(job, seq_len=steps * STEP), budget_bytes, host_bytes)
+        return _fits(replace(job, seq_len=steps * STEP), budget_bytes, host_bytes, offload_states)
 
     return largest(fits) * STEP
 
 
-def largest_batch(job: Job, budget_bytes: int, host_bytes: int) -> int:
+def largest_batch(job: Job, budget_bytes: int, host_bytes: int, *, offload_states: bool = True) -> int:
     """Return the largest batch that fits at the job's sequence length; 0 where none does."""
-    return largest(lambda n: _fits(replace(job, batch_size=n), budget_bytes, host_bytes))
+    return largest(lambda n: _fits(replace(job, batch_size=n), budget_bytes, host_bytes, offload_states))
 
 
-def _fits(job: Job, budget_bytes: int, host_bytes: int) -> bool:
-    return Search(job, host_bytes).least().peak <= budget_bytes
+def _fits(job: Job, budget_bytes: int, host_bytes: int, offload_states: bool) -> bool:
+    return Search(job, host_bytes, offload_states=offload_states).least().peak <= budget_bytes
 
 
 def largest(fits: Callable[[int], bool]) -> int:

@@ -58,7 +58,7 @@ class MemoryPlan:
         tokens_per_second: Of training.
         phase: When the peak is reached, and by what.
         phases: The moments that were compared.
-        host_bytes: Pinned host memory that offloaded layers take.
+        host_bytes: Pinned host memory that offloaded layers and optimizer states take.
         budget_bytes: What was to spend on the GPU.
         host_budget_bytes: What was to spend on the host.
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
@@ -66,7 +66,7 @@ class MemoryPlan:
         longest_sequence: The longest that fits in the budget at this batch size, in steps of 256 tokens.
         largest_batch: The largest that fits at this sequence length.
         job: What was planned: the model's shape, the GPU, dtype and optimizer.
-        chosen: The mixture behind ``policies``.
+        chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded.
         notes: What the figures assume.
     """
 
@@ -88,22 +88,33 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
     def lines(self) -> str:
-        """Return the lines of Python that put the plan to work on ``model``."""
+        """Return the lines of Python that put the plan to work on ``model``, and on ``optimizer`` where states move."""
         names = {policy: f"p{i}" for i, (policy, _) in enumerate(self.chosen.groups)}
         policies = [f"{name} = {_constructor(policy)}" for policy, name in names.items()]
         layers = " + ".join(f"[{names[policy]}] * {n}" for policy, n in self.chosen.groups)
-        host = f", host_gib={gib(self.host_budget_bytes):g}" if self.host_bytes else ""
+        states = self.chosen.states
+        layers_move = any(policy.offload for policy in self.policies)
+        host = f", host_gib={gib(self.host_budget_bytes):g}" if layers_move else ""
+        amount = "" if self.states_gib is None else f", gib={self.states_gib:g}"
+        late = ", late=True" if self.chosen.late else ""
+        offload = [f"offload_optimizer(optimizer, model{amount}{late})"] if states else []
         return "\n".join(
             [
                 "import lowtide",
-                "from lowtide.memory import ActivationPolicy, apply_policy",
+                f"from lowtide.memory import ActivationPolicy, apply_policy{', offload_optimizer' if states else ''}",
                 "",
                 "model.config.use_cache = False",
                 f"lowtide.patch(model{_options(self.job)})",
                 *policies,
                 f"apply_policy(model, {layers}{host})",
+                *offload,
             ]
         )
+
+    @property
+    def states_gib(self) -> float | None:
+        """The optimizer states to offload as `lowtide.memory.offload_optimizer` takes them: in GiB, None for all."""
+        return None if self.chosen.states == self.phases[-1].optimizer else gib(self.chosen.states)
 
     def chart(self) -> str:
         """Return the front as a picture in characters: time a step against peak memory."""
@@ -281,4 +292,6 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "peak_gib": gib(one.peak),
         "host_gib": gib(one.host),
         "seconds": one.seconds,
+        "states_gib": gib(one.states),
+        "late": one.late,
     }

@@ -6,10 +6,12 @@ half that is masked.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from lowtide.memory.optimizer_blocks import share_back, share_out
 from lowtide.memory.planner_bytes import OPTIMIZERS, Groups, Job, checkpoint_bytes, level_of, placed
 from lowtide.memory.planner_gpus import HALF_LENGTH, HALF_RATE
 from lowtide.memory.policy import ActivationPolicy
@@ -17,7 +19,10 @@ from lowtide.memory.policy import ActivationPolicy
 HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three products: benchmarks/results, lowtide bench head
 BACKWARD_ATTENTION = 2.5  # products of attention's backward for each of its forward's
 THIN_AGAIN = 0.6  # of what forward's other operations read and write: not the MLP's product, nor the last addition
-BESIDE = 0.12  # share of a transfer's time that it takes from the products it runs beside
+# Share of a transfer's time that it takes from the products it runs beside: 6 of 139 ms, and 3 of 68, in
+# benchmarks/results, 2026-11-21-policy-32768-h100.
+BESIDE = 0.05
+ON_TIME = 0.9  # share of the layers' time in which optimizer states are to have travelled
 # What the host takes to launch a layer's forward, backward and recompute, in seconds: below this no GPU is faster.
 # Fitted to short sequences on one host (benchmarks/results, 2026-11-21-plan-h100-short): others differ by tens of
 # percent. A layer that keeps attention looks at every operator; norms on the heads add kernels, either way.
@@ -179,6 +184,24 @@ class Times:
         if policy not in self._layers:
             self._layers[policy] = layer_time(self.job, policy)
         return self._layers[policy]
+
+    def travels(self, groups: Groups) -> int:
+        """Return the bytes of optimizer states that leave within forward, and come back within backward.
+
+        As many travel beside each layer: beside the one that has the least time left by its own checkpoint's copy.
+        """
+        out = back = math.inf
+        for policy, _, moves in placed(groups):
+            one = self.of(policy)
+            transfer = one.transfer if moves else 0.0
+            out, back = min(out, one.forward - transfer), min(back, one.backward - transfer)
+        layers = self.job.shape.layers
+        seconds = min(out / share_out(0, layers), back / share_back(1, layers))
+        return int(max(0.0, seconds) * ON_TIME * self.job.gpu.pcie)
+
+    def on_the_way(self, states: int, *, late: bool = False) -> float:
+        """Return the seconds that so many bytes of states add, no more than `travels`; late: beside nothing."""
+        return (BESIDE + (1 if late else BESIDE)) * states / self.job.gpu.pcie
 
     def step(self, groups: Groups) -> float:
         """Return the seconds of a step.

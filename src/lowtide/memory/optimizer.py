@@ -1,0 +1,403 @@
+"""`offload_optimizer`: an optimizer's states in host memory while nobody needs them.
+
+They lie idle from one step to the next, also at the end of forward, where a step's memory has its peak. They leave the
+GPU during forward, a part with each layer, and come back during backward, when the layers' activations go; the step
+finds them where they were. All of it hangs on hooks: the optimizer keeps its class, its arithmetic and its checkpoints,
+and where a hook does not run the states are merely on the GPU for longer.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.measure.units import gib as in_gib
+from lowtide.memory import offload
+from lowtide.memory import optimizer_blocks as blocks
+from lowtide.memory.apply import host_bytes
+from lowtide.memory.optimizer_blocks import Block, Slot
+from lowtide.memory.pinned import HostPool
+from lowtide.memory.stack import find_stack
+
+_HANDLE = "_lowtide_offload"
+_GET_STATE = "__getstate__"
+_HOST_HINT = "Offload less of the states (gib), or raise the budget."
+
+
+def offload_optimizer(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    gib: float | None = None,
+    host_gib: float | None = None,
+    backwards_per_step: int = 1,
+    late: bool = False,
+) -> OptimizerOffload:
+    """Keep an optimizer's states in pinned host memory from the first layers' forward until backward has been there.
+
+    With each decoder layer's forward a part of the states is copied to the host on a side stream; a few layers later
+    the GPU's memory is free. In backward a part is fetched with each layer that is done. The step itself runs on the
+    GPU, on tensors of the same values: results are the same to the bit. It costs host memory, and time only where the
+    copies take longer than the layers beside them: at 55 GB/s 20 ms for a GiB, either way.
+
+    Any optimizer of PyTorch's class whose states are tensors, with ``foreach``, ``fused`` or ``capturable`` as it
+    likes, several of them, closures (inside a step states stay), gradient scalers that leave steps out. States of up to
+    64 KiB stay where they are. ``state_dict()`` waits for copies under way and may be called at any time; it has host
+    tensors for what is on the host. Who reads ``optimizer.state`` itself calls the handle's ``bring_back`` first.
+    Copies and pickles of the optimizer have all states on the GPU, and no offloading. Calling again replaces what was
+    set before.
+
+    Args:
+        optimizer: Whose states.
+        model: The model that it trains: its decoder layers, found as by `lowtide.memory.apply_policy`, say when.
+        gib: The most that leaves the GPU, in GiB: what the layers' forward has time for
+            (`lowtide.memory.plan_memory` tells). None: all.
+        host_gib: The most pinned host memory that this may take, in GiB. None: whatever the host has free.
+        backwards_per_step: Backward passes of a step: the states come back in the last one.
+        late: Whether they come back only behind backward, so that the step waits for the copies: for sequences so long
+            that a layer's backward leaves no room beside it.
+
+    Returns:
+        The `OptimizerOffload`: ``remove()`` undoes it.
+
+    Raises:
+        ArgumentTypeError: An argument of another type.
+        ArgumentValueError: No list of layers in the model, or a number out of range.
+        UnsupportedError: No parameter is on a CUDA device, or one is a DTensor. When there are states, at the end of
+            the first step: the host memory does not suffice, one is of a class of its own, or there are none. At a
+            forward or a step that a CUDA graph captures.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        >>> handle = lowtide.memory.offload_optimizer(optimizer, model, gib=4)
+        >>> handle.remove()
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has no hooks of its own
+    if not isinstance(inner, Optimizer):
+        raise ArgumentTypeError(message("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__))
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
+    _check_gib(gib)
+    if isinstance(backwards_per_step, bool) or not isinstance(backwards_per_step, int):
+        raise ArgumentTypeError(message("backwards_per_step", "a whole number", f"{backwards_per_step!r}"))
+    if not isinstance(late, bool):
+        raise ArgumentTypeError(message("late", "a bool", f"{late!r}"))
+    if backwards_per_step < 1:
+        raise ArgumentValueError(message("backwards_per_step", "at least 1", f"{backwards_per_step}"))
+    _check_parameters(inner)
+    layers = list(find_stack(model).layers.values())
+    former: OptimizerOffload | None = vars(inner).get(_HANDLE)
+    if former is not None:
+        former.remove()
+    limit = math.inf if gib is None else gib * 2**30
+    host = None if host_gib is None else host_bytes(host_gib)
+    return OptimizerOffload(inner, layers, limit, host, 0 if late else backwards_per_step)
+
+
+class OptimizerOffload:
+    """What `offload_optimizer` set up. It lives as long as the optimizer, and its host memory as long as it.
+
+    Args:
+        optimizer: Whose states.
+        layers: The layers, in the order of forward.
+        limit: The most bytes that leave.
+        host_limit: The most bytes of host memory, None: what is free.
+        backwards: Backward passes of a step, in the last of which states come back; 0: behind all of them.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, layers: Sequence[nn.Module], limit: float, host_limit: int | None, backwards: int
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._layers, self._limit, self._host_limit, self._backwards = layers, limit, host_limit, backwards
+        self._blocks: list[Block] = []
+        self._signature: list[Any] = []
+        self._count = 0  # of all that the optimizer has as states
+        self._sides: dict[torch.device, offload.Side | None] = {}
+        self._pool: HostPool | None = None
+        self._counts: Counter[int] = Counter()  # backward passes since the last step, by parameter
+        self._stepping = False
+        self._lock = threading.RLock()  # backward's hooks run in its threads, one for each device
+        self._hooks: list[RemovableHandle] = []
+        self._gradient_hooks: list[RemovableHandle] = []
+        for each in (self._hooks, self._gradient_hooks):
+            weakref.finalize(self, _remove, each).atexit = False
+        self._look(optimizer)
+        for k, layer in enumerate(layers):
+            self._hooks.append(layer.register_forward_pre_hook(_Hook(self._forward, k), prepend=True))
+        self._hooks += [
+            layers[-1].register_forward_hook(_Hook(self._forward, len(layers))),
+            optimizer.register_step_pre_hook(_Hook(self._before_step)),
+            optimizer.register_step_post_hook(_Hook(self._after_step)),
+            optimizer.register_state_dict_pre_hook(_Hook(self._finish)),
+            optimizer.register_load_state_dict_post_hook(_Hook(self._loaded)),
+        ]
+        vars(optimizer)[_HANDLE] = self
+        vars(optimizer)[_GET_STATE] = _GetState(self, optimizer)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The bytes of states that leave the GPU in each step; 0 until the first step has made them."""
+        return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that is pinned for them."""
+        return self._pool.nbytes if self._pool is not None else 0
+
+    def bring_back(self) -> None:
+        """Give the optimizer all its states on the GPU, until the next forward."""
+        with self._lock:
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                for block in self._blocks:
+                    block.end_back(optimizer.state)
+
+    def remove(self) -> None:
+        """Leave the optimizer as it came, its states on the GPU, and give the host memory back; twice does no harm."""
+        with self._lock:
+            self.bring_back()
+            self._clear()
+            for each in (self._hooks, self._gradient_hooks):
+                _remove(each)
+            optimizer = self._optimizer()
+            if optimizer is not None and vars(optimizer).get(_HANDLE) is self:
+                del vars(optimizer)[_HANDLE], vars(optimizer)[_GET_STATE]
+
+    def __str__(self) -> str:
+        bytes_, host = in_gib(self.offloaded_bytes), in_gib(self.host_bytes)
+        return f"{bytes_:.2f} GiB of optimizer states in {len(self._blocks)} blocks, {host:.2f} GiB of host memory"
+
+    def _clear(self) -> None:
+        """Lay nothing out any more."""
+        for block in self._blocks:
+            block.forget()
+        self._blocks, self._signature = [], []  # their memory goes to the system with the pool
+        self._pool = None
+
+    def _forward(self, layer: int) -> None:
+        """Let go of what is copied and begin to copy what is due, when a layer begins or the last one has ended."""
+        if not self._blocks or self._stepping or torch._C._current_graph_task_id() != -1:
+            return  # a closure's forward, or one that backward repeats
+        _refuse_capture()
+        with self._lock:
+            optimizer, layers, total = self._optimizer(), len(self._layers), self.offloaded_bytes
+            if optimizer is None:
+                return
+            due = total * blocks.share_out(layer, layers) if layer < layers else 0
+            lag, gone = blocks.layers_to_leave(layers), 0
+            for block in self._blocks:
+                if block.where == "coming":
+                    block.drop()
+                elif block.where == "leaving" and (layer == layers or layer >= block.point + lag):
+                    block.end_out(optimizer.state)
+                elif block.where == "device" and gone < due:
+                    block.begin_out(optimizer.state, layer)
+                gone += block.nbytes
+
+    def _accumulated(self, param: int, layer: int, layers: int) -> None:
+        """Fetch what is due when backward has reached a layer, the ``layer``-th of those that train."""
+        with self._lock:
+            self._counts[param] += 1
+            if self._counts[param] % self._backwards or self._stepping:
+                return
+            due = self.offloaded_bytes * blocks.share_back(layers - 1 - layer, layers)
+            back = 0
+            for block in self._blocks:
+                back += block.nbytes
+                if back > due:
+                    break
+                if block.where == "host":
+                    block.begin_back()
+
+    def _before_step(self) -> None:
+        _refuse_capture()
+        self.bring_back()
+        self._stepping = True
+
+    def _after_step(self) -> None:
+        with self._lock:
+            self._stepping = False
+            self._counts.clear()
+            optimizer = self._optimizer()
+            if optimizer is None:
+                return
+            self._look(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if not self._signature and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
+                expected = f"states of more than {blocks.MIN_BYTES // 1024} KiB on the GPU after a step"
+                hint = "SGD without momentum keeps none: there is nothing to offload."
+                raise UnsupportedError(message("optimizer", expected, "none", hint))
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Lay the states out in blocks, unless they are those of before."""
+        count, own = sum(map(len, optimizer.state.values())), [slot for block in self._blocks for slot in block.slots]
+        if own and count == self._count and all(slot.is_here(optimizer.state) for slot in own):
+            return  # as after nearly every step
+        self._count = count
+        slots = self._slots(optimizer)
+        signature = [slot.signature for slot in slots]
+        if signature != self._signature:
+            self._lay_out(slots)
+            self._signature = signature
+
+    def _finish(self) -> None:
+        with self._lock:
+            for block in self._blocks:
+                block.finish()
+
+    def _loaded(self) -> None:
+        """Other states were loaded: they are on the GPU, in tensors of their own."""
+        with self._lock:
+            for block in self._blocks:
+                block.forget()
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                self._look(optimizer)
+
+    def _slots(self, optimizer: Optimizer) -> list[Slot]:
+        """Return the states that may leave.
+
+        Raises:
+            UnsupportedError: One is of a class of its own.
+        """
+        found: list[Slot] = []
+        seen: Counter[int] = Counter()
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            for key, value in optimizer.state.get(param, {}).items():
+                if not isinstance(value, Tensor) or _nbytes(value) <= blocks.MIN_BYTES:
+                    continue
+                if value.device != param.device or self._side(value.device) is None:
+                    continue
+                if type(value) is not Tensor or value.layout != torch.strided:
+                    got = f"{key!r} as a {type(value).__name__} ({value.layout})"
+                    raise UnsupportedError(message("optimizer", "plain dense tensors as states", got))
+                if offload.is_dense(value):
+                    found.append(Slot(param, key, value))
+                    seen[value.data_ptr()] += 1
+        return [slot for slot in found if seen[optimizer.state[slot.param][slot.key].data_ptr()] == 1]
+
+    def _lay_out(self, slots: list[Slot]) -> None:
+        """Put states into blocks, each with host memory of its own.
+
+        Raises:
+            UnsupportedError: There is not enough of it.
+        """
+        self._clear()
+        groups = blocks.in_blocks(blocks.chosen(slots, self._limit))
+        if not groups:
+            return
+        sides = [side for group in groups if (side := self._side(group[0].device)) is not None]
+        pool = HostPool(self._host_limit, sides[0].pin, sides[0].unpin, _HOST_HINT)
+        pool.check(sum(map(blocks.flat_bytes, groups)), "the optimizer's states")
+        self._blocks = [
+            Block(group, pool.take(i, blocks.flat_bytes(group)), side)
+            for i, (group, side) in enumerate(zip(groups, sides, strict=True))
+        ]
+        self._pool = pool
+        self._watch_backward()
+
+    def _watch_backward(self) -> None:
+        """Hang hooks on the gradients of the layers that train."""
+        _remove(self._gradient_hooks)
+        if not self._backwards:
+            return
+        trained = [[p for p in layer.parameters() if p.requires_grad and p.is_leaf] for layer in self._layers]
+        trained = [parameters for parameters in trained if parameters]
+        for i, parameters in enumerate(trained):
+            for param in parameters:
+                hook = _Hook(self._accumulated, id(param), i, len(trained))
+                self._gradient_hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _side(self, device: torch.device) -> offload.Side | None:
+        if device not in self._sides:
+            try:
+                self._sides[device] = offload.side_for(device)
+            except UnsupportedError:  # parameters on the CPU: their states are where they belong
+                self._sides[device] = None
+        return self._sides[device]
+
+
+class _Hook:
+    """Calls a method for as long as its object lives. Copies and pickles of what it hangs on have one that does not."""
+
+    def __init__(self, method: Callable[..., None] | None = None, *given: int) -> None:
+        self._method = weakref.WeakMethod(method) if method is not None else None
+        self._given = given
+
+    @_disable_dynamo
+    def __call__(self, *_: Any) -> None:
+        method = self._method() if self._method is not None else None
+        if method is not None:
+            method(*self._given)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+class _GetState:
+    """``__getstate__`` of an optimizer: what `copy.deepcopy` and pickle take, with all states on the GPU."""
+
+    def __init__(self, handle: OptimizerOffload, optimizer: Optimizer) -> None:
+        self._handle, self._optimizer = weakref.ref(handle), weakref.ref(optimizer)
+
+    def __call__(self) -> Any:
+        handle, optimizer = self._handle(), self._optimizer()
+        assert optimizer is not None  # whose attribute this is
+        if handle is not None:
+            handle.bring_back()
+        return type(optimizer).__getstate__(optimizer)
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        hint = "Call remove() before the capture, or leave CUDA graphs out."
+        got = "a capture, whose replays would not find the states"
+        raise UnsupportedError(message("offload_optimizer", "a training step outside of CUDA graphs", got, hint))
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _check_gib(gib: object) -> None:
+    if gib is None:
+        return
+    if isinstance(gib, bool) or not isinstance(gib, int | float):
+        raise ArgumentTypeError(message("gib", "a number of GiB or None", type(gib).__name__))
+    if not 0 < gib < math.inf:
+        raise ArgumentValueError(message("gib", "a finite number of GiB above 0", f"{gib}", "None is all."))
+
+
+def _check_parameters(optimizer: Optimizer) -> None:
+    """Raise unless there are parameters to offload the states of."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(cls.__name__ == "DTensor" for p in parameters for cls in type(p).__mro__):
+        hint = "FSDP2 offloads states by itself: fully_shard(..., offload_policy=CPUOffloadPolicy())."
+        raise UnsupportedError(message("optimizer", "parameters that are whole on this GPU", "DTensors", hint))
+    why = "no parameter"
+    for device in dict.fromkeys(p.device for p in parameters):
+        try:
+            offload.side_for(device)
+        except UnsupportedError:
+            why = f"all on {device}"
+        else:
+            return
+    hint = "Move the model to the GPU first; on a CPU there is nothing to offload from."
+    raise UnsupportedError(message("optimizer", "parameters on a CUDA device", why, hint))

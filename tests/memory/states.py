@@ -1,0 +1,76 @@
+"""What the tests of offloaded optimizer states share: optimizers, and a model that trains beside its twin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowtide.memory import offload_optimizer
+from memory.models import VOCAB, Plain
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "adam-loop": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "adamw-8bit": lambda p: pytest.importorskip("bitsandbytes").optim.AdamW8bit(p, lr=1e-2, min_8bit_size=100),
+}
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return OPTIMIZERS["adamw-fused"](model.parameters())
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randint(3, VOCAB, (2, 13), generator=torch.Generator().manual_seed(seed))
+
+
+def states(optimizer: Optimizer) -> list[Tensor]:
+    return [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, Tensor)]
+
+
+class Pair:
+    """A model that trains with offloaded states beside one without."""
+
+    def __init__(self, name: str = "adamw-fused", model: nn.Module | None = None, **kwargs: Any) -> None:
+        self.model = model or Plain()
+        self.stock = copy.deepcopy(self.model)
+        self.ours, self.theirs = (OPTIMIZERS[name](m.parameters()) for m in (self.model, self.stock))
+        self.handle = offload_optimizer(self.ours, self.model, **kwargs)
+
+    def backward(self, seed: int) -> None:
+        for model in (self.model, self.stock):
+            model(batch(seed)).backward()
+
+    def step(self) -> None:
+        for optimizer in (self.ours, self.theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        self.same()
+
+    def train(self, steps: int, seed: int = 0) -> None:
+        for k in range(steps):
+            self.backward(seed + k)
+            self.step()
+
+    def same(self) -> None:
+        for a, b in zip(self.model.parameters(), self.stock.parameters(), strict=True):
+            assert torch.equal(a, b)
+        mine, others = states(self.ours), states(self.theirs)
+        assert len(mine) == len(others)
+        for a, b in zip(mine, others, strict=True):
+            assert torch.equal(a, b)
+
+    def where(self) -> set[str]:
+        return {block.where for block in self.handle._blocks}
+
+    def away(self) -> int:
+        return sum(block.nbytes for block in self.handle._blocks if block.where in ("host", "coming"))

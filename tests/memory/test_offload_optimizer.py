@@ -1,0 +1,478 @@
+"""Optimizer states on the host, with copies that come as late as they may: always the same to the bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lowtide.measure import track_allocations
+from lowtide.memory import offload, offload_optimizer
+from lowtide.memory import optimizer_blocks as blocks
+from memory.models import LazySide, Plain
+from memory.states import OPTIMIZERS, Pair, adamw, batch, states
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_to_the_bit(name: str, side: LazySide) -> None:
+    pair = Pair(name)
+    assert pair.handle.offloaded_bytes == pair.handle.host_bytes == side.pinned == 0
+    pair.train(4)
+    total = pair.handle.offloaded_bytes
+    assert total == side.pinned == pair.handle.host_bytes > 0
+    large = [v for v in states(pair.ours) if v.numel() * v.element_size() > 64]
+    large = [v for v in large if sum(v is other for other in large) == 1]  # bitsandbytes' tables are everybody's
+    assert 0 < sum(v.numel() * v.element_size() for v in large) <= total  # with gaps for the alignment
+    assert side.begun_back == 3 * len(pair.handle._blocks)
+    assert "GiB of optimizer states" in str(pair.handle)
+
+
+def test_they_leave_with_the_layers_and_come_back_with_them(side: LazySide) -> None:
+    """By the shares that the planner counts with: no later, and back no earlier."""
+    layers = 13
+    pair = Pair(model=Plain(layers))
+    pair.train(1)
+    total, largest = pair.handle.offloaded_bytes, max(block.nbytes for block in pair.handle._blocks)
+    gone, back = {}, {}
+    for k, block in enumerate(pair.model.blocks):
+        block.register_forward_hook(lambda *_, k=k: gone.update({k: pair.away()}))
+        block.mlp[2].weight.register_post_accumulate_grad_hook(
+            lambda _, k=k: back.update({k: sum(b.nbytes for b in pair.handle._blocks if b.where == "coming")})
+        )
+    loss = pair.model(batch(1))
+    assert pair.where() == {"host"}
+    loss.backward()
+    assert pair.where() == {"coming"}
+    for k in range(layers - 1):
+        share = blocks.share_away(k, layers) * total
+        assert share <= gone[k] < share + largest
+    for k in range(layers):
+        share = blocks.share_back(layers - 1 - k, layers) * total
+        assert share - largest < back[k] <= share
+    assert [blocks.layers_to_leave(n) for n in (1, 8, 13, 32)] == [2, 2, 3, 4]
+    assert blocks.share_away(2, layers) == 0
+    assert blocks.share_away(layers - 1, layers) == pytest.approx(1 - 2 / (layers - 1))
+    assert [blocks.share_back(done, layers) for done in (0, layers - 2, layers - 1)] == [0, 1, 1]
+
+
+class BusSide(LazySide):
+    """A bus of one byte a second each way, beside a clock that a wait for a copy puts forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.stalled = 0.0
+        self.free = {"out": 0.0, "back": 0.0}
+
+    def _travel(self, way: str, event: Any, nbytes: int) -> Any:
+        self.free[way] = max(self.free[way], self.now) + nbytes
+        return event, self.free[way]
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
+        return self._travel("out", super().copy_out(host, tensor), host.nbytes)
+
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
+        return self._travel("back", super().copy_back(tensor, host), host.nbytes)
+
+    def wait(self, event: Any) -> None:
+        run, until = event
+        self.stalled += max(0.0, until - self.now)
+        self.now = max(self.now, until)
+        run()
+
+
+@pytest.mark.parametrize(("pace", "stalls"), [(0.9, False), (1.6, True)])
+def test_copies_that_the_planner_has_time_for_hold_nothing_up(
+    pace: float, stalls: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer's seconds the copies take a share, ``pace``: up to 0.9 is what `Times.travels` allows."""
+    bus, layers = BusSide(), 16
+    monkeypatch.setattr(offload, "side_for", lambda _: bus)
+    pair = Pair(model=Plain(layers))
+    pair.train(1)
+    each = pair.handle.offloaded_bytes * blocks.share_out(0, layers) / pace
+
+    def work(*_: Any) -> None:
+        bus.now += each
+
+    for block in pair.model.blocks:
+        block.register_forward_hook(work)
+        block.norm.weight.register_post_accumulate_grad_hook(work)  # the last gradient of a layer
+    for _ in range(3):
+        bus.stalled = 0.0
+        pair.model(batch(0)).backward()
+        pair.ours.step()
+        assert (bus.stalled > 0.1 * each) == stalls, bus.stalled / each
+    assert bus.lost == 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_few_layers(layers: int, side: LazySide) -> None:
+    pair = Pair(model=Plain(layers))
+    pair.train(1)
+    pair.model(batch(0))
+    assert pair.where() == {"host"}
+    pair.train(2)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_memory_after_forward(steps: int, side: LazySide) -> None:
+    """Lower by what left, once it was laid out and in every step."""
+    stock, _ = _live_after_forward(steps, side, offloaded=False)
+    ours, left = _live_after_forward(steps, side, offloaded=True)
+    assert stock - ours == pytest.approx(left, rel=0.02)
+
+
+def _live_after_forward(steps: int, side: LazySide, *, offloaded: bool) -> tuple[int, int]:
+    """Return the bytes that a forward after some steps leaves on the device, and those that are on the host."""
+    model = Plain(6, 64, 4)
+    optimizer = adamw(model)
+    gc.collect()  # what other tests have left
+    gc.disable()
+    try:
+        with track_allocations() as seen:
+            handle = offload_optimizer(optimizer, model) if offloaded else None
+            for k in range(steps):
+                model(batch(k)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = model(batch(5))
+        assert loss.requires_grad
+        return seen.events[-1].total_bytes - side.pinned, handle.offloaded_bytes if handle else 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("moment", ["forward", "loss", "backward", "gradients", "step"])
+def test_a_checkpoint_at_any_moment(moment: str, side: LazySide) -> None:
+    """`state_dict` has what the stock optimizer has, from hooks in the midst of a pass too, and loads elsewhere."""
+    pair = Pair()
+    pair.train(2)
+    taken: dict[str, Any] = {}
+
+    def take(*_: Any) -> None:
+        file = io.BytesIO()
+        torch.save(pair.ours.state_dict(), file)
+        file.seek(0)
+        taken.update(torch.load(file))
+
+    want = copy.deepcopy(pair.theirs.state_dict())
+    if moment == "forward":
+        pair.model.blocks[3].register_forward_hook(take)
+    if moment == "backward":
+        pair.model.blocks[2].mlp[0].weight.register_post_accumulate_grad_hook(take)
+    losses = [model(batch(5)) for model in (pair.model, pair.stock)]
+    if moment == "loss":
+        take()
+    for loss in losses:
+        loss.backward()
+    if moment == "gradients":
+        take()
+    pair.step()
+    if moment == "step":
+        take()
+        want = pair.theirs.state_dict()
+    assert taken["param_groups"] == want["param_groups"]
+    for index, entry in want["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(taken["state"][index][key], value), (index, key)
+    fresh = adamw(pair.model)
+    fresh.load_state_dict(taken)
+    pair.train(1)
+
+
+def test_a_checkpoint_is_as_large_as_it_was(side: LazySide) -> None:
+    """States that share a block's memory are saved once, and no more of it than they are."""
+    pair = Pair(model=Plain(2, 256, 4))
+    pair.train(2)
+
+    def size(optimizer: Optimizer) -> int:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        return file.tell()
+
+    assert size(pair.ours) == pytest.approx(size(pair.theirs), rel=0.01)
+    pair.model(batch(0))
+    assert pair.where() == {"host"}
+    assert size(pair.ours) == pytest.approx(size(pair.theirs), rel=0.01)
+
+
+def test_a_checkpoint_waits_for_the_copies_alone(side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+    pair.ours.state_dict()
+    assert side.finished == 0
+    loss = pair.model(batch(0))
+    pair.ours.state_dict()
+    assert side.finished == len(pair.handle._blocks)
+    loss.backward()
+    pair.ours.state_dict()
+    assert side.finished == 2 * len(pair.handle._blocks)
+
+
+def test_states_that_are_loaded(side: LazySide) -> None:
+    for moment in range(4):
+        pair, other = Pair(), Plain()
+        source = adamw(other)
+        other(batch(7)).backward()
+        source.step()
+        pair.train(2)
+        if moment == 1:
+            pair.backward(1)
+        if moment == 2:
+            losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+        if moment == 3:  # while half of them are leaving
+            hook = pair.model.blocks[2].register_forward_hook(
+                lambda *_, o=pair.ours, s=source: o.load_state_dict(copy.deepcopy(s.state_dict()))
+            )
+            losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+            hook.remove()
+            pair.theirs.load_state_dict(copy.deepcopy(source.state_dict()))
+        else:
+            for optimizer in (pair.ours, pair.theirs):
+                optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+            assert pair.where() == {"device"}
+        if moment > 1:
+            for loss in losses:
+                loss.backward()
+        if moment:
+            pair.step()
+        pair.train(3)
+        assert pair.where() == {"device"}
+        pair.model(batch(2))
+        assert pair.where() == {"host"}
+
+
+def test_offloading_begins_with_states_that_exist(side: LazySide) -> None:
+    model = Plain()
+    stock = copy.deepcopy(model)
+    ours, theirs = adamw(model), adamw(stock)
+    for m, o in ((model, ours), (stock, theirs)):
+        m(batch(0)).backward()
+        o.step()
+        o.zero_grad()
+    handle = offload_optimizer(ours, model)
+    model(batch(1))
+    assert handle.offloaded_bytes > 0
+    for m, o in ((model, ours), (stock, theirs)):
+        m(batch(1)).backward()
+        o.step()
+    assert all(torch.equal(a, b) for a, b in zip(states(ours), states(theirs), strict=True))
+
+
+def test_steps_that_are_left_out(side: LazySide) -> None:
+    """As a gradient scaler does: the host's copy is as good, and nothing travels out again."""
+    pair = Pair()
+    pair.train(2)
+    out = side.copies
+    for seed in range(3):
+        pair.backward(seed)
+        for model in (pair.model, pair.stock):
+            model.zero_grad()
+        assert pair.where() == {"coming"}
+    assert side.copies == out + len(pair.handle._blocks)
+    pair.model(batch(0))
+    assert pair.where() == {"host"}
+    pair.train(2)
+
+
+def test_gradients_accumulated_over_several_backward_passes(side: LazySide) -> None:
+    pair = Pair(backwards_per_step=3)
+    pair.train(1)
+    for _ in range(2):
+        for k in range(3):
+            begun = side.begun_back
+            pair.backward(k)
+            assert (side.begun_back > begun) == (k == 2)
+            assert pair.where() == ({"coming"} if k == 2 else {"host"})
+        pair.step()
+    for k in range(2):  # one backward too few
+        pair.backward(k)
+    pair.step()
+    pair.backward(1)
+    assert pair.where() == {"host"}
+
+
+def test_states_that_come_back_behind_backward(side: LazySide) -> None:
+    pair = Pair(late=True)
+    pair.train(2)
+    for k in range(2):
+        pair.backward(k)
+        assert pair.where() == {"host"}
+        begun = side.begun_back
+        pair.step()
+        assert side.begun_back == begun + len(pair.handle._blocks)
+    assert not any(p._post_accumulate_grad_hooks for p in pair.model.parameters())
+
+
+def test_two_forwards_before_one_backward_and_evaluation_between(side: LazySide) -> None:
+    pair = Pair()
+    pair.train(1)
+    for model in (pair.model, pair.stock):
+        losses = [model(batch(k)) for k in range(2)]
+        with torch.inference_mode():
+            model(batch(4))
+        losses[0].backward()
+        with torch.no_grad():
+            model(batch(5))
+        losses[1].backward()
+    pair.step()
+    with torch.inference_mode():
+        pair.model(batch(4))
+    assert pair.where() == {"host"}
+    pair.train(2)
+
+
+def test_a_forward_that_is_broken_off(side: LazySide) -> None:
+    pair = Pair()
+    pair.train(1)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = pair.model.blocks[3].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        pair.model(batch(0))
+    hook.remove()
+    assert len(pair.where()) > 1
+    pair.train(2)
+    hook = pair.model.blocks[3].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        pair.model(batch(0))
+    hook.remove()
+    for p, q in zip(pair.model.parameters(), pair.stock.parameters(), strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(p)
+    pair.step()  # with some states on their way out
+
+
+def test_some_parameters_without_gradients_frozen_or_tied(side: LazySide) -> None:
+    model = Plain(6)
+    model.head.weight = model.embed.weight
+    for frozen in (1, 2, 5):
+        model.blocks[frozen].requires_grad_(False)
+    pair = Pair(model=model)
+    pair.train(2)
+    pair.backward(0)
+    assert pair.where() == {"coming"}
+    pair.step()
+    for m in (pair.model, pair.stock):
+        m.blocks[1].requires_grad_(True)  # it makes states later
+    pair.train(3)
+    pair.backward(1)
+    for m in (pair.model, pair.stock):
+        m.blocks[4].qkv.weight.grad = None  # its states stay as they are
+    pair.step()
+    pair.train(1)
+
+
+@pytest.mark.parametrize("moment", ["before forward", "before backward", "before step"])
+def test_states_that_are_cleared(moment: str, side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+
+    def clear(now: str) -> None:
+        if now == moment:
+            pair.ours.state.clear()
+            pair.theirs.state.clear()
+
+    clear("before forward")
+    losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+    clear("before backward")
+    for loss in losses:
+        loss.backward()
+    clear("before step")
+    pair.step()
+    pair.train(2)
+
+
+class EarlySide(LazySide):
+    """Its copies are made at once."""
+
+    def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
+        event = super().copy_out(host, tensor)
+        event()
+        return event
+
+    def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
+        event = super().copy_back(tensor, host)
+        event()
+        return event
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("moment", ["forward", "before backward", "before step"])
+def test_states_that_somebody_writes_to(
+    moment: str, early: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, wherever they are: what is being copied is copied again."""
+    if early:
+        at_once = EarlySide()
+        monkeypatch.setattr(offload, "side_for", lambda _: at_once)
+    pair = Pair()
+    pair.train(2)
+
+    def halve(now: str, *optimizers: Optimizer) -> None:
+        if now == moment:
+            for optimizer in optimizers:
+                for entry in optimizer.state.values():
+                    entry["exp_avg"].mul_(0.5)
+
+    both = (pair.ours, pair.theirs)
+    hook = pair.model.blocks[2].register_forward_hook(lambda *_: halve("forward", *both))
+    losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+    hook.remove()
+    halve("before backward", *both)
+    for loss in losses:
+        loss.backward()
+    halve("before step", *both)
+    pair.step()
+    pair.train(1)
+
+
+@pytest.mark.parametrize("moment", ["before forward", "forward", "before backward", "before step"])
+def test_states_that_somebody_replaces(moment: str, side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+
+    def replace(now: str) -> None:
+        if now == moment:
+            for optimizer in (pair.ours, pair.theirs):
+                for entry in optimizer.state.values():
+                    entry["exp_avg_sq"] = torch.full_like(entry["exp_avg_sq"], 2.0)
+
+    replace("before forward")
+    hook = pair.model.blocks[2].register_forward_hook(lambda *_: replace("forward"))
+    losses = [model(batch(3)) for model in (pair.model, pair.stock)]
+    hook.remove()
+    replace("before backward")
+    for loss in losses:
+        loss.backward()
+    replace("before step")
+    pair.step()
+    pair.train(1)
+
+
+def test_a_closure(side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+    for k in range(2):
+        for model, optimizer in ((pair.model, pair.ours), (pair.stock, pair.theirs)):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, k: int = k) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(batch(k))
+                assert pair.where() == {"device"}  # the step that is under way needs them
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        pair.same()
+        pair.backward(k)
+        pair.step()

@@ -1,0 +1,366 @@
+"""Offloaded optimizer states among all else: copies, removal, compilers, wrappers, limits, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from lowtide.measure import track_allocations
+from lowtide.memory import ActivationPolicy, OptimizerOffload, apply_policy, offload_optimizer, pinned
+from memory.models import LazySide, Plain
+from memory.states import Pair, adamw, batch, states
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+def test_groups_that_come_later(side: LazySide) -> None:
+    model = Plain()
+    stock = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.blocks.parameters(), lr=1e-2) for m in (model, stock)]
+    handle = offload_optimizer(optimizers[0], model)
+    for k in range(5):
+        for m, optimizer in zip((model, stock), optimizers, strict=True):
+            m(batch(k)).backward()
+            optimizer.step()
+            if k == 1:
+                optimizer.add_param_group({"params": [*m.embed.parameters(), *m.head.parameters()], "lr": 1e-3})
+        if k == 1:
+            before = handle.offloaded_bytes
+    assert handle.offloaded_bytes > before
+    assert {len(p._post_accumulate_grad_hooks) for p in model.blocks.parameters()} == {1}
+    assert side.pinned == handle.host_bytes
+    assert all(torch.equal(a, b) for a, b in zip(states(optimizers[0]), states(optimizers[1]), strict=True))
+
+
+def test_several_optimizers(side: LazySide) -> None:
+    model = Plain()
+    stock = copy.deepcopy(model)
+    made = [[torch.optim.AdamW(m.blocks.parameters(), lr=1e-2), torch.optim.SGD(m.head.parameters(), 0.1, 0.9)] for m in
+            (model, stock)]  # fmt: skip
+    handles = [offload_optimizer(optimizer, model) for optimizer in made[0]]
+    for k in range(6):
+        for m, optimizers in zip((model, stock), made, strict=True):
+            m(batch(k)).backward()
+            optimizers[k % 2].step()  # in turns: the other's step is left out
+            m.zero_grad()
+    assert all(handle.offloaded_bytes > 0 for handle in handles)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("moment", ["device", "host", "coming"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_have_all_states_and_offload_nothing(how: Callable[[Any], Any], moment: str, side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+    losses = [m(batch(3)) for m in (pair.model, pair.stock)] if moment != "device" else []
+    if moment == "coming":
+        for loss in losses:
+            loss.backward()
+    other, made = how((pair.model, pair.ours))
+    assert pair.where() == {"device"}
+    pinned_before = side.pinned
+    for p, q in zip(made.param_groups[0]["params"], other.parameters(), strict=True):
+        assert p is q
+    for a, b in zip(states(made), states(pair.theirs), strict=True):
+        assert torch.equal(a, b)
+    del losses
+    other.zero_grad()
+    other(batch(1)).backward()
+    made.step()
+    assert side.pinned == pinned_before
+    for m in (pair.model, pair.stock):
+        m.zero_grad()
+    pair.train(2)
+    for p, q in zip(pair.model.parameters(), other.parameters(), strict=True):
+        assert not torch.equal(p, q) or p.numel() == 0
+
+
+@pytest.mark.parametrize("moment", ["device", "host", "coming"])
+def test_removed(moment: str, side: LazySide) -> None:
+    pair = Pair()
+    hooks = _hooks(pair)
+    pair.train(2)
+    losses = [m(batch(3)) for m in (pair.model, pair.stock)] if moment != "device" else []
+    if moment == "coming":
+        for loss in losses:
+            loss.backward()
+    pair.handle.remove()
+    pair.handle.remove()
+    assert side.pinned == pair.handle.host_bytes == pair.handle.offloaded_bytes == 0
+    assert all(a < b for a, b in zip(_hooks(pair), hooks, strict=True))
+    assert _hooks(pair) == (0,) * len(hooks)
+    assert not {"_lowtide_offload", "__getstate__"} & set(vars(pair.ours))
+    pair.same()
+    for m in (pair.model, pair.stock):
+        m.zero_grad()
+    del losses
+    copies = side.copies
+    pair.train(2)
+    assert side.copies == copies
+
+
+def _hooks(pair: Pair) -> tuple[int, ...]:
+    optimizer: Any = pair.ours
+    return (
+        sum(len(m._forward_pre_hooks) for m in pair.model.modules()),
+        sum(len(m._forward_hooks) for m in pair.model.modules()),
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+        len(optimizer._optimizer_state_dict_pre_hooks),
+        len(optimizer._optimizer_load_state_dict_post_hooks),
+    )
+
+
+@pytest.mark.parametrize("moment", ["device", "host", "coming"])
+def test_an_optimizer_that_goes_takes_all_with_it(moment: str, side: LazySide) -> None:
+    gc.disable()
+    try:
+        pair = Pair()
+        pair.train(2)
+        if moment != "device":
+            loss = pair.model(batch(1))
+        if moment == "coming":
+            loss.backward()
+        del pair.ours, pair.handle
+        assert side.pinned == 0
+        assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in pair.model.modules()) == 0
+        pair.model(batch(1)).backward()
+    finally:
+        gc.enable()
+
+
+def test_calling_again_replaces(side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+    everything, hooks = pair.handle.offloaded_bytes, _hooks(pair)
+    former = pair.handle
+    pair.model(batch(0))
+    pair.handle = offload_optimizer(pair.ours, pair.model, gib=0.5 * everything / 2**30)
+    assert former.host_bytes == former.offloaded_bytes == 0
+    pair.train(2)
+    assert 0.4 * everything < pair.handle.offloaded_bytes <= 0.5 * everything
+    assert side.pinned == pair.handle.host_bytes == pair.handle.offloaded_bytes
+    assert _hooks(pair) == hooks
+    pair.model(batch(0))
+    assert pair.where() == {"host"}
+
+
+def test_a_hundred_steps_leak_nothing(side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+    model, optimizer = pair.model, pair.ours
+    model(batch(0))  # the states are on the host, at the beginning and at the end
+    gc.disable()
+    try:
+        full = side.pinned
+        with track_allocations() as seen:
+            for k in range(101):
+                loss = model(batch(k))
+                if k % 7:
+                    loss.backward()
+                if k % 5 == 0:
+                    optimizer.state_dict()
+                if k % 3:
+                    optimizer.step()
+                optimizer.zero_grad()
+                del loss
+            model(batch(0))
+    finally:
+        gc.enable()
+    assert side.pinned == full == pair.handle.host_bytes
+    assert abs(seen.events[-1].total_bytes) < 2000 < pair.handle.offloaded_bytes
+
+
+class Checkpointed(Plain):
+    """Its layers, hooks and all, are run again in backward."""
+
+    reentrant = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "policy"])
+def test_with_checkpointed_layers(way: str, side: LazySide) -> None:
+    """What backward runs again sends nothing out and drops nothing; a policy's own copies are beside."""
+    model = Plain() if way == "policy" else Checkpointed()
+    model.reentrant = way == "reentrant"
+    pair = Pair(model=model)
+    if way == "policy":
+        apply_policy(model, ActivationPolicy(keep="attention", offload=True))
+    pair.train(1)
+    moved = 3 * 3 if way == "policy" else 0  # tensors of three layers
+    for k in range(2):
+        losses = [m(batch(k)) for m in (pair.model, pair.stock)]
+        assert pair.where() == {"host"}
+        out, back = side.copies, side.begun_back
+        for loss in losses:
+            loss.backward()
+        assert side.copies == out
+        assert side.begun_back == back + len(pair.handle._blocks) + moved
+        pair.step()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own doing
+@pytest.mark.parametrize("how", ["before", "after", "layers"])
+def test_beside_torch_compile(how: str, side: LazySide) -> None:
+    torch._dynamo.reset()
+    model = Plain(3)
+    stock = copy.deepcopy(model)
+    if how == "before":
+        model.compile(backend="eager")
+    optimizers = [adamw(m) for m in (model, stock)]
+    handle = offload_optimizer(optimizers[0], model)
+    if how == "after":
+        model.compile(backend="eager")
+    if how == "layers":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    for k in range(3):
+        for m, optimizer in zip((model, stock), optimizers, strict=True):
+            loss = m(batch(k))
+            if m is model and k:
+                assert {block.where for block in handle._blocks} == {"host"}
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
+
+
+def test_accelerates_wrapper(side: LazySide) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = Plain()
+    stock = copy.deepcopy(model)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared, wrapped = accelerator.prepare(model, adamw(model))
+    handle = offload_optimizer(wrapped, model)
+    theirs = adamw(stock)
+    for k in range(3):
+        accelerator.backward(prepared(batch(k)))
+        wrapped.step()
+        wrapped.zero_grad()
+        stock(batch(k)).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert handle.offloaded_bytes > 0
+    assert side.copies > 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
+
+
+def test_limits(side: LazySide, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Plain()
+    for host_gib in (100_000 / 2**30, 5):
+        if host_gib == 5:
+            monkeypatch.setattr(pinned, "available_bytes", lambda: (1 << 30) + 100_000)
+        optimizer = adamw(model)
+        handle = offload_optimizer(optimizer, model, host_gib=host_gib)
+        model(batch(0)).backward()
+        with pytest.raises(UnsupportedError, match=r"host_gib: .* for the optimizer's states, .* \(gib\)"):
+            optimizer.step()
+        assert side.pinned == 0
+        assert handle.offloaded_bytes == 0
+        handle = offload_optimizer(optimizer, model, host_gib=host_gib, gib=90_000 / 2**30)
+        model(batch(0)).backward()
+        optimizer.step()
+        assert 80_000 < side.pinned <= 90_000
+        handle.remove()
+
+
+def test_nothing_to_offload(side: LazySide) -> None:
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload_optimizer(optimizer, model)
+    optimizer.step()  # no gradients yet
+    model(batch(0)).backward()
+    with pytest.raises(UnsupportedError, match="SGD without momentum keeps none"):
+        optimizer.step()
+
+
+def test_states_of_another_class_are_refused(side: LazySide) -> None:
+    class Other(Tensor):
+        pass
+
+    model = Plain()
+    optimizer = adamw(model)
+    offload_optimizer(optimizer, model)
+    model(batch(0)).backward()
+    optimizer.step()
+    optimizer.state[model.head.weight]["exp_avg"] = torch.zeros_like(model.head.weight).as_subclass(Other)
+    with pytest.raises(UnsupportedError, match="'exp_avg' as a Other"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"optimizer": 3}, ArgumentTypeError, "optimizer: expected a torch.optim.Optimizer, got int"),
+        ({"model": None}, ArgumentTypeError, "model: expected a torch.nn.Module"),
+        ({"model": nn.Linear(2, 3)}, ArgumentValueError, "model: expected a model with a ModuleList"),
+        ({"gib": 0}, ArgumentValueError, "gib: expected a finite number of GiB above 0, got 0"),
+        ({"gib": True}, ArgumentTypeError, "gib: expected"),
+        ({"gib": float("nan")}, ArgumentValueError, "gib: expected"),
+        ({"host_gib": -1}, ArgumentValueError, "host_gib: expected"),
+        ({"host_gib": "5"}, ArgumentTypeError, "host_gib: expected"),
+        ({"backwards_per_step": 0}, ArgumentValueError, "backwards_per_step: expected at least 1"),
+        ({"late": 1}, ArgumentTypeError, "late: expected a bool"),
+        ({"backwards_per_step": 1.0}, ArgumentTypeError, "backwards_per_step: expected a whole number"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], said: str, side: LazySide) -> None:
+    model = Plain()
+    given: dict[str, Any] = {"optimizer": adamw(model), "model": model, **change}
+    with pytest.raises(error, match=said):
+        offload_optimizer(given.pop("optimizer"), given.pop("model"), **given)
+
+
+def test_a_cpu_is_refused() -> None:
+    model = Plain()
+    with pytest.raises(UnsupportedError, match="optimizer: expected parameters on a CUDA device, got all on cpu"):
+        offload_optimizer(adamw(model), model)
+
+
+def test_dtensors_are_refused(side: LazySide, monkeypatch: pytest.MonkeyPatch) -> None:
+    class DTensor(nn.Parameter):
+        pass
+
+    model = Plain()
+    parameter = DTensor(torch.ones(3))
+    parameter.__class__ = DTensor
+    with pytest.raises(UnsupportedError, match="CPUOffloadPolicy"):
+        offload_optimizer(torch.optim.SGD([parameter], lr=0.1), model)
+
+
+def test_cuda_graphs_are_refused(side: LazySide, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.train(1)
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    for capture in (pair.ours.step, lambda: pair.model(batch(0))):
+        with pytest.raises(UnsupportedError, match="a training step outside of CUDA graphs"):
+            capture()
+    capturing[0] = False
+    pair.train(2)
+
+
+def test_the_handle_is_what_is_documented(side: LazySide) -> None:
+    pair = Pair()
+    assert isinstance(pair.handle, OptimizerOffload)
+    pair.train(1)
+    pair.model(batch(0))
+    assert pair.where() == {"host"}
+    pair.handle.bring_back()
+    assert pair.where() == {"device"}
+    pair.same()
