@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from lowtide.bench.plan import PlanCheck, _optimizer, check_plan
+from lowtide.bench.plan import PlanCheck, check_plan
+from lowtide.bench.ways import make_optimizer
 from lowtide.errors import UnsupportedError
 from lowtide.memory import plan_memory
 from lowtide.memory.planner_bytes import OPTIMIZERS
@@ -41,7 +42,7 @@ def test_a_check_needs_a_gpu() -> None:
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("adamw-8bit", "adamw")])
 def test_an_optimizer_keeps_as_many_tensors_as_was_planned(name: str) -> None:
     weight = torch.nn.Parameter(torch.randn(7, 11))
-    optimizer = _optimizer(name, [weight])
+    optimizer = make_optimizer(name, [weight])
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     kept = [x for x in optimizer.state[weight].values() if isinstance(x, torch.Tensor) and x.shape == weight.shape]

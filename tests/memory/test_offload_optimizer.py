@@ -68,11 +68,11 @@ class BusSide(LazySide):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.stalled = 0.0
+        self.clock = self.stalled = 0.0
         self.free = {"out": 0.0, "back": 0.0}
 
     def _travel(self, way: str, event: Any, nbytes: int) -> Any:
-        self.free[way] = max(self.free[way], self.now) + nbytes
+        self.free[way] = max(self.free[way], self.clock) + nbytes
         return event, self.free[way]
 
     def copy_out(self, host: Tensor, tensor: Tensor) -> Any:
@@ -81,10 +81,10 @@ class BusSide(LazySide):
     def copy_back(self, tensor: Tensor, host: Tensor) -> Any:
         return self._travel("back", super().copy_back(tensor, host), host.nbytes)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Any, stream: str) -> None:
         run, until = event
-        self.stalled += max(0.0, until - self.now)
-        self.now = max(self.now, until)
+        self.stalled += max(0.0, until - self.clock)
+        self.clock = max(self.clock, until)
         run()
 
 
@@ -100,7 +100,7 @@ def test_copies_that_the_planner_has_time_for_hold_nothing_up(
     each = pair.handle.offloaded_bytes * blocks.share_out(0, layers) / pace
 
     def work(*_: Any) -> None:
-        bus.now += each
+        bus.clock += each
 
     for block in pair.model.blocks:
         block.register_forward_hook(work)

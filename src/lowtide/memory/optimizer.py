@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.measure.units import as_gib
 from lowtide.measure.units import gib as in_gib
 from lowtide.memory import offload
 from lowtide.memory import optimizer_blocks as blocks
@@ -39,8 +40,8 @@ def offload_optimizer(
     optimizer: Optimizer,
     model: nn.Module,
     *,
-    gib: float | None = None,
-    host_gib: float | None = None,
+    gib: float | str | None = None,
+    host_gib: float | str | None = None,
     backwards_per_step: int = 1,
     late: bool = False,
 ) -> OptimizerOffload:
@@ -88,7 +89,6 @@ def offload_optimizer(
         raise ArgumentTypeError(message("optimizer", "a torch.optim.Optimizer", type(optimizer).__name__))
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message("model", "a torch.nn.Module", type(model).__name__))
-    _check_gib(gib)
     if isinstance(backwards_per_step, bool) or not isinstance(backwards_per_step, int):
         raise ArgumentTypeError(message("backwards_per_step", "a whole number", f"{backwards_per_step!r}"))
     if not isinstance(late, bool):
@@ -100,7 +100,7 @@ def offload_optimizer(
     former: OptimizerOffload | None = vars(inner).get(_HANDLE)
     if former is not None:
         former.remove()
-    limit = math.inf if gib is None else gib * 2**30
+    limit = math.inf if gib is None else _bytes_of(gib)
     host = None if host_gib is None else host_bytes(host_gib)
     return OptimizerOffload(inner, layers, limit, host, 0 if late else backwards_per_step)
 
@@ -376,13 +376,11 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _check_gib(gib: object) -> None:
-    if gib is None:
-        return
-    if isinstance(gib, bool) or not isinstance(gib, int | float):
-        raise ArgumentTypeError(message("gib", "a number of GiB or None", type(gib).__name__))
-    if not 0 < gib < math.inf:
+def _bytes_of(gib: float | str) -> float:
+    value = as_gib("gib", gib)
+    if not 0 < value < math.inf:
         raise ArgumentValueError(message("gib", "a finite number of GiB above 0", f"{gib}", "None is all."))
+    return value * 2**30
 
 
 def _check_parameters(optimizer: Optimizer) -> None:

@@ -200,7 +200,7 @@ class Times:
         return int(max(0.0, seconds) * ON_TIME * self.job.gpu.pcie)
 
     def on_the_way(self, states: int, *, late: bool = False) -> float:
-        """Return the seconds that so many bytes of states add, no more than `travels`; late: beside nothing."""
+        """Return the seconds that so many bytes of offloaded states add: no more than `travels`, or late."""
         return (BESIDE + (1 if late else BESIDE)) * states / self.job.gpu.pcie
 
     def step(self, groups: Groups) -> float:
