@@ -152,6 +152,7 @@ def _model(config: TrainConfig, args: Any, tokenizer: Any, packing: str, attenti
     if attention is not None and not attention.startswith("flash"):
         choose_attention(model, attention)
     if packing == "separate":
+        model.config.get_text_config().use_cache = False  # with a cache, transformers makes no mask of documents
         check_separate(model, seq_len=config.seq_len)
     if attention is not None and attention.startswith("flash"):
         choose_attention(model, attention)  # which runs on a GPU alone
