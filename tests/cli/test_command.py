@@ -51,8 +51,8 @@ def test_help_has_every_setting_its_default_and_examples(capsys: pytest.CaptureF
         flag = field.name.replace("_", "-")
         assert f"--no-{flag}" in out if field.default is True else f"--{flag}" in out
         if field.default not in (None, (), True, False):
-            told = " ".join(field.default) if isinstance(field.default, tuple) else field.default
-            assert f"(default: {told})" in out
+            default = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+            assert f"(default: {default})" in out
     assert "lowtide train --resume --output my-run" in out
     assert all(name in out for name in SHAPES)
 

@@ -148,6 +148,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
         lambda f: ["--trainer-args", "label_smoothing_factor=0.1"],
         ["label_smoothing_factor", "logits"],
     ),
+    "cache": (lambda f: ["--trainer-args", "use_cache=true"], ["use_cache", "see each other"]),
     "text for a number": (lambda f: ["--trainer-args", "weight_decay=abc"], ["trainer_args", "weight_decay", "'abc'"]),
     "huge vocabulary": (lambda f: ["--vocab-size", "99999999999"], ["vocab_size", "at most"]),
     "empty name": (lambda f: ["--model", ""], ["model", "not empty"]),

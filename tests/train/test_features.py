@@ -148,7 +148,11 @@ def test_lora_on_random_weights_of_bfloat16_has_float32_adapters(
     assert (status, err) == (0, "")
     assert "rounded away" not in out
     assert {v.dtype for v in weights(output, "adapter_model.safetensors").values()} == {torch.float32}
-    assert AutoModelForCausalLM.from_pretrained(output / "merged").dtype == torch.float32
+    merged = AutoModelForCausalLM.from_pretrained(output / "merged")
+    assert merged.dtype == torch.float32
+    assert merged.config.eos_token_id == AutoTokenizer.from_pretrained(output / "model").eos_token_id
+    embedding = merged.get_input_embeddings().weight
+    assert torch.equal(embedding, embedding.bfloat16().float()), "the random weights that were trained beside"
 
 
 def test_bfloat16_weights_are_bfloat16_and_warned_of(tmp_path: Path, chat_arguments: list[str], lowtide: Run) -> None:

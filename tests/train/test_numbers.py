@@ -215,7 +215,11 @@ def test_models_that_see_the_document_before_are_refused(dtype: torch.dtype) -> 
     with pytest.raises(ArgumentValueError, match=r"MambaForCausalLM.*--packing none"):
         check_separate(mamba, seq_len=32)
     for name in MODELS:
-        check_separate(build(name, dtype), seq_len=32)
+        model = build(name, dtype)
+        check_separate(model, seq_len=32)
+        model.config.use_cache = True  # transformers makes no mask of documents then
+        with pytest.raises(ArgumentValueError, match="--packing none"):
+            check_separate(model, seq_len=32)
 
 
 def test_bounds_for_flash_attention_are_the_documents_of_all_rows(tmp_path: Path) -> None:

@@ -135,12 +135,12 @@ def check_separate(model: Any, *, seq_len: int) -> None:
     model.eval()
     hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
-        packed = model(input_ids=ids, position_ids=places, use_cache=False).logits[:, length:]
+        packed = model(input_ids=ids, position_ids=places).logits[:, length:]
     finally:
         hook.remove()
     (owed,) = torch.autograd.grad(packed.float().square().sum(), seen[0])
     with torch.no_grad():
-        alone = model(input_ids=ids[:, length:], use_cache=False).logits
+        alone = model(input_ids=ids[:, length:]).logits
     model.train(training)
     rounding = {torch.float32: 1e-4}.get(alone.dtype, 5e-2) * alone.float().abs().max()
     if owed[:, :length].any() or ((packed - alone).abs().max() > rounding):

@@ -92,20 +92,18 @@ def prepare(config: TrainConfig, args: Any, resume_from: Path | None, box: Model
     streams = config.batch_size * args.world_size
     corpus = open_corpus(config.data, text_field=config.text_field, streams=streams, seq_len=config.seq_len)
     packing = _packing(config, corpus)
-    shape = model_config(config.model, vocab_size=config.vocab_size)
+    model_config(config.model, vocab_size=config.vocab_size)  # a wrong name is told before a tokenizer is trained
     split = split_corpus(
         corpus, seed=config.seed, held_out_bytes=config.eval_blocks * config.seq_len * _BYTES_PER_TOKEN
     )
     tokenizer = _tokenizer(config, corpus, split, resume_from)
+    shape = run_shape(config, tokenizer)
     check_vocabulary(shape, len(tokenizer))
     layout = _layout(config, corpus, tokenizer, packing)
     blocks = held_out_blocks(split, layout, limit=config.eval_blocks)
     lines = _chat_lines(config, corpus, split, tokenizer)
-    if not has_weights(config.model):  # a fresh model's special tokens are the tokenizer's
-        shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
-        shape.eos_token_id = tokenizer.eos_token_id
     attention = _attention(config, args, packing)
-    box.model = model = _model(config, args, shape, packing, attention)
+    box.model = model = _model(config, args, tokenizer, packing, attention)
     patched = None
     if config.patch:
         patched = lowtide.patch(model, options=lowtide.HeadOptions(workspace_mib=config.workspace_mib))
@@ -125,18 +123,36 @@ def prepare(config: TrainConfig, args: Any, resume_from: Path | None, box: Model
     )
 
 
-def base_model(config: TrainConfig, shape: Any, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the run's model without adapters, as `build_model` does."""
-    return build_model(config.model, shape, seed=config.seed, dtype=dtype)
+def run_shape(config: TrainConfig, tokenizer: Any) -> Any:
+    """Return the config of the run's model; a fresh one's special tokens are the tokenizer's."""
+    shape = model_config(config.model, vocab_size=config.vocab_size)
+    if not has_weights(config.model):
+        shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+        shape.eos_token_id = tokenizer.eos_token_id
+    return shape
 
 
-def _model(config: TrainConfig, args: Any, shape: Any, packing: str, attention: str | None) -> Any:
+def base_model(config: TrainConfig, tokenizer: Any, *, whole: bool = False) -> Any:
+    """Return the run's model without adapters, in the dtype of its weights.
+
+    Args:
+        config: the run's settings.
+        tokenizer: its tokenizer.
+        whole: pretrained weights in float32 whatever the run keeps them in, to merge adapters into. Random ones are
+            nowhere but in the run.
+    """
+    dtype = torch.float32 if whole and has_weights(config.model) else getattr(torch, config.weights)
+    return build_model(config.model, run_shape(config, tokenizer), seed=config.seed, dtype=dtype)
+
+
+def _model(config: TrainConfig, args: Any, tokenizer: Any, packing: str, attention: str | None) -> Any:
     """Return the model, checked, its adapters on it."""
-    model = base_model(config, shape, dtype=getattr(torch, config.weights))
+    model = base_model(config, tokenizer)
     check_model(model, seq_len=config.seq_len)
     if attention is not None and not attention.startswith("flash"):
         choose_attention(model, attention)
     if packing == "separate":
+        model.config.get_text_config().use_cache = False  # with a cache, transformers makes no mask of documents
         check_separate(model, seq_len=config.seq_len)
     if attention is not None and attention.startswith("flash"):
         choose_attention(model, attention)  # which runs on a GPU alone

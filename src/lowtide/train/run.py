@@ -19,7 +19,7 @@ from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
 from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
-from lowtide.train.model import has_weights, model_config
+from lowtide.train.model import has_weights
 from lowtide.train.packing import PackedBlocks
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
@@ -286,12 +286,13 @@ def merge(config: TrainConfig, adapter: Path) -> Path:
     """
     output = adapter.parent
     staged, final = output / checkpoints.STAGING / checkpoints.MERGED, output / checkpoints.MERGED
-    base = base_model(config, model_config(config.model, vocab_size=config.vocab_size))
+    tokenizer = load_tokenizer(adapter)
+    base = base_model(config, tokenizer, whole=True).float()
     dtype = stored_dtype(config.model) if has_weights(config.model) else torch.float32
     try:
         checkpoints.clear_staging(output)
         merge_adapter(base, adapter, staged, dtype=dtype)
-        load_tokenizer(adapter).save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
         checkpoints.publish(staged, final)
         checkpoints.clear_staging(output)
     except Exception as error:  # safetensors has errors of its own for a full disk

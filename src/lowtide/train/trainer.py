@@ -328,6 +328,10 @@ _REFUSED = {
     "auto_find_batch_size": "The data is laid out for --batch-size.",
     "dataloader_num_workers": "Blocks are packed in the process, so that a checkpoint knows where they were.",
     "data_seed": "Use --seed.",
+    "use_cache": "A cache has no use in training, and with one packed documents see each other.",
+    "average_tokens_across_devices": "A step's loss is the mean over the tokens of all ranks.",
+    "metric_for_best_model": "Use --early-stop, which knows the held-out loss alone.",
+    "load_best_model_at_end": "Use --early-stop.",
 }
 
 
