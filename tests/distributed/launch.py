@@ -53,7 +53,7 @@ def outcomes(
         started = [
             subprocess.Popen(
                 [sys.executable, "-W", "error::UserWarning:lowtide", str(file), folder, *only],
-                env={**env, "RANK": str(rank)},
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

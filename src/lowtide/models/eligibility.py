@@ -62,6 +62,8 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
     # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
     if type(head.weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
+    if hasattr(head.weight, "ds_id"):
+        return "DeepSpeed's ZeRO-3 holds the output embedding's weight, and reads what each module returns"
     if type(hidden) is not Tensor or not hidden.is_floating_point():
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
     if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):

@@ -152,9 +152,9 @@ def _name(func: Any) -> str:
 
 
 def _is_distributed(args: tuple[Any, ...]) -> bool:
-    """Whether the hook being registered is FSDP's own: the fused call registers its own on the loss."""
+    """Whether the hook being registered is FSDP's or DeepSpeed's own: these put one on the loss as well."""
     hook = args[1] if len(args) > 1 else None
-    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+    return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.", "deepspeed."))
 
 
 # The operations that keep logits lazy. Each returns NotImplemented to have the real logits used after all.
