@@ -29,17 +29,22 @@ def why_not_patch_model(model: nn.Module) -> str | None:
     return None
 
 
-def why_not_patch_head(model: nn.Module, head: nn.Module | None) -> str | None:
-    """Return why ``head``, the model's output embedding, cannot return lazy logits."""
-    if head is None:
+def why_not_patch_head(
+    model: nn.Module, outer: nn.Module | None, head: nn.Module | None, why_not_linear: str | None
+) -> str | None:
+    """Return why ``head``, what the model's output embedding ``outer`` calls or is, cannot return lazy logits.
+
+    ``why_not_linear`` is why it is no linear layer, with adapters or without.
+    """
+    if head is None or outer is None:
         return "the model has no output embedding"
     if part_of(head) is not None:
         return "another patched model has this output embedding"
-    if plain_class(head) is not nn.Linear:
-        return f"the output embedding is a {type(head).__name__}, not a plain torch.nn.Linear"
+    if why_not_linear is not None:
+        return f"the output embedding {why_not_linear}"
     if "forward" in vars(head):
         return "the output embedding's forward was replaced on the instance"
-    owner = module_name(model, head).rpartition(".")[0]
+    owner = module_name(model, outer).rpartition(".")[0]
     if not hasattr(model.get_submodule(owner), "loss_function"):
         # It would work; but what such a block does around its last layer (masked-language heads) is its own affair.
         return f"the output embedding belongs to a prediction head ({owner}), not to the model itself"

@@ -54,14 +54,19 @@ class HeadCall:
         self.options = options
         self.fused = False
         self.built = False
-        self._state = _state(head, hidden)
-        self._sample = _sample(head, hidden)
+        self._state = _state(self.tensors)
+        self._sample = _sample(self.tensors)
         self._inference = torch.is_inference_mode_enabled()
         self.grad_mode = torch.is_grad_enabled()
         self._autocast_dtype: torch.dtype | None = None
         device_type = hidden.device.type
         if is_autocast_on(device_type):
             self._autocast_dtype = torch.get_autocast_dtype(device_type)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
+        return self.hidden, self.head.weight, self.head.bias
 
     def dtype(self) -> torch.dtype:
         """Return the dtype that the head gives its logits."""
@@ -78,15 +83,18 @@ class HeadCall:
             modes.enter_context(torch.inference_mode(self._inference))
             modes.enter_context(torch.set_grad_enabled(self.grad_mode))
             self._enter_autocast(modes)
-            return _replay(self._run(lambda _, forward: forward(self.hidden), later=True), steps)
+            return _replay(self._run(lambda _, forward: self._logits(forward, self.tensors), later=True), steps)
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of (hidden, weight, bias) for a gradient that reached the logits."""
+        """Return the gradients of `tensors` for a gradient that reached the logits."""
 
-        def work(head: nn.Linear, forward: Forward) -> tuple[Tensor | None, ...]:
-            hidden = self.hidden.detach().requires_grad_(self.hidden.requires_grad)
-            logits = _replay(forward(hidden), steps)
-            inputs = (hidden, head.weight, head.bias)
+        def work(_: nn.Linear, forward: Forward) -> tuple[Tensor | None, ...]:
+            # parameters as they are, for the head's own code reads them
+            inputs = tuple(
+                x if x is None or isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
+                for x in self.tensors
+            )
+            logits = _replay(self._logits(forward, inputs), steps)
             wanted = [x for x in inputs if x is not None and x.requires_grad]
             found = iter(torch.autograd.grad(logits, wanted, grad_logits))
             return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
@@ -102,23 +110,23 @@ class HeadCall:
     ) -> Tensor:
         """Return the loss of these logits without building them; ``kwargs`` are `linear_cross_entropy`'s own."""
 
-        def work(head: nn.Linear, _: Forward) -> Tensor:
-            return linear_cross_entropy(
-                self.hidden,
-                head.weight,
-                target.reshape(self.hidden.shape[:-1]),
-                linear_bias=head.bias,
-                softcap=softcap,
-                logit_scale=logit_scale,
-                options=self.options,
-                **kwargs,
-            )
-
-        loss: Tensor = self._run(work)
+        target = target.reshape(self.hidden.shape[:-1])
+        loss: Tensor = self._run(lambda *_: self._loss(target, softcap=softcap, logit_scale=logit_scale, **kwargs))
         if not self.fused:
             self.fused = True
             self.report.count_fused()
         return loss
+
+    def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        """Return the logits from `tensors`, or from others in their place."""
+        hidden = tensors[0]
+        assert hidden is not None
+        return forward(hidden)
+
+    def _loss(self, target: Tensor, **kwargs: Any) -> Tensor:
+        return linear_cross_entropy(
+            self.hidden, self.head.weight, target, linear_bias=self.head.bias, options=self.options, **kwargs
+        )
 
     def _run(self, work: Work, *, later: bool = False) -> Any:
         def checked(head: nn.Linear, forward: Forward) -> Any:
@@ -144,10 +152,10 @@ class HeadCall:
 
     def _check_unchanged(self, head: nn.Linear, *, later: bool) -> None:
         # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-        changed = _state(head, self.hidden) != self._state and not hasattr(head, "_hf_hook")
+        changed = _state(self.tensors) != self._state and not hasattr(head, "_hf_hook")
         # Fused optimizers and writes to .data leave versions alone. Comparing waits for the device, so only where
         # logits are built, which costs far more.
-        if changed or (later and not torch.equal(_sample(head, self.hidden), self._sample)):
+        if changed or (later and not torch.equal(_sample(self.tensors), self._sample)):
             raise UnsupportedError(
                 "logits: expected the hidden states and the output embedding as the forward pass left them, got ones "
                 "changed since (by an optimizer step, or a load). The logits were not kept: read outputs.logits before "
@@ -189,18 +197,18 @@ def _replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
     return logits
 
 
-def _state(head: nn.Linear, hidden: Tensor) -> tuple[Any, ...]:
+def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     # The Parameters live as long as the head does, so an id is enough to tell them apart.
     return tuple(
         None
         if tensor is None
         else (id(tensor), None if tensor.is_inference() else tensor._version, tensor.dtype, tensor.device)
-        for tensor in (head.weight, head.bias, hidden)
+        for tensor in tensors
     )
 
 
-def _sample(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return sums of a few rows of weight and hidden states, as bits, which a NaN cannot make unequal to themselves."""
-    rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden[None]
-    some = [x.detach()[:: max(1, x.shape[0] // 16)] for x in (head.weight, rows)]
+def _sample(tensors: tuple[Tensor | None, ...]) -> Tensor:
+    """Return sums of a few rows of each tensor, as bits, which a NaN cannot make unequal to themselves."""
+    rows = [x.flatten(0, -2) if x.dim() > 1 else x[None] for x in tensors if x is not None]
+    some = [x.detach()[:: max(1, x.shape[0] // 16)] for x in rows]
     return torch.cat([x.sum(-1, dtype=torch.float32) for x in some]).view(torch.int32)

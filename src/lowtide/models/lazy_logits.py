@@ -43,7 +43,7 @@ class LazyLogits(Tensor):
         def wrapper() -> Any:
             return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=call.hidden.device)
 
-        lazy: Self = _Anchor.apply(wrapper, call, steps, call.hidden, call.head.weight, call.head.bias)  # type: ignore[no-untyped-call]
+        lazy: Self = _Anchor.apply(wrapper, call, steps, *call.tensors)  # type: ignore[no-untyped-call]
         lazy._call, lazy._steps, lazy._real, lazy._scoring = call, steps, None, scoring
         return lazy
 

@@ -20,13 +20,13 @@ from lowtide.models.eligibility import (
     is_under_compile,
     module_name,
     why_not_fuse_loss,
-    why_not_lazy,
     why_not_patch_head,
     why_not_patch_model,
 )
-from lowtide.models.head_call import HeadCall, InsideHead
+from lowtide.models.head_call import InsideHead
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import LazyLogits
+from lowtide.models.lora_head import called_head, head_call, why_not_linear, with_what
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
 from lowtide.models.report import PatchReport
 
@@ -159,6 +159,8 @@ def unpatch(model: nn.Module) -> None:
 
 def _patch_loss(target: Any, state: _Patch) -> None:
     if part_of(target) is not None:
+        if is_on_top(target):
+            _adopt_head(target, state)  # it may have got adapters since, or lost them
         return
     why_not = why_not_patch_model(target)
     if why_not is not None:
@@ -170,6 +172,7 @@ def _patch_loss(target: Any, state: _Patch) -> None:
 
 def _unpatch_loss(target: Any, state: _Patch) -> None:
     given: list[nn.Module] = [target] if state.head is None else [target, state.head]
+    given += [module for module in _copies(target.get_output_embeddings()) if module is not state.head]
     patched = [module for module in given if part_of(module) is not None]
     for module in patched:
         check_nothing_on_top(module)
@@ -196,19 +199,28 @@ def _unwrapped(model: Any) -> Any:
 
 def _adopt_head(model: Any, state: _Patch) -> None:
     """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
-    head: Any = model.get_output_embeddings()
+    outer: Any = model.get_output_embeddings()
+    head: Any = called_head(outer)
     if state.head is not None and head is state.head and part_of(state.head) is not None:
         return
     if state.head is not None and is_on_top(state.head):
         take_class_back(state.head)
     state.head = None
-    state.why_not = why_not_patch_head(model, head)
+    for copied in _copies(outer):
+        take_class_back(copied)
+    state.why_not = why_not_patch_head(model, outer, head, why_not_linear(head))
     name = "-" if head is None else module_name(model, head)
     if state.why_not is None:
         state.head = head
         give_class(head, _LOSS, _head_overrides)
-    outcome = _FUSED if state.why_not is None else f"left as it is: {state.why_not}"
+    outcome = f"{_FUSED}{with_what(head)}" if state.why_not is None else f"left as it is: {state.why_not}"
     state.report.add("loss", name, outcome, patched=state.why_not is None)
+
+
+def _copies(outer: Any) -> list[nn.Module]:
+    """Return the layers inside an output embedding of modules_to_save that it copied from a patched one."""
+    inside = outer.modules() if isinstance(outer, nn.Module) and called_head(outer) is not outer else ()
+    return [module for module in inside if part_of(module) == _LOSS and is_on_top(module)]
 
 
 @contextmanager
@@ -259,17 +271,17 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     """Return what a patched output embedding does differently from ``base``."""
 
-    def forward(self: nn.Linear, input: Any) -> Any:
+    def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
         if type(input) is InsideHead:
             return input.work(self, functools.partial(base.forward, self))
         state = None if is_under_compile() else _awaiting_loss.get()
         if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
-            return base.forward(self, input)
-        why_not = why_not_lazy(self, input)
-        if why_not is not None:
-            state.report.count_materialised(why_not)
-            return base.forward(self, input)
-        return LazyLogits.of(HeadCall(self, input, state.report, state.options))
+            return base.forward(self, input, *args, **kwargs)
+        call = head_call(self, (input, *args), kwargs, state.report, state.options)
+        if isinstance(call, str):
+            state.report.count_materialised(call)
+            return base.forward(self, input, *args, **kwargs)
+        return LazyLogits.of(call)
 
     return {"forward": forward}
 
