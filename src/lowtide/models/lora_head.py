@@ -128,7 +128,8 @@ class LoraHeadCall(HeadCall):
             return loss
         kept = target != ignore_index
         counted = kept if weight is None else weight.detach()[target.where(kept, 0)] * kept
-        return loss / counted.sum(dtype=loss.dtype)
+        mean: Tensor = loss / counted.sum(dtype=loss.dtype)
+        return mean
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
@@ -145,19 +146,18 @@ def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
             logits = torch.addmm(logits, *product, alpha=scale) if out is None else out.addmm_(*product, alpha=scale)
             if bias_V is not None:
                 logits = logits.add(bias_V, alpha=scale) if out is None else logits.add_(bias_V, alpha=scale)
-        z = (
-            logits
-            if isinstance(options["logit_scale"], float | int) and options["logit_scale"] == 1
-            else (logits * options["logit_scale"])
-        )
-        if options["softcap"] is not None:
-            z = options["softcap"] * torch.tanh(z / options["softcap"])
+        logit_scale, softcap = options["logit_scale"], options["softcap"]
+        if isinstance(logit_scale, Tensor) or logit_scale != 1:
+            logits = logits * logit_scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         weight = options["weight"]
-        return F.cross_entropy(
-            z,
+        loss: Tensor = F.cross_entropy(
+            logits,
             target,
-            None if weight is None else weight.to(z.dtype),
+            None if weight is None else weight.to(logits.dtype),
             ignore_index=options["ignore_index"],
             label_smoothing=options["label_smoothing"],
             reduction="none" if options["reduction"] == "none" else "sum",
         )
+        return loss
