@@ -65,6 +65,7 @@ def test_every_argument_is_documented(name: str) -> None:
         lowtide.memory.ActivationPolicy,
         lowtide.memory.PolicyReport,
         lowtide.nn.SwiGLU,
+        lowtide.PatchCallback,
     ],
 )
 def test_every_field_is_documented(kind: type) -> None:
