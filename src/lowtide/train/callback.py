@@ -96,7 +96,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
                 texts.append(str(self.trl_report))
         self._tell(state, *texts)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Patch the model if it is not the one that is patched, nor that one wrapped."""
         if self._undone:
             self._undone = False
