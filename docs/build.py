@@ -6,11 +6,14 @@ from pathlib import Path
 import pdoc
 import pdoc.render
 
+import lowtide
+
 MODULES = ("lowtide", "lowtide.measure", "lowtide.train", r"!lowtide\.(measure|train)\.")  # what users call
 
 
 def build(folder: Path) -> None:
     """Render each public module as a page that opens offline."""
+    assert lowtide.PatchCallback is not None  # there from the first use on
     pdoc.render.configure(docformat="google", math=False, show_source=False)
     pdoc.pdoc(*MODULES, output_directory=folder)
 

@@ -68,4 +68,5 @@ def __getattr__(name: str) -> Any:
         raise errors.UnsupportedError(
             errors.message("PatchCallback", "transformers, whose callback it is", "none installed", hint)
         ) from error
+    globals()[name] = PatchCallback  # found there from now on, also by what reads the module's dictionary
     return PatchCallback

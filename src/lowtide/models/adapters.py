@@ -95,27 +95,31 @@ def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
     why_not = _why_not_class(lora, _LORA, _why_not_lora)
     if why_not is not None:
         return why_not
-    if plain_class(lora.base_layer) is not nn.Linear:
-        return f"is LoRA on a {type(lora.base_layer).__name__}, not on a plain torch.nn.Linear"
+    children = lora._modules  # an attribute of a module that is none of its own is slow to find, at each call
+    base = children["base_layer"]
+    if plain_class(base) is not nn.Linear:
+        return f"is LoRA on a {type(base).__name__}, not on a plain torch.nn.Linear"
     if lora.disable_adapters:
         return "has adapters merged and disabled, which peft unmerges when it runs" if lora.merged else ()
     if lora.merged:
         return ()
+    a_s, b_s, dropouts = (children[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
     found = []
     for name in lora.active_adapters:
-        if name not in lora.lora_A:
+        if name not in a_s:
             continue
         if name in lora.lora_variant:
             return f"has an adapter of another form than LoRA's ({type(lora.lora_variant[name]).__name__})"
         scale: object = lora.scaling[name]
-        if type(lora.lora_dropout[name]) not in (nn.Dropout, nn.Identity):
-            return f"drops by a {type(lora.lora_dropout[name]).__name__}"
-        if type(scale) not in (int, float) or lora.lora_A[name].bias is not None:
+        if type(dropouts[name]) not in (nn.Dropout, nn.Identity):
+            return f"drops by a {type(dropouts[name]).__name__}"
+        if type(scale) not in (int, float) or a_s[name]._parameters.get("bias") is not None:
             return "has an adapter of another form than LoRA's"
-        found.append(LowRankAdapter(lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name], lora.scaling[name]))
-    mixed = any(adapter.a.weight.dtype != lora.base_layer.weight.dtype for adapter in found)
-    if mixed and not getattr(lora, "cast_input_dtype_enabled", True):
-        return "leaves its input's dtype as it is, which is not that of its adapters"
+        found.append(LowRankAdapter(a_s[name], b_s[name], dropouts[name], lora.scaling[name]))
+    if found and not getattr(lora, "cast_input_dtype_enabled", True):
+        dtype = base.weight.dtype
+        if any(adapter.a.weight.dtype != dtype for adapter in found):
+            return "leaves its input's dtype as it is, which is not that of its adapters"
     return tuple(found)
 
 

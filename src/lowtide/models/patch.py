@@ -67,14 +67,14 @@ def patch(
     soft caps that the model applies in between are followed. Whatever else reads the logits (``outputs.logits`` later,
     another loss, a metric) gets them, built when asked for and counted in the report. The logits that the loss sees are
     float32, also where the model would have rounded its own to its dtype first. Left as it is, with the reason in the
-    report: a loss that is not transformers' ``ForCausalLMLoss``, and an output embedding that is not a plain
-    ``torch.nn.Linear`` of the model's own (adapters, quantised weights, BERT-like prediction heads). Inside a region
-    compiled by ``torch.compile`` the logits are built.
+    report: a loss that is not transformers' ``ForCausalLMLoss``, and an output embedding that is not a
+    ``torch.nn.Linear`` of the model's own, plain, with peft's LoRA or in its modules_to_save (other adapters, quantised
+    weights, BERT-like prediction heads). Inside a region compiled by ``torch.compile`` the logits are built.
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
     computes the same as before to rounding, keeps less for backward and takes less time on a GPU. A call that is more
-    than it seems (hooks or adapters on a projection, DTensors, ``torch.func``) runs the stock code.
+    than it seems (hooks on a projection, DTensors, ``torch.func``) runs the stock code.
 
     Patching again makes the model as asked this time, ``options`` included, and returns the same report.
 
@@ -82,8 +82,8 @@ def patch(
         model: A model with ``get_output_embeddings`` and a ``loss_function``, as those of transformers; also one
             wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
         loss: Whether to patch the loss.
-        mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`. They get
-            an attribute ``checkpoint_level``, 0 at first: see there.
+        mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`, LoRA on
+            their projections included. They get an attribute ``checkpoint_level``, 0 at first: see there.
         norm: Whether RMS norms run as `lowtide.layers.rms_norm`.
         rope: Whether attention that calls ``apply_rotary_pos_emb`` rotates by `lowtide.layers.rotary`.
         options: How `lowtide.linear_cross_entropy` is to run.
