@@ -91,7 +91,7 @@ HEADS = {
     "head": lora(target_modules=["lm_head"]),
     "head and more": lora(target_modules=["lm_head", "q_proj", "embed_tokens"]),
     "rank-stabilised": lora(target_modules=["lm_head", *MLP], use_rslora=True),
-    "bias": lora(target_modules=["lm_head", "q_proj"], lora_bias=True),
+    "bias": lora(target_modules=["lm_head", "q_proj", *MLP], lora_bias=True),
     "saved": lora(target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "saved, MLP": lora(target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head", "embed_tokens"]),
     "dropout": lora(target_modules=["lm_head", "q_proj"], lora_dropout=0.4),
@@ -307,18 +307,23 @@ def test_saved_heads_of_several_adapters(order, both, batch, assert_same_gradien
         torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
     assert report.calls_materialised == 0, str(report)
     assert report.parts["loss"].module == "lm_head.original_module"
+    for m in (model, stock):
+        m.get_base_model().lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+    compare(model, stock, batch, assert_same_gradients)
+    assert report.calls_materialised == 1
     lowtide.unpatch(model)
     assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in stock.named_modules()}
 
 
+OF = "is a Linear of peft.tuners."
 OTHERS = {
     "DoRA": (lora(target_modules=["lm_head", *MLP], use_dora=True), "DoraLinearVariant"),
     "IA3": (
-        peft.IA3Config(target_modules=["lm_head", *MLP], feedforward_modules=["down_proj"]), "is a Linear, not"
+        peft.IA3Config(target_modules=["lm_head", *MLP], feedforward_modules=["down_proj"]), OF + "ia3.layer, not"
     ),
-    "LoHa": (peft.LoHaConfig(target_modules=["lm_head", *MLP], r=2), "is a Linear, not"),
-    "OFT": (peft.OFTConfig(target_modules=["lm_head", *MLP], oft_block_size=8, r=0), "is a Linear, not"),
-    "VeRA": (peft.VeraConfig(target_modules=["lm_head"], r=2), "is a Linear, not"),
+    "LoHa": (peft.LoHaConfig(target_modules=["lm_head", *MLP], r=2), OF + "loha.layer, not"),
+    "OFT": (peft.OFTConfig(target_modules=["lm_head", *MLP], oft_block_size=8, r=0), OF + "oft.layer, not"),
+    "VeRA": (peft.VeraConfig(target_modules=["lm_head"], r=2), OF + "vera.layer, not"),
     "AdaLoRA": (
         peft.AdaLoraConfig(target_modules=["lm_head", *MLP], total_step=9, init_r=4, target_r=2), "is a SVDLinear, not"
     ),
@@ -588,6 +593,30 @@ def test_a_compiled_mlp_with_dropout_runs_its_own_code(both, ran):
     torch.testing.assert_close(*results)
     mlp.eval(), expected.eval()
     torch.testing.assert_close(compiled(x), expected(x))
+
+
+def test_evaluation(both, batch):
+    model, stock, report = both(HEADS["all"])
+    model.eval(), stock.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    with torch.inference_mode():
+        torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    assert (report.calls_fused, report.calls_materialised) == (2, 0)
+
+
+def test_saved_projections_of_an_mlp(both, batch, ran, assert_same_gradients):
+    for order in ("peft first", "patch first"):
+        model, stock, _ = both(lora(target_modules=["up_proj"], modules_to_save=["gate_proj"]), order=order)
+        compare(model, stock, batch, assert_same_gradients)
+        with model.disable_adapter(), stock.disable_adapter():
+            torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    assert ran == {"adapted_mlp": 4, "swiglu_mlp": 4}
+    gate = model.get_base_model().model.layers[0].mlp.gate_proj
+    gate.register_forward_hook(lambda module, args, output: output * 2)
+    stock.get_base_model().model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, args, output: output * 2)
+    compare(model, stock, batch, assert_same_gradients)
+    assert "gate_proj is a layer of modules_to_save with hooks" in str(lowtide.patch(model))
 
 
 def test_generation_is_unchanged(both, batch):

@@ -58,7 +58,7 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
     if plain_class(kept) is nn.Linear:
         return AdaptedLinear(kept, (), around)  # type: ignore[arg-type]
     if not is_lora(kept):
-        return f"is a {type(kept).__name__}, not a plain torch.nn.Linear"
+        return f"is a {_kind(kept)}, not a plain torch.nn.Linear"
     found = _active(kept)
     if isinstance(found, str):
         return found
@@ -90,6 +90,12 @@ def is_lora(module: nn.Module) -> bool:
     return {"base_layer", "lora_A", "lora_B"} <= module._modules.keys()
 
 
+def _kind(module: nn.Module) -> str:
+    """Return the name of a module's class, and where it is from if that is the name of PyTorch's own."""
+    kind = type(module)
+    return f"Linear of {kind.__module__}" if kind.__name__ == "Linear" else kind.__name__
+
+
 def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
     """Return the adapters that a LoRA layer would add now, or why it would do something else."""
     why_not = _why_not_class(lora, _LORA, _why_not_lora)
@@ -98,7 +104,7 @@ def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
     children = lora._modules  # an attribute of a module that is none of its own is slow to find, at each call
     base = children["base_layer"]
     if plain_class(base) is not nn.Linear:
-        return f"is LoRA on a {type(base).__name__}, not on a plain torch.nn.Linear"
+        return f"is LoRA on a {_kind(base)}, not on a plain torch.nn.Linear"
     if lora.disable_adapters:
         return "has adapters merged and disabled, which peft unmerges when it runs" if lora.merged else ()
     if lora.merged:

@@ -19,6 +19,8 @@ def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
             return "it has several LoRA adapters with dropout at a time"
         if torch.compiler.is_compiling():
             return "its LoRA adapters have dropout, and it is compiled"
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "its LoRA adapters have dropout, and a CUDA graph is captured"  # their generators are their own
     return None
 
 
