@@ -27,7 +27,7 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
 def lora(**settings):
-    return peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=False, **settings)
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False, **settings})
 
 
 def wrap(model, *configs, **kwargs):
@@ -263,7 +263,7 @@ def lora_layers(model):
 
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 def test_changes_after_patching_are_followed(order, both, batch, ran, assert_same_gradients):
-    second = lora(target_modules=["lm_head", "down_proj", "q_proj"])
+    second = lora(target_modules=["lm_head", "down_proj", "q_proj"], r=4, lora_alpha=9)
     model, stock, report = both(lora(target_modules=["lm_head", *MLP]), second, order=order)
     fused = 0
     for what, change in steps(model):
@@ -428,6 +428,14 @@ def with_a_hook(layer):
     layer.lora_B["default"].register_forward_hook(lambda module, args, output: output * 0.5)
 
 
+def with_a_hook_around(layer):
+    layer.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def with_a_hook_on_dropout(layer):
+    layer.lora_dropout["default"].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
 def with_a_forward(layer):
     stock = layer.lora_A["default"].forward
     layer.lora_A["default"].forward = lambda x: stock(x) * 2
@@ -450,7 +458,15 @@ class Louder(peft.tuners.lora.Linear):
         return super().forward(x, *args, **kwargs) * 1.5
 
 
-CHANGES = [with_a_hook, with_a_forward, with_another_class, with_another_dropout, with_a_parametrization]
+CHANGES = [
+    with_a_hook,
+    with_a_hook_around,
+    with_a_hook_on_dropout,
+    with_a_forward,
+    with_another_class,
+    with_another_dropout,
+    with_a_parametrization,
+]
 
 
 @pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp.up_proj"])
@@ -544,6 +560,15 @@ def test_checkpoints_of_peft_are_stock(order, kind, both, build, batch, tmp_path
     merged.save_pretrained(tmp_path / "merged")
     again = type(build("llama")).from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(again(**batch).loss, expected(**batch).loss)
+
+
+@pytest.mark.parametrize("kind", ["all", "saved"])
+def test_undone_before_it_ran(kind, both):
+    model, stock, _ = both(HEADS[kind], HEADS[kind], order="patch first")
+    lowtide.unpatch(model)
+    assert {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()} == {
+        n: (type(m), sorted(vars(m))) for n, m in stock.named_modules()
+    }
 
 
 def test_patched_twice_and_undone(both, batch):
