@@ -46,7 +46,6 @@ LOOKS = {
     "capped twice": lambda z: torch.tanh(torch.tanh(z)),
     "double": lambda z: z.double(),
     "numpy": lambda z: z.sum() + float(z.detach().numpy().sum()),
-    "cross entropy": lambda z: F.cross_entropy(z.view(-1, z.shape[-1]), torch.ones(22, dtype=torch.long)),
     "list": lambda z: z * z.tolist()[0][0][0],
 }
 

@@ -62,9 +62,11 @@ def test_metrics_get_their_logits(pair, tmp_path):
     assert (report.calls_fused, report.calls_materialised) == (10, 2)
 
 
-def test_label_smoothing_takes_the_trainers_own_loss(pair, tmp_path):
+def test_label_smoothing_by_the_trainers_own_loss_without_logits(pair, tmp_path):
     model, stock = pair("llama")
     report = lowtide.patch(model)
-    losses, _ = train(model, tmp_path, label_smoothing_factor=0.1)
-    assert losses == pytest.approx(train(stock, tmp_path, label_smoothing_factor=0.1)[0], rel=1e-4)
-    assert report.calls_fused == 0
+    losses, evaluation = train(model, tmp_path, label_smoothing_factor=0.1)
+    expected, expected_evaluation = train(stock, tmp_path, label_smoothing_factor=0.1)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=1e-4)
+    assert (report.calls_fused, report.calls_materialised) == (10, 0), str(report)

@@ -5,21 +5,20 @@ Every module that changes, the model and its output embedding among them, gets a
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import (
-    is_causal_lm_loss,
+    LABELS,
     is_under_compile,
     module_name,
-    why_not_fuse_loss,
     why_not_lazy,
     why_not_patch_head,
     why_not_patch_model,
@@ -202,7 +201,7 @@ def _adopt_head(model: Any, state: _Patch) -> None:
     if state.head is not None and is_on_top(state.head):
         take_class_back(state.head)
     state.head = None
-    state.why_not = why_not_patch_head(model, head)
+    state.why_not = why_not_patch_head(head)
     name = "-" if head is None else module_name(model, head)
     if state.why_not is None:
         state.head = head
@@ -216,7 +215,7 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
     """Let the head return lazy logits inside, if the loss that follows is one that can consume them."""
     state: _Patch = vars(model)[_STATE]
     _adopt_head(model, state)
-    why_not = state.why_not or why_not_fuse_loss(model)
+    why_not = state.why_not
     if why_not is not None:
         state.report.count_materialised(why_not)
     token = _awaiting_loss.set(state if why_not is None else None)
@@ -230,8 +229,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     """Return what a patched model does differently from ``base``."""
     signature = inspect.signature(base.forward)
     names = list(signature.parameters)
-    labels_at = [(name, names.index(name) - 1 if name in names else None) for name in ("labels", "shift_labels")]
-    stock: Any = inspect.getattr_static(base, "loss_function")
+    labels_at = [(name, names.index(name) - 1 if name in names else None) for name in LABELS]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         awaited = any(
@@ -249,11 +247,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
 
-    def loss_function(self: Any) -> Any:
-        loss = stock.fget(self)
-        return functools.partial(_score, loss) if not is_under_compile() and is_causal_lm_loss(loss) else loss
-
-    return {"forward": forward, "loss_function": property(loss_function, stock.fset, stock.fdel, stock.__doc__)}
+    return {"forward": forward}
 
 
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
@@ -272,13 +266,3 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         return LazyLogits.of(HeadCall(self, input, state.report, state.options))
 
     return {"forward": forward}
-
-
-def _score(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call transformers' own loss function on logits that it, and only it, may consume unbuilt.
-
-    The function itself runs, so that its shift, padding, denominator and options are followed and not repeated here.
-    """
-    args = tuple(arg.scoring() if isinstance(arg, LazyLogits) else arg for arg in args)
-    kwargs = {name: arg.scoring() if isinstance(arg, LazyLogits) else arg for name, arg in kwargs.items()}
-    return loss(*args, **kwargs)
