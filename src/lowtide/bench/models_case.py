@@ -229,8 +229,9 @@ def _noise(stock: Any, inputs: dict[str, Any]) -> Noise:
     other, shaken_gradients = _run(shaken, inputs)
     relative = {}
     for name, g in gradients.items():
+        again = shaken_gradients[name]
         largest = 0.0 if g is None else g.abs().max().item()
-        moved = 0.0 if g is None else (shaken_gradients[name] - g).abs().max().item()
+        moved = 0.0 if g is None or again is None else (again - g).abs().max().item()
         relative[name] = FACTOR * (moved / largest if largest else 0.0) + 16 * ULP
     loss = FACTOR * abs(float(other.loss - outputs.loss)) + 16 * ULP * abs(float(outputs.loss))
     logits = 0.0

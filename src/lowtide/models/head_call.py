@@ -251,9 +251,9 @@ def fold(steps: tuple[Step, ...]) -> Folded | None:
         return None
     scale = above / below
     if cap is not None:
-        if isinstance(cap, Tensor) or not 0 < cap < math.inf:
+        if isinstance(cap, Tensor) or not 0 < abs(cap) < math.inf:
             return None
-        scale = above * cap / below
+        scale, cap = above * cap / below, abs(cap)  # tanh is odd
     return Folded(scale, cap, tuple(offsets), normalised, sign)
 
 

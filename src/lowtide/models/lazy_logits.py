@@ -192,5 +192,5 @@ _METADATA: frozenset[Any] = frozenset(
     ]
 )  # fmt: skip
 
-_BASE: Any = Tensor._base.__get__
+_BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])

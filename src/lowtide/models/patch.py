@@ -41,6 +41,7 @@ class _Patch:
         self.report = report
         self.options = options
         self.head: nn.Module | None = None
+        self.head_calls = 0
         self.why_not: str | None = None
 
 
@@ -219,10 +220,15 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
     if why_not is not None:
         state.report.count_materialised(why_not)
     token = _awaiting_loss.set(state if why_not is None else None)
+    calls = state.head_calls
     try:
         yield
     finally:
         _awaiting_loss.reset(token)
+    if why_not is None and state.head_calls == calls:
+        state.report.count_materialised(
+            "the output embedding was not called; what the loss was computed from is unknown"
+        )
 
 
 def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
@@ -259,6 +265,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         state = None if is_under_compile() else _awaiting_loss.get()
         if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
             return base.forward(self, input)
+        state.head_calls += 1
         why_not = why_not_lazy(self, input)
         if why_not is not None:
             state.report.count_materialised(why_not)
