@@ -258,6 +258,27 @@ def test_without_grad_a_detached_view_stays_lazy(pair, batch):
         assert torch.equal(ours, expected)
 
 
+def test_evaluated_without_grad_and_used_with_it(pair, batch):
+    """What was computed without gradients has none afterwards, but of what else takes part."""
+    model, stock = pair("gpt2")
+    report = lowtide.patch(model, mlp=False)
+    scale = torch.tensor(0.5, requires_grad=True)
+    seen = []
+    for m in (model, stock):
+        with torch.no_grad():
+            logits = m(**batch).logits
+        flat = (logits.detach() * 2.0).view(-1, V)
+        loss = F.cross_entropy(flat, batch["labels"].view(-1))
+        assert not flat.requires_grad
+        assert not loss.requires_grad
+        if m is model:
+            assert report.calls_materialised == 0
+        (trained,) = torch.autograd.grad((logits * scale).logsumexp(-1).sum(), scale)
+        seen.append((loss, logits.argmax(-1), trained))
+    for ours, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_a_model_without_a_loss_function_of_its_own(batch):
     class Model(torch.nn.Module):
         def __init__(self):

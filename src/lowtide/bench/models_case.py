@@ -5,9 +5,10 @@ Legend: B sequences of T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import copy
+import functools
 import inspect
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,14 +50,20 @@ def types(kind: str) -> list[str]:
 def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
     """Return what the sweep tells of a type: ``status``, ``why``, ``cases``, ``parts``, and the size of the model."""
     try:
-        model, extra = _built(kind, model_type, seed)
+        make, extra = _maker(kind, model_type, seed)
     except Exception as error:
         return {"status": NOT_BUILT, "why": _said(error)}
-    return _compared(model, extra, seed)
+    try:
+        return _compared(make, extra, seed)
+    except Exception as error:
+        return {"status": CRASHED, "why": _said(error)}
 
 
-def _built(kind: str, model_type: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    """Return a model that computes a loss, and what it needs beside tokens; raise the last error where none does."""
+def _maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Return what makes a model that computes a loss, the same one each time, and what it needs beside tokens.
+
+    Where none does, the last error is raised.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -64,15 +71,16 @@ def _built(kind: str, model_type: str, seed: int) -> tuple[Any, dict[str, Any]]:
     auto = getattr(transformers, AUTO_CLASSES[kind])
     last: Exception | None = None
     for head_dim in HEAD_DIMS:
+        make = functools.partial(tiny_model, auto, config_class, head_dim=head_dim, decoder=kind == "causal", seed=seed)
         try:
-            model = tiny_model(auto, config_class, head_dim=head_dim, decoder=kind == "causal", seed=seed)
+            model = make()
             for extra in _extras(model):
                 try:
                     _run(model, {**batch(seed), **extra})
                 except Exception as error:
                     last = error
                 else:
-                    return model, extra
+                    return make, extra
         except Exception as error:
             last = error
     assert last is not None
@@ -135,8 +143,8 @@ def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | No
     return outputs, {name: p.grad for name, p in model.named_parameters()}
 
 
-def _compared(stock: Any, extra: dict[str, Any], seed: int) -> dict[str, Any]:
-    model = copy.deepcopy(stock)
+def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict[str, Any]:
+    stock, model = make(), make()  # not copies: some models keep what belongs to a graph
     report = lowtide.patch(model, options=OPTIONS)
     told: dict[str, Any] = {
         "class": type(stock).__name__,
@@ -145,7 +153,7 @@ def _compared(stock: Any, extra: dict[str, Any], seed: int) -> dict[str, Any]:
     }
     if extra:
         told["with"] = sorted(extra)
-    noise = _noise(stock, {**batch(seed), **extra})
+    noise = _noise(stock, make(), {**batch(seed), **extra})
     results: dict[str, str] = {}
     built = False
     for name, inputs in cases(stock, seed).items():
@@ -217,11 +225,10 @@ class Noise:
         self.loss, self.logits, self.gradients, self.floor = loss, logits, gradients, floor
 
 
-def _noise(stock: Any, inputs: dict[str, Any]) -> Noise:
+def _noise(stock: Any, shaken: Any, inputs: dict[str, Any]) -> Noise:
     """Return what an ulp more or less in each weight changes, some times over, with floors of a few ulps."""
     outputs, gradients = _run(stock, inputs)
     gradients = {name: g if g is None else g.clone() for name, g in gradients.items()}
-    shaken = copy.deepcopy(stock)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in shaken.parameters():

@@ -65,12 +65,11 @@ _MISSING = {"num_key_value_heads": HEADS, "num_experts_per_tok": 2, "n_routed_ex
 # By type: settings that follow from nothing else.
 HINTS: dict[str, dict[str, Any]] = {
     "codegen": {"n_head": 4},  # it splits them among four
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0}},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "local"]},
     "xmod": {"default_language": "en_XX"},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "encoder-decoder": {"decoder_start_token_id": 1, "pad_token_id": 0},
-    "zamba": {"num_hidden_layers": 6},
 }
 
 

@@ -73,6 +73,17 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad and not self._call.grad_mode
 
+    def _keeps_its_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether what becomes of these logits now would have the graph that it has in the mode that the model ran in.
+
+        With gradients then and none now (torch.no_grad, the inside of a custom autograd function) it would not, and
+        steps to be replayed cannot tell. With none then, it has none now, but of what else takes part.
+        """
+        if torch.is_grad_enabled() == self._call.grad_mode:
+            return True
+        others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, LazyLogits)]
+        return not self._call.grad_mode and not any(x.requires_grad for x in others)
+
     def meta(self) -> Tensor:
         """Return a tensor on no device of the same shape, strides and dtype: on it an operation shows what it gives."""
         return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
@@ -117,10 +128,9 @@ class LazyLogits(Tensor):
             if func in _METADATA or distributed or (func == _BASE and lazy._viewed is None):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            # In another grad mode than the model ran in (torch.no_grad, the inside of a custom autograd function) what
-            # becomes of the logits has another graph than they have, which steps to be replayed cannot tell.
-            if func in OPERATIONS and torch.is_grad_enabled() == lazy._call.grad_mode:
-                result = _operate(func, args, kwargs)
+            if func in OPERATIONS and lazy._keeps_its_graph(args, kwargs):
+                with torch.set_grad_enabled(lazy._call.grad_mode):
+                    result = _operate(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
         return func(*_real(args, func), **_real(kwargs, func))
