@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lowtide.bench.models_case import CRASHED, MAPPINGS, STATUSES, TIMED_OUT, check, types
+from lowtide.bench.models_case import COMPARED, CRASHED, MAPPINGS, STATUSES, TIMED_OUT, check, types
 from lowtide.bench.models_config import ModelsBenchConfig
 from lowtide.bench.models_table import markdown
 from lowtide.bench.results import Files, begin, replace
@@ -86,7 +86,7 @@ def _files(config: ModelsBenchConfig) -> tuple[Files, dict[str, Any]]:
         return files, {**about, "config": config.recorded(), "rows": []}
     try:
         told = json.loads(Path(config.resume).read_text())
-        told["rows"] = list(told["rows"])
+        told["rows"] = [row for row in told["rows"] if row["status"] in COMPARED]
     except (OSError, ValueError, KeyError) as error:
         raise ArgumentValueError(message("resume", "a result of lowtide bench models", f"{error}")) from error
     return Files(Path(config.resume)), told

@@ -37,6 +37,7 @@ MAPPINGS = {
 }
 FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
 CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
+COMPARED = (FUSED, FELL_BACK, DIFFERENT)
 STATUSES = (FUSED, FELL_BACK, NOT_BUILT, CRASHED, TIMED_OUT, DIFFERENT)
 
 
@@ -154,6 +155,7 @@ def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict
     if extra:
         told["with"] = sorted(extra)
     noise = _noise(stock, make(), {**batch(seed), **extra})
+    told["tolerances"] = noise.told()
     results: dict[str, str] = {}
     built = False
     for name, inputs in cases(stock, seed).items():
@@ -223,6 +225,11 @@ class Noise:
 
     def __init__(self, loss: float, logits: float, gradients: dict[str, float], floor: float) -> None:
         self.loss, self.logits, self.gradients, self.floor = loss, logits, gradients, floor
+
+    def told(self) -> dict[str, float]:
+        """Return what a result file tells: of the loss, and the median and the largest of the gradients'."""
+        some = sorted(self.gradients.values())
+        return {"loss": self.loss, "gradients_median": some[len(some) // 2], "gradients_largest": some[-1]}
 
 
 def _noise(stock: Any, shaken: Any, inputs: dict[str, Any]) -> Noise:

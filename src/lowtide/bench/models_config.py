@@ -21,7 +21,7 @@ class ModelsBenchConfig(_Settings):
     workers: int = _setting(2, "processes at a time, each with one thread")
     timeout: int = _setting(120, "seconds after which a type is given up", metavar="S")
     seed: int = _setting(0, "of weights and tokens")
-    resume: str = _setting("", "a result to go on with: what it has is not run again", metavar="FILE")
+    resume: str = _setting("", "a result to go on with: what was compared there is not run again", metavar="FILE")
     table: str = _setting("", "also write the table as Markdown", metavar="FILE")
     output: str = _setting(".", "folder for the result (json)", metavar="DIR", last=True)
 

@@ -1,7 +1,8 @@
 """A tiny random model of any transformers type: its default config, shrunk by what its settings are called.
 
-The rules are about words that configs share (layers, heads, experts, ranks), not about types. There are 2 heads, a width is
-what they have together, and settings that must agree with these do. What a config asks for beyond that is in `HINTS`.
+The rules are about words that configs share (layers, heads, experts, ranks), not about types. There are 2 heads, a
+width is what they have together, and settings that must agree with these do. What a config asks for beyond that is in
+`HINTS`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 VOCAB = 1009
 HEADS = 2
 # Of each head; some types split a head into parts of sizes that no setting tells, which only large ones hold.
-HEAD_DIMS = (16, 128)
+HEAD_DIMS = (16, 64, 128)
 MAX_LAYERS = 4
 
 _Rule = Callable[[int, int], int]  # (the default, a head's size) -> the tiny value
@@ -42,10 +43,11 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"(mamba_)?d_head", lambda _, head_dim: head_dim),
     (r"(mamba|ssm)_(n|num)_heads", lambda *_: 2 * HEADS),
     (r".*heads?", _at_most(HEADS)),
-    (r"qk_(nope|rope)_head_dim|rotary_dim|indexer?_rope_dim|qk_rope_dim", lambda _, head_dim: head_dim // 2),
+    (r"qk_(nope|rope)_head_dim|rotary_dim|indexer?_rope_dim|qk_rope_dim", lambda v, head_dim: min(v, head_dim // 2)),
     (r".*(head_dim|dim_head|headdim|head_size|d_kv|kv_channels|pre_attn_scalar|rank)", lambda _, head_dim: head_dim),
     (r".*(state_size|d_state)", lambda _, head_dim: head_dim),
-    (r"mamba_d_ssm|.*(intermediate|ffn|feed_forward|mlp_dim|d_ff|n_inner|d_inner|shared_expert_dim).*", _heads_together(2)),
+    (r"mamba_d_ssm|.*(intermediate|ffn|feed_forward|mlp_dim|d_ff|n_inner|d_inner).*", _heads_together(2)),
+    (r".*shared_expert_dim.*", _heads_together(2)),
     (r".*(hidden_size|d_model|n_embd|embed_dim|embedding_size|embedding_dim|emb_dim|hidden_dim)", _heads_together(1)),
     (r".*(model_dim|lru_width|per_layer_input|proj_dim|projection_dim|attention_dim|output_dim)", _heads_together(1)),
     (r".*(input_dim|num_pos_feats|token_embed_dim|adapter_in_dim)", _heads_together(1)),
@@ -67,6 +69,8 @@ HINTS: dict[str, dict[str, Any]] = {
     "codegen": {"n_head": 4},  # it splits them among four
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8.0}},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "local"]},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 3},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 3},
     "xmod": {"default_language": "en_XX"},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "encoder-decoder": {"decoder_start_token_id": 1, "pad_token_id": 0},

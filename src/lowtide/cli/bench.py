@@ -154,8 +154,8 @@ _MODELS = """\
 What lowtide.patch does to every model type that transformers knows: a tiny model with random weights of each, stock
 beside patched, float32 on the CPU; loss and every gradient are compared, and logits watched for. A type is "fused" (no
 logits were built), "fell back" (they were, with the reason, and all was equal), "not built" (no tiny model of it could
-be made or run; with the reason), "crashed", "timed out", or "different", which is a defect of lowtide. Each is a process
-of its own. The result is DIR/<date>-models-cpu.json, written after each type. Exit status 1 where one is different."""
+be made or run; with the reason), "crashed", "timed out", or "different", which is a defect of lowtide. Each is one
+process. The result is DIR/<date>-models-cpu.json, written after each type. Exit status 1 where one is different."""
 
 _MODELS_EXAMPLES = """\
 examples:

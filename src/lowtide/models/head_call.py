@@ -138,7 +138,7 @@ class HeadCall:
             return self._run(work, later=True)  # type: ignore[no-any-return]
 
     def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (hidden, weight, bias) of the linear layer that gives these logits; called inside the head's forward."""
+        """Return (hidden, weight, bias) of the linear layer that gives these logits; inside the head's forward."""
         return self.hidden, head.weight, head.bias
 
     def without_logits(self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Any]) -> Any:
