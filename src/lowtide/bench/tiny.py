@@ -33,9 +33,10 @@ def _heads_together(times: int) -> _Rule:
 
 # The first pattern that a setting's whole name matches says what becomes of it; any other stays.
 _RULES: tuple[tuple[str, _Rule], ...] = (
-    (r"(type|task_type)_vocab_size|chunk_size.*|.*(patch_size|image_size|channels)|.*positions?(_embeddings)?", lambda v, _: v),
+    (r"(type|task_type)_vocab_size|chunk_size.*|.*positions?(_embeddings)?", lambda v, _: v),
+    (r".*(patch_size|image_size|channels)", lambda v, _: v),
     (r".*vocab_size.*|num_embeddings", _at_most(VOCAB)),
-    (r".*(experts_per_tok(en)?|num_selected_experts|moe_top_?k|moe_k|top_k_experts|expert_top_k)", _at_most(2)),
+    (r".*(experts_per_tok(en)?|num_selected_experts|moe_top_?k|moe_k|expert_top_k)|top_k_experts", _at_most(2)),
     (r".*(n_group|n_groups|topk_group|num_expert_groups?|ngroups)", _at_most(1)),
     (r".*shared_experts?(_num)?|zero_expert_num", _at_most(1)),
     (r".*(num|local|routed|n|moe_num)_experts", _at_most(4)),
