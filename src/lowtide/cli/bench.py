@@ -22,6 +22,8 @@ from lowtide.bench.config import (
     TuneConfig,
 )
 from lowtide.bench.divergence import PAIR_SHAPES
+from lowtide.bench.models_case import MAPPINGS
+from lowtide.bench.models_config import ModelsBenchConfig
 from lowtide.bench.peers import PEERS
 from lowtide.bench.policies import FORM
 from lowtide.bench.problem import SETTINGS
@@ -148,6 +150,22 @@ examples:
   lowtide bench mlp --shape 2,64,32,96,2 --device cpu --skip compile
       a look at it without a GPU"""
 
+_MODELS = """\
+What lowtide.patch does to every model type that transformers knows: a tiny model with random weights of each, stock
+beside patched, float32 on the CPU; loss and every gradient are compared, and logits watched for. A type is "fused" (no
+logits were built), "fell back" (they were, with the reason, and all was equal), "not built" (no tiny model of it could
+be made or run; with the reason), "crashed", "timed out", or "different", which is a defect of lowtide. Each is one
+process. The result is DIR/<date>-models-cpu.json, written after each type. Exit status 1 where one is different."""
+
+_MODELS_EXAMPLES = """\
+examples:
+  lowtide bench models --only llama gemma2 t5
+      a few types
+  lowtide bench models --table docs/supported-models.md --output benchmarks/results
+      all of them, and the page of the documents
+  lowtide bench models --resume 2026-11-21-models-cpu.json
+      go on with a result that was interrupted"""
+
 _TUNE = """\
 Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
 table does not know. It serves every head that takes that path, but for one without bias, scale and soft cap on Hopper,
@@ -225,6 +243,15 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add_options(mlp, MlpBenchConfig, MlpBenchConfig.names())
     mlp.set_defaults(main=main_mlp, parser=mlp)
+    models = kinds.add_parser(
+        "models",
+        help="what patch does to every model type",
+        description=_MODELS,
+        epilog=_MODELS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(models, ModelsBenchConfig, {"kinds": ", ".join(MAPPINGS)})
+    models.set_defaults(main=main_models, parser=models)
     tune = kinds.add_parser(
         "tune",
         help="tile sizes of the head's GEMM for this GPU",
@@ -330,6 +357,19 @@ def main_step(arguments: argparse.Namespace) -> int:
     return int(
         any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows if row["way"].startswith("lowtide"))
     )
+
+
+def main_models(arguments: argparse.Namespace) -> int:
+    """Check model types, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.models import run
+    from lowtide.bench.models_case import DIFFERENT
+
+    rows = run(ModelsBenchConfig(**_given(arguments, ModelsBenchConfig)), _say)
+    return int(any(row["status"] == DIFFERENT for row in rows))
 
 
 def main_tune(arguments: argparse.Namespace) -> int:

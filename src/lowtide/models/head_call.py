@@ -6,20 +6,56 @@ Legend: hidden [..., D], logits [..., V].
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError
-from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import is_autocast_on, why_not_call
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
 
-# What was applied to the logits since the head, to be replayed as it was: (function, arguments after the logits).
-Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+@dataclass(frozen=True)
+class Step:
+    """Something that was done to the logits since the head, to be done again as it was: ``function(logits, *args)``.
+
+    Args:
+        function: What was done.
+        args: Its arguments after the logits.
+        of_hidden: Where it rearranged or chose rows and left the V columns as they were: what does the same to hidden
+            states. None for what works on each logit by itself.
+    """
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...] = ()
+    of_hidden: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Steps as the arguments of lowtide's functions.
+
+    Args:
+        logit_scale: As theirs, applied after ``offsets``.
+        softcap: As theirs.
+        offsets: Vectors [V] that count as bias.
+        normalised: Whether the log-softmax was taken at the end.
+        sign: What that was multiplied by, 1 or -1.
+    """
+
+    logit_scale: float | Tensor
+    softcap: float | None
+    offsets: tuple[Tensor, ...]
+    normalised: bool
+    sign: int
+
+
+_KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.detach)  # detach: where there is no gradient to stop
+
 # The stock forward of a head, and work that needs it.
 Forward = Callable[[Tensor], Tensor]
 Work = Callable[[nn.Linear, Forward], Any]
@@ -63,6 +99,9 @@ class HeadCall:
         if is_autocast_on(device_type):
             self._autocast_dtype = torch.get_autocast_dtype(device_type)
 
+    # What the logits are made of beside a linear layer, of which `lowtide.linear_cross_entropy` alone has a version.
+    adapted = False
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
@@ -80,10 +119,14 @@ class HeadCall:
             self.built = True
             self.report.count_materialised(why)
         with ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(self._inference))
-            modes.enter_context(torch.set_grad_enabled(self.grad_mode))
-            self._enter_autocast(modes)
-            return _replay(self._run(lambda _, forward: self._logits(forward, self.tensors), later=True), steps)
+            self._enter_modes(modes)
+            return replay(self._run(lambda _, forward: self._logits(forward, self.tensors), later=True), steps)
+
+    def view(self, base: Tensor, step: Step) -> Tensor:
+        """Return a view of real logits, as the model would have taken it."""
+        with ExitStack() as modes:
+            self._enter_modes(modes)
+            return replay(base, (step,))
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `tensors` for a gradient that reached the logits."""
@@ -94,7 +137,7 @@ class HeadCall:
                 x if x is None or isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
                 for x in self.tensors
             )
-            logits = _replay(self._logits(forward, inputs), steps)
+            logits = replay(self._logits(forward, inputs), steps)
             wanted = [x for x in inputs if x is not None and x.requires_grad]
             found = iter(torch.autograd.grad(logits, wanted, grad_logits))
             return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
@@ -105,17 +148,13 @@ class HeadCall:
             self._enter_autocast(modes)
             return self._run(work, later=True)  # type: ignore[no-any-return]
 
-    def cross_entropy(
-        self, target: Tensor, softcap: float | None, logit_scale: float | Tensor, **kwargs: Any
-    ) -> Tensor:
-        """Return the loss of these logits without building them; ``kwargs`` are `linear_cross_entropy`'s own."""
+    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (hidden, weight, bias) of the linear layer that gives these logits; inside the head's forward."""
+        return self.hidden, head.weight, head.bias
 
-        target = target.reshape(self.hidden.shape[:-1])
-        loss: Tensor = self._run(lambda *_: self._loss(target, softcap=softcap, logit_scale=logit_scale, **kwargs))
-        if not self.fused:
-            self.fused = True
-            self.report.count_fused()
-        return loss
+    def more(self, rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:  # noqa: ARG002
+        """Return what else the loss needs, by name; ``rows`` does to a tensor [..., *] what was done to the logits."""
+        return {}
 
     def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:
         """Return the logits from `tensors`, or from others in their place."""
@@ -123,10 +162,44 @@ class HeadCall:
         assert hidden is not None
         return forward(hidden)
 
-    def _loss(self, target: Tensor, **kwargs: Any) -> Tensor:
-        return linear_cross_entropy(
-            self.hidden, self.head.weight, target, linear_bias=self.head.bias, options=self.options, **kwargs
-        )
+    def without_logits(self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Any]) -> Any:
+        """Return what ``function`` makes of the logits after ``steps``, without building them.
+
+        Args:
+            steps: What was done to the logits.
+            folded: The same as `fold` returns it.
+            function: Called with (hidden, weight) and ``linear_bias``, ``logit_scale``, ``softcap``, ``options`` and
+                what `more` returns.
+        """
+
+        def rows(tensor: Tensor) -> Tensor:
+            for step in steps:
+                if step.of_hidden is not None:
+                    tensor = step.of_hidden(tensor)
+            return tensor
+
+        def work(head: nn.Linear, _: Forward) -> Any:
+            hidden, weight, bias = self.linear(head)
+            hidden = rows(hidden)
+            for offset in folded.offsets:
+                bias = offset if bias is None else bias + offset
+            return function(
+                hidden,
+                weight,
+                linear_bias=bias,
+                softcap=folded.softcap,
+                logit_scale=folded.logit_scale,
+                options=self.options,
+                **self.more(rows),
+            )
+
+        with ExitStack() as modes:
+            self._enter_autocast(modes)
+            result = self._run(work)
+        if not self.fused:
+            self.fused = True
+            self.report.count_fused()
+        return result
 
     def _run(self, work: Work, *, later: bool = False) -> Any:
         def checked(head: nn.Linear, forward: Forward) -> Any:
@@ -142,6 +215,11 @@ class HeadCall:
                 "The logits were not kept: read outputs.logits before that, or call the model again."
             )
         return self.head(InsideHead(checked))
+
+    def _enter_modes(self, modes: ExitStack) -> None:
+        modes.enter_context(torch.inference_mode(self._inference))
+        modes.enter_context(torch.set_grad_enabled(self.grad_mode))
+        self._enter_autocast(modes)
 
     def _enter_autocast(self, modes: ExitStack) -> None:
         device_type = self.hidden.device.type
@@ -163,37 +241,57 @@ class HeadCall:
             )
 
 
-def fold(steps: tuple[Step, ...]) -> tuple[float | Tensor, float | None] | None:
-    """Return steps as ``(logit_scale, softcap)`` of `linear_cross_entropy`, None where they are not of that form.
+def fold(steps: tuple[Step, ...]) -> Folded | None:
+    """Return steps as arguments of lowtide's functions, None where they are not of that form.
 
     Any ``tanh(z * a / b) * c`` is a cap at c of ``z * (a * c / b)``. Changes of dtype and shape are no part of it.
     """
     above: float | Tensor = 1.0
     below: float | Tensor = 1.0
     cap: Any = None
-    for function, args in steps:
-        if function is Tensor.mul:
-            above, cap = (above * args[0], None) if cap is None else (above, cap * args[0])
+    offsets: list[Tensor] = []
+    normalised, sign, untouched = False, 1, True
+    for step in steps:
+        function, args = step.function, step.args
+        if step.of_hidden is not None or function in _KEEPS_VALUES:
+            continue
+        if function is Tensor.neg and normalised:
+            sign = -sign
+        elif normalised:
+            return None
+        elif function is Tensor.add and untouched:
+            offsets.append(args[0].flatten())
+            continue
+        elif function is Tensor.log_softmax:
+            normalised = True
+        elif function is Tensor.mul or function is Tensor.neg:
+            factor = args[0] if args else -1.0
+            above, cap = (above * factor, None) if cap is None else (above, cap * factor)
         elif function is Tensor.div:
             below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
-        elif function is Tensor.tanh:
-            if cap is not None:
-                return None
+        elif function is Tensor.tanh and cap is None:
             cap = 1.0
-    if cap is None:
-        return (above / below, None) if _is_usable(above) and _is_usable(below) else None
-    if isinstance(cap, Tensor) or not _is_usable(above) or not _is_usable(below) or not 0 < cap < math.inf:
+        else:
+            return None
+        untouched = False
+    if not _is_usable(above) or not _is_usable(below):
         return None
-    return above * cap / below, cap
+    scale = above / below
+    if cap is not None:
+        if isinstance(cap, Tensor) or not 0 < abs(cap) < math.inf:
+            return None
+        scale, cap = above * cap / below, abs(cap)  # tanh is odd
+    return Folded(scale, cap, tuple(offsets), normalised, sign)
 
 
 def _is_usable(factor: float | Tensor) -> bool:
     return isinstance(factor, Tensor) or (factor != 0 and math.isfinite(factor))
 
 
-def _replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    for function, args in steps:
-        logits = function(logits, *args)
+def replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Return ``logits`` after the steps."""
+    for step in steps:
+        logits = step.function(logits, *step.args)
     return logits
 
 

@@ -1,21 +1,13 @@
-"""The output embedding with LoRA: its loss without the logits, adapters included.
-
-The logits ``x W^T + b + sum of s_i h_i B_i^T``, with ``h_i = drop(x) A_i^T`` of a few numbers a token, go through
-`lowtide.linear_apply`: a chunk of ``x W^T`` at a time, to which the function adds its ``h_i B_i^T`` in place and takes
-the loss. A frozen W then costs neither a copy nor a gradient. One linear layer over [x, h] with the weight [W, s B]
-would cost both: at D=4096, V=128256 and bfloat16 a GiB each, and a product of N D V for a gradient that nobody wants;
-merging the adapter into W the same, and its digits in bfloat16.
+"""The output embedding with LoRA: what remembers a call of it, so that its loss needs no logits.
 
 Legend: hidden [..., D], logits [..., V], adapters of rank r.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
 from lowtide.models.eligibility import why_not_lazy
@@ -94,6 +86,8 @@ class LoraHeadCall(HeadCall):
         self._inner = tuple(inner)
         super().__init__(head, hidden, report, options)
 
+    adapted = True
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
@@ -110,54 +104,7 @@ class LoraHeadCall(HeadCall):
             logits = logits + added * adapter.scale
         return logits.to(dtype)
 
-    def _loss(self, target: Tensor, **kwargs: Any) -> Tensor:
-        reduction, ignore_index, weight = kwargs["reduction"], kwargs["ignore_index"], kwargs["weight"]
-        base, adapters = self._layer.base, self._layer.adapters
-        loss: Tensor = linear_apply(
-            _cross_entropy,
-            self.hidden,
-            base.weight,
-            target,
-            *self._inner,
-            linear_bias=base.bias,
-            params=([(adapter.b.weight, adapter.b.bias, adapter.scale) for adapter in adapters], kwargs),
-            out="token" if reduction == "none" else "sum",
-            options=self.options,
-        )
-        if reduction != "mean":
-            return loss
-        kept = target != ignore_index
-        counted = kept if weight is None else weight.detach()[target.where(kept, 0)] * kept
-        mean: Tensor = loss / counted.sum(dtype=loss.dtype)
-        return mean
-
-
-def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
-    """Add what the adapters make of their inputs to rows of ``x W^T + b``, and take the loss.
-
-    A function of this module, and not one made for each call, so that it is looked at once.
-    """
-    *inner, adapters, options = rest
-    with torch.autocast(logits.device.type, enabled=False):
-        for h, (b_Vr, bias_V, scale) in zip(inner, adapters, strict=True):
-            # in the logits' own memory, where autograd allows it: logits without a gradient are a view made without
-            out = logits if logits.requires_grad else None
-            product = (h.to(logits.dtype), b_Vr.to(logits.dtype).T)
-            logits = torch.addmm(logits, *product, alpha=scale) if out is None else out.addmm_(*product, alpha=scale)
-            if bias_V is not None:
-                logits = logits.add(bias_V, alpha=scale) if out is None else logits.add_(bias_V, alpha=scale)
-        logit_scale, softcap = options["logit_scale"], options["softcap"]
-        if isinstance(logit_scale, Tensor) or logit_scale != 1:
-            logits = logits * logit_scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        weight = options["weight"]
-        loss: Tensor = F.cross_entropy(
-            logits,
-            target,
-            None if weight is None else weight.to(logits.dtype),
-            ignore_index=options["ignore_index"],
-            label_smoothing=options["label_smoothing"],
-            reduction="none" if options["reduction"] == "none" else "sum",
-        )
-        return loss
+    def more(self, rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return the adapters, each with the rows of its inputs that the loss is of, as the loss takes them."""
+        pairs = zip(self._inner, self._layer.adapters, strict=True)
+        return {"adapters": [(rows(h), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in pairs]}

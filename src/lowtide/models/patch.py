@@ -5,21 +5,20 @@ Every module that changes, the model and its output embedding among them, gets a
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import (
-    is_causal_lm_loss,
+    LABELS,
     is_under_compile,
     module_name,
-    why_not_fuse_loss,
     why_not_patch_head,
     why_not_patch_model,
 )
@@ -42,6 +41,7 @@ class _Patch:
         self.report = report
         self.options = options
         self.head: nn.Module | None = None
+        self.head_calls = 0
         self.why_not: str | None = None
 
 
@@ -67,9 +67,9 @@ def patch(
     soft caps that the model applies in between are followed. Whatever else reads the logits (``outputs.logits`` later,
     another loss, a metric) gets them, built when asked for and counted in the report. The logits that the loss sees are
     float32, also where the model would have rounded its own to its dtype first. Left as it is, with the reason in the
-    report: a loss that is not transformers' ``ForCausalLMLoss``, and an output embedding that is not a
-    ``torch.nn.Linear`` of the model's own, plain, with peft's LoRA or in its modules_to_save (other adapters, quantised
-    weights, BERT-like prediction heads). Inside a region compiled by ``torch.compile`` the logits are built.
+    report: a loss that is not transformers' ``ForCausalLMLoss``, and an output embedding that is not a plain
+    ``torch.nn.Linear`` of the model's own (adapters, quantised weights, BERT-like prediction heads). Inside a region
+    compiled by ``torch.compile`` the logits are built.
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
@@ -208,7 +208,7 @@ def _adopt_head(model: Any, state: _Patch) -> None:
     state.head = None
     for copied in _copies(outer):
         take_class_back(copied)
-    state.why_not = why_not_patch_head(model, outer, head, why_not_linear(head))
+    state.why_not = why_not_patch_head(head, why_not_linear(head))
     name = "-" if head is None else module_name(model, head)
     if state.why_not is None:
         state.head = head
@@ -228,22 +228,26 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
     """Let the head return lazy logits inside, if the loss that follows is one that can consume them."""
     state: _Patch = vars(model)[_STATE]
     _adopt_head(model, state)
-    why_not = state.why_not or why_not_fuse_loss(model)
+    why_not = state.why_not
     if why_not is not None:
         state.report.count_materialised(why_not)
     token = _awaiting_loss.set(state if why_not is None else None)
+    calls = state.head_calls
     try:
         yield
     finally:
         _awaiting_loss.reset(token)
+    if why_not is None and state.head_calls == calls:
+        state.report.count_materialised(
+            "the output embedding was not called; what the loss was computed from is unknown"
+        )
 
 
 def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     """Return what a patched model does differently from ``base``."""
     signature = inspect.signature(base.forward)
     names = list(signature.parameters)
-    labels_at = [(name, names.index(name) - 1 if name in names else None) for name in ("labels", "shift_labels")]
-    stock: Any = inspect.getattr_static(base, "loss_function")
+    labels_at = [(name, names.index(name) - 1 if name in names else None) for name in LABELS]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         awaited = any(
@@ -261,11 +265,7 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
 
-    def loss_function(self: Any) -> Any:
-        loss = stock.fget(self)
-        return functools.partial(_score, loss) if not is_under_compile() and is_causal_lm_loss(loss) else loss
-
-    return {"forward": forward, "loss_function": property(loss_function, stock.fset, stock.fdel, stock.__doc__)}
+    return {"forward": forward}
 
 
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
@@ -277,6 +277,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         state = None if is_under_compile() else _awaiting_loss.get()
         if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
             return base.forward(self, input, *args, **kwargs)
+        state.head_calls += 1
         call = head_call(self, (input, *args), kwargs, state.report, state.options)
         if isinstance(call, str):
             state.report.count_materialised(call)
@@ -284,13 +285,3 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         return LazyLogits.of(call)
 
     return {"forward": forward}
-
-
-def _score(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call transformers' own loss function on logits that it, and only it, may consume unbuilt.
-
-    The function itself runs, so that its shift, padding, denominator and options are followed and not repeated here.
-    """
-    args = tuple(arg.scoring() if isinstance(arg, LazyLogits) else arg for arg in args)
-    kwargs = {name: arg.scoring() if isinstance(arg, LazyLogits) else arg for name, arg in kwargs.items()}
-    return loss(*args, **kwargs)
