@@ -79,8 +79,8 @@ def patch(
     Patching again makes the model as asked this time, ``options`` included, and returns the same report.
 
     Args:
-        model: A model with ``get_output_embeddings`` and a forward that takes labels, as those of transformers; also one
-            wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
+        model: A model with ``get_output_embeddings`` and a forward that takes labels, as those of transformers; also
+            one wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
         loss: Whether to patch the loss.
         mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`. They get
             an attribute ``checkpoint_level``, 0 at first: see there.
