@@ -159,7 +159,7 @@ def test_hidden_states_are_those_of_stock_and_carry_gradients(pair, batch, asser
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}], ids=str)
 def test_generation_is_bitwise_the_same(settings, pair, batch):
     model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)  # norms and rotations are the same to the bit on a CPU
+    lowtide.patch(model)
     scores = []
     for m in (model, stock):
         torch.manual_seed(0)
@@ -172,13 +172,13 @@ def test_generation_is_bitwise_the_same(settings, pair, batch):
 
 
 def test_generation_takes_no_longer(build, batch):
-    """The head's own forward costs a check a token; a wide margin, for machines are busy."""
+    """A patched module costs a check a token; a wide margin, for machines are busy."""
     model, stock = build("llama").eval(), build("llama").eval()
-    lowtide.patch(model, mlp=False, norm=False, rope=False)
+    lowtide.patch(model)
     best = {}
     for _ in range(5):
         for name, m in (("model", model), ("stock", stock)):
-            start = time.perf_counter()
+            start = time.process_time()
             m.generate(batch["input_ids"], max_new_tokens=16, do_sample=False)
-            best[name] = min(best.get(name, 1e9), time.perf_counter() - start)
+            best[name] = min(best.get(name, 1e9), time.process_time() - start)
     assert best["model"] < 1.3 * best["stock"], best

@@ -12,7 +12,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
 from lowtide.models.eligibility import why_not_lazy
 from lowtide.models.head_call import Forward, HeadCall
-from lowtide.models.ordinary import are_plain_linears, is_ordinary
+from lowtide.models.ordinary import are_plain_linears
 from lowtide.models.report import PatchReport
 
 
@@ -52,7 +52,7 @@ def head_call(
     if not are_plain_linears(layer.linears, tuple(module for module in layer.around if module is not head)):
         return "a layer of the output embedding's LoRA has hooks or a forward of its own"
     parameters = tuple(p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None)
-    if not is_ordinary((hidden,), parameters):
+    if any(type(parameter) is not nn.Parameter for parameter in parameters):
         return "a weight of the output embedding's LoRA is not a plain Parameter"
     return (
         LoraHeadCall(head, hidden, layer, report, options)

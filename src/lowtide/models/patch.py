@@ -62,14 +62,15 @@ def patch(
 
     This instance alone is changed, and nothing about its weights, their names or what ``save_pretrained`` writes.
 
-    The loss: called with labels, the model's output embedding returns an object that stands for the logits, and the
-    model's loss function computes the loss from the hidden states through `lowtide.linear_cross_entropy`. Scales and
-    soft caps that the model applies in between are followed. Whatever else reads the logits (``outputs.logits`` later,
-    another loss, a metric) gets them, built when asked for and counted in the report. The logits that the loss sees are
-    float32, also where the model would have rounded its own to its dtype first. Left as it is, with the reason in the
-    report: a loss that is not transformers' ``ForCausalLMLoss``, and an output embedding that is not a plain
-    ``torch.nn.Linear`` of the model's own (adapters, quantised weights, BERT-like prediction heads). Inside a region
-    compiled by ``torch.compile`` the logits are built.
+    The loss: called with ``labels``, ``shift_labels`` or ``num_items_in_batch``, the model's output embedding returns
+    an object that stands for the logits and follows scales, soft caps, biases, slices and views. A cross entropy of
+    rows and class indices, wherever it is computed, is then `lowtide.linear_cross_entropy` of the hidden states;
+    gathered log-probabilities, logsumexp and argmax need no logits either. Whatever else reads the logits
+    (``outputs.logits`` later, another loss, a metric) gets them, built when asked for and counted in the report. The
+    logits that the loss sees are float32, also where the model would have rounded its own to its dtype first. Left as
+    it is, with the reason in the report: an output embedding that is not a ``torch.nn.Linear``, plain, with peft's LoRA
+    or in its modules_to_save (other adapters, quantised weights). Inside a region compiled by ``torch.compile`` the
+    logits are built.
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
@@ -79,8 +80,8 @@ def patch(
     Patching again makes the model as asked this time, ``options`` included, and returns the same report.
 
     Args:
-        model: A model with ``get_output_embeddings`` and a ``loss_function``, as those of transformers; also one
-            wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
+        model: A model with ``get_output_embeddings`` and a forward that takes labels, as those of transformers; also
+            one wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
         loss: Whether to patch the loss.
         mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`, LoRA on
             their projections included. They get an attribute ``checkpoint_level``, 0 at first: see there.
