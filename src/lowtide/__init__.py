@@ -2,9 +2,11 @@
 
 The final linear layer and its loss in one call, value and gradients, without the logits ever existing
 (`linear_cross_entropy`), the same for any function of the logits (`linear_apply`), one call that puts the loss into a
-Hugging Face model (`patch`), and one that puts log-probabilities, entropies and divergences of that kind into TRL's
-trainers (`patch_trl`).
+Hugging Face model (`patch`), one that puts log-probabilities, entropies and divergences of that kind into TRL's
+trainers (`patch_trl`), and a callback that does both in a Trainer (`PatchCallback`).
 """
+
+from typing import TYPE_CHECKING, Any
 
 from lowtide import distributed, errors, layers, losses, memory, nn
 from lowtide.head.apply import linear_apply
@@ -20,11 +22,15 @@ from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
+if TYPE_CHECKING:
+    from lowtide.train.callback import PatchCallback
+
 __version__ = "0.1.0"
 
 __all__ = [
     "HeadOptions",
     "HeadPlan",
+    "PatchCallback",
     "PatchReport",
     "TeacherTopK",
     "TokenStats",
@@ -50,3 +56,20 @@ __all__ = [
     "unpatch",
     "unpatch_trl",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return `PatchCallback`, which is a class of transformers' and imports it: so not before somebody asks for it."""
+    if name != "PatchCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from lowtide.train.callback import PatchCallback
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        hint = "pip install 'lowtide[hf]'"
+        raise errors.UnsupportedError(
+            errors.message("PatchCallback", "transformers, whose callback it is", "none installed", hint)
+        ) from error
+    globals()[name] = PatchCallback  # found there from now on, also by what reads the module's dictionary
+    return PatchCallback

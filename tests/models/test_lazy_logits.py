@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import lowtide
@@ -46,7 +45,6 @@ LOOKS = {
     "capped twice": lambda z: torch.tanh(torch.tanh(z)),
     "double": lambda z: z.double(),
     "numpy": lambda z: z.sum() + float(z.detach().numpy().sum()),
-    "cross entropy": lambda z: F.cross_entropy(z.view(-1, z.shape[-1]), torch.ones(22, dtype=torch.long)),
     "list": lambda z: z * z.tolist()[0][0][0],
 }
 
@@ -211,4 +209,4 @@ def test_odd_caps_are_what_they_are_in_stock(cap, pair, batch, assert_same_gradi
     report = lowtide.patch(model, mlp=False)
     losses = [m(**batch).loss for m in (model, stock)]
     torch.testing.assert_close(*losses)
-    assert report.calls_fused == (cap > 0)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)

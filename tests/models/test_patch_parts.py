@@ -318,8 +318,10 @@ def test_gradient_checkpointing_and_levels(name, pair, batch, calls, assert_same
             model.enable_input_require_grads()
         reset(calls)
         model(**batch, use_cache=False).loss.backward()
-        assert calls["swiglu_mlp"] == 4
-        assert levels == [level] * 4
+        # the first forward of a reentrant checkpoint is one without gradients, on a CPU stock code's
+        expected = 2 if reentrant else 4
+        assert calls["swiglu_mlp"] == expected
+        assert levels == [level] * expected
         levels.clear()
         stock(**batch).loss.backward()
         assert_same_gradients(model, stock)

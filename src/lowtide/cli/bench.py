@@ -22,6 +22,8 @@ from lowtide.bench.config import (
 from lowtide.bench.divergence import PAIR_SHAPES
 from lowtide.bench.longest_config import WAYS, LongestBenchConfig
 from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
+from lowtide.bench.models_case import MAPPINGS
+from lowtide.bench.models_config import ModelsBenchConfig
 from lowtide.bench.peers import PEERS
 from lowtide.bench.policies import FORM, STATES_FORM
 from lowtide.bench.problem import SETTINGS
@@ -91,6 +93,10 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     benchmark(
         MlpBenchConfig, main_mlp, "the gated MLP", ("mlp", texts.MLP, texts.MLP_EXAMPLES),
         shapes=MLP_SHAPES, groups=GROUPS, peers=MLP_PEERS,
+    )  # fmt: skip
+    benchmark(
+        ModelsBenchConfig, main_models, "what patch does to every model type",
+        ("models", texts.MODELS, texts.MODELS_EXAMPLES), kinds=MAPPINGS,
     )  # fmt: skip
     benchmark(
         TuneConfig, main_tune, "tile sizes of the head's GEMM for this GPU", ("tune", texts.TUNE, texts.TUNE_EXAMPLES)
@@ -196,6 +202,19 @@ def main_longest(arguments: argparse.Namespace) -> int:
 
     told = run(LongestBenchConfig(**_given(arguments, LongestBenchConfig)), _say)
     return int(any("failed" in row and not row.get("out_of") for row in told["rows"] if row["way"] == "lowtide"))
+
+
+def main_models(arguments: argparse.Namespace) -> int:
+    """Check model types, and return the exit status.
+
+    Raises:
+        LowtideError: something the user can mend.
+    """
+    from lowtide.bench.models import run
+    from lowtide.bench.models_case import DIFFERENT
+
+    rows = run(ModelsBenchConfig(**_given(arguments, ModelsBenchConfig)), _say)
+    return int(any(row["status"] == DIFFERENT for row in rows))
 
 
 def main_tune(arguments: argparse.Namespace) -> int:

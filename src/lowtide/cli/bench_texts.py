@@ -165,6 +165,22 @@ examples:
   lowtide bench mlp --shape 2,64,32,96,2 --device cpu --skip compile
       a look at it without a GPU"""
 
+MODELS = """\
+What lowtide.patch does to every model type that transformers knows: a tiny model with random weights of each, stock
+beside patched, float32 on the CPU; loss and every gradient are compared, and logits watched for. A type is "fused" (no
+logits were built), "fell back" (they were, with the reason, and all was equal), "not built" (no tiny model of it could
+be made or run; with the reason), "crashed", "timed out", or "different", which is a defect of lowtide. Each is one
+process. The result is DIR/<date>-models-cpu.json, written after each type. Exit status 1 where one is different."""
+
+MODELS_EXAMPLES = """\
+examples:
+  lowtide bench models --only llama gemma2 t5
+      a few types
+  lowtide bench models --table docs/supported-models.md --output benchmarks/results
+      all of them, and the page of the documents
+  lowtide bench models --resume 2026-11-21-models-cpu.json
+      go on with a result that was interrupted"""
+
 TUNE = """\
 Find the tile sizes with which the exponential path's GEMM is fastest on this machine's GPU, for GPUs that lowtide's own
 table does not know. It serves every head that takes that path, but for one without bias, scale and soft cap on Hopper,

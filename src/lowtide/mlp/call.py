@@ -21,11 +21,27 @@ class SwigluCall(NamedTuple):
     activation: str
     checkpoint_level: int
     tile_tokens: int | None
+    # of adapters (see `lowtide.mlp.low_rank`), None where a projection has none
+    gate_a: Tensor | None = None  # [r, D]
+    gate_b: Tensor | None = None  # [F, r]
+    up_a: Tensor | None = None  # [r, D]
+    up_b: Tensor | None = None  # [F, r]
+    down_a: Tensor | None = None  # [r, F]
+    down_b: Tensor | None = None  # [D, r]
+    low_rank_dtype: torch.dtype = torch.float32  # of their GEMMs' operands
+    gate_scale: float = 1.0
+    up_scale: float = 1.0
+    down_scale: float = 1.0
+    gate_dropout: float = 0.0
+    up_dropout: float = 0.0
+    down_dropout: float = 0.0
+    seed: int = 0  # of the dropouts
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
         """Return the tensors, each of which may get a gradient, in the order of the fields."""
-        return self[:7]
+        adapters = (self.gate_a, self.gate_b, self.up_a, self.up_b, self.down_a, self.down_b)
+        return (*self[:7], *adapters)
 
     @property
     def tokens(self) -> int:
@@ -59,23 +75,34 @@ class Wanted(NamedTuple):
     gate_bias: bool
     up_bias: bool
     down_bias: bool
+    gate_a: bool = False
+    gate_b: bool = False
+    up_a: bool = False
+    up_b: bool = False
+    down_a: bool = False
+    down_b: bool = False
 
     @property
     def gate(self) -> bool:
         """Return whether the gradient of ``gate = x Wg^T + bg`` is needed for one that is wanted."""
-        return self.input or self.gate_weight or self.gate_bias
+        return self.input or self.gate_weight or self.gate_bias or self.gate_a or self.gate_b
 
     @property
     def up(self) -> bool:
         """Return the same of ``up = x Wu^T + bu``."""
-        return self.input or self.up_weight or self.up_bias
+        return self.input or self.up_weight or self.up_bias or self.up_a or self.up_b
+
+    @property
+    def product(self) -> bool:
+        """Return whether ``act(gate) * up``, what the down projection reads, is needed again."""
+        return self.down_weight or self.down_a or self.down_b
 
     @property
     def projections(self) -> bool:
         """Return whether backward needs gate and up; the gradient of the down projection's bias alone does not."""
-        return self.gate or self.up or self.down_weight
+        return self.gate or self.up or self.product
 
     @property
     def reads_input(self) -> bool:
         """Return whether backward reads the input where gate and up were kept."""
-        return self.gate_weight or self.up_weight
+        return self.gate_weight or self.up_weight or self.gate_a or self.gate_b or self.up_a or self.up_b

@@ -4,7 +4,6 @@ C rows of a tile (all N tokens, or ``tile_tokens`` of them), D hidden size, F in
 """
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 
 from lowtide.mlp.call import SwigluCall, Wanted
 from lowtide.mlp.elementwise import gated, gated_backward
+from lowtide.mlp.low_rank import LowRank
+from lowtide.mlp.products import Sum, multiply
 
 
 def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
@@ -20,7 +21,7 @@ def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
     x_ND = _rows(call.input)
     gate_NF, up_NF = (x_ND.new_empty((call.tokens, len(call.gate_weight)), dtype=call.dtype) for _ in range(2))
     for tile in call.tiles():
-        weights.projections(_operand(x_ND[tile], call.dtype), gate_NF[tile], up_NF[tile])
+        weights.projections(_operand(x_ND[tile], call.dtype), gate_NF[tile], up_NF[tile], tile.start)
     return gate_NF, up_NF
 
 
@@ -35,11 +36,11 @@ def forward_tiles(call: SwigluCall, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
         if kept:
             gate, up = gate_NF[tile], up_NF[tile]
         else:
-            gate, up = weights.projections(_operand(x_ND[tile], call.dtype), None, None)
+            gate, up = weights.projections(_operand(x_ND[tile], call.dtype), None, None, tile.start)
         p = torch.empty_like(gate) if kept else gate
         gated(gate, up, call.activation, p)
         del gate, up
-        _affine(p, weights.down, call.down_bias, y_ND[tile])
+        weights.output(p, y_ND[tile], tile.start)
         del p
     return y  # itself, not a view: FSDP2 warns of views that a module returns
 
@@ -61,9 +62,10 @@ def backward_tiles(
     weights = _Weights(call)
     tiles = call.tiles()
     sums = [
-        _Sum(t, flag, call.wide if len(tiles) > 1 or t.dim() == 1 else t.dtype) if t is not None else None
-        for t, flag in zip(call.trained[1:], wanted[1:], strict=True)
+        Sum(t, flag, call.wide if len(tiles) > 1 or t.dim() == 1 or i >= 6 else t.dtype) if t is not None else None
+        for i, (t, flag) in enumerate(zip(call.trained[1:], wanted[1:], strict=True))
     ]
+    weights.take_sums(sums[6:])
     x_ND, dy_ND = _rows(call.input), _rows(upstream)
     dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted.input else None
     for tile in tiles:
@@ -71,8 +73,9 @@ def backward_tiles(
         if tile is tiles[-1]:
             kept.clear()
         dx = None if dx_ND is None else dx_ND[tile]
-        _backward_tile(call, wanted, weights, sums, x_ND[tile], dy_ND[tile], sides, dx, in_place)
+        _backward_tile(call, wanted, weights, sums[:6], x_ND[tile], dy_ND[tile], sides, dx, in_place, tile.start)
     dx = x_ND.new_empty(0) if dx_ND is None else dx_ND.view(call.input.shape)
+    weights.scale_sums()
     return (dx, *(x_ND.new_empty(0) if total is None else total.finished() for total in sums))
 
 
@@ -80,16 +83,18 @@ def _backward_tile(
     call: SwigluCall,
     wanted: Wanted,
     weights: "_Weights",
-    sums: "list[_Sum | None]",
+    sums: list[Sum | None],
     x: Tensor,
     dy: Tensor,
     sides: list[Tensor],
     dx: Tensor | None,
     in_place: bool,
+    start: int,
 ) -> None:
     """Add one tile's part to every gradient; each buffer is let go after the last GEMM that reads it.
 
-    ``sides`` are gate and up, which are taken out of it, or nothing where they are to be computed.
+    ``sides`` are gate and up, which are taken out of it, or nothing where they are to be computed; ``start`` is the
+    tile's first row.
     """
     gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = sums
     dy = _operand(dy, call.dtype)
@@ -102,37 +107,45 @@ def _backward_tile(
     if sides:
         up, gate = sides.pop(), sides.pop()
     else:
-        gate, up = weights.projections(x, None, None)
+        gate, up = weights.projections(x, None, None, start)
         in_place = True
     p: Tensor | None = None
     dgate: Tensor | None = None
     dup: Tensor | None = None
     if wanted.gate or wanted.up:
         dp = dy @ weights.down
+        if weights.down_adapter is not None:
+            weights.down_adapter.backward(dy, None, dp, start)
         dgate = None if not wanted.gate else gate if in_place else torch.empty_like(gate)
         dup = None if not wanted.up else up if in_place else torch.empty_like(up)
-        p = dp if wanted.down_weight else None
+        p = dp if wanted.product else None
         gated_backward(gate, up, dp, call.activation, dgate, dup, p)
         del dp
-    elif wanted.down_weight:
+    elif wanted.product:
         p = gate if in_place else torch.empty_like(gate)
         gated(gate, up, call.activation, p)
     del gate, up
-    if down_weight is not None and p is not None:
+    if down_weight is not None and wanted.down_weight and p is not None:
         down_weight.add_product(dy.T, p)
+    if weights.down_adapter is not None and p is not None:
+        weights.down_adapter.backward(dy, p, None, start)
     del p, dy
     if dgate is not None:
         _add_side(dgate, x, gate_weight, gate_bias, None if dx is None else (weights.gate, dx), first=True)
+        if weights.gate_adapter is not None:
+            weights.gate_adapter.backward(dgate, x, dx, start)
     del dgate
     if dup is not None:
         _add_side(dup, x, up_weight, up_bias, None if dx is None else (weights.up, dx), first=False)
+        if weights.up_adapter is not None:
+            weights.up_adapter.backward(dup, x, dx, start)
 
 
 def _add_side(
     grad: Tensor,
     x: Tensor,
-    weight_sum: "_Sum | None",
-    bias_sum: "_Sum | None",
+    weight_sum: Sum | None,
+    bias_sum: Sum | None,
     back: tuple[Tensor, Tensor] | None,
     *,
     first: bool,
@@ -154,6 +167,7 @@ class _Weights:
 
     def __init__(self, call: SwigluCall) -> None:
         self._call = call
+        self.gate_adapter, self.up_adapter, self.down_adapter = LowRank.of(call)
 
     @cached_property
     def gate(self) -> Tensor:
@@ -170,56 +184,36 @@ class _Weights:
         """Return Wd."""
         return _operand(self._call.down_weight, self._call.dtype)
 
-    def projections(self, x_CD: Tensor, gate: Tensor | None, up: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return gate and up [C, F], in the memory that is given."""
+    def projections(self, x_CD: Tensor, gate: Tensor | None, up: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+        """Return gate and up [C, F] of the rows from ``start`` on, in the memory that is given."""
         shape = (x_CD.shape[0], self.gate.shape[0])
         gate = x_CD.new_empty(shape) if gate is None else gate
         _affine(x_CD, self.gate, self._call.gate_bias, gate)
+        if self.gate_adapter is not None:
+            self.gate_adapter.add_output(x_CD, gate, start)
         up = x_CD.new_empty(shape) if up is None else up
         _affine(x_CD, self.up, self._call.up_bias, up)
+        if self.up_adapter is not None:
+            self.up_adapter.add_output(x_CD, up, start)
         return gate, up
 
+    def output(self, p_CF: Tensor, y_CD: Tensor, start: int) -> None:
+        """Write the down projection of ``act(gate) * up`` of the rows from ``start`` on."""
+        _affine(p_CF, self.down, self._call.down_bias, y_CD)
+        if self.down_adapter is not None:
+            self.down_adapter.add_output(p_CF, y_CD, start)
 
-@dataclass
-class _Sum:
-    """A gradient that tiles add up to, in ``dtype``: for one tile the weight's own, for several and biases the wide."""
+    def take_sums(self, sums: list[Sum | None]) -> None:
+        """Give the adapters where their gradients add up: of A and B, of gate, up and down in turn."""
+        for i, adapter in enumerate((self.gate_adapter, self.up_adapter, self.down_adapter)):
+            if adapter is not None:
+                adapter.sums = (sums[2 * i], sums[2 * i + 1])
 
-    of: Tensor
-    wanted: bool
-    dtype: torch.dtype
-    total: Tensor | None = None
-
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b``, a weight's gradient."""
-        first = self.total is None
-        if self.total is None:
-            self.total = torch.empty(self.of.shape, dtype=self.dtype, device=self.of.device)
-        multiply(a, b, self.total, add=not first)
-
-    def add_rows(self, rows: Tensor) -> None:
-        """Add the sum of all rows, a bias's gradient."""
-        part = rows.sum(0, dtype=self.dtype)
-        self.total = part if self.total is None else self.total.add_(part)
-
-    def finished(self) -> Tensor:
-        """Return the sum in the dtype of what it is the gradient of, empty where it is not wanted."""
-        total, self.total = self.total, None
-        return self.of.new_empty(0) if total is None else total.to(self.of.dtype)
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
-    """Write or add ``a @ b`` into ``out``, of the operands' dtype or another."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif a.is_cuda and out.dtype == torch.float32:
-        if add:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-    elif add:
-        out.add_(a @ b)
-    else:
-        out.copy_(a @ b)
+    def scale_sums(self) -> None:
+        """Multiply what the adapters added up with their scales, once."""
+        for adapter in (self.gate_adapter, self.up_adapter, self.down_adapter):
+            if adapter is not None:
+                adapter.scale_sums()
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -16,44 +16,37 @@ from lowtide.models.instance import part_of
 
 # Hooks of these packages move and gather weights and pass outputs through; any other hook may look at the logits.
 _HOOKS_THAT_DO_NOT_LOOK = ("torch.", "accelerate.", "deepspeed.")
+# The arguments of a forward that say that a loss follows.
+LABELS = ("labels", "shift_labels", "num_items_in_batch")
 LINEAR_FORWARD = nn.Linear.forward
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_not_patch_model(model: nn.Module) -> str | None:
     """Return why the class of ``model`` cannot be given lazy logits."""
-    if not isinstance(inspect.getattr_static(type(model), "loss_function", None), property):
-        return "the model has no loss_function property as transformers' models have"
     if "forward" in vars(model):
         return "the model's forward was replaced on the instance"
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_any and not any(parameter.name in LABELS for parameter in parameters):
+        return f"the model's forward takes none of {', '.join(LABELS)}, and so computes no loss"
     return None
 
 
-def why_not_patch_head(model: nn.Module, head: nn.Module | None) -> str | None:
-    """Return why ``head``, the model's output embedding, cannot return lazy logits."""
+def why_not_patch_head(head: nn.Module | None, why_not_linear: str | None) -> str | None:
+    """Return why ``head``, what a model's output embedding calls or is, cannot return lazy logits.
+
+    ``why_not_linear`` is why it is no linear layer, with adapters or without.
+    """
     if head is None:
         return "the model has no output embedding"
     if part_of(head) is not None:
         return "another patched model has this output embedding"
-    if plain_class(head) is not nn.Linear:
-        return f"the output embedding is a {type(head).__name__}, not a plain torch.nn.Linear"
+    if why_not_linear is not None:
+        return f"the output embedding {why_not_linear}"
     if "forward" in vars(head):
         return "the output embedding's forward was replaced on the instance"
-    owner = module_name(model, head).rpartition(".")[0]
-    if not hasattr(model.get_submodule(owner), "loss_function"):
-        # It would work; but what such a block does around its last layer (masked-language heads) is its own affair.
-        return f"the output embedding belongs to a prediction head ({owner}), not to the model itself"
     return None
-
-
-def why_not_fuse_loss(model: nn.Module) -> str | None:
-    """Return why the loss that ``model`` would call now is not the one lowtide knows; asked at each call."""
-    loss: Any = model.loss_function
-    stock = loss.args[0] if isinstance(loss, functools.partial) and loss.args else loss
-    if is_causal_lm_loss(stock):
-        return None
-    name = getattr(stock, "__name__", type(stock).__name__)
-    return f"the model's loss_function is {name}, not transformers' ForCausalLMLoss"
 
 
 def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
@@ -88,13 +81,6 @@ def why_not_call(head: nn.Module) -> str | None:
         if not module.startswith(_HOOKS_THAT_DO_NOT_LOOK):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
     return None
-
-
-def is_causal_lm_loss(loss: Callable[..., Any]) -> bool:
-    """Whether ``loss`` is transformers' own ForCausalLMLoss, the very function."""
-    # A model that could use it has imported it already; lowtide itself never imports transformers here.
-    loss_utils = sys.modules.get("transformers.loss.loss_utils")
-    return loss_utils is not None and loss is loss_utils.ForCausalLMLoss
 
 
 def is_under_compile() -> bool:

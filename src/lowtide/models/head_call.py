@@ -6,20 +6,56 @@ Legend: hidden [..., D], logits [..., V].
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError
-from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import is_autocast_on, why_not_call
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
 
-# What was applied to the logits since the head, to be replayed as it was: (function, arguments after the logits).
-Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+@dataclass(frozen=True)
+class Step:
+    """Something that was done to the logits since the head, to be done again as it was: ``function(logits, *args)``.
+
+    Args:
+        function: What was done.
+        args: Its arguments after the logits.
+        of_hidden: Where it rearranged or chose rows and left the V columns as they were: what does the same to hidden
+            states. None for what works on each logit by itself.
+    """
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...] = ()
+    of_hidden: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Steps as the arguments of lowtide's functions.
+
+    Args:
+        logit_scale: As theirs, applied after ``offsets``.
+        softcap: As theirs.
+        offsets: Vectors [V] that count as bias.
+        normalised: Whether the log-softmax was taken at the end.
+        sign: What that was multiplied by, 1 or -1.
+    """
+
+    logit_scale: float | Tensor
+    softcap: float | None
+    offsets: tuple[Tensor, ...]
+    normalised: bool
+    sign: int
+
+
+_KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.detach)  # detach: where there is no gradient to stop
+
 # The stock forward of a head, and work that needs it.
 Forward = Callable[[Tensor], Tensor]
 Work = Callable[[nn.Linear, Forward], Any]
@@ -54,14 +90,22 @@ class HeadCall:
         self.options = options
         self.fused = False
         self.built = False
-        self._state = _state(head, hidden)
-        self._sample = _sample(head, hidden)
+        self._state = _state(self.tensors)
+        self._sample = _sample(self.tensors)
         self._inference = torch.is_inference_mode_enabled()
         self.grad_mode = torch.is_grad_enabled()
         self._autocast_dtype: torch.dtype | None = None
         device_type = hidden.device.type
         if is_autocast_on(device_type):
             self._autocast_dtype = torch.get_autocast_dtype(device_type)
+
+    # What the logits are made of beside a linear layer, of which `lowtide.linear_cross_entropy` alone has a version.
+    adapted = False
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
+        return self.hidden, self.head.weight, self.head.bias
 
     def dtype(self) -> torch.dtype:
         """Return the dtype that the head gives its logits."""
@@ -75,18 +119,25 @@ class HeadCall:
             self.built = True
             self.report.count_materialised(why)
         with ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(self._inference))
-            modes.enter_context(torch.set_grad_enabled(self.grad_mode))
-            self._enter_autocast(modes)
-            return _replay(self._run(lambda _, forward: forward(self.hidden), later=True), steps)
+            self._enter_modes(modes)
+            return replay(self._run(lambda _, forward: self._logits(forward, self.tensors), later=True), steps)
+
+    def view(self, base: Tensor, step: Step) -> Tensor:
+        """Return a view of real logits, as the model would have taken it."""
+        with ExitStack() as modes:
+            self._enter_modes(modes)
+            return replay(base, (step,))
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of (hidden, weight, bias) for a gradient that reached the logits."""
+        """Return the gradients of `tensors` for a gradient that reached the logits."""
 
-        def work(head: nn.Linear, forward: Forward) -> tuple[Tensor | None, ...]:
-            hidden = self.hidden.detach().requires_grad_(self.hidden.requires_grad)
-            logits = _replay(forward(hidden), steps)
-            inputs = (hidden, head.weight, head.bias)
+        def work(_: nn.Linear, forward: Forward) -> tuple[Tensor | None, ...]:
+            # parameters as they are, for the head's own code reads them
+            inputs = tuple(
+                x if x is None or isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
+                for x in self.tensors
+            )
+            logits = replay(self._logits(forward, inputs), steps)
             wanted = [x for x in inputs if x is not None and x.requires_grad]
             found = iter(torch.autograd.grad(logits, wanted, grad_logits))
             return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
@@ -97,28 +148,58 @@ class HeadCall:
             self._enter_autocast(modes)
             return self._run(work, later=True)  # type: ignore[no-any-return]
 
-    def cross_entropy(
-        self, target: Tensor, softcap: float | None, logit_scale: float | Tensor, **kwargs: Any
-    ) -> Tensor:
-        """Return the loss of these logits without building them; ``kwargs`` are `linear_cross_entropy`'s own."""
+    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (hidden, weight, bias) of the linear layer that gives these logits; inside the head's forward."""
+        return self.hidden, head.weight, head.bias
 
-        def work(head: nn.Linear, _: Forward) -> Tensor:
-            return linear_cross_entropy(
-                self.hidden,
-                head.weight,
-                target.reshape(self.hidden.shape[:-1]),
-                linear_bias=head.bias,
-                softcap=softcap,
-                logit_scale=logit_scale,
+    def more(self, rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:  # noqa: ARG002
+        """Return what else the loss needs, by name; ``rows`` does to a tensor [..., *] what was done to the logits."""
+        return {}
+
+    def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        """Return the logits from `tensors`, or from others in their place."""
+        hidden = tensors[0]
+        assert hidden is not None
+        return forward(hidden)
+
+    def without_logits(self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Any]) -> Any:
+        """Return what ``function`` makes of the logits after ``steps``, without building them.
+
+        Args:
+            steps: What was done to the logits.
+            folded: The same as `fold` returns it.
+            function: Called with (hidden, weight) and ``linear_bias``, ``logit_scale``, ``softcap``, ``options`` and
+                what `more` returns.
+        """
+
+        def rows(tensor: Tensor) -> Tensor:
+            for step in steps:
+                if step.of_hidden is not None:
+                    tensor = step.of_hidden(tensor)
+            return tensor
+
+        def work(head: nn.Linear, _: Forward) -> Any:
+            hidden, weight, bias = self.linear(head)
+            hidden = rows(hidden)
+            for offset in folded.offsets:
+                bias = offset if bias is None else bias + offset
+            return function(
+                hidden,
+                weight,
+                linear_bias=bias,
+                softcap=folded.softcap,
+                logit_scale=folded.logit_scale,
                 options=self.options,
-                **kwargs,
+                **self.more(rows),
             )
 
-        loss: Tensor = self._run(work)
+        with ExitStack() as modes:
+            self._enter_autocast(modes)
+            result = self._run(work)
         if not self.fused:
             self.fused = True
             self.report.count_fused()
-        return loss
+        return result
 
     def _run(self, work: Work, *, later: bool = False) -> Any:
         def checked(head: nn.Linear, forward: Forward) -> Any:
@@ -135,6 +216,11 @@ class HeadCall:
             )
         return self.head(InsideHead(checked))
 
+    def _enter_modes(self, modes: ExitStack) -> None:
+        modes.enter_context(torch.inference_mode(self._inference))
+        modes.enter_context(torch.set_grad_enabled(self.grad_mode))
+        self._enter_autocast(modes)
+
     def _enter_autocast(self, modes: ExitStack) -> None:
         device_type = self.hidden.device.type
         if self._autocast_dtype is not None:
@@ -144,10 +230,10 @@ class HeadCall:
 
     def _check_unchanged(self, head: nn.Linear, *, later: bool) -> None:
         # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-        changed = _state(head, self.hidden) != self._state and not hasattr(head, "_hf_hook")
+        changed = _state(self.tensors) != self._state and not hasattr(head, "_hf_hook")
         # Fused optimizers and writes to .data leave versions alone. Comparing waits for the device, so only where
         # logits are built, which costs far more.
-        if changed or (later and not torch.equal(_sample(head, self.hidden), self._sample)):
+        if changed or (later and not torch.equal(_sample(self.tensors), self._sample)):
             raise UnsupportedError(
                 "logits: expected the hidden states and the output embedding as the forward pass left them, got ones "
                 "changed since (by an optimizer step, or a load). The logits were not kept: read outputs.logits before "
@@ -155,52 +241,72 @@ class HeadCall:
             )
 
 
-def fold(steps: tuple[Step, ...]) -> tuple[float | Tensor, float | None] | None:
-    """Return steps as ``(logit_scale, softcap)`` of `linear_cross_entropy`, None where they are not of that form.
+def fold(steps: tuple[Step, ...]) -> Folded | None:
+    """Return steps as arguments of lowtide's functions, None where they are not of that form.
 
     Any ``tanh(z * a / b) * c`` is a cap at c of ``z * (a * c / b)``. Changes of dtype and shape are no part of it.
     """
     above: float | Tensor = 1.0
     below: float | Tensor = 1.0
     cap: Any = None
-    for function, args in steps:
-        if function is Tensor.mul:
-            above, cap = (above * args[0], None) if cap is None else (above, cap * args[0])
+    offsets: list[Tensor] = []
+    normalised, sign, untouched = False, 1, True
+    for step in steps:
+        function, args = step.function, step.args
+        if step.of_hidden is not None or function in _KEEPS_VALUES:
+            continue
+        if function is Tensor.neg and normalised:
+            sign = -sign
+        elif normalised:
+            return None
+        elif function is Tensor.add and untouched:
+            offsets.append(args[0].flatten())
+            continue
+        elif function is Tensor.log_softmax:
+            normalised = True
+        elif function is Tensor.mul or function is Tensor.neg:
+            factor = args[0] if args else -1.0
+            above, cap = (above * factor, None) if cap is None else (above, cap * factor)
         elif function is Tensor.div:
             below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
-        elif function is Tensor.tanh:
-            if cap is not None:
-                return None
+        elif function is Tensor.tanh and cap is None:
             cap = 1.0
-    if cap is None:
-        return (above / below, None) if _is_usable(above) and _is_usable(below) else None
-    if isinstance(cap, Tensor) or not _is_usable(above) or not _is_usable(below) or not 0 < cap < math.inf:
+        else:
+            return None
+        untouched = False
+    if not _is_usable(above) or not _is_usable(below):
         return None
-    return above * cap / below, cap
+    scale = above / below
+    if cap is not None:
+        if isinstance(cap, Tensor) or not 0 < abs(cap) < math.inf:
+            return None
+        scale, cap = above * cap / below, abs(cap)  # tanh is odd
+    return Folded(scale, cap, tuple(offsets), normalised, sign)
 
 
 def _is_usable(factor: float | Tensor) -> bool:
     return isinstance(factor, Tensor) or (factor != 0 and math.isfinite(factor))
 
 
-def _replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    for function, args in steps:
-        logits = function(logits, *args)
+def replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Return ``logits`` after the steps."""
+    for step in steps:
+        logits = step.function(logits, *step.args)
     return logits
 
 
-def _state(head: nn.Linear, hidden: Tensor) -> tuple[Any, ...]:
+def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     # The Parameters live as long as the head does, so an id is enough to tell them apart.
     return tuple(
         None
         if tensor is None
         else (id(tensor), None if tensor.is_inference() else tensor._version, tensor.dtype, tensor.device)
-        for tensor in (head.weight, head.bias, hidden)
+        for tensor in tensors
     )
 
 
-def _sample(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return sums of a few rows of weight and hidden states, as bits, which a NaN cannot make unequal to themselves."""
-    rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden[None]
-    some = [x.detach()[:: max(1, x.shape[0] // 16)] for x in (head.weight, rows)]
+def _sample(tensors: tuple[Tensor | None, ...]) -> Tensor:
+    """Return sums of a few rows of each tensor, as bits, which a NaN cannot make unequal to themselves."""
+    rows = [x.flatten(0, -2) if x.dim() > 1 else x[None] for x in tensors if x is not None]
+    some = [x.detach()[:: max(1, x.shape[0] // 16)] for x in rows]
     return torch.cat([x.sum(-1, dtype=torch.float32) for x in some]).view(torch.int32)

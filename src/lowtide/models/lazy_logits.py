@@ -1,62 +1,68 @@
-"""A tensor that stands for the logits, and becomes them when anything but the model's loss looks at it.
+"""A tensor that stands for the logits, and becomes them when anything looks at it that needs more than a loss.
 
 Legend: hidden [..., D], logits [..., V].
 """
 
-import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lowtide.errors import UnsupportedError
-from lowtide.models.head_call import HeadCall, Step, fold
+from lowtide.models.head_call import HeadCall, Step
+from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
 
 
 class LazyLogits(Tensor):
-    """The logits of one `HeadCall`: their shape, dtype and device, and no storage.
+    """The logits of one `HeadCall`, or what was made of them: shape, strides, dtype and device, and no storage.
 
-    Scalar operations are recorded (multiplication and division by a number or a 0-d tensor, tanh, a change of float
-    dtype); the model's loss then takes the fused path. Whatever else PyTorch is asked to do with it, it does with the
-    real logits, which are built once and kept: values, gradients and in-place changes are what they would have been.
+    What `lazy_operations` knows is recorded, or computed without the logits. Whatever else PyTorch is asked to do with
+    it, it does with the real logits, which are built once and kept: values, gradients and in-place changes are what
+    they would have been. A view stays a view: it is built as one of the real logits that it was taken of.
     """
 
     _call: HeadCall
     _steps: tuple[Step, ...]
     _real: Tensor | None
-    _scoring: bool
+    _viewed: "LazyLogits | None"
 
     @classmethod
     def of(cls, call: HeadCall) -> Self:
         """Return what the head gives for ``call``."""
-        return cls._make(call, (), (*call.hidden.shape[:-1], call.head.weight.shape[0]), call.dtype(), scoring=False)
+        like = torch.empty((*call.hidden.shape[:-1], call.head.weight.shape[0]), dtype=call.dtype(), device="meta")
+        return cls._make(call, (), like, None)
 
     @classmethod
-    def _make(
-        cls, call: HeadCall, steps: tuple[Step, ...], shape: tuple[int, ...], dtype: torch.dtype, *, scoring: bool
-    ) -> Self:
+    def _make(cls, call: HeadCall, steps: tuple[Step, ...], like: Tensor, viewed: "LazyLogits | None") -> Self:
         def wrapper() -> Any:
-            return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=call.hidden.device)
+            return Tensor._make_wrapper_subclass(
+                cls,
+                like.shape,
+                strides=like.stride(),
+                storage_offset=like.storage_offset(),
+                dtype=like.dtype,
+                device=call.hidden.device,
+            )
 
-        lazy: Self = _Anchor.apply(wrapper, call, steps, call.hidden, call.head.weight, call.head.bias)  # type: ignore[no-untyped-call]
-        lazy._call, lazy._steps, lazy._real, lazy._scoring = call, steps, None, scoring
+        lazy: Self = _Anchor.apply(wrapper, call, steps, *call.tensors)  # type: ignore[no-untyped-call]
+        lazy._call, lazy._steps, lazy._real, lazy._viewed = call, steps, None, viewed
         return lazy
 
-    def scoring(self) -> Tensor:
-        """Return what the model's loss function is to be called with: these logits, for it alone to consume."""
-        if self._real is not None:  # may have been changed in place since
-            return self._real
-        return LazyLogits._make(self._call, self._steps, self.shape, self.dtype, scoring=True)
+    @property
+    def is_real(self) -> bool:
+        """Whether the logits, or those that this is a view of, are built: they may have been changed in place since."""
+        return self._real is not None or (self._viewed is not None and self._viewed.is_real)
 
     def materialise(self, why: str) -> Tensor:
         """Return the logits themselves, built on the first call."""
         if self._real is None:
-            self._real = self._call.logits(self._steps, why)
+            if self._viewed is None:
+                self._real = self._call.logits(self._steps, why)
+            else:
+                self._real = self._call.view(self._viewed.materialise(why), self._steps[-1])
         return self._real
 
     def _has_another_graph(self) -> bool:
@@ -67,16 +73,40 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad and not self._call.grad_mode
 
-    def then(
-        self,
-        function: Callable[..., Tensor],
-        *args: Any,
-        shape: tuple[int, ...] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> "LazyLogits":
-        """Return these logits with one more step applied, and the shape and dtype that it changes."""
-        steps = (*self._steps, (function, args))
-        return LazyLogits._make(self._call, steps, shape or self.shape, dtype or self.dtype, scoring=self._scoring)
+    def _keeps_its_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether what becomes of these logits now would have the graph that it has in the mode that the model ran in.
+
+        With gradients then and none now (torch.no_grad, the inside of a custom autograd function) it would not, and
+        steps to be replayed cannot tell. With none then, it has none now, but of what else takes part.
+        """
+        if torch.is_grad_enabled() == self._call.grad_mode:
+            return True
+        others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, LazyLogits)]
+        return not self._call.grad_mode and not any(x.requires_grad for x in others)
+
+    def meta(self) -> Tensor:
+        """Return a tensor on no device of the same shape, strides and dtype: on it an operation shows what it gives."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+
+    def then(self, step: Step, like: Tensor, *, view: bool = False) -> "LazyLogits":
+        """Return these logits after one more step.
+
+        Args:
+            step: What is done.
+            like: A tensor of the shape, strides and dtype that it gives.
+            view: Whether the result shares these logits' memory.
+        """
+        return LazyLogits._make(self._call, (*self._steps, step), like, self if view else None)
+
+    @property
+    def call(self) -> HeadCall:
+        """Return the call of the head that these are the logits of."""
+        return self._call
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Return what was done to them since."""
+        return self._steps
 
     @classmethod
     def __torch_function__(
@@ -87,19 +117,20 @@ class LazyLogits(Tensor):
         if lazy is not None and lazy._has_another_graph():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if lazy is not None and func in _GRADIENT_HOOKS and lazy._call.fused and not _is_distributed(args):
+        hooks = func in _GRADIENT_HOOKS
+        distributed = hooks and _is_distributed(args)
+        if lazy is not None and hooks and lazy._call.fused and not distributed:
             raise UnsupportedError(
                 "logits: expected to be hooked before the loss, got a hook on logits that the loss did not go "
                 "through. Call lowtide.unpatch(model) to look at their gradient."
             )
-        if lazy is not None and lazy._real is None:
-            if func in _METADATA or func in _GRADIENT_HOOKS:
+        if lazy is not None and not lazy.is_real:
+            if func in _METADATA or distributed or (func == _BASE and lazy._viewed is None):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            # In another grad mode than the model ran in (torch.no_grad, the inside of a custom autograd function) what
-            # becomes of the logits has another graph than they have, which steps to be replayed cannot tell.
-            if func in _LAZY and torch.is_grad_enabled() == lazy._call.grad_mode and _takes(func, args, kwargs):
-                result = _LAZY[func](*args, **kwargs)
+            if func in OPERATIONS and lazy._keeps_its_graph(args, kwargs):
+                with torch.set_grad_enabled(lazy._call.grad_mode):
+                    result = _operate(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
         return func(*_real(args, func), **_real(kwargs, func))
@@ -132,18 +163,19 @@ def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False) -> Any:
     return tree_map_only(LazyLogits, build, tree)
 
 
-@functools.cache
-def _signature(func: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(_LAZY[func])
-
-
-def _takes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the lazy version of ``func`` knows these arguments; what it does not know, the real logits get."""
+def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the lazy version of ``func`` gives; NotImplemented where the real logits are needed."""
+    operation = OPERATIONS[func]
+    if args and not isinstance(args[0], LazyLogits) and func in COMMUTATIVE:
+        args = (*reversed(args[:2]), *args[2:])
     try:
-        _signature(func).bind(*args, **kwargs)
+        bound = inspect.signature(operation).bind(*args, **kwargs)
     except TypeError:
-        return False
-    return True
+        return NotImplemented
+    first, *others = bound.arguments.values()
+    if not isinstance(first, LazyLogits) or any(isinstance(other, LazyLogits) for other in others):
+        return NotImplemented
+    return operation(*bound.args, **bound.kwargs)
 
 
 def _name(func: Any) -> str:
@@ -157,135 +189,12 @@ def _is_distributed(args: tuple[Any, ...]) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.", "deepspeed."))
 
 
-# The operations that keep logits lazy. Each returns NotImplemented to have the real logits used after all.
-
-
-def _scaled(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def apply(input: Any, other: Any) -> Any:
-        lazy, factor = (input, other) if isinstance(input, LazyLogits) else (other, input)
-        if lazy is factor or (function is Tensor.div and lazy is not input):
-            return NotImplemented
-        if isinstance(factor, Tensor):
-            if type(factor) not in (Tensor, nn.Parameter) or factor.dim() or not factor.is_floating_point():
-                return NotImplemented
-            if factor.requires_grad and torch.is_grad_enabled():  # a learned scale needs its gradient
-                return NotImplemented
-            factor = factor.detach().clone()
-        elif type(factor) not in (int, float):
-            return NotImplemented
-        return lazy.then(function, factor)
-
-    return apply
-
-
-def _tanh(input: LazyLogits) -> Any:
-    return input.then(Tensor.tanh)
-
-
-def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
-    def apply(input: LazyLogits) -> Any:
-        return _to(input, dtype)
-
-    return apply
-
-
-def _to(input: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    kwargs = {name: value for name, value in kwargs.items() if name != "non_blocking"}
-    if len(args) + len(kwargs) != 1 or (kwargs and "dtype" not in kwargs and "device" not in kwargs):
-        return NotImplemented
-    (wanted,) = (*args, *kwargs.values())
-    if wanted == input.dtype or wanted == input.device:
-        return input
-    if isinstance(wanted, torch.dtype) and wanted.is_floating_point:
-        return input.then(Tensor.to, wanted, dtype=wanted)
-    return NotImplemented
-
-
-def _contiguous(input: LazyLogits) -> Any:
-    return input
-
-
-def _getitem(input: LazyLogits, index: Any) -> Any:
-    """Indexing that takes everything gives the same logits."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(not (part is Ellipsis or _is_int_slice(part)) for part in parts) or parts.count(Ellipsis) > 1:
-        return NotImplemented
-    slices = [part for part in parts if part is not Ellipsis]
-    if len(slices) > input.dim():
-        return NotImplemented
-    at = parts.index(Ellipsis) if Ellipsis in parts else len(slices)
-    sizes = [*input.shape[:at], *input.shape[input.dim() - (len(slices) - at) :]]
-    everything = all(part.indices(size) == (0, size, 1) for part, size in zip(slices, sizes, strict=True))
-    return input if everything else NotImplemented
-
-
-def _is_int_slice(part: Any) -> bool:
-    return isinstance(part, slice) and all(x is None or type(x) is int for x in (part.start, part.stop, part.step))
-
-
-def _view(input: LazyLogits, *shape: Any) -> Any:
-    """Flattening the tokens keeps logits lazy inside the loss function alone: elsewhere a view shares memory."""
-    flat = (math.prod(input.shape[:-1]), input.shape[-1])
-    if not input._scoring or shape not in ((-1, input.shape[-1]), flat):
-        return NotImplemented
-    return input.then(Tensor.view, *flat, shape=flat)
-
-
-def _cross_entropy(
-    input: Any,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """`F.cross_entropy`, argument by argument; what only it can do, or refuse, is left to it."""
-    if not isinstance(input, LazyLogits) or not input._scoring or size_average is not None or reduce is not None:
-        return NotImplemented
-    folded = fold(input._steps)
-    if folded is None or input.dim() != 2 or target.dtype != torch.int64 or target.shape != input.shape[:1]:
-        return NotImplemented
-    loss = input._call.cross_entropy(
-        target,
-        softcap=folded[1],
-        logit_scale=folded[0],
-        weight=weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-    )
-    return (loss.reshape(target.shape) if reduction == "none" else loss).to(input.dtype)
-
-
-_LAZY: dict[Callable[..., Any], Callable[..., Any]] = {
-    **dict.fromkeys(
-        (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply),
-        _scaled(Tensor.mul),
-    ),
-    **dict.fromkeys(
-        (Tensor.div, Tensor.__truediv__, Tensor.divide, Tensor.true_divide, torch.div, torch.divide, torch.true_divide),
-        _scaled(Tensor.div),
-    ),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
-    Tensor.float: _cast_to(torch.float32),
-    Tensor.double: _cast_to(torch.float64),
-    Tensor.half: _cast_to(torch.float16),
-    Tensor.bfloat16: _cast_to(torch.bfloat16),
-    Tensor.to: _to,
-    Tensor.contiguous: _contiguous,
-    Tensor.__getitem__: _getitem,
-    Tensor.view: _view,
-    F.cross_entropy: _cross_entropy,
-}  # fmt: skip
-
 _METADATA: frozenset[Any] = frozenset(
     [
         *(
             getattr(Tensor, name).__get__
             for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda",
-                         "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "_base")
+                         "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize")
         ),
         Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
         Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__,
@@ -293,4 +202,5 @@ _METADATA: frozenset[Any] = frozenset(
     ]
 )  # fmt: skip
 
+_BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])

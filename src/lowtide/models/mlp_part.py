@@ -13,9 +13,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.mlp.adapted import adapted_mlp
 from lowtide.mlp.swiglu import swiglu_mlp
-from lowtide.models.eligibility import is_autocast_on, plain_class
+from lowtide.models.adapters import AdaptedLinear, adapted_linear
+from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.instance import part_of
+from lowtide.models.lora_mlp import low_rank_projections, why_not_together
 from lowtide.models.ordinary import are_plain_linears, is_ordinary
 from lowtide.models.probe import agree, outcome, random, rows, twin_of
 
@@ -41,12 +44,15 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
     children = dict(module.named_children())
     if "gate_up_proj" in children:
         return "gate and up are one projection (gate_up_proj)"
-    for name in _PROJECTIONS:
-        if plain_class(children[name]) is not nn.Linear:  # an adapter, or quantised
-            return f"{name} is a {type(children[name]).__name__}, not a plain torch.nn.Linear"
+    layers = _layers(module)
+    if isinstance(layers, str):  # adapters of another form, or quantised
+        return layers
     others = _others(module)
-    if not are_plain_linears(tuple(children[name] for name in _PROJECTIONS), tuple(others)):
+    if not _are_plain(layers, others):
         return "a child has hooks or a forward of its own"
+    why_not = why_not_together(layers)
+    if why_not is not None:
+        return why_not
     if any(True for child in (*others, module) for _ in _state(child, recurse=child is not module)):
         return "it has weights or buffers beside its three projections"
     if LEVEL in vars(module) and part_of(module) is None:
@@ -55,13 +61,32 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
         return "its forward was replaced on the instance"
     if len(inspect.signature(base.forward).parameters) != 2:
         return "its forward takes more than one input"
-    activation = _activation(module, base, children)
+    activation = _activation(module, base, children, layers)
     if activation not in _ACTIVATIONS:
         return activation
-    return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up", (
+    adapted = [name for name, layer in zip(_PROJECTIONS, layers, strict=True) if layer.adapters]
+    with_what = f", LoRA on {', '.join(adapted)} with it" if adapted else ""
+    return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up{with_what}", (
         activation,
         tuple(map(type, others)),
     )
+
+
+def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
+    """Return what the projections would run, or which of them is no linear layer, and why."""
+    found = []
+    for name in _PROJECTIONS:
+        layer = adapted_linear(getattr(mlp, name))
+        if isinstance(layer, str):
+            return f"{name} {layer}"
+        found.append(layer)
+    return tuple(found)
+
+
+def _are_plain(layers: tuple[AdaptedLinear, ...], others: tuple[nn.Module, ...]) -> bool:
+    linears = tuple(linear for layer in layers for linear in layer.linears)
+    around = tuple(module for layer in layers for module in layer.around)
+    return are_plain_linears(linears, (*others, *around))
 
 
 def _others(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -73,9 +98,9 @@ def _state(module: nn.Module, *, recurse: bool) -> Iterator[Tensor]:
     return itertools.chain(module.parameters(recurse), module.buffers(recurse))
 
 
-def _activation(module: nn.Module, base: Any, children: dict[str, nn.Module]) -> str:
+def _activation(module: nn.Module, base: Any, children: dict[str, nn.Module], layers: tuple[AdaptedLinear, ...]) -> str:
     """Return the name of the activation that makes the module's twin what swiglu_mlp computes, or why none does."""
-    small = {name: _small(name, children[name]) for name in _PROJECTIONS}
+    small = {name: _small(name, layer.base) for name, layer in zip(_PROJECTIONS, layers, strict=True)}
     others = {name: copy.deepcopy(child) for name, child in children.items() if name not in _PROJECTIONS}
     twin = twin_of(module, base, modules={**others, **small}, parameters={})
     x = 2 * rows(6)
@@ -114,10 +139,14 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # None: not patched. Somebody made it from this class, or holds this method of one that was unpatched since.
-        level = getattr(self, LEVEL, None)
-        if level is None or len(args) != 1 or kwargs or not _is_ours(self, args[0], other_types):
+        level: Any = getattr(self, LEVEL, None)
+        layers = None if level is None or len(args) != 1 or kwargs else _ours(self, args[0], other_types)
+        if layers is None:
             return base.forward(self, *args, **kwargs)
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if any(layer.adapters for layer in layers):
+            projections = low_rank_projections(layers)
+            return adapted_mlp(args[0], *projections, activation=activation, checkpoint_level=level)
+        gate, up, down = (layer.base for layer in layers)
         return swiglu_mlp(
             args[0],
             gate.weight,
@@ -136,12 +165,17 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
     return {"forward": forward}
 
 
-def _is_ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> bool:
+def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLinear, ...] | None:
+    """Return the projections of a call that is ours to run, None where it is not."""
     others = _others(mlp)
-    linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if tuple(map(type, others)) != other_types or not are_plain_linears(linears, others):
-        return False
+    layers = _layers(mlp)
+    if isinstance(layers, str) or tuple(map(type, others)) != other_types or not _are_plain(layers, others):
+        return None
+    linears = tuple(linear for layer in layers for linear in layer.linears)
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     if not is_ordinary((x,), (*(linear.weight for linear in linears), *biases)):
-        return False
-    return x.is_floating_point() and (x.dtype == mlp.gate_proj.weight.dtype or is_autocast_on(x.device.type))
+        return None
+    if why_not_together(layers) is not None:
+        return None
+    fits = x.is_floating_point() and (x.dtype == layers[0].base.weight.dtype or is_autocast_on(x.device.type))
+    return layers if fits else None

@@ -11,9 +11,12 @@ from lowtide.models.eligibility import LINEAR_FORWARD, MODULE_HOOKS, is_function
 def is_ordinary(tensors: tuple[object, ...], parameters: tuple[object, ...]) -> bool:
     """Whether these are plain tensors and Parameters, and no transform, mode, trace or export is at work on them.
 
-    Exact types: DTensor, quantised tensors and other subclasses have rules of their own.
+    Exact types: DTensor, quantised tensors and other subclasses have rules of their own. Nor is a call on a CPU without
+    gradients: there our operators only save what is kept for backward, and generating token by token would be slower.
     """
     if any(type(x) is not Tensor and type(x) is not nn.Parameter for x in tensors):
+        return False
+    if not torch.is_grad_enabled() and all(x.is_cpu for x in tensors):  # type: ignore[attr-defined]
         return False
     if any(type(p) is not nn.Parameter for p in parameters):
         return False

@@ -5,29 +5,28 @@ Every module that changes, the model and its output embedding among them, gets a
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lowtide.distributed.fsdp import Gathered
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import (
-    is_causal_lm_loss,
+    LABELS,
     is_under_compile,
     module_name,
-    why_not_fuse_loss,
-    why_not_lazy,
     why_not_patch_head,
     why_not_patch_model,
 )
-from lowtide.models.head_call import HeadCall, InsideHead
+from lowtide.models.head_call import InsideHead
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import LazyLogits
+from lowtide.models.lora_head import called_head, head_call, why_not_linear, with_what
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
 from lowtide.models.report import PatchReport
 
@@ -43,6 +42,7 @@ class _Patch:
         self.report = report
         self.options = options
         self.head: nn.Module | None = None
+        self.head_calls = 0
         self.why_not: str | None = None
         self.gathered: Gathered | None = None  # between the head's lazy logits and the loss
 
@@ -64,28 +64,29 @@ def patch(
 
     This instance alone is changed, and nothing about its weights, their names or what ``save_pretrained`` writes.
 
-    The loss: called with labels, the model's output embedding returns an object that stands for the logits, and the
-    model's loss function computes the loss from the hidden states through `lowtide.linear_cross_entropy`. Scales and
-    soft caps that the model applies in between are followed. Whatever else reads the logits (``outputs.logits`` later,
-    another loss, a metric) gets them, built when asked for and counted in the report. The logits that the loss sees are
-    float32, also where the model would have rounded its own to its dtype first. Left as it is, with the reason in the
-    report: a loss that is not transformers' ``ForCausalLMLoss``, and an output embedding that is not a plain
-    ``torch.nn.Linear`` of the model's own (adapters, quantised weights, BERT-like prediction heads). Inside a region
-    compiled by ``torch.compile`` the logits are built.
+    The loss: called with ``labels``, ``shift_labels`` or ``num_items_in_batch``, the model's output embedding returns
+    an object that stands for the logits and follows scales, soft caps, biases, slices and views. A cross entropy of
+    rows and class indices, wherever it is computed, is then `lowtide.linear_cross_entropy` of the hidden states;
+    gathered log-probabilities, logsumexp and argmax need no logits either. Whatever else reads the logits
+    (``outputs.logits`` later, another loss, a metric) gets them, built when asked for and counted in the report. The
+    logits that the loss sees are float32, also where the model would have rounded its own to its dtype first. Left as
+    it is, with the reason in the report: an output embedding that is not a ``torch.nn.Linear``, plain, with peft's LoRA
+    or in its modules_to_save (other adapters, quantised weights). Inside a region compiled by ``torch.compile`` the
+    logits are built.
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
     computes the same as before to rounding, keeps less for backward and takes less time on a GPU. A call that is more
-    than it seems (hooks or adapters on a projection, DTensors, ``torch.func``) runs the stock code.
+    than it seems (hooks on a projection, DTensors, ``torch.func``) runs the stock code.
 
     Patching again makes the model as asked this time, ``options`` included, and returns the same report.
 
     Args:
-        model: A model with ``get_output_embeddings`` and a ``loss_function``, as those of transformers; also one
-            wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
+        model: A model with ``get_output_embeddings`` and a forward that takes labels, as those of transformers; also
+            one wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
         loss: Whether to patch the loss.
-        mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`. They get
-            an attribute ``checkpoint_level``, 0 at first: see there.
+        mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`, LoRA on
+            their projections included. They get an attribute ``checkpoint_level``, 0 at first: see there.
         norm: Whether RMS norms run as `lowtide.layers.rms_norm`.
         rope: Whether attention that calls ``apply_rotary_pos_emb`` rotates by `lowtide.layers.rotary`.
         options: How `lowtide.linear_cross_entropy` is to run.
@@ -161,6 +162,8 @@ def unpatch(model: nn.Module) -> None:
 
 def _patch_loss(target: Any, state: _Patch) -> None:
     if part_of(target) is not None:
+        if is_on_top(target):
+            _adopt_head(target, state)  # it may have got adapters since, or lost them
         return
     why_not = why_not_patch_model(target)
     if why_not is not None:
@@ -172,6 +175,7 @@ def _patch_loss(target: Any, state: _Patch) -> None:
 
 def _unpatch_loss(target: Any, state: _Patch) -> None:
     given: list[nn.Module] = [target] if state.head is None else [target, state.head]
+    given += [module for module in _copies(target.get_output_embeddings()) if module is not state.head]
     patched = [module for module in given if part_of(module) is not None]
     for module in patched:
         check_nothing_on_top(module)
@@ -198,19 +202,28 @@ def _unwrapped(model: Any) -> Any:
 
 def _adopt_head(model: Any, state: _Patch) -> None:
     """Give the model's present output embedding lazy logits, and give up the one before, if it was replaced."""
-    head: Any = model.get_output_embeddings()
+    outer: Any = model.get_output_embeddings()
+    head: Any = called_head(outer)
     if state.head is not None and head is state.head and part_of(state.head) is not None:
         return
     if state.head is not None and is_on_top(state.head):
         take_class_back(state.head)
     state.head = None
-    state.why_not = why_not_patch_head(model, head)
+    for copied in _copies(outer):
+        take_class_back(copied)
+    state.why_not = why_not_patch_head(head, why_not_linear(head))
     name = "-" if head is None else module_name(model, head)
     if state.why_not is None:
         state.head = head
         give_class(head, _LOSS, _head_overrides)
-    outcome = _FUSED if state.why_not is None else f"left as it is: {state.why_not}"
+    outcome = f"{_FUSED}{with_what(head)}" if state.why_not is None else f"left as it is: {state.why_not}"
     state.report.add("loss", name, outcome, patched=state.why_not is None)
+
+
+def _copies(outer: Any) -> list[nn.Module]:
+    """Return the layers inside an output embedding of modules_to_save that it copied from a patched one."""
+    inside = outer.modules() if isinstance(outer, nn.Module) and called_head(outer) is not outer else ()
+    return [module for module in inside if part_of(module) == _LOSS and is_on_top(module)]
 
 
 @contextmanager
@@ -218,10 +231,11 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
     """Let the head return lazy logits inside, if the loss that follows is one that can consume them."""
     state: _Patch = vars(model)[_STATE]
     _adopt_head(model, state)
-    why_not = state.why_not or why_not_fuse_loss(model)
+    why_not = state.why_not
     if why_not is not None:
         state.report.count_materialised(why_not)
     token = _awaiting_loss.set(state if why_not is None else None)
+    calls = state.head_calls
     try:
         yield
     finally:
@@ -229,14 +243,17 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
         if state.gathered is not None:  # there was no loss
             state.gathered.let_go()
             state.gathered = None
+    if why_not is None and state.head_calls == calls:
+        state.report.count_materialised(
+            "the output embedding was not called; what the loss was computed from is unknown"
+        )
 
 
 def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     """Return what a patched model does differently from ``base``."""
     signature = inspect.signature(base.forward)
     names = list(signature.parameters)
-    labels_at = [(name, names.index(name) - 1 if name in names else None) for name in ("labels", "shift_labels")]
-    stock: Any = inspect.getattr_static(base, "loss_function")
+    labels_at = [(name, names.index(name) - 1 if name in names else None) for name in LABELS]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         awaited = any(
@@ -254,17 +271,13 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
 
-    def loss_function(self: Any) -> Any:
-        loss = stock.fget(self)
-        return functools.partial(_score, loss) if not is_under_compile() and is_causal_lm_loss(loss) else loss
-
-    return {"forward": forward, "loss_function": property(loss_function, stock.fset, stock.fdel, stock.__doc__)}
+    return {"forward": forward}
 
 
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     """Return what a patched output embedding does differently from ``base``."""
 
-    def forward(self: nn.Linear, input: Any) -> Any:
+    def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
         state = None if is_under_compile() else _awaiting_loss.get()
         if type(input) is InsideHead:
             if state is not None and state.head is self and state.gathered is not None:
@@ -272,23 +285,14 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
                 state.gathered = None
             return input.work(self, functools.partial(base.forward, self))
         if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
-            return base.forward(self, input)
-        why_not = why_not_lazy(self, input)
-        if why_not is not None:
-            state.report.count_materialised(why_not)
-            return base.forward(self, input)
+            return base.forward(self, input, *args, **kwargs)
+        state.head_calls += 1
+        call = head_call(self, (input, *args), kwargs, state.report, state.options)
+        if isinstance(call, str):
+            state.report.count_materialised(call)
+            return base.forward(self, input, *args, **kwargs)
         if state.gathered is None:
             state.gathered = Gathered(self)
-        return LazyLogits.of(HeadCall(self, input, state.report, state.options))
+        return LazyLogits.of(call)
 
     return {"forward": forward}
-
-
-def _score(loss: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call transformers' own loss function on logits that it, and only it, may consume unbuilt.
-
-    The function itself runs, so that its shift, padding, denominator and options are followed and not repeated here.
-    """
-    args = tuple(arg.scoring() if isinstance(arg, LazyLogits) else arg for arg in args)
-    kwargs = {name: arg.scoring() if isinstance(arg, LazyLogits) else arg for name, arg in kwargs.items()}
-    return loss(*args, **kwargs)

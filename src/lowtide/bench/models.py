@@ -1,0 +1,153 @@
+"""The sweep over model types: each in a process of its own, so that one that crashes or hangs is a row like another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import queue
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide.bench.models_case import COMPARED, CRASHED, MAPPINGS, STATUSES, TIMED_OUT, check, types
+from lowtide.bench.models_config import ModelsBenchConfig
+from lowtide.bench.models_table import markdown
+from lowtide.bench.results import Files, begin, replace
+from lowtide.errors import ArgumentValueError, message
+
+_QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def run(config: ModelsBenchConfig, say: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Check every type, tell each as it is known, write the result after each, and return the rows.
+
+    Args:
+        config: what.
+        say: gets the text.
+
+    Raises:
+        ArgumentValueError: no such type, or a file that cannot be read or written.
+    """
+    wanted = [(kind, name) for kind in config.kinds for name in types(kind) if not config.only or name in config.only]
+    unknown = set(config.only) - {name for _, name in wanted}
+    if unknown or not wanted:
+        raise ArgumentValueError(message("only", "types that transformers has", ", ".join(sorted(unknown)) or "none"))
+    files, told = _files(config)
+    rows: list[dict[str, Any]] = told["rows"]
+    known = {(row["kind"], row["type"]) for row in rows}
+    todo = [one for one in wanted if one not in known]
+    say(f"{len(wanted)} types, {len(todo)} to check\n")
+    with _servers() as context, ThreadPoolExecutor(config.workers) as pool:
+        waiting = {pool.submit(_in_child, context, kind, name, config): (kind, name) for kind, name in todo}
+        for at, ended in enumerate(as_completed(waiting), 1):
+            kind, name = waiting[ended]
+            rows.append({"kind": kind, "type": name, **ended.result()})
+            say(line(rows[-1], at, len(todo)))
+            rows.sort(key=lambda row: (list(MAPPINGS).index(row["kind"]), row["type"]))
+            files.write_json(told)
+    files.write_json(told)
+    chosen = [row for row in rows if (row["kind"], row["type"]) in set(wanted)]
+    say(summary(chosen))
+    if config.table:
+        replace(Path(config.table), lambda file: file.write_text(markdown(told, files.json.name)))
+        say(f"written: {config.table}\n")
+    say(f"written: {files.json}\n")
+    return chosen
+
+
+def line(row: dict[str, Any], at: int, of: int) -> str:
+    """Return a row as text."""
+    seconds = f"{row['seconds']:6.1f} s" if "seconds" in row else ""
+    why = f"  {row['why'][:150]}" if row["why"] else ""
+    return f"{at:4}/{of}  {row['kind']:11}{row['type']:28}{row['status']:11}{seconds}{why}\n"
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return how many rows of each kind ended how."""
+    text = ""
+    for kind in MAPPINGS:
+        counts = Counter(row["status"] for row in rows if row["kind"] == kind)
+        if counts:
+            text += f"{kind:11}" + ", ".join(f"{counts[s]} {s}" for s in STATUSES if counts[s]) + "\n"
+    return text
+
+
+def _files(config: ModelsBenchConfig) -> tuple[Files, dict[str, Any]]:
+    packages = ["transformers"]
+    if not config.resume:
+        files, about = begin(config.output, "models", config.command(), torch.device("cpu"), packages)
+        return files, {**about, "config": config.recorded(), "rows": []}
+    try:
+        told = json.loads(Path(config.resume).read_text())
+        told["rows"] = [row for row in told["rows"] if row["status"] in COMPARED]
+    except (OSError, ValueError, KeyError) as error:
+        raise ArgumentValueError(message("resume", "a result of lowtide bench models", f"{error}")) from error
+    return Files(Path(config.resume)), told
+
+
+@contextlib.contextmanager
+def _servers() -> Iterator[Any]:
+    """Yield where children start: from a process that has imported everything, where the system can fork."""
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+    try:
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["lowtide.bench.models_child"])
+        yield context
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+def _in_child(context: Any, kind: str, name: str, config: ModelsBenchConfig) -> dict[str, Any]:
+    answers = context.Queue()
+    child = context.Process(target=_answer, args=(answers, kind, name, config.seed), daemon=True)
+    child.start()
+    try:
+        return _awaited(child, answers, config.timeout)
+    finally:
+        if child.is_alive():
+            child.kill()
+        child.join()
+        answers.close()
+
+
+def _awaited(child: Any, answers: Any, seconds: int) -> dict[str, Any]:
+    for _ in range(10 * seconds):
+        with contextlib.suppress(queue.Empty):
+            return dict(answers.get(timeout=0.1))
+        if not child.is_alive():
+            with contextlib.suppress(queue.Empty):
+                return dict(answers.get(timeout=1))
+            return {"status": CRASHED, "why": f"its process ended with status {child.exitcode}"}
+    return {"status": TIMED_OUT, "why": f"no answer within {seconds} s"}
+
+
+def _answer(answers: Any, kind: str, name: str, seed: int) -> None:
+    """The child's side."""
+    import time
+    import warnings
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for descriptor in (1, 2):  # what models print, and what C++ does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    start = time.perf_counter()
+    told = check(kind, name, seed)
+    answers.put({**told, "seconds": round(time.perf_counter() - start, 1)})
+    answers.close()
+    answers.join_thread()
+    sys.stdout.flush()
+    os._exit(0)  # whatever a model's package started does not hold the child up

@@ -1,0 +1,291 @@
+"""One model type of the sweep: a tiny model, stock against patched, loss and every gradient, with logits watched for.
+
+Legend: B sequences of T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.bench.tiny import HEAD_DIMS, VOCAB, tiny_model
+from lowtide.measure import track_allocations
+
+B, T = 2, 23
+ORDINARY_TOKENS = VOCAB - 100  # the highest ones stand for images and the like
+# One row of logits and what else is kept of a token: no chunk of ours can be mistaken for the model's logits.
+OPTIONS = lowtide.HeadOptions(workspace_mib=4 * VOCAB * 4 / 2**20)
+ULP = 2.0**-23  # of float32, relative
+# How many times what an ulp in each weight does to a result may rounding in another order do.
+FACTOR = 20.0
+AUTO_CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "image-text": "AutoModelForImageTextToText",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+MAPPINGS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+}
+FUSED, FELL_BACK, NOT_BUILT, DIFFERENT = "fused", "fell back", "not built", "different"
+CRASHED, TIMED_OUT = "crashed", "timed out"  # neither equal nor different is known of these
+COMPARED = (FUSED, FELL_BACK, DIFFERENT)
+STATUSES = (FUSED, FELL_BACK, NOT_BUILT, CRASHED, TIMED_OUT, DIFFERENT)
+
+
+def types(kind: str) -> list[str]:
+    """Return the model types of a kind, in the order of their names."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted({config.model_type for config in getattr(modeling_auto, MAPPINGS[kind])})
+
+
+def check(kind: str, model_type: str, seed: int = 0) -> dict[str, Any]:
+    """Return what the sweep tells of a type: ``status``, ``why``, ``cases``, ``parts``, and the size of the model."""
+    try:
+        make, extra = _maker(kind, model_type, seed)
+    except Exception as error:
+        return {"status": NOT_BUILT, "why": _said(error)}
+    try:
+        return _compared(make, extra, seed)
+    except Exception as error:
+        return {"status": CRASHED, "why": _said(error)}
+
+
+def _maker(kind: str, model_type: str, seed: int) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Return what makes a model that computes a loss, the same one each time, and what it needs beside tokens.
+
+    Where none does, the last error is raised.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+    auto = getattr(transformers, AUTO_CLASSES[kind])
+    last: Exception | None = None
+    for head_dim in HEAD_DIMS:
+        make = functools.partial(tiny_model, auto, config_class, head_dim=head_dim, decoder=kind == "causal", seed=seed)
+        try:
+            model = make()
+            for extra in _extras(model):
+                try:
+                    _run(model, {**batch(seed), **extra})
+                except Exception as error:
+                    last = error
+                else:
+                    return make, extra
+        except Exception as error:
+            last = error
+    assert last is not None
+    raise last
+
+
+def _extras(model: Any) -> list[dict[str, Any]]:
+    """Return what may have to be passed beside tokens: nothing, then pictures."""
+    names = inspect.signature(model.forward).parameters
+    found: list[dict[str, Any]] = [{}]
+    vision = getattr(model.config, "vision_config", None) or getattr(model.config, "encoder", None)
+    size = getattr(vision, "image_size", None)
+    if "pixel_values" in names and isinstance(size, int):
+        pictures = torch.rand(
+            B, getattr(vision, "num_channels", 3), size, size, generator=torch.Generator().manual_seed(2)
+        )
+        found.append({"pixel_values": pictures})
+        if "qformer_input_ids" in names:
+            found.append({"pixel_values": pictures, "qformer_input_ids": batch(0)["input_ids"]})
+    return found
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    """Return B sequences of random tokens with a third of the labels ignored."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    ids = torch.randint(3, ORDINARY_TOKENS, (B, T), generator=generator)
+    labels = ids.where(torch.rand(ids.shape, generator=generator) > 0.33, -100)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def cases(model: Any, seed: int) -> dict[str, dict[str, Any]]:
+    """Return the batches: what is passed to the model in each, by name."""
+    plain = batch(seed)
+    mask = plain["attention_mask"].clone()
+    mask[0, -5:] = 0
+    padded = {**plain, "attention_mask": mask, "labels": plain["labels"].where(mask.bool(), -100)}
+    found: dict[str, dict[str, Any]] = {
+        "labels": plain,
+        "padding": padded,
+        "num_items_in_batch": {**plain, "num_items_in_batch": torch.tensor(17)},
+        "output_hidden_states": {**plain, "output_hidden_states": True},
+    }
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        found["logits_to_keep"] = {**plain, "logits_to_keep": T}
+    if hasattr(model.config, "output_router_logits"):
+        found["output_router_logits"] = {**plain, "output_router_logits": True}
+    return found
+
+
+def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
+    """Return the model's outputs and every gradient of its loss."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    outputs = model(**inputs)
+    if outputs.loss is None:
+        raise ValueError("the model returned no loss")
+    outputs.loss.backward()
+    if not torch.isfinite(outputs.loss):
+        raise ValueError(f"the loss is {outputs.loss.item()}")
+    return outputs, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _compared(make: Callable[[], Any], extra: dict[str, Any], seed: int) -> dict[str, Any]:
+    stock, model = make(), make()  # not copies: some models keep what belongs to a graph
+    report = lowtide.patch(model, options=OPTIONS)
+    told: dict[str, Any] = {
+        "class": type(stock).__name__,
+        "parameters": sum(p.numel() for p in stock.parameters()),
+        "parts": {part: sum(r.count for r in (row, *row.more) if r.patched) for part, row in report.parts.items()},
+    }
+    if extra:
+        told["with"] = sorted(extra)
+    noise = _noise(stock, make(), {**batch(seed), **extra})
+    told["tolerances"] = noise.told()
+    results: dict[str, str] = {}
+    built = False
+    for name, inputs in cases(stock, seed).items():
+        inputs = {**inputs, **extra}
+        try:
+            expected = _run(stock, inputs)
+        except Exception as error:
+            results[name] = f"not for this type: {_said(error)}"
+            continue
+        before = report.calls_materialised
+        try:
+            with track_allocations() as seen:
+                found = _run(model, inputs)
+        except Exception as error:
+            results[name] = f"{DIFFERENT}: {_said(error)}"
+            continue
+        wrong = difference(found, expected, noise)
+        logits = rows_of_logits(seen, stock)
+        built = built or bool(logits) or report.calls_materialised > before
+        if wrong is None and name == "labels":
+            wrong = _read_after(found[0], expected[0], noise)
+        results[name] = "equal" if wrong is None else f"{DIFFERENT}: {wrong}"
+    with track_allocations() as seen:
+        _run(stock, {**batch(seed), **extra})
+    sighted = bool(rows_of_logits(seen, stock))
+    return {**told, "cases": results, **_status(results, report, built=built, sighted=sighted)}
+
+
+def _status(results: dict[str, str], report: lowtide.PatchReport, *, built: bool, sighted: bool) -> dict[str, str]:
+    wrong = [f"{name}: {text}" for name, text in results.items() if text.startswith(DIFFERENT)]
+    if wrong:
+        return {"status": DIFFERENT, "why": "; ".join(wrong)}
+    if not sighted:
+        return {"status": FELL_BACK, "why": "the stock model builds no logits that could be watched for"}
+    if not built and report.calls_fused:
+        return {"status": FUSED, "why": ""}
+    reasons = [why for why in report.why_materialised if why != READ_AFTER]
+    loss = report.parts["loss"]
+    if not loss.patched:
+        reasons = [loss.outcome.removeprefix("left as it is: ")]
+    return {"status": FELL_BACK, "why": "; ".join(reasons) or "logits were built that the report knows nothing of"}
+
+
+READ_AFTER = "read by TensorBase.clone"
+
+
+def _read_after(found: Any, expected: Any, noise: Noise) -> str | None:
+    """Return how logits that are read after the loss differ, None where they do not."""
+    logits, wanted = (getattr(outputs, "logits", None) for outputs in (found, expected))
+    if wanted is None or not isinstance(wanted, Tensor):
+        return None
+    if not isinstance(logits, Tensor) or logits.shape != wanted.shape or logits.dtype != wanted.dtype:
+        return "the logits read after the loss have another shape or dtype"
+    error = (logits.clone() - wanted).abs().max().item()
+    return None if error <= noise.logits else f"the logits read after the loss differ by {error:.1e}"
+
+
+class Noise:
+    """What rounding may do to a model's results: each tolerance is absolute.
+
+    Attributes:
+        loss: Of the loss.
+        logits: Of the logits.
+        gradients: Of each gradient, by its parameter's name; relative to its largest entry.
+        floor: Of any gradient, relative to the largest entry of all.
+    """
+
+    def __init__(self, loss: float, logits: float, gradients: dict[str, float], floor: float) -> None:
+        self.loss, self.logits, self.gradients, self.floor = loss, logits, gradients, floor
+
+    def told(self) -> dict[str, float]:
+        """Return what a result file tells: of the loss, and the median and the largest of the gradients'."""
+        some = sorted(self.gradients.values())
+        return {"loss": self.loss, "gradients_median": some[len(some) // 2], "gradients_largest": some[-1]}
+
+
+def _noise(stock: Any, shaken: Any, inputs: dict[str, Any]) -> Noise:
+    """Return what an ulp more or less in each weight changes, some times over, with floors of a few ulps."""
+    outputs, gradients = _run(stock, inputs)
+    gradients = {name: g if g is None else g.clone() for name, g in gradients.items()}
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in shaken.parameters():
+            p.mul_(1 + ULP * (2.0 * torch.randint(0, 2, p.shape, generator=generator) - 1))
+    other, shaken_gradients = _run(shaken, inputs)
+    relative = {}
+    for name, g in gradients.items():
+        again = shaken_gradients[name]
+        largest = 0.0 if g is None else g.abs().max().item()
+        moved = 0.0 if g is None or again is None else (again - g).abs().max().item()
+        relative[name] = FACTOR * (moved / largest if largest else 0.0) + 16 * ULP
+    loss = FACTOR * abs(float(other.loss - outputs.loss)) + 16 * ULP * abs(float(outputs.loss))
+    logits = 0.0
+    if isinstance(getattr(outputs, "logits", None), Tensor):
+        logits = FACTOR * (other.logits - outputs.logits).abs().max().item()
+        logits += 16 * ULP * outputs.logits.abs().max().item()
+    return Noise(loss, logits, relative, 16 * ULP)
+
+
+def difference(found: Any, expected: Any, noise: Noise) -> str | None:
+    """Return the first way in which outputs and gradients differ by more than rounding does, None where they agree."""
+    (outputs, gradients), (wanted, wanted_gradients) = found, expected
+    error = abs(float(outputs.loss) - float(wanted.loss))
+    if not error <= noise.loss:
+        return f"the loss {float(outputs.loss):.7g} is not {float(wanted.loss):.7g}"
+    largest = max((g.abs().max().item() for g in wanted_gradients.values() if g is not None), default=0.0)
+    for name, g in wanted_gradients.items():
+        got = gradients[name]
+        if (got is None) != (g is None):
+            return f"{name} has {'no' if got is None else 'a'} gradient"
+        if g is None or got is None:
+            continue
+        error = (got - g).abs().max().item()
+        allowed = noise.gradients[name] * g.abs().max().item() + noise.floor * largest
+        if not error <= allowed:
+            return f"the gradient of {name} differs by {error:.1e} of {g.abs().max().item():.1e}, allowed {allowed:.1e}"
+    return None
+
+
+def rows_of_logits(seen: Any, model: nn.Module) -> list[int]:
+    """Return the rows of allocations that may be logits: V columns, half a batch's tokens or more, and no parameter."""
+    parameters = {p.numel() * p.element_size() for p in model.parameters()}
+    sizes = {event.bytes for event in seen.events if event.bytes > 0} - parameters
+    rows = {size / VOCAB / itemsize for size in sizes for itemsize in (2, 4, 8)}
+    return sorted(int(n) for n in rows if n.is_integer() and n >= B * T / 2)
+
+
+def _said(error: BaseException) -> str:
+    """Return an error as one line, and where in the model it came from."""
+    text = " ".join(str(error).split())[:200]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "transformers" in f.filename]
+    where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{where}"

@@ -1,0 +1,122 @@
+"""Low-rank adapters of a projection (LoRA): their part of its output and of its gradients, added in place.
+
+A projection ``x W^T`` with an adapter is ``x W^T + s (drop(x) A^T) B^T``. C rows of a tile, r the adapter's rank; A is
+[r, in], B [out, r]. What is [C, r] is computed again wherever it is read: that takes r FLOP for each number of x, and
+no memory.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowtide.mlp.call import SwigluCall
+from lowtide.mlp.products import Sum
+
+# Elements: where an adapter is of a wider dtype than its projection, or has dropout, a piece of the wider of its two
+# sides is copied.
+PIECE = 2**24
+
+
+class LowRank:
+    """One projection's adapter during one pass.
+
+    Args:
+        a: [r, in], of the dtype of the operands.
+        b: [out, r], the same.
+        scale: s.
+        dropout: The probability that a number of x is dropped.
+        seed: What decides which.
+
+    Attributes:
+        sums: Where the gradients of A and B add up, which are yet to be multiplied with s.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float, dropout: float, seed: int) -> None:
+        self.a, self.b = a, b
+        self.scale, self.dropout, self.seed = scale, dropout, seed
+        self.sums: tuple[Sum | None, Sum | None] = (None, None)
+
+    @classmethod
+    def of(cls, call: SwigluCall) -> "tuple[LowRank | None, LowRank | None, LowRank | None]":
+        """Return the adapters of gate, up and down, None where there is none."""
+
+        def make(a: Tensor | None, b: Tensor | None, scale: float, dropout: float, place: int) -> LowRank | None:
+            if a is None or b is None:
+                return None
+            dtype = call.low_rank_dtype
+            return cls(a.to(dtype), b.to(dtype), scale, dropout, call.seed + place)
+
+        return (
+            make(call.gate_a, call.gate_b, call.gate_scale, call.gate_dropout, 0),
+            make(call.up_a, call.up_b, call.up_scale, call.up_dropout, 1),
+            make(call.down_a, call.down_b, call.down_scale, call.down_dropout, 2),
+        )
+
+    def add_output(self, x: Tensor, out: Tensor, start: int) -> None:
+        """Add the adapter's output of rows ``x`` [C, in], the first of which is row ``start`` of all."""
+        for part in self._pieces(x, out):
+            inner = self._dropped(x[part], start + part.start) @ self.a.T
+            self._add(inner, self.b.T, out[part])
+
+    def backward(self, grad: Tensor, x: Tensor | None, dx: Tensor | None, start: int) -> None:
+        """Add what the gradient [C, out] of the projection's output brings.
+
+        Args:
+            grad: It.
+            x: The projection's input [C, in]; None: A and B get theirs at another time.
+            dx: The gradient of x, to be added to; None: likewise, or nobody wants it.
+            start: The first row's number among all.
+        """
+        of_a, of_b = (total if x is not None and total is not None and total.wanted else None for total in self.sums)
+        for part in self._pieces(grad, grad):
+            dy = grad[part].to(self.a.dtype)
+            first = start + part.start
+            d_inner = dy @ self.b if of_a is not None or dx is not None else None
+            if x is not None and (of_a is not None or of_b is not None):
+                dropped = self._dropped(x[part], first)
+                if of_b is not None:
+                    of_b.add_product(dy.T, dropped @ self.a.T)
+                if of_a is not None and d_inner is not None:
+                    of_a.add_product(d_inner.T, dropped)
+            if dx is None or d_inner is None:
+                continue
+            if self.dropout:
+                through = (d_inner @ self.a).mul_(self._factors(dx[part], first))
+                dx[part].add_(through, alpha=self.scale)
+            else:
+                self._add(d_inner, self.a, dx[part])
+
+    def scale_sums(self) -> None:
+        """Multiply the sums with s, which no pass has done."""
+        for total in self.sums:
+            if total is not None and total.total is not None and self.scale != 1:
+                total.total.mul_(self.scale)
+
+    def _add(self, left: Tensor, right: Tensor, into: Tensor) -> None:
+        if into.dtype == left.dtype:
+            torch.addmm(into, left, right, alpha=self.scale, out=into)
+        else:
+            into.add_(left @ right, alpha=self.scale)
+
+    def _dropped(self, x: Tensor, first: int) -> Tensor:
+        x = x.to(self.a.dtype)
+        return x * self._factors(x, first) if self.dropout else x
+
+    def _factors(self, like: Tensor, first: int) -> Tensor:
+        """Return 0 or ``1 / (1 - p)`` for each number of rows [c, in]: the same in every pass."""
+        kept = like.new_empty(like.shape, dtype=self.a.dtype)
+        if self.dropout == 1:
+            return kept.zero_()
+        generator = torch.Generator(like.device).manual_seed(self.seed + 3 * first)
+        return kept.bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
+
+    def _pieces(self, *sides: Tensor) -> Iterator[slice]:
+        """Yield rows of each piece: the same ones in every pass, for a piece's first row decides what is dropped."""
+        rows = len(sides[0])
+        step = rows
+        if self.dropout or any(side.dtype != self.a.dtype for side in sides):
+            step = PIECE // max(self.a.shape[1], self.b.shape[0], 1)
+        step = max(1, min(step, rows))
+        for first in range(0, max(1, rows), step):  # one of none where there are no rows
+            yield slice(first, min(first + step, rows))

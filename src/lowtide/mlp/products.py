@@ -1,0 +1,48 @@
+"""Products of matrices into memory that is there, and gradients that tiles of tokens add up to."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sum:
+    """A gradient that tiles add up to, in ``dtype``: for one tile the weight's own, for several and biases the wide."""
+
+    of: Tensor
+    wanted: bool
+    dtype: torch.dtype
+    total: Tensor | None = None
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Add ``a @ b``, a weight's gradient."""
+        first = self.total is None
+        if self.total is None:
+            self.total = torch.empty(self.of.shape, dtype=self.dtype, device=self.of.device)
+        multiply(a, b, self.total, add=not first)
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Add the sum of all rows, a bias's gradient."""
+        part = rows.sum(0, dtype=self.dtype)
+        self.total = part if self.total is None else self.total.add_(part)
+
+    def finished(self) -> Tensor:
+        """Return the sum in the dtype of what it is the gradient of, empty where it is not wanted."""
+        total, self.total = self.total, None
+        return self.of.new_empty(0) if total is None else total.to(self.of.dtype)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write or add ``a @ b`` into ``out``, of the operands' dtype or another."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif a.is_cuda and out.dtype == torch.float32:
+        if add:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+    elif add:
+        out.add_(a @ b)
+    else:
+        out.copy_(a @ b)

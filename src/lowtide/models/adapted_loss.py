@@ -1,0 +1,95 @@
+"""The cross entropy of an output embedding with LoRA, without its logits.
+
+The logits ``x W^T + b + sum of s_i h_i B_i^T``, with ``h_i = drop(x) A_i^T`` of a few numbers a token, go through
+`lowtide.linear_apply`: a chunk of ``x W^T`` at a time, to which the function adds its ``h_i B_i^T`` in place and takes
+the loss. A frozen W then costs neither a copy nor a gradient. One linear layer over [x, h] with the weight [W, s B]
+would cost both: at D=4096, V=128256 and bfloat16 a GiB each, and a product of N D V for a gradient that nobody wants;
+merging the adapter into W the same, and its digits in bfloat16.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.head.apply import linear_apply
+from lowtide.head.options import HeadOptions
+
+# h [..., r], B [V, r], a bias [V] or None, and s.
+AdapterTerm = tuple[Tensor, Tensor, Tensor | None, float]
+
+
+def adapted_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    adapters: Sequence[AdapterTerm],
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float | Tensor,
+    options: HeadOptions | None,
+) -> Tensor:
+    """Return `lowtide.linear_cross_entropy` of logits to which ``adapters`` add before scale and cap."""
+    settings = {
+        "weight": weight,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+    }
+    loss: Tensor = linear_apply(
+        _cross_entropy,
+        input,
+        linear_weight,
+        target,
+        *(h for h, *_ in adapters),
+        linear_bias=linear_bias,
+        params=([tuple(rest) for _, *rest in adapters], settings),
+        out="token" if reduction == "none" else "sum",
+        options=options,
+    )
+    if reduction != "mean":
+        return loss
+    kept = target != ignore_index
+    counted = kept if weight is None else weight.detach()[target.where(kept, 0)] * kept
+    mean: Tensor = loss / counted.sum(dtype=loss.dtype)
+    return mean
+
+
+def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
+    """Add what the adapters make of their inputs to rows of ``x W^T + b``, and take the loss.
+
+    A function of this module, and not one made for each call, so that it is looked at once.
+    """
+    *inner, adapters, options = rest
+    with torch.autocast(logits.device.type, enabled=False):
+        for h, (b_Vr, bias_V, scale) in zip(inner, adapters, strict=True):
+            # in the logits' own memory, where autograd allows it: logits without a gradient are a view made without
+            out = logits if logits.requires_grad else None
+            product = (h.to(logits.dtype), b_Vr.to(logits.dtype).T)
+            logits = torch.addmm(logits, *product, alpha=scale) if out is None else out.addmm_(*product, alpha=scale)
+            if bias_V is not None:
+                logits = logits.add(bias_V, alpha=scale) if out is None else logits.add_(bias_V, alpha=scale)
+        logit_scale, softcap = options["logit_scale"], options["softcap"]
+        if isinstance(logit_scale, Tensor) or logit_scale != 1:
+            logits = logits * logit_scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        weight = options["weight"]
+        loss: Tensor = F.cross_entropy(
+            logits,
+            target,
+            None if weight is None else weight.to(logits.dtype),
+            ignore_index=options["ignore_index"],
+            label_smoothing=options["label_smoothing"],
+            reduction="none" if options["reduction"] == "none" else "sum",
+        )
+        return loss

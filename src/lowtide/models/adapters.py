@@ -1,0 +1,234 @@
+"""What peft has put around a linear layer: read from its form, and from running its own code on a few rows.
+
+A LoRA layer is a module with children base_layer, lora_A and lora_B; with x its input it computes
+``base_layer(x) + sum of scaling * lora_B(lora_A(lora_dropout(x)))`` over the active adapters. A layer of peft's
+modules_to_save is one with children original_module and modules_to_save, and calls one of these. That a class does so
+is found by a probe, once for each class.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide.models.eligibility import MODULE_HOOKS, plain_class
+from lowtide.models.instance import BASE
+from lowtide.models.probe import agree, outcome, random, twin_of
+
+_IN, _OUT = 6, 5  # of the twins
+_TOLERANCE = 1e-5
+
+
+class LowRankAdapter(NamedTuple):
+    """One active adapter: ``scale * b(a(dropout(x)))`` is added."""
+
+    a: nn.Linear
+    b: nn.Linear
+    dropout: nn.Module  # nn.Dropout, or nn.Identity
+    scale: float
+
+    @property
+    def drops(self) -> bool:
+        """Whether this call draws random numbers."""
+        return isinstance(self.dropout, nn.Dropout) and self.dropout.training and self.dropout.p > 0
+
+
+class AdaptedLinear(NamedTuple):
+    """A linear layer as it would be called now: ``base(x)`` and what its adapters add."""
+
+    base: nn.Linear
+    adapters: tuple[LowRankAdapter, ...]
+    around: tuple[nn.Module, ...]  # modules that are run on the way, whose hooks count
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        """Return every linear layer that is called."""
+        return (self.base, *(linear for adapter in self.adapters for linear in (adapter.a, adapter.b)))
+
+
+def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
+    """Return what a call of ``module`` would run, or why that is not a plain linear layer with LoRA or without."""
+    kept = saved_module(module)
+    if isinstance(kept, str):
+        return kept
+    around: tuple[nn.Module, ...] = () if kept is module else (module,)
+    if plain_class(kept) is nn.Linear:
+        return AdaptedLinear(kept, (), around)  # type: ignore[arg-type]
+    if not is_lora(kept):
+        return f"is a {_kind(kept)}, not a plain torch.nn.Linear"
+    found = _active(kept)
+    if isinstance(found, str):
+        return found
+    base: Any = kept._modules["base_layer"]
+    dropouts = tuple(adapter.dropout for adapter in found)
+    return AdaptedLinear(base, found, (*around, kept, *dropouts))
+
+
+def saved_module(module: nn.Module) -> nn.Module | str:
+    """Return what a layer of modules_to_save would call now, or why that is not known; any other module itself."""
+    if not {"original_module", "modules_to_save"} <= module._modules.keys():
+        return module
+    why_not = _why_not_class(module, _SAVED, _why_not_saved)
+    if why_not is not None:
+        return why_not
+    if any(getattr(module, kind) for kind in MODULE_HOOKS) or "forward" in vars(module):
+        return "is a layer of modules_to_save with hooks or a forward of its own"
+    layer: Any = module
+    active = list(layer.active_adapters)
+    if layer.disable_adapters or not active or any(name not in layer._adapters for name in active):
+        chosen: nn.Module = layer.original_module
+    else:
+        chosen = layer.modules_to_save[active[0]]
+    return chosen
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether the names of the module's children say that it is a LoRA layer."""
+    return {"base_layer", "lora_A", "lora_B"} <= module._modules.keys()
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the name of a module's class, and where it is from if that is the name of PyTorch's own."""
+    kind = type(module)
+    return f"Linear of {kind.__module__}" if kind.__name__ == "Linear" else kind.__name__
+
+
+def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
+    """Return the adapters that a LoRA layer would add now, or why it would do something else."""
+    why_not = _why_not_class(lora, _LORA, _why_not_lora)
+    if why_not is not None:
+        return why_not
+    children = lora._modules  # an attribute of a module that is none of its own is slow to find, at each call
+    base = children["base_layer"]
+    if plain_class(base) is not nn.Linear:
+        return f"is LoRA on a {_kind(base)}, not on a plain torch.nn.Linear"
+    if lora.disable_adapters:
+        return "has adapters merged and disabled, which peft unmerges when it runs" if lora.merged else ()
+    if lora.merged:
+        return ()
+    a_s, b_s, dropouts = (children[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
+    found = []
+    for name in lora.active_adapters:
+        if name not in a_s:
+            continue
+        if name in lora.lora_variant:
+            return f"has an adapter of another form than LoRA's ({type(lora.lora_variant[name]).__name__})"
+        scale: object = lora.scaling[name]
+        if type(dropouts[name]) not in (nn.Dropout, nn.Identity):
+            return f"drops by a {type(dropouts[name]).__name__}"
+        if type(scale) not in (int, float) or a_s[name]._parameters.get("bias") is not None:
+            return "has an adapter of another form than LoRA's"
+        found.append(LowRankAdapter(a_s[name], b_s[name], dropouts[name], lora.scaling[name]))
+    if found and not getattr(lora, "cast_input_dtype_enabled", True):
+        dtype = base.weight.dtype
+        if any(adapter.a.weight.dtype != dtype for adapter in found):
+            return "leaves its input's dtype as it is, which is not that of its adapters"
+    return tuple(found)
+
+
+# Of each class and forward that was met: why a layer of it does something else, None where it does not.
+_LORA: dict[tuple[type, Any], str | None] = {}
+_SAVED: dict[tuple[type, Any], str | None] = {}
+
+
+def _why_not_class(
+    module: nn.Module, known: dict[tuple[type, Any], str | None], probe: Callable[[nn.Module, Any], str | None]
+) -> str | None:
+    kind: Any = plain_class(module)
+    kind = vars(kind).get(BASE, kind)
+    key = (kind, kind.forward)  # a library may have put another forward into the class
+    if key not in known:
+        if torch.compiler.is_compiling():
+            return "was not there when lowtide.patch looked"
+        known[key] = probe(module, kind)
+    return known[key]
+
+
+def _small(rows: int, columns: int, seed: int, *, bias: bool = False) -> nn.Linear:
+    linear = nn.Linear(columns, rows, bias=bias, device="meta")
+    linear.weight = nn.Parameter(random(rows, columns, seed=seed))
+    if bias:
+        linear.bias = nn.Parameter(random(rows, seed=seed + 50))
+    return linear
+
+
+def _why_not_lora(lora: nn.Module, kind: Any) -> str | None:
+    """Return why a LoRA layer of this class is not what `adapted_linear` takes it for."""
+    what = f"is a {kind.__name__}, not the LoRA layer of a plain torch.nn.Linear"
+    base = _small(_OUT, _IN, 0, bias=True)
+    lows = {"p": (_small(3, _IN, 1), _small(_OUT, 3, 2, bias=True)), "q": (_small(2, _IN, 3), _small(_OUT, 2, 4))}
+    scales = {"p": 0.75, "q": 3.0}
+    x = random(2, 4, _IN, seed=5)
+
+    def run(active: Sequence[str], dtype: torch.dtype, rate: float = 0.0, **state: Any) -> Any:
+        drop: nn.Module = nn.Dropout(rate) if rate else nn.Identity()
+        modules = {
+            **dict(lora.named_children()),
+            "base_layer": copy.deepcopy(base).to(dtype),
+            "lora_A": nn.ModuleDict({name: a for name, (a, _) in lows.items()}),
+            "lora_B": nn.ModuleDict({name: b for name, (_, b) in lows.items()}),
+            "lora_dropout": nn.ModuleDict(dict.fromkeys(lows, drop)),
+        }
+        twin: Any = twin_of(lora, kind, modules=modules, parameters={})
+        vars(twin).update(
+            scaling=dict(scales), lora_variant={}, merged_adapters=[], _disable_adapters=False,
+            _active_adapter=list(active),
+        )  # fmt: skip
+        vars(twin).update(state)
+        return _with_seed(lambda: kind.forward(twin, x.to(dtype)))
+
+    def written_out(active: Sequence[str], dtype: torch.dtype, rate: float = 0.0) -> Tensor:
+        def formula() -> Tensor:
+            y: Tensor = copy.deepcopy(base).to(dtype)(x.to(dtype))
+            for name in active:
+                a, b = lows[name]
+                y = y + scales[name] * b(a(F.dropout(x.to(dtype).float(), rate)))
+            return y.to(dtype)
+
+        result: Tensor = _with_seed(formula)
+        return result
+
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    cases: tuple[tuple[Any, Any, float], ...] = (
+        (run(["p"], float32), written_out(["p"], float32), _TOLERANCE),
+        (run(["q", "p", "absent"], float32), written_out(["q", "p"], float32), _TOLERANCE),
+        (run([], float32), written_out([], float32), _TOLERANCE),
+        (run(["p"], float32, rate=0.5), written_out(["p"], float32, rate=0.5), _TOLERANCE),
+        (run(["p"], float32, _disable_adapters=True), written_out([], float32), _TOLERANCE),
+        (run(["p"], float32, merged_adapters=["p"]), written_out([], float32), _TOLERANCE),
+        (run(["p"], bfloat16), written_out(["p"], bfloat16), 2**-7),
+    )
+    return None if all(agree(got, expected, tolerance) for got, expected, tolerance in cases) else what
+
+
+def _why_not_saved(layer: nn.Module, kind: Any) -> str | None:
+    """Return why a layer of modules_to_save of this class is not what `saved_module` takes it for."""
+    first, second, third = (_small(_OUT, _IN, seed) for seed in range(3))
+    x = random(2, 4, _IN, seed=5)
+
+    def run(**state: Any) -> Any:
+        modules = {"original_module": first, "modules_to_save": nn.ModuleDict({"p": second, "q": third})}
+        twin: Any = twin_of(layer, kind, modules=modules, parameters={})
+        vars(twin).update(_disable_adapters=False, _adapters={"p", "q"}, _active_adapter=["p"])
+        vars(twin).update(state)
+        return outcome(lambda: kind.forward(twin, x))
+
+    with torch.no_grad():
+        expected = (second(x), third(x), first(x), first(x), first(x))
+    found = (
+        run(), run(_active_adapter="q"), run(_disable_adapters=True), run(_active_adapter=[]),
+        run(_active_adapter=["absent"]),
+    )  # fmt: skip
+    right = all(agree(got, wanted, _TOLERANCE) for got, wanted in zip(found, expected, strict=True))
+    return None if right else f"is a {kind.__name__}, not a layer of modules_to_save as peft 0.21 has it"
+
+
+def _with_seed(function: Callable[[], Any]) -> Any:
+    def seeded() -> Any:
+        torch.default_generator.manual_seed(0)  # the CPU's alone, which `outcome` puts back
+        return function()
+
+    return outcome(seeded)

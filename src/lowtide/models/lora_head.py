@@ -1,0 +1,110 @@
+"""The output embedding with LoRA: what remembers a call of it, so that its loss needs no logits.
+
+Legend: hidden [..., D], logits [..., V], adapters of rank r.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowtide.head.options import HeadOptions
+from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
+from lowtide.models.eligibility import why_not_lazy
+from lowtide.models.head_call import Forward, HeadCall
+from lowtide.models.ordinary import are_plain_linears
+from lowtide.models.report import PatchReport
+
+
+def called_head(outer: Any) -> Any:
+    """Return the module that computes the logits when the output embedding is called: one of modules_to_save, or it."""
+    found = saved_module(outer) if isinstance(outer, nn.Module) else outer
+    return outer if isinstance(found, str) else found
+
+
+def why_not_linear(head: nn.Module | None) -> str | None:
+    """Return why ``head`` is no linear layer, with LoRA or without."""
+    found = None if head is None else adapted_linear(head)
+    return found if isinstance(found, str) else None
+
+
+def with_what(head: nn.Module) -> str:
+    """Return what the report says of the adapters that are there now."""
+    found = adapted_linear(head) if is_lora(head) else None
+    return ", LoRA with it" if isinstance(found, AdaptedLinear) and found.adapters else ""
+
+
+def head_call(
+    head: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: PatchReport, options: HeadOptions | None
+) -> HeadCall | str:
+    """Return what remembers this call of the head, or why it must return real logits."""
+    if len(args) != 1 or kwargs:
+        return "the output embedding was called with more than hidden states"
+    hidden = args[0]
+    why_not = why_not_lazy(head, hidden)
+    if why_not is not None:
+        return why_not
+    if not is_lora(head):
+        return HeadCall(head, hidden, report, options)
+    layer = adapted_linear(head)
+    if isinstance(layer, str):
+        return f"the output embedding {layer}"
+    if not are_plain_linears(layer.linears, tuple(module for module in layer.around if module is not head)):
+        return "a layer of the output embedding's LoRA has hooks or a forward of its own"
+    parameters = tuple(p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None)
+    if any(type(parameter) is not nn.Parameter for parameter in parameters):
+        return "a weight of the output embedding's LoRA is not a plain Parameter"
+    return (
+        LoraHeadCall(head, hidden, layer, report, options)
+        if layer.adapters
+        else HeadCall(head, hidden, report, options)
+    )
+
+
+class LoraHeadCall(HeadCall):
+    """One call of an output embedding with LoRA.
+
+    What the adapters make of the hidden states [..., r] is computed at once, so that dropout draws where the head's own
+    code draws, and the loss and logits built later see the same.
+
+    Args:
+        head: The patched output embedding, a LoRA layer.
+        hidden: Its input [..., D].
+        layer: What it runs.
+        report: Where to count what becomes of the logits.
+        options: For `linear_apply`.
+    """
+
+    def __init__(
+        self, head: Any, hidden: Tensor, layer: AdaptedLinear, report: PatchReport, options: HeadOptions | None
+    ) -> None:
+        self._layer = layer
+        inner, x = [], hidden
+        for adapter in layer.adapters:
+            x = x.to(adapter.a.weight.dtype)  # one after another, as the layer does
+            inner.append(adapter.a(adapter.dropout(x)))
+        self._inner = tuple(inner)
+        super().__init__(head, hidden, report, options)
+
+    adapted = True
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
+        base, adapters = self._layer.base, self._layer.adapters
+        weights = (parameter for adapter in adapters for parameter in (adapter.b.weight, adapter.b.bias))
+        return (self.hidden, base.weight, base.bias, *self._inner, *weights)
+
+    def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:  # noqa: ARG002
+        hidden, inner = tensors[0], tensors[3 : 3 + len(self._inner)]
+        logits: Tensor = self._layer.base(hidden)
+        dtype = logits.dtype
+        for adapter, h in zip(self._layer.adapters, inner, strict=True):
+            added: Tensor = adapter.b(h)
+            logits = logits + added * adapter.scale
+        return logits.to(dtype)
+
+    def more(self, rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return the adapters, each with the rows of its inputs that the loss is of, as the loss takes them."""
+        pairs = zip(self._inner, self._layer.adapters, strict=True)
+        return {"adapters": [(rows(h), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in pairs]}

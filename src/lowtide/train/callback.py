@@ -1,0 +1,130 @@
+"""`lowtide.PatchCallback`: the one line that puts `lowtide.patch` into a Trainer, TRL's included."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from lowtide.errors import ArgumentTypeError, UnsupportedError, message
+from lowtide.head.arguments import check_options
+from lowtide.head.options import HeadOptions
+from lowtide.models.patch import patch, unpatch
+from lowtide.models.report import PatchReport
+from lowtide.trl.patch import patch_trl, unpatch_trl
+from lowtide.trl.report import TrlReport
+
+_MADE_LATER = (
+    "lowtide: the trainer has made another model for this run (model_init), which is patched now, after accelerate "
+    "prepared it. Call lowtide.patch(model) in model_init for what this leaves out."
+)
+
+
+class PatchCallback(TrainerCallback):  # type: ignore[misc]
+    """Patches the model of a ``transformers.Trainer``, or of one of TRL's trainers, when the trainer is made.
+
+    That is after the trainer has moved its model and wrapped it with peft, and before DDP, FSDP, DeepSpeed or
+    ``torch.compile`` wrap it, which is when `lowtide.patch` wants it. A trainer whose settings are TRL's gets
+    `lowtide.patch_trl` as well, for TRL's trainers take their losses from functions of TRL's own; that one holds for
+    the whole process. A trainer that is given ``model_init`` makes a new model for each run, and prepares it before a
+    callback sees it: call `lowtide.patch` in that function, or with mixed precision the loss stays as it is.
+
+    Args:
+        loss: As `lowtide.patch` has it.
+        mlp: The same.
+        norm: The same.
+        rope: The same.
+        trl: Whether to call `lowtide.patch_trl` too. None: where the trainer's settings are TRL's, and TRL is of a
+            version that lowtide knows; else the reason is shown.
+        options: How the losses are to run, for both.
+        unpatch: Whether to undo all of it when training ends.
+        show: What is called with the report's text, in the main process alone and once a model: ``print``, a logger's
+            ``info``, or None for nothing.
+
+    Attributes:
+        report: What `lowtide.patch` returned; None before a trainer was made. Its counts are live.
+        trl_report: What `lowtide.patch_trl` returned; None where it was not called.
+
+    Raises:
+        ArgumentTypeError: An argument of another type.
+
+    Example:
+        >>> trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[lowtide.PatchCallback()])
+        >>> trainer.train()
+    """
+
+    def __init__(
+        self,
+        *,
+        loss: bool = True,
+        mlp: bool = True,
+        norm: bool = True,
+        rope: bool = True,
+        trl: bool | None = None,
+        options: HeadOptions | None = None,
+        unpatch: bool = False,
+        show: Callable[[str], Any] | None = print,
+    ) -> None:
+        flags = {"loss": loss, "mlp": mlp, "norm": norm, "rope": rope, "unpatch": unpatch}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise ArgumentTypeError(message(name, "True or False", f"{flag!r}"))
+        if trl is not None and not isinstance(trl, bool):
+            raise ArgumentTypeError(message("trl", "True, False or None", f"{trl!r}"))
+        if show is not None and not callable(show):
+            raise ArgumentTypeError(message("show", "a function of a text, or None", f"{show!r}"))
+        check_options(options)
+        self._parts: dict[str, bool] = {name: flags[name] for name in ("loss", "mlp", "norm", "rope")}
+        self._trl, self._options, self._unpatch, self._show = trl, options, unpatch, show
+        self._undone = False
+        self._model: Callable[[], Any] = lambda: None
+        self.report: PatchReport | None = None
+        self.trl_report: TrlReport | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Patch the trainer's model, and say what was done."""
+        texts = [self._patch(kwargs["model"])]
+        if self._trl or (self._trl is None and _is_trls(args)):
+            try:
+                self.trl_report = patch_trl(options=self._options)
+            except UnsupportedError as error:
+                if self._trl:
+                    raise
+                texts.append(f"TRL left as it is: {error}")
+            else:
+                texts.append(str(self.trl_report))
+        self._tell(state, *texts)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Patch the model if it is not the one that is patched, nor that one wrapped."""
+        if self._undone:
+            self._undone = False
+            self.on_init_end(args, state, control, **kwargs)
+            return
+        before = self._model()
+        if not any(module is before for module in kwargs["model"].modules()):
+            self._tell(state, self._patch(kwargs["model"]), _MADE_LATER)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Undo it, if that was asked for."""
+        if not self._unpatch:
+            return
+        unpatch(kwargs["model"])
+        self._undone = True
+        if self.trl_report is not None:
+            unpatch_trl()
+
+    def _patch(self, model: nn.Module) -> str:
+        self.report = patch(model, **self._parts, options=self._options)
+        self._model = weakref.ref(model)
+        return str(self.report)
+
+    def _tell(self, state: Any, *texts: str) -> None:
+        if self._show is not None and state.is_world_process_zero:
+            self._show("\n".join(texts))
+
+
+def _is_trls(args: Any) -> bool:
+    """Whether a trainer's settings are of a class of TRL's."""
+    return any(kind.__module__.split(".")[0] == "trl" for kind in type(args).__mro__)

@@ -1,0 +1,328 @@
+"""The gated MLP with low-rank adapters: values, every gradient, and what is kept, against plain PyTorch."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lowtide.measure import track_allocations
+from lowtide.mlp import elementwise, low_rank
+from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
+from lowtide.mlp.call import SwigluCall, Wanted
+from support import mlp, mlp_slack, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo's
+
+SCALES = (0.5, 1.7, 2.0)
+RANKS = (3, 1, 5)
+SIDES = ("gate", "up", "down")
+
+
+def adapters_of(
+    D: int, FF: int, dtype: torch.dtype = torch.float32, seed: int = 7, ranks: tuple[int, ...] = RANKS
+) -> list[Tensor]:
+    """Return A and B of gate, up and down, as leaves."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [((r, i), (o, r)) for r, (i, o) in zip(ranks, ((D, FF), (D, FF), (FF, D)), strict=True)]
+    leaves = []
+    for a, b in shapes:
+        for shape in (a, b):
+            weight = torch.randn(*shape, generator=g, dtype=torch.float64) / max(shape[1], 1) ** 0.5
+            leaves.append(weight.to(dtype).requires_grad_())
+    return leaves
+
+
+def call(leaves: list[Any], ab: list[Any], level: int = 0, dropout: float = 0.0, activation: str = "silu") -> Tensor:
+    x, *rest = leaves
+    projections = [
+        Projection(w, b, None if ab[2 * i] is None else Adapter(ab[2 * i], ab[2 * i + 1], SCALES[i], dropout))
+        for i, (w, b) in enumerate(zip(rest[:3], rest[3:], strict=True))
+    ]
+    return adapted_mlp(x, *projections, activation=activation, checkpoint_level=level)
+
+
+def plain(leaves: list[Any], ab: list[Any], activation: str = "silu") -> Tensor:
+    """The same as PEFT computes it: in the leaves' dtypes, a module at a time."""
+
+    def project(x: Tensor, i: int) -> Tensor:
+        y = F.linear(x, leaves[1 + i], leaves[4 + i])
+        if ab[2 * i] is None:
+            return y
+        low = F.linear(F.linear(x.to(ab[2 * i].dtype), ab[2 * i]), ab[2 * i + 1])
+        return (y + low * SCALES[i]).to(y.dtype)
+
+    act = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
+    x = leaves[0]
+    return project(act(project(x, 0)) * project(x, 1), 2)
+
+
+def in_float64(tensors: list[Any]) -> list[Any]:
+    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+
+def grads(y: Tensor, tensors: list[Any], upstream: Tensor | None = None, **kwargs: Any) -> list[Tensor]:
+    trained = [t for t in tensors if t is not None and t.requires_grad]
+    return list(torch.autograd.grad(y, trained, upstream, **kwargs))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(2, 5), (1,), (0,), (3, 0)])
+def test_float64(level: int, activation: str, shape: tuple[int, ...]) -> None:
+    leaves, ab = mlp(shape, 7, 11, dtype=torch.float64), adapters_of(7, 11, torch.float64)
+    y, expected = (f(leaves, ab, activation=activation) for f in (partial(call, level=level), plain))
+    torch.testing.assert_close(y, expected)
+    upstream = torch.randn(*shape, 7, dtype=torch.float64)
+    for g, e in zip(grads(y, [*leaves, *ab], upstream), grads(expected, [*leaves, *ab], upstream), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_subset_of_adapters_and_of_what_is_trained(level: int, bias: bool) -> None:
+    whole = mlp(5, 4, 6, dtype=torch.float64, bias=bias)
+    upstream = torch.randn(5, 4, dtype=torch.float64)
+    for present in itertools.product((True, False), repeat=3):
+        pairs = adapters_of(4, 6, torch.float64)
+        ab = [pairs[i] if present[i // 2] else None for i in range(6)]
+        for x, base, a, b in itertools.product((True, False), repeat=4):
+            flags = [x, *[base] * 6]
+            for tensor, flag in zip([*whole, *ab], [*flags, *[a, b] * 3], strict=True):
+                if tensor is not None:
+                    tensor.requires_grad_(flag)
+            everything = [*whole, *ab]
+            if not any(t is not None and t.requires_grad for t in everything):
+                assert not call(whole, ab, level).requires_grad
+                continue
+            y = call(whole, ab, level)
+            expected = grads(plain(whole, ab), everything, upstream)
+            for g, again, e in zip(
+                grads(y, everything, upstream, retain_graph=True), grads(y, everything, upstream), expected, strict=True
+            ):
+                torch.testing.assert_close(g, e)
+                assert torch.equal(g, again)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "adapters", "autocast"),
+    [
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.bfloat16, torch.float32, None),  # what peft makes of a bfloat16 model
+        (torch.float16, torch.float32, None),
+        (torch.float32, torch.bfloat16, None),
+        (torch.float32, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+    ],
+)
+def test_no_further_from_the_truth_than_plain(
+    level: int, dtype: torch.dtype, adapters: torch.dtype, autocast: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_rank, "PIECE", 7 * 96)  # several pieces, the last one shorter
+    leaves, ab = mlp(67, 64, 96, dtype=dtype), adapters_of(64, 96, adapters, ranks=(4, 4, 4))
+    tensors, true = [*leaves, *ab], in_float64([*leaves, *ab])
+    exact = plain(true[:7], true[7:])
+    upstream = torch.randn(67, 64)
+    wanted = [exact, *grads(exact, true, upstream.double())]
+    found = []
+    for f in (partial(call, level=level), plain):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            y = f(leaves, ab)
+        assert y.dtype == (autocast or dtype)
+        found.append([y, *grads(y, tensors, upstream.to(y.dtype))])
+    slack = mlp_slack(autocast or dtype, leaves)
+    for tensor, ours, theirs, e in zip([y, *tensors], *found, wanted, strict=True):
+        assert ours.dtype == tensor.dtype
+        assert relative_error(ours, e) <= 1.3 * relative_error(theirs, e) + slack
+
+
+def test_many_small_pieces_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves, ab = mlp(13, 4, 6, dtype=torch.bfloat16), adapters_of(4, 6)
+    found = []
+    for piece in (1, 18, 2**24):
+        monkeypatch.setattr(low_rank, "PIECE", piece)
+        y = call(leaves, ab)
+        found.append([y, *grads(y.float().square().sum(), [*leaves, *ab])])
+    for one, other in itertools.combinations(found, 2):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-2)
+
+
+def kept_after(function: Callable[[], Tensor]) -> int:
+    function()
+    gc.collect()
+    with track_allocations() as seen:
+        y = function()
+        gc.collect()
+    return seen.events[-1].total_bytes - y.numel() * y.element_size()
+
+
+N, D, FF = 512, 48, 160
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("adapters", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_kept_is_what_frozen_weights_keep(level: int, adapters: torch.dtype, dropout: float) -> None:
+    x, *weights = mlp(N, D, FF, dtype=torch.bfloat16, bias=False)[:4]
+    for weight in weights:
+        weight.requires_grad_(False)
+    ab = adapters_of(D, FF, adapters)
+    kept = kept_after(lambda: call([x.clone(), *weights, None, None, None], ab, level, dropout))
+    assert kept == (2 * FF * (level == 0) + D) * 2 * N
+    textbook = kept_after(lambda: plain([x.clone(), *weights, None, None, None], ab))
+    assert textbook > (4 * FF + D) * 2 * N
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_peaks_are_those_without_adapters(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "PIECE", 2**11)
+    leaves = mlp(N, D, FF, bias=False)
+    for weight in leaves[1:4]:
+        weight.requires_grad_(False)
+    peaks = []
+    for ab in ([None] * 6, adapters_of(D, FF)):
+        with track_allocations() as forward:
+            y = call(leaves, ab, level)
+        with track_allocations() as backward:
+            grads(y, [*leaves, *ab], torch.ones(N, D))
+        peaks.append((forward.peak_bytes, backward.peak_bytes))
+    small = sum(a.nbytes for a in adapters_of(D, FF)) * 2 + 4 * N * sum(RANKS)
+    assert all(b - a <= small for a, b in zip(*peaks, strict=True)), peaks
+
+
+def test_a_frozen_weight_costs_no_product_in_backward() -> None:
+    leaves, ab = mlp(64, 48, 80, bias=False), adapters_of(48, 80)
+
+    def flop(frozen: bool) -> int:
+        for weight in leaves[1:4]:
+            weight.requires_grad_(not frozen)
+        y = call(leaves, ab).sum()
+        with profile(activities=[ProfilerActivity.CPU], with_flops=True, acc_events=True) as profiler:
+            grads(y, [*leaves, *ab])
+        return sum(event.flops or 0 for event in profiler.key_averages() if event.key in ("aten::mm", "aten::addmm"))
+
+    assert flop(frozen=False) - flop(frozen=True) == 3 * 2 * 64 * 48 * 80
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("how", ["reentrant", "plain", "selective"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_inside_a_checkpoint(level: int, how: str, dropout: float) -> None:
+    leaves, ab = mlp((2, 5), 7, 11), adapters_of(7, 11)
+    kwargs: dict[str, Any] = {"use_reentrant": how == "reentrant"}
+    if how == "selective":
+        kwargs["context_fn"] = partial(
+            create_selective_checkpoint_contexts, lambda ctx, op, *a, **k: CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    def block(*tensors: Tensor) -> Tensor:
+        return call(list(tensors[:7]), list(tensors[7:]), level, dropout)
+
+    torch.manual_seed(3)
+    expected = grads(block(*leaves, *ab).square().sum(), [*leaves, *ab])
+    torch.manual_seed(3)
+    y = checkpoint(block, *leaves, *ab, **kwargs)
+    y.square().sum().backward()
+    assert all(torch.equal(t.grad, e) for t, e in zip([*leaves, *ab], expected, strict=True))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_compiled(level: int) -> None:
+    leaves, ab = mlp((2, 5), 7, 11), adapters_of(7, 11)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: call(list(t[:7]), list(t[7:]), level), backend="aot_eager", fullgraph=True)
+    y, expected = compiled(*leaves, *ab), call(leaves, ab, level)
+    torch.testing.assert_close(y, expected)
+    for g, e in zip(grads(y.sum(), [*leaves, *ab]), grads(expected.sum(), [*leaves, *ab]), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize(("level", "dropout"), [(0, 0.0), (1, 0.25)])
+def test_operators(level: int, dropout: float) -> None:
+    leaves, ab = ([t.detach() for t in ts] for ts in (mlp((2, 5), 7, 11), adapters_of(7, 11)))
+    rates = {f"{side}_dropout": dropout for side in SIDES}
+    fields = SwigluCall(*leaves, torch.float32, "silu", level, 4, *ab, **rates, seed=5)
+    torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(fields))
+    kept = torch.ops.lowtide.swiglu_projections(*fields) if level == 0 else (leaves[0].new_empty(0),) * 2
+    torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*fields, *kept))
+    for wanted in (Wanted(*[True] * 13), Wanted(*[False] * 7, *[True] * 6)):
+        args = (*fields, *wanted, torch.randn(2, 5, 7), *kept)
+        torch.library.opcheck(torch.ops.lowtide.swiglu_backward.default, args)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("dropout", [0.25, 1.0])
+def test_dropout_drops_the_same_in_every_pass(level: int, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves, ab = mlp(9, 7, 11, dtype=torch.float64), adapters_of(7, 11, torch.float64)
+    drawn: dict[int, Tensor] = {}
+    stock = low_rank.LowRank._factors
+
+    def watch(self: Any, like: Tensor, first: int) -> Tensor:
+        factors = stock(self, like, first)
+        key = (self.a.data_ptr(), first)
+        assert torch.equal(drawn.setdefault(key, factors), factors), "another pass drops other numbers"
+        return factors
+
+    monkeypatch.setattr(low_rank.LowRank, "_factors", watch)
+    monkeypatch.setattr(low_rank, "PIECE", 4 * 11)  # three pieces
+    y = call(leaves, ab, level, dropout)
+    upstream = torch.randn(9, 7, dtype=torch.float64)
+    ours = grads(y, [*leaves, *ab], upstream)
+    masks = [torch.cat([drawn[ab[2 * i].data_ptr(), first] for first in (0, 4, 8)]) for i in range(3)]
+    assert len(drawn) == 9
+    assert len({mask.sum().item() for mask in drawn.values()}) > 3 or dropout == 1
+
+    def project(x: Tensor, i: int) -> Tensor:
+        return F.linear(x, leaves[1 + i], leaves[4 + i]) + SCALES[i] * (x * masks[i]) @ ab[2 * i].T @ ab[2 * i + 1].T
+
+    expected = project(F.silu(project(leaves[0], 0)) * project(leaves[0], 1), 2)
+    torch.testing.assert_close(y, expected)
+    for g, e in zip(ours, grads(expected, [*leaves, *ab], upstream), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_dropout_keeps_its_share_and_draws_anew() -> None:
+    adapter = low_rank.LowRank(torch.ones(1, 301), torch.ones(5, 1), 1.0, 0.3, seed=11)
+    kept = adapter._factors(torch.empty(200, 301), 0)
+    assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+    assert abs((kept > 0).float().mean().item() - 0.7) < 5 * (0.21 / kept.numel()) ** 0.5
+    assert not torch.equal(kept, adapter._factors(torch.empty(200, 301), 1))
+    leaves, ab = mlp(9, 7, 11), adapters_of(7, 11)
+    torch.manual_seed(1)
+    first, second = call(leaves, ab, dropout=0.3), call(leaves, ab, dropout=0.3)
+    torch.manual_seed(1)
+    again = call(leaves, ab, dropout=0.3)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_the_formula_is_pefts() -> None:
+    """Of the module that peft puts around a projection."""
+    pytest.importorskip("peft")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    base = nn.ModuleDict({"gate": nn.Linear(7, 11), "up": nn.Linear(7, 11), "down": nn.Linear(11, 7)})
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["gate", "up", "down"], init_lora_weights=False)
+    lora: Any = inject_adapter_in_model(config, base)
+    x = torch.randn(4, 7)
+    projections = [
+        Projection(
+            m.base_layer.weight, m.base_layer.bias,
+            Adapter(m.lora_A["default"].weight, m.lora_B["default"].weight, m.scaling["default"], 0.0),
+        )
+        for m in (lora["gate"], lora["up"], lora["down"])
+    ]  # fmt: skip
+    expected = lora["down"](F.silu(lora["gate"](x)) * lora["up"](x))
+    torch.testing.assert_close(adapted_mlp(x, *projections, activation="silu", checkpoint_level=1), expected)

@@ -1,0 +1,184 @@
+"""Pictures, sequence to sequence, auxiliary losses and hidden states: patched models are stock ones without logits."""
+
+import copy
+import time
+
+import pytest
+import torch
+
+import lowtide
+
+transformers = pytest.importorskip("transformers")
+
+V = 97
+PICTURE = 90
+
+
+def randomised(model):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.train()
+    return model, copy.deepcopy(model)
+
+
+def llava():
+    text = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4,
+        projection_dim=16,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=PICTURE)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def gemma3():
+    text = transformers.Gemma3TextConfig(
+        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=2.0,
+    )  # fmt: skip
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=PICTURE, boi_token_index=91,
+        eoi_token_index=92,
+    )  # fmt: skip
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+@pytest.fixture
+def pictures():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 80, (2, 13), generator=generator)
+    ids[:, 2:6] = PICTURE
+    labels = ids.where(ids != PICTURE, -100)
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    labels[0, -3:] = -100
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "pixel_values": torch.rand(2, 3, 8, 8, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("family", [llava, gemma3])
+@pytest.mark.parametrize("kind", ["padding", "num_items_in_batch", "labels on pictures"])
+def test_pictures_and_text(family, kind, pictures, assert_same_gradients):
+    model, stock = randomised(family())
+    if family is gemma3:
+        pictures["token_type_ids"] = (pictures["input_ids"] == PICTURE).long()
+    if kind == "num_items_in_batch":
+        pictures["num_items_in_batch"] = torch.tensor(5)
+    if kind == "labels on pictures":  # they count, as in the stock model
+        pictures["labels"] = pictures["input_ids"]
+    report = lowtide.patch(model)
+    outputs, expected = model(**pictures), stock(**pictures)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    for out in (outputs, expected):
+        out.loss.backward()
+    assert_same_gradients(model, stock, rtol=2e-5)
+    assert any(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "vision" in name)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+    torch.testing.assert_close(outputs.logits, expected.logits)
+
+
+def t5(**settings):
+    shape = {
+        "vocab_size": V,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
+    config = transformers.T5Config(**shape, decoder_start_token_id=0, pad_token_id=0, **settings)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bart():
+    config = transformers.BartConfig(
+        vocab_size=V, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=0.0, max_position_embeddings=32,
+        pad_token_id=1, decoder_start_token_id=2,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config)
+    model.final_logits_bias += torch.linspace(-1, 1, V)
+    return model
+
+
+SEQ2SEQ = {"t5": t5, "t5 tied": lambda: t5(tie_word_embeddings=True, scale_decoder_outputs=True), "bart": bart}
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_sequence_to_sequence(name, assert_same_gradients):
+    model, stock = randomised(SEQ2SEQ[name]())
+    report = lowtide.patch(model)
+    ids, labels = torch.randint(3, V, (2, 9)), torch.randint(3, V, (2, 7))
+    labels[1, 4:] = -100
+    outputs, expected = (m(input_ids=ids, labels=labels) for m in (model, stock))
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    for out in (outputs, expected):
+        out.loss.backward()
+    assert_same_gradients(model, stock)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+    torch.testing.assert_close(outputs.logits, expected.logits)
+    tokens = [m.eval().generate(input_ids=ids, max_new_tokens=5, do_sample=False) for m in (model, stock)]
+    assert torch.equal(*tokens)
+
+
+def test_the_auxiliary_loss_of_experts_is_added_once(pair, batch, assert_same_gradients):
+    model, stock = pair("qwen3-moe", router_aux_loss_coef=0.5)
+    report = lowtide.patch(model)
+    outputs, expected = model(**batch), stock(**batch)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    torch.testing.assert_close(outputs.aux_loss, expected.aux_loss)
+    assert expected.aux_loss > 0.1
+    for out in (outputs, expected):
+        out.loss.backward()
+    assert_same_gradients(model, stock)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+
+
+def test_hidden_states_are_those_of_stock_and_carry_gradients(pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    for m in (model, stock):
+        outputs = m(**batch, output_hidden_states=True)
+        (outputs.loss + sum(h.square().mean() for h in outputs.hidden_states)).backward()
+    assert_same_gradients(model, stock)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}], ids=str)
+def test_generation_is_bitwise_the_same(settings, pair, batch):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    scores = []
+    for m in (model, stock):
+        torch.manual_seed(0)
+        told = m.eval().generate(
+            batch["input_ids"], max_new_tokens=6, output_logits=True, return_dict_in_generate=True, **settings
+        )
+        scores.append((told.sequences, *told.logits))
+    for ours, expected in zip(*scores, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_generation_takes_no_longer(build, batch):
+    """A patched module costs a check a token; a wide margin, for machines are busy."""
+    model, stock = build("llama").eval(), build("llama").eval()
+    lowtide.patch(model)
+    best = {}
+    for _ in range(5):
+        for name, m in (("model", model), ("stock", stock)):
+            start = time.process_time()
+            m.generate(batch["input_ids"], max_new_tokens=16, do_sample=False)
+            best[name] = min(best.get(name, 1e9), time.process_time() - start)
+    assert best["model"] < 1.3 * best["stock"], best

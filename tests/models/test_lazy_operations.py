@@ -1,0 +1,323 @@
+"""What is made of logits without building them is what the real ones give; a view stays a view; the rest is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowtide
+from lowtide.errors import UnsupportedError
+from lowtide.models.lazy_logits import LazyLogits
+
+V = 97
+
+
+def shifted(labels):
+    return labels[:, 1:].reshape(-1)
+
+
+# Each takes logits [2, 11, V] and labels [2, 11], and gives what can be summed.
+WITHOUT_LOGITS = {
+    "shifted": lambda z, y: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, V), shifted(y)),
+    "reshaped": lambda z, y: F.cross_entropy(z[:, :-1].reshape(-1, z.size(-1)), shifted(y), reduction="none"),
+    "flattened": lambda z, y: F.cross_entropy(z[:, :-1, :].flatten(0, 1), shifted(y), reduction="sum") / 7,
+    "transposed": lambda z, y: F.cross_entropy(z.transpose(0, 1).flatten(end_dim=1), y.T.reshape(-1)),
+    "permuted": lambda z, y: F.cross_entropy(z.permute(1, 0, 2).reshape(-1, V), y.T.flatten()),
+    "masked": lambda z, y: F.cross_entropy(z[y != -100], y[y != -100], label_smoothing=0.2),
+    "masked slice": lambda z, y: F.cross_entropy(z[:, 1:][y[:, 1:] > 40].contiguous(), y[:, 1:][y[:, 1:] > 40]),
+    "one sequence": lambda z, y: F.cross_entropy(z[1], y[1]),
+    "every other": lambda z, y: F.cross_entropy(z[:, ::2].squeeze().unsqueeze(0).reshape(-1, V), y[:, ::2].reshape(-1)),
+    "unflattened": lambda z, y: F.cross_entropy(z.unflatten(0, (1, 2))[0, 0], y[0]),
+    "biased": lambda z, y: F.cross_entropy((z + torch.linspace(-1, 1, V)).view(-1, V), y.view(-1)),
+    "biased twice": lambda z, y: F.cross_entropy(
+        ((torch.linspace(0, 1, V)[None] + z + torch.linspace(-1, 1, V)) * 0.5).view(-1, V), y.view(-1)
+    ),
+    "weights of classes": lambda z, y: F.cross_entropy(
+        z.view(-1, V), y.view(-1), weight=torch.linspace(0.1, 2, V), ignore_index=-100
+    ),
+    "module": lambda z, y: torch.nn.CrossEntropyLoss(ignore_index=5)(
+        z.view(-1, V), y.view(-1).where(y.view(-1) > 0, 5)
+    ),
+    "log-softmax and nll": lambda z, y: F.nll_loss(F.log_softmax(z.view(-1, V), dim=-1), y.view(-1), reduction="sum"),
+    "gathered": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1).square(),
+    "several gathered": lambda z, y: torch.gather(
+        torch.log_softmax(z / 0.7, 2), 2, torch.arange(11 * 6).remainder(V).view(1, 11, 6).expand(2, 11, 6)
+    ),
+    "negative, gathered": lambda z, y: (-F.log_softmax(-z, dim=-1)).gather(dim=-1, index=y.clamp(min=0)[..., None]),
+    "summed": lambda z, y: (-F.log_softmax(z, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32),
+    "logsumexp": lambda z, y: (z[:, 1:] * 0.5).logsumexp(-1, keepdim=True).square(),
+    "argmax": lambda z, y: z[:, :-1].argmax(-1).float(),
+    "argmax, kept": lambda z, y: torch.argmax(z, dim=2, keepdim=True).float(),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_LOGITS)
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])  # plain; with a soft cap
+def test_a_loss_of_ones_own_without_logits(family, name, pair, batch, assert_same_gradients):
+    if family == "gemma2" and name.startswith("biased"):
+        pytest.skip("a bias after the cap is none of the head's")
+    model, stock = pair(family)
+    report = lowtide.patch(model, mlp=False)
+    values = [WITHOUT_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)]
+    assert values[0].shape == values[1].shape
+    assert values[0].dtype == values[1].dtype
+    torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
+    if values[1].requires_grad:
+        for value in values:
+            value.sum().backward()
+        assert_same_gradients(model, stock, rtol=2e-5)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+
+
+# What the real logits are needed for, though it looks much the same.
+WITH_LOGITS = {
+    "columns": lambda z, y: F.cross_entropy(z[..., :50].reshape(-1, 50), y.view(-1).clamp(0, 49)),
+    "classes second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "probabilities": lambda z, y: F.cross_entropy(z.view(-1, V), torch.full((22, V), 1 / V)),
+    "a softmax over tokens": lambda z, y: z.log_softmax(1).gather(-1, y.clamp(min=0)[..., None]),
+    "fewer rows gathered": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[:, :4, None]),
+    "logits gathered": lambda z, y: z.gather(-1, y.clamp(min=0)[..., None]),
+    "log-softmax itself": lambda z, y: F.log_softmax(z, dim=-1),
+    "scaled afterwards": lambda z, y: (F.log_softmax(z, dim=-1) * 0.5).gather(-1, y.clamp(min=0)[..., None]),
+    "a bias for each token": lambda z, y: F.cross_entropy((z + torch.ones(2, 11, 1)).view(-1, V), y.view(-1)),
+    "a bias of another dtype": lambda z, y: F.cross_entropy(
+        (z + torch.linspace(0, 1, V, dtype=torch.float64)).view(-1, V), y.view(-1)
+    ).float(),
+    "a bias that adds an axis": lambda z, y: (z[0, 0] + torch.linspace(0, 1, V)[None, None]).logsumexp(-1),
+    "scaled, then biased": lambda z, y: F.cross_entropy((z * 2 + torch.linspace(0, 1, V)).view(-1, V), y.view(-1)),
+    "all summed": lambda z, y: z.sum(-1),
+    "argmax of all": lambda z, y: z + z.argmax(),
+    "tokens first": lambda z, y: z.transpose(-1, 0).logsumexp(-1),
+    "flat": lambda z, y: z.flatten().square(),
+    "negative nll": lambda z, y: F.nll_loss(-z.log_softmax(-1).view(-1, V), y.view(-1)),
+    "mask of logits": lambda z, y: z[torch.ones(2, 11, V, dtype=torch.bool)].square(),
+    "another device's label": lambda z, y: y.to(z.dtype).sum() * z.sum(),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LOGITS)
+def test_anything_else_gets_real_logits(name, pair, batch, assert_same_gradients):
+    model, stock = pair("gpt2")
+    report = lowtide.patch(model, mlp=False)
+    values = [WITH_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)]
+    assert torch.equal(*values)
+    for value in values:
+        value.sum().backward()
+    assert_same_gradients(model, stock)
+    assert report.calls_materialised == 1
+
+
+@pytest.mark.parametrize(
+    "target", [torch.tensor(1000), torch.tensor(-3)], ids=["above the vocabulary", "negative, not the ignored one"]
+)
+def test_wrong_classes_are_errors_as_in_stock(target, pair, batch):
+    model, stock = pair("gpt2")
+    lowtide.patch(model)
+    for m in (model, stock):
+        logits = m(**batch).logits
+        with pytest.raises(IndexError):
+            F.cross_entropy(logits[0], target.expand(11))
+        with pytest.raises((IndexError, RuntimeError)):
+            logits.log_softmax(-1).gather(-1, target.expand(2, 11, 1))
+
+
+def test_a_shape_that_does_not_fit_is_the_error_of_stock(pair, batch):
+    model, stock = pair("gpt2")
+    lowtide.patch(model)
+    errors = []
+    for m in (model, stock):
+        logits = m(**batch).logits
+        found = []
+        for wrong in (lambda z: z.view(-1, 13), lambda z: z.transpose(0, 1).view(-1, V), lambda z: z[:, :, :, 0]):
+            with pytest.raises((RuntimeError, IndexError)) as error:
+                wrong(logits)
+            found.append(str(error.value))
+        errors.append(found)
+    assert errors[0] == errors[1]
+
+
+def test_views_share_memory_with_the_logits(pair, batch):
+    """Whichever is looked at first, changed in place, or read again."""
+    model, stock = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    seen = []
+    with torch.no_grad():
+        for m in (model, stock):
+            logits = m(**batch).logits
+            flat, copy = logits.view(-1, V), logits[:, 1:].contiguous()
+            row = flat[3]
+            row.fill_(-7.0)  # through two views, before anything else was looked at
+            logits[1, 0, 0] = 5.0
+            later = logits[:, :-1]
+            later[0, 0] = 1.0
+            seen.append((logits, flat, copy, row, later))
+    for ours, expected in zip(*seen, strict=True):
+        assert torch.equal(ours, expected)
+        assert ours.stride() == expected.stride()
+        assert ours.storage_offset() == expected.storage_offset()
+
+
+@pytest.mark.parametrize("changed", ["logits", "view"])
+def test_a_change_in_place_before_the_loss_counts(changed, pair, batch, assert_same_gradients):
+    model, stock = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    losses = []
+    for m in (model, stock):
+        logits = m(**batch).logits
+        flat = logits.view(-1, V)
+        (flat if changed == "view" else logits).mul_(0.5)
+        losses.append(F.cross_entropy(flat, batch["labels"].view(-1)))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    assert_same_gradients(model, stock)
+
+
+def test_a_change_in_place_after_the_loss_does_not(pair, batch):
+    model, stock = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    with torch.no_grad():
+        for m in (model, stock):
+            logits = m(**batch).logits
+            half = logits * 0.5
+            logits.zero_()
+            assert half.abs().sum() > 0
+            assert F.cross_entropy(logits.view(-1, V), batch["labels"].view(-1)).item() == pytest.approx(
+                torch.log(torch.tensor(97.0)).item()
+            )
+
+
+def test_scales_and_biases_are_those_of_the_time_they_were_used(pair, batch):
+    model, stock = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    losses = []
+    for m in (model, stock):
+        scale, bias, mask = torch.tensor(0.5), torch.linspace(0, 1, V), batch["labels"] != -100
+        logits = ((m(**batch).logits + bias) * scale)[mask]
+        scale.fill_(9.0), bias.fill_(9.0)
+        labels = batch["labels"][mask]
+        mask.fill_(True)
+        losses.append(F.cross_entropy(logits, labels))
+    torch.testing.assert_close(*losses)
+
+
+def test_a_hook_put_on_before_the_loss_sees_the_gradient(pair, batch):
+    model, stock = pair("gpt2")
+    report = lowtide.patch(model, mlp=False)
+    seen = []
+    for m in (model, stock):
+        batch_ = {**batch, "labels": None, "num_items_in_batch": 3}
+        logits = m(**batch_).logits
+        logits.retain_grad()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), shifted(batch["labels"])).backward()
+        seen.append(logits.grad)
+    torch.testing.assert_close(*seen)
+    assert report.calls_materialised == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype, pair, batch):
+    model, stock = pair("gpt2", dtype)
+    report = lowtide.patch(model, mlp=False)
+    for name in ("shifted", "gathered", "several gathered", "logsumexp", "log-softmax and nll"):
+        values = [WITHOUT_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)]
+        assert values[0].dtype == values[1].dtype, name
+        torch.testing.assert_close(
+            *values, rtol=0.05 if dtype == torch.bfloat16 else 1e-12, atol=0.1 * (dtype == torch.bfloat16) + 1e-12
+        )
+    assert report.calls_materialised == 0, str(report)
+
+
+def test_outside_autocast_computed_as_inside(pair, batch):
+    model, stock = pair("gpt2")
+    report = lowtide.patch(model, mlp=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = [m(**batch).logits for m in (model, stock)]
+    losses = [F.cross_entropy(z[:, :-1].flatten(0, 1), shifted(batch["labels"])) for z in logits]
+    assert losses[0].dtype == losses[1].dtype == torch.bfloat16
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+    assert report.calls_materialised == 0, str(report)
+
+
+def test_weights_changed_before_the_loss_is_an_error(pair, batch):
+    model, _ = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    logits = model(**batch).logits
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    with pytest.raises(UnsupportedError, match=r"read outputs\.logits before"):
+        F.cross_entropy(logits.view(-1, V), batch["labels"].view(-1))
+
+
+def test_without_grad_a_detached_view_stays_lazy(pair, batch):
+    model, stock = pair("gpt2")
+    report = lowtide.patch(model, mlp=False)
+    with torch.no_grad():
+        ours, expected = (m(**batch).logits.detach() for m in (model, stock))
+        assert isinstance(ours, LazyLogits)
+        assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+        assert report.calls_materialised == 0
+        assert torch.equal(ours, expected)
+
+
+def test_evaluated_without_grad_and_used_with_it(pair, batch):
+    """What was computed without gradients has none afterwards, but of what else takes part."""
+    model, stock = pair("gpt2")
+    report = lowtide.patch(model, mlp=False)
+    scale = torch.tensor(0.5, requires_grad=True)
+    seen = []
+    for m in (model, stock):
+        with torch.no_grad():
+            logits = m(**batch).logits
+        flat = (logits.detach() * 2.0).view(-1, V)
+        loss = F.cross_entropy(flat, batch["labels"].view(-1))
+        assert not flat.requires_grad
+        assert not loss.requires_grad
+        if m is model:
+            assert report.calls_materialised == 0
+        (trained,) = torch.autograd.grad((logits * scale).logsumexp(-1).sum(), scale)
+        seen.append((loss, logits.argmax(-1), trained))
+    for ours, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_a_model_without_a_loss_function_of_its_own(batch):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.lm_head = torch.nn.Embedding(V, 8), torch.nn.Linear(8, V, bias=False)
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+        def forward(self, ids, labels=None):
+            logits = self.lm_head(self.embed(ids)).float()
+            return F.cross_entropy(logits[..., :-1, :].reshape(-1, V), labels[..., 1:].reshape(-1))
+
+    model = Model()
+    expected = model(batch["input_ids"], batch["labels"])
+    report = lowtide.patch(model)
+    torch.testing.assert_close(model(batch["input_ids"], batch["labels"]), expected)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+
+
+def test_a_forward_without_labels_is_left_and_one_past_its_head_is_told(batch):
+    class Bare(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(8, V, bias=False)
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+        def forward(self, hidden):
+            return self.lm_head(hidden)
+
+    class Past(Bare):
+        def forward(self, hidden, labels=None):
+            return F.cross_entropy(F.linear(hidden, self.lm_head.weight).view(-1, V), labels.view(-1))
+
+    assert "takes none of labels" in lowtide.patch(Bare()).parts["loss"].outcome
+    model = Past()
+    report = lowtide.patch(model)
+    model(torch.randn(2, 11, 8), batch["labels"].clamp(min=0))
+    assert report.calls_materialised == 1
+    assert "was not called" in str(report)

@@ -1,0 +1,660 @@
+"""Models of peft's, patched before and after it: every gradient as without lowtide, by whichever way they run."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from lowtide.measure import track_allocations
+from lowtide.models import adapters, mlp_part
+from lowtide.models.instance import part_of
+
+peft = pytest.importorskip("peft")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
+]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def lora(**settings):
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False, **settings})
+
+
+def wrap(model, *configs, **kwargs):
+    torch.manual_seed(7)
+    first, *more = configs
+    wrapped = peft.get_peft_model(model, first, **kwargs)
+    for i, config in enumerate(more):
+        wrapped.add_adapter(f"more{i}", config)
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():  # some start at 0 or 1, where their neighbours' gradients are 0
+            if p.requires_grad or "more" in name:
+                p.add_(0.1 * torch.randn_like(p))
+    return wrapped.train()
+
+
+@pytest.fixture
+def both(pair):
+    """A patched peft model, its stock twin, and the report."""
+
+    def both(*configs, name="llama", order="peft first", dtype=torch.float32, settings=None, **kwargs):
+        model, stock = pair(name, dtype, **(settings or {}))
+        if order == "patch first":
+            report = lowtide.patch(model)
+        model, stock = wrap(model, *configs, **kwargs), wrap(stock, *configs, **kwargs)
+        if order == "peft first":
+            report = lowtide.patch(model)
+        return model, stock, report
+
+    return both
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """How often an MLP was fused, with adapters and without."""
+    counted = {"adapted_mlp": 0, "swiglu_mlp": 0}
+
+    def counting(name, stock):
+        def call(*args, **kwargs):
+            counted[name] += 1
+            return stock(*args, **kwargs)
+
+        return call
+
+    for name in counted:
+        monkeypatch.setattr(mlp_part, name, counting(name, getattr(mlp_part, name)))
+    return counted
+
+
+def compare(model, stock, batch, assert_same_gradients, rtol=1e-5, **kwargs):
+    losses = []
+    for m in (model, stock):
+        m.zero_grad()
+        torch.manual_seed(11)
+        losses.append(m(**batch, **kwargs).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(model, stock, rtol=rtol)
+
+
+HEADS = {
+    "head": lora(target_modules=["lm_head"]),
+    "head and more": lora(target_modules=["lm_head", "q_proj", "embed_tokens"]),
+    "rank-stabilised": lora(target_modules=["lm_head", *MLP], use_rslora=True),
+    "bias": lora(target_modules=["lm_head", "q_proj", *MLP], lora_bias=True),
+    "saved": lora(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "saved, MLP": lora(target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head", "embed_tokens"]),
+    "dropout": lora(target_modules=["lm_head", "q_proj"], lora_dropout=0.4),
+    "all": lora(target_modules=["lm_head", "q_proj", *MLP]),
+    "head by hand": lora(target_modules=["lm_head", *MLP], rank_pattern={"lm_head": 1}, alpha_pattern={"up_proj": 7}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True.* was passed:UserWarning")
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+@pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
+def test_loss_without_logits_and_every_gradient(config, order, both, batch, assert_same_gradients):
+    model, stock, report = both(config, order=order)
+    for _ in range(2):
+        compare(model, stock, batch, assert_same_gradients)
+    compare(model, stock, batch, assert_same_gradients, num_items_in_batch=7)
+    assert (report.calls_fused, report.calls_materialised) == (3, 0), str(report)
+    assert lowtide.patch(model) is report
+    expected = "LoRA with it" if "lm_head" in config.target_modules else "without logits"
+    assert expected in report.parts["loss"].outcome
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "cohere2", "phi", "granite"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_other_heads(name, saved, both, batch, assert_same_gradients):
+    """Tied, capped, scaled, with a bias."""
+    own = {"modules_to_save": ["lm_head"]} if saved else {}
+    config = lora(target_modules=["q_proj"] if saved else ["q_proj", "lm_head"], **own)
+    model, stock, report = both(config, name=name)
+    compare(model, stock, batch, assert_same_gradients)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+
+
+@pytest.mark.parametrize("which", ["saved and tied", "LoRA and tied"])
+def test_adapters_tied_to_the_embedding(which, both, batch, assert_same_gradients):
+    own = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    if which == "LoRA and tied":
+        own = {"target_modules": ["embed_tokens", "lm_head"]}
+    for order in ("peft first", "patch first"):
+        model, stock, report = both(lora(ensure_weight_tying=True, **own), name="llama-tied", order=order)
+        compare(model, stock, batch, assert_same_gradients)
+        assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+
+
+def test_a_base_weight_that_is_trained(both, batch, assert_same_gradients):
+    model, stock, report = both(lora(target_modules=["lm_head", *MLP]))
+    for m in (model, stock):
+        for p in m.parameters():
+            p.requires_grad_(True)
+    compare(model, stock, batch, assert_same_gradients)
+    assert report.calls_fused == 1
+
+
+def test_float64_to_the_last_digits(both, batch, assert_same_gradients, ran):
+    """The stock loss rounds to float32, so the reference takes its own."""
+    model, stock, report = both(
+        lora(target_modules=["lm_head", "q_proj", *MLP]), lora(target_modules=["lm_head", "up_proj"])
+    )
+    for m in (model, stock):
+        m.double()
+        m.base_model.set_adapter(["default", "more0"])
+    model(**batch).loss.backward()
+    labels = batch.pop("labels")
+    logits = stock(**batch).logits
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    assert_same_gradients(model, stock, rtol=1e-11)
+    assert (report.calls_fused, ran["adapted_mlp"]) == (1, 2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("adapter_dtype", ["float32", "bfloat16"])
+def test_in_bfloat16_no_further_from_the_truth(autocast, adapter_dtype, both, batch):
+    """peft keeps its adapters in float32, unless told otherwise."""
+    model, stock, report = both(
+        lora(target_modules=["lm_head", *MLP]), dtype=torch.bfloat16, autocast_adapter_dtype=adapter_dtype == "float32"
+    )
+    assert model.get_base_model().lm_head.lora_A["default"].weight.dtype == getattr(torch, adapter_dtype)
+    squares = [0.0, 0.0]
+    for seed in range(4):  # with one draw of weights either may be the nearer one by half
+        torch.manual_seed(seed)
+        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+            if p.dim() > 1:
+                p.data.normal_(std=q.float().std().item())
+                q.data.copy_(p.data)
+        exact = copy.deepcopy(stock).double()
+        for m in (model, stock, exact):
+            m.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast and m is not exact):
+                m(**batch).loss.backward()
+        true = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+        assert len(true) == 14
+        for i, m in enumerate((model, stock)):
+            squares[i] += sum((p.grad.double() - true[n]).square().sum() for n, p in m.named_parameters() if n in true)
+    assert squares[0] <= 1.2**2 * squares[1]
+    assert report.calls_fused == 4
+
+
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+@pytest.mark.parametrize("which", [["up_proj"], ["gate_proj", "down_proj"], MLP])
+def test_mlps_run_fused_with_their_adapters(which, order, both, batch, ran, assert_same_gradients):
+    model, stock, report = both(lora(target_modules=which), order=order)
+    compare(model, stock, batch, assert_same_gradients)
+    assert ran == {"adapted_mlp": 2, "swiglu_mlp": 0}
+    lowtide.patch(model)
+    assert f"LoRA on {', '.join(which)} with it" in report.parts["mlp"].outcome
+    for layer in model.get_base_model().model.layers:
+        assert layer.mlp.checkpoint_level == 0
+        layer.mlp.checkpoint_level = 1
+    compare(model, stock, batch, assert_same_gradients)
+    assert ran["adapted_mlp"] == 4
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(*(m.get_base_model().model.layers[0].mlp(x) for m in (model, stock)))
+
+
+def test_mlps_with_dropout(both, batch, ran, assert_same_gradients):
+    model, stock, _ = both(lora(target_modules=MLP, lora_dropout=0.5))
+    mlp = model.get_base_model().model.layers[0].mlp
+    model(**batch).loss.backward()
+    assert ran == {"adapted_mlp": 2, "swiglu_mlp": 0}
+    grads = [p.grad.clone() for p in mlp.parameters() if p.grad is not None]
+    assert len(grads) == 6
+    assert all(g.abs().sum() > 0 for g in grads)
+    x = torch.randn(400, 16)
+    outputs = torch.stack([mlp(x) for _ in range(4)])
+    drawn = torch.stack([stock.get_base_model().model.layers[0].mlp(x) for _ in range(4)])
+    assert ran["adapted_mlp"] == 6
+    assert not torch.equal(outputs[0], outputs[1])
+    assert outputs.var(0).mean().item() == pytest.approx(
+        drawn.var(0).mean().item(), rel=0.1
+    )  # as much noise as stock's
+    model.eval(), stock.eval()
+    compare(model, stock, batch, assert_same_gradients)
+    model.train()
+    for m in (model, stock):
+        m.add_adapter("other", lora(target_modules=["up_proj"], lora_dropout=0.5))
+        m.base_model.set_adapter(["default", "other"])
+        m.train()
+    ran["adapted_mlp"] = 0
+    model(**batch)
+    assert ran == {"adapted_mlp": 0, "swiglu_mlp": 0}
+    assert "several LoRA adapters with dropout" in str(lowtide.patch(model))
+
+
+def test_checkpointed_layers_drop_the_same_again(both, batch, assert_same_gradients):
+    """A recomputed layer with dropout in its MLP's adapters gives the gradients of one that is not."""
+    model, _, _ = both(lora(target_modules=MLP, lora_dropout=0.5))
+    other = copy.deepcopy(model)
+    other.enable_input_require_grads()
+    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compare(other, model, batch, assert_same_gradients)
+
+
+def steps(model):
+    """Ways to change what adapters do, one after another."""
+    yield "two at once", lambda m: m.base_model.set_adapter(["default", "more0"])
+    yield "the other", lambda m: m.set_adapter("more0")
+    yield "scaled", lambda m: [layer.set_scale("more0", 3.0) for layer in lora_layers(m)]
+    yield "merged", lambda m: m.merge_adapter()
+    yield "unmerged", lambda m: [layer.unmerge() for layer in lora_layers(m)]
+    yield "deleted", lambda m: m.delete_adapter("default")
+    yield "frozen", lambda m: [p.requires_grad_(False) for p in m.parameters() if p.shape[0] == 4]
+
+
+def lora_layers(model):
+    return [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer) and "more0" in m.scaling]
+
+
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+def test_changes_after_patching_are_followed(order, both, batch, ran, assert_same_gradients):
+    second = lora(target_modules=["lm_head", "down_proj", "q_proj"], r=4, lora_alpha=9)
+    model, stock, report = both(lora(target_modules=["lm_head", *MLP]), second, order=order)
+    fused = 0
+    for what, change in steps(model):
+        for m in (model, stock):
+            change(m)
+        before = ran["adapted_mlp"] + ran["swiglu_mlp"]
+        if what == "merged":  # nothing is left to train
+            losses = [m(**batch).loss for m in (model, stock)]
+            torch.testing.assert_close(*losses)
+        else:
+            compare(model, stock, batch, assert_same_gradients)
+        fused += 1
+        assert (report.calls_fused, report.calls_materialised) == (fused, 0), f"{what}: {report}"
+        assert ran["adapted_mlp"] + ran["swiglu_mlp"] == before + 2, what
+    with model.disable_adapter(), stock.disable_adapter():
+        torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    assert report.calls_fused == fused + 1
+    compare(model, stock, batch, assert_same_gradients)
+    plain, expected = model.merge_and_unload(), stock.merge_and_unload()
+    losses = [m(**batch).loss for m in (plain, expected)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.requires_grad_() if not loss.requires_grad else None
+    assert report.calls_fused == fused + 3
+    lowtide.unpatch(plain)
+    assert type(plain.lm_head) is nn.Linear
+    assert {n: type(m) for n, m in plain.named_modules()} == {n: type(m) for n, m in expected.named_modules()}
+
+
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+def test_saved_heads_of_several_adapters(order, both, batch, assert_same_gradients):
+    config = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model, stock, report = both(config, config, order=order)
+    for i, name in enumerate(("default", "more0", "default")):
+        for m in (model, stock):
+            m.set_adapter(name)
+        compare(model, stock, batch, assert_same_gradients)
+        assert report.calls_fused == i + 1
+        assert report.parts["loss"].module == f"lm_head.modules_to_save.{name}"
+    with model.disable_adapter(), stock.disable_adapter():
+        torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    assert report.calls_materialised == 0, str(report)
+    assert report.parts["loss"].module == "lm_head.original_module"
+    for m in (model, stock):
+        m.get_base_model().lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+    compare(model, stock, batch, assert_same_gradients)
+    assert report.calls_materialised == 1
+    lowtide.unpatch(model)
+    assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in stock.named_modules()}
+
+
+OF = "is a Linear of peft.tuners."
+OTHERS = {
+    "DoRA": (lora(target_modules=["lm_head", *MLP], use_dora=True), "DoraLinearVariant"),
+    "IA3": (
+        peft.IA3Config(target_modules=["lm_head", *MLP], feedforward_modules=["down_proj"]), OF + "ia3.layer, not"
+    ),
+    "LoHa": (peft.LoHaConfig(target_modules=["lm_head", *MLP], r=2), OF + "loha.layer, not"),
+    "OFT": (peft.OFTConfig(target_modules=["lm_head", *MLP], oft_block_size=8, r=0), OF + "oft.layer, not"),
+    "VeRA": (peft.VeraConfig(target_modules=["lm_head"], r=2), OF + "vera.layer, not"),
+    "AdaLoRA": (
+        peft.AdaLoraConfig(target_modules=["lm_head", *MLP], total_step=9, init_r=4, target_r=2), "is a SVDLinear, not"
+    ),
+    "tokens": (lora(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3, 5]}), "TrainableTokensWrapper"),
+    "tied tokens": (lora(target_modules=["q_proj"], trainable_token_indices=[3, 5]), "TrainableTokensWrapper"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+@pytest.mark.parametrize(("config", "reason"), OTHERS.values(), ids=OTHERS)
+def test_other_tuners_run_as_they_came(config, reason, order, both, batch, ran, assert_same_gradients, request):
+    name = "llama-tied" if "tied tokens" in request.node.name else "llama"
+    model, stock, report = both(config, order=order, name=name)
+    compare(model, stock, batch, assert_same_gradients)
+    assert (report.calls_fused, report.calls_materialised) == (0, 1)
+    lowtide.patch(model)
+    assert reason in report.parts["loss"].outcome
+    on_mlps = "gate_proj" in (config.target_modules or ())
+    assert (ran["adapted_mlp"] + ran["swiglu_mlp"] == 0) == on_mlps
+    if on_mlps:
+        assert not report.parts["mlp"].patched
+        assert report.parts["mlp"].outcome.startswith("left as it is: gate_proj ")
+
+
+PROMPTS = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*PrefixEncoder.*:FutureWarning")
+@pytest.mark.parametrize("config", PROMPTS.values(), ids=PROMPTS)
+def test_prompts_are_fused(config, both, batch, assert_same_gradients):
+    model, stock, report = both(config)
+    compare(model, stock, batch, assert_same_gradients)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
+
+
+def test_other_parts_of_a_peft_model(both, batch, assert_same_gradients):
+    model, stock, report = both(lora(target_modules=["q_proj", "v_proj"], modules_to_save=["norm"]), name="qwen3")
+    assert all(report.parts[part].patched for part in ("mlp", "norm", "rope"))
+    compare(model, stock, batch, assert_same_gradients)
+
+
+def test_logits_read_after_the_loss_have_the_adapters(both, batch):
+    model, stock, report = both(lora(target_modules=["lm_head", "q_proj"], lora_dropout=0.3))
+    outputs = []
+    for m in (model, stock):
+        torch.manual_seed(2)
+        outputs.append(m(**batch))
+    torch.testing.assert_close(outputs[0].logits + 0, outputs[1].logits)
+    for m, out in zip((model, stock), outputs, strict=True):
+        (out.loss + out.logits.square().mean()).backward()
+        assert m.get_base_model().lm_head.lora_A["default"].weight.grad is not None
+    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
+    assert (report.calls_fused, report.calls_materialised) == (1, 1)
+
+
+def test_a_gradient_that_reaches_lazy_logits(both, batch):
+    """Through a custom function's own node, which asks for the vector-Jacobian product of the head."""
+    model, stock, _ = both(lora(target_modules=["lm_head", "q_proj"], lora_bias=False))
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits):
+            return logits * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    for m in (model, stock):
+        Double.apply(m(**batch).logits).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_no_logits_and_nothing_of_the_weights_size(both):
+    """Of LoRA on a frozen head: 12 chunks at least, no copy and no gradient of W, no logits."""
+    model, _, report = both(lora(target_modules=["lm_head"]), settings={"vocab_size": 4001})
+    ids = torch.randint(3, 4001, (4, 60), generator=torch.Generator().manual_seed(1))
+    with track_allocations() as seen:
+        model(input_ids=ids, labels=ids).loss.backward()
+    logits = 4 * 60 * 4001 * 4
+    assert report.calls_fused == 1
+    assert max(event.bytes for event in seen.events) <= logits / 8
+    assert seen.peak_bytes < logits
+
+    weight = model.get_base_model().lm_head.base_layer.weight
+    wide = both(lora(target_modules=["lm_head"]), settings={"vocab_size": 997, "hidden_size": 256})[0]
+    weight = wide.get_base_model().lm_head.base_layer.weight
+    with track_allocations() as seen:
+        wide(input_ids=ids[:1, :40] % 997, labels=ids[:1, :40] % 997).loss.backward()
+    assert max(event.bytes for event in seen.events) < weight.nbytes / 4
+
+
+def with_a_hook(layer):
+    layer.lora_B["default"].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def with_a_hook_around(layer):
+    layer.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def with_a_hook_on_dropout(layer):
+    layer.lora_dropout["default"].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def with_a_forward(layer):
+    stock = layer.lora_A["default"].forward
+    layer.lora_A["default"].forward = lambda x: stock(x) * 2
+
+
+def with_another_class(layer):
+    layer.__class__ = Louder
+
+
+def with_another_dropout(layer):
+    layer.lora_dropout["default"] = nn.AlphaDropout(0.0)
+
+
+def with_a_parametrization(layer):
+    nn.utils.parametrizations.weight_norm(layer.base_layer)
+
+
+class Louder(peft.tuners.lora.Linear):
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x, *args, **kwargs) * 1.5
+
+
+CHANGES = [
+    with_a_hook,
+    with_a_hook_around,
+    with_a_hook_on_dropout,
+    with_a_forward,
+    with_another_class,
+    with_another_dropout,
+    with_a_parametrization,
+]
+
+
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp.up_proj"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lora_layer_that_is_not_plain(change, where, when, pair, batch, ran, assert_same_gradients):
+    model, stock = (wrap(m, lora(target_modules=["lm_head", *MLP])) for m in pair("llama"))
+    if when == "after":
+        report = lowtide.patch(model)
+        if change is with_another_class and where == "lm_head":
+            return  # its class is ours by then
+    for m in (model, stock):
+        change(m.get_base_model().get_submodule(where))
+    if when == "before":
+        report = lowtide.patch(model)
+    compare(model, stock, batch, assert_same_gradients)
+    head = where == "lm_head"
+    assert (report.calls_fused, report.calls_materialised) == (int(not head), int(head)), str(report)
+    assert ran["adapted_mlp"] == (2 if head else 1)
+    if not head:
+        lowtide.patch(model)
+        assert report.parts["mlp"].more[0].module == "model.layers.1.mlp"
+
+
+def test_a_lora_forward_that_a_library_replaced(pair, batch, ran, assert_same_gradients, monkeypatch):
+    stock_forward = peft.tuners.lora.Linear.forward
+    model, stock = (wrap(m, lora(target_modules=["lm_head", *MLP])) for m in pair("llama"))
+    monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda self, x: stock_forward(self, x) * 1.5)
+    report = lowtide.patch(model)
+    compare(model, stock, batch, assert_same_gradients)
+    assert (report.calls_materialised, ran["adapted_mlp"]) == (1, 0)
+    assert "not the LoRA layer of a plain torch.nn.Linear" in str(report)
+
+
+def test_probes_leave_no_trace(build):
+    wrapped = wrap(build("llama"), lora(target_modules=["lm_head", *MLP], lora_dropout=0.2))
+    adapters._LORA.clear()
+    state, before = torch.get_rng_state(), {n: p.clone() for n, p in wrapped.named_parameters()}
+    attributes = {n: {**vars(m)} for n, m in wrapped.named_modules()}
+    assert "LoRA with it" in str(lowtide.patch(wrapped))
+    assert list(adapters._LORA.values()) == [None]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, before[n]) for n, p in wrapped.named_parameters())
+    lowtide.unpatch(wrapped)
+    assert {n: {**vars(m)} for n, m in wrapped.named_modules()} == attributes
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "through", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["head", "saved"])
+def test_copies(through, kind, both, batch, ran, assert_same_gradients):
+    model, stock, report = both(HEADS["all"] if kind == "head" else HEADS["saved, MLP"])
+    model(**batch)
+    other = through(model)
+    ran["adapted_mlp"] = 0
+    compare(other, stock, batch, assert_same_gradients)
+    assert report.calls_fused == 1
+    assert lowtide.patch(other).calls_fused == 2
+    assert ran["adapted_mlp"] == 2
+    lowtide.unpatch(other)
+    assert {n: type(m) for n, m in other.named_modules()} == {n: type(m) for n, m in stock.named_modules()}
+    assert part_of(model.get_base_model()) == "loss"
+
+
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+@pytest.mark.parametrize("kind", ["all", "saved, MLP"])
+def test_checkpoints_of_peft_are_stock(order, kind, both, build, batch, tmp_path):
+    model, stock, _ = both(HEADS[kind], order=order)
+    model(**batch)
+    assert list(model.state_dict()) == list(stock.state_dict())
+    model.save_pretrained(tmp_path / "ours", save_embedding_layers=False)
+    stock.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    for file in (tmp_path / "theirs").iterdir():
+        assert file.read_bytes() == (tmp_path / "ours" / file.name).read_bytes(), file.name
+    fresh = build("llama")
+    report = lowtide.patch(fresh)
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "ours", is_trainable=True).train()
+    torch.testing.assert_close(loaded(**batch).loss, stock(**batch).loss)
+    assert report.calls_fused == 1
+    merged, expected = loaded.merge_and_unload(), stock.merge_and_unload()
+    assert {n: p for n, p in merged.state_dict().items() if not torch.equal(p, expected.state_dict()[n])} == {}
+    merged.save_pretrained(tmp_path / "merged")
+    again = type(build("llama")).from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(again(**batch).loss, expected(**batch).loss)
+
+
+@pytest.mark.parametrize("kind", ["all", "saved"])
+def test_undone_before_it_ran(kind, both):
+    model, stock, _ = both(HEADS[kind], HEADS[kind], order="patch first")
+    lowtide.unpatch(model)
+    assert {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()} == {
+        n: (type(m), sorted(vars(m))) for n, m in stock.named_modules()
+    }
+
+
+def test_patched_twice_and_undone(both, batch):
+    model, stock, report = both(HEADS["all"])
+    classes = {n: type(m) for n, m in model.named_modules()}
+    assert lowtide.patch(model) is report
+    assert {n: type(m) for n, m in model.named_modules()} == classes
+    assert lowtide.patch(model.get_base_model()) is report
+    lowtide.unpatch(model)
+    assert {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()} == {
+        n: (type(m), sorted(vars(m))) for n, m in stock.named_modules()
+    }
+    assert torch.equal(model(**batch).loss, stock(**batch).loss)
+
+
+def test_compiled_layers_stay_fused(both, batch, assert_same_gradients):
+    model, stock, report = both(HEADS["all"])
+    torch._dynamo.reset()
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        compare(model, stock, batch, assert_same_gradients)
+    assert (report.calls_fused, report.calls_materialised) == (2, 0)
+
+
+def test_a_compiled_model_is_right(both, batch, assert_same_gradients):
+    model, stock, _ = both(HEADS["all"])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    losses = [m(**batch).loss for m in (compiled, stock)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, stock)
+
+
+def test_a_compiled_mlp_with_dropout_runs_its_own_code(both, ran):
+    model, stock, _ = both(lora(target_modules=["up_proj"], lora_dropout=0.5))
+    mlp, expected = (m.get_base_model().model.layers[0].mlp for m in (model, stock))
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, backend="eager", fullgraph=True)
+    x = torch.randn(3, 16)
+    results = []
+    for module in (compiled, expected):
+        torch.manual_seed(1)
+        results.append(module(x))
+    torch.testing.assert_close(*results)
+    mlp.eval(), expected.eval()
+    torch.testing.assert_close(compiled(x), expected(x))
+
+
+def test_evaluation(both, batch):
+    model, stock, report = both(HEADS["all"])
+    model.eval(), stock.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    with torch.inference_mode():
+        torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    assert (report.calls_fused, report.calls_materialised) == (2, 0)
+
+
+def test_saved_projections_of_an_mlp(both, batch, ran, assert_same_gradients):
+    for order in ("peft first", "patch first"):
+        model, stock, _ = both(lora(target_modules=["up_proj"], modules_to_save=["gate_proj"]), order=order)
+        compare(model, stock, batch, assert_same_gradients)
+        with model.disable_adapter(), stock.disable_adapter():
+            torch.testing.assert_close(*(m(**batch).loss for m in (model, stock)))
+    assert ran == {"adapted_mlp": 4, "swiglu_mlp": 4}
+    gate = model.get_base_model().model.layers[0].mlp.gate_proj
+    gate.register_forward_hook(lambda module, args, output: output * 2)
+    stock.get_base_model().model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, args, output: output * 2)
+    compare(model, stock, batch, assert_same_gradients)
+    assert "gate_proj is a layer of modules_to_save with hooks" in str(lowtide.patch(model))
+
+
+def test_generation_is_unchanged(both, batch):
+    model, stock, _ = both(HEADS["all"])
+    model.eval(), stock.eval()
+    prompt = {"input_ids": batch["input_ids"][:, :5], "attention_mask": batch["attention_mask"][:, :5]}
+    for adapter_names in (None, ["default", "__base__"]):  # a batch of several adapters
+        own = {} if adapter_names is None else {"adapter_names": adapter_names}
+        tokens = [m.generate(**prompt, **own, max_new_tokens=5, do_sample=False) for m in (stock, model)]
+        assert torch.equal(*tokens)
+
+
+def test_a_batch_of_several_adapters_gets_its_logits(both, batch):
+    model, stock, report = both(HEADS["all"])
+    model.eval(), stock.eval()
+    losses = [m(**batch, adapter_names=["default", "__base__"]).loss for m in (model, stock)]
+    torch.testing.assert_close(*losses)
+    assert (report.calls_fused, report.calls_materialised) == (0, 1), str(report)

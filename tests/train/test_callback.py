@@ -1,0 +1,293 @@
+"""The one line for trainers: transformers' own, TRL's and accelerate's scripts, with peft and without."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.errors import ArgumentTypeError, UnsupportedError
+from lowtide.models.instance import part_of
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # peft, TRL
+]
+VOCAB = 37
+
+
+def build(**settings: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self) -> None:
+        self.ids = torch.randint(3, VOCAB, (12, 9), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def trainer(folder: Path, model: Any, *callbacks: Any, **settings: Any) -> Any:
+    own = {name: settings.pop(name) for name in ("model_init",) if name in settings}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+        report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, seed=0,
+        **settings,
+    )  # fmt: skip
+    return transformers.Trainer(
+        model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), callbacks=list(callbacks), **own
+    )
+
+
+def losses(ran: Any) -> list[float]:
+    return [entry["loss"] for entry in ran.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
+    texts: list[str] = []
+    callback = lowtide.PatchCallback(show=texts.append)
+    ours, stock = trainer(tmp_path, build(), callback, **settings), trainer(tmp_path, build(), **settings)
+    assert callback.report is not None
+    assert all(line.patched for line in callback.report.parts.values())
+    assert texts == [str(callback.report)], "shown once, before anything ran"
+    for run in (ours, stock):
+        run.train()
+    assert losses(ours) == pytest.approx(losses(stock), rel=2e-2 if settings.get("bf16") else 1e-4)
+    assert (callback.report.calls_fused, callback.report.calls_materialised) == (3 * (1 + ("grad" in str(settings))), 0)
+    assert len(texts) == 1
+    evaluation = ours.evaluate()
+    assert evaluation["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=2e-2)
+    assert callback.report.calls_materialised == 0
+    assert part_of(ours.model) == "loss"
+    assert callback.trl_report is None
+
+
+def test_it_prints_and_undoes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = lowtide.PatchCallback(mlp=False, unpatch=True)
+    ours = trainer(tmp_path, build(), callback)
+    printed = capsys.readouterr().out
+    assert str(callback.report) in printed
+    assert "left as it is: mlp=False" in printed
+    assert part_of(ours.model.model.layers[0].mlp) is None
+    ours.train()
+    assert type(ours.model).__bases__ == type(build()).__bases__
+    assert all(part_of(module) is None for module in ours.model.modules())
+    capsys.readouterr()
+    ours.train()
+    assert "calls with the loss fused: 0" in capsys.readouterr().out
+    assert callback.report.calls_fused == 3
+    assert part_of(ours.model) is None
+
+
+def test_the_options_are_those_of_patch(tmp_path: Path) -> None:
+    options = lowtide.HeadOptions(workspace_mib=1.0)
+    ours = trainer(tmp_path, build(), lowtide.PatchCallback(options=options, show=None))
+    assert vars(ours.model)["_lowtide_patch"].options is options  # how they reach the loss is patch's own test
+
+
+def test_other_processes_are_silent(tmp_path: Path) -> None:
+    callback = lowtide.PatchCallback(show=pytest.fail)
+    state = transformers.TrainerState(is_world_process_zero=False)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    callback.on_init_end(arguments, state, None, model=build())
+    assert callback.report is not None
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_that_is_made_later(bf16: bool, tmp_path: Path) -> None:
+    """model_init's own model of each run comes to a callback after accelerate has prepared it."""
+    texts: list[str] = []
+    callback = lowtide.PatchCallback(show=texts.append)
+    ours = trainer(tmp_path, None, callback, model_init=lambda: build(), bf16=bf16)
+    ours.train()
+    assert len(texts) == 2
+    assert "in model_init for what this leaves out" in texts[1]
+    assert ("forward was replaced on the instance" in texts[1]) == bf16
+    assert callback.report is lowtide.patch(ours.model)
+    assert callback.report.calls_fused == (0 if bf16 else 3)
+
+    reports = []
+
+    def made() -> Any:
+        model = build()
+        reports.append(lowtide.patch(model))
+        return model
+
+    trainer(tmp_path, None, model_init=made, bf16=bf16).train()
+    assert reports[-1].calls_fused == 3
+
+
+def test_trainer_with_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["gate_proj", "up_proj", "lm_head"], init_lora_weights=False)
+    runs = []
+    for callbacks in ([lowtide.PatchCallback(show=None)], []):
+        model = build()
+        torch.manual_seed(3)
+        runs.append(trainer(tmp_path, peft.get_peft_model(model, config), *callbacks))
+        runs[-1].train()
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-4)
+    report = lowtide.patch(runs[0].model)
+    assert (report.calls_fused, report.calls_materialised) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("mlp", 1), ("unpatch", None), ("trl", "yes"), ("show", 3), ("loss", "no")]
+)
+def test_bad_arguments(name: str, value: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"{name}: expected"):
+        lowtide.PatchCallback(**{name: value})
+    with pytest.raises(ArgumentTypeError, match="options: expected"):
+        lowtide.PatchCallback(options={"workspace_mib": 1})
+
+
+def test_importing_lowtide_imports_no_transformers_and_says_what_is_missing() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import lowtide\n"
+        "try:\n    lowtide.PatchCallback\n"
+        "except lowtide.errors.UnsupportedError as error:\n    print(error)\n"
+        "try:\n    lowtide.nothing\n"
+        "except AttributeError as error:\n    print(error)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "PatchCallback: expected transformers" in out
+    assert "lowtide[hf]" in out
+    assert "has no attribute 'nothing'" in out
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_plain_accelerate_loop(precision: str) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    results, reports = [], []
+    for patched in (True, False):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model = build()
+        if patched:
+            reports.append(lowtide.patch(model))
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=3)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), loader)
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(loss.item())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert results[0] == pytest.approx(results[1], rel=1e-4 if precision == "no" else 2e-2)
+    assert (reports[0].calls_fused, reports[0].calls_materialised) == (4, 0)
+
+
+WORDS = ("the", "tide", "came", "in", "and", "went", "out")
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: i for i, word in enumerate(("<pad>", "<eos>", *WORDS))}
+    built = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=built, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def trl_trainer(kind: str, folder: Path, *callbacks: Any, peft_config: Any = None) -> Any:
+    trl = pytest.importorskip("trl", reason="TRL comes with the trl extra")
+    datasets = pytest.importorskip("datasets")
+    columns = {
+        "SFT": {"text": ["the tide came in", "and the tide went out"] * 4},
+        "DPO": {"prompt": ["the tide"] * 6, "chosen": [" came in"] * 6, "rejected": [" went out and"] * 6},
+        "GRPO": {"prompt": ["the tide", "and the tide"] * 4},
+    }[kind]
+    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    model = build()
+    model.save_pretrained(folder / "start")  # from where a trainer loads its reference
+    model.config._name_or_path = str(folder / "start")
+    if kind == "GRPO":
+        own["reward_funcs"] = lambda completions, **_: [float(text.count("tide")) for text in completions]
+        settings = {"max_completion_length": 4, "num_generations": 2, "beta": 0.1}
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, learning_rate=0.01, logging_steps=1,
+        report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, save_strategy="no", seed=0,
+        dataloader_pin_memory=False, gradient_checkpointing=False, **settings,
+    )  # fmt: skip
+    return getattr(trl, f"{kind}Trainer")(
+        model=model, args=arguments, train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer(),
+        callbacks=list(callbacks), peft_config=peft_config, **own,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "adapters"), [("SFT", False), ("SFT", True), ("DPO", True), ("GRPO", False)])
+def test_trl(kind: str, adapters: bool, tmp_path: Path) -> None:
+    peft_config = None
+    if adapters:
+        peft = pytest.importorskip("peft")
+        peft_config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
+    texts: list[str] = []
+    callback = lowtide.PatchCallback(show=texts.append, unpatch=True)
+    torch.manual_seed(0)
+    stock = trl_trainer(kind, tmp_path, peft_config=peft_config)
+    stock.train()
+    torch.manual_seed(0)
+    ours = trl_trainer(kind, tmp_path, callback, peft_config=peft_config)
+    assert callback.report is not None
+    assert callback.trl_report is not None
+    assert len(texts) == 1
+    assert str(callback.trl_report)[:7] in texts[0]
+    assert ("LoRA on up_proj, down_proj with it" in texts[0]) == adapters
+    ours.train()
+    assert losses(ours) == pytest.approx(losses(stock), rel=1e-3, abs=1e-5)
+    assert callback.trl_report.calls_trl == {}
+    assert callback.trl_report.calls_lowtide["ChunkedLogProbFunction"] >= 2
+    assert len(texts) == 1, texts[1:]
+    assert lowtide.patch_trl() is not callback.trl_report, "undone when training ended"
+    lowtide.unpatch_trl()
+
+
+def test_a_trl_that_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name it raises; else the text says so, and the rest is done."""
+
+    def refuse(**_: Any) -> None:
+        raise UnsupportedError("TRL: expected 1.16, got another")
+
+    monkeypatch.setattr("lowtide.train.callback.patch_trl", refuse)
+    texts: list[str] = []
+    trl_trainer("SFT", tmp_path, lowtide.PatchCallback(show=texts.append))
+    assert "TRL left as it is: TRL: expected 1.16" in texts[0]
+    with pytest.raises(UnsupportedError, match=r"expected 1\.16"):
+        trainer(tmp_path, build(), lowtide.PatchCallback(trl=True, show=None))
+    trl_trainer("SFT", tmp_path, lowtide.PatchCallback(trl=False, show=texts.append))
+    assert "TRL" not in texts[1]
+
+
+def test_a_logger_instead_of_print(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="training"):
+        trainer(tmp_path, build(), lowtide.PatchCallback(show=logging.getLogger("training").info))
+    assert "lowtide.swiglu_mlp (silu)" in caplog.text
