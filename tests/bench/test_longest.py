@@ -16,13 +16,13 @@ from lowtide.bench import longest, longest_way
 from lowtide.bench.longest_config import WAYS, LongestBenchConfig
 from lowtide.bench.longest_fit import Fit, moves, parameter_sizes, pinned_bytes
 from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
-from lowtide.bench.policies import parse_policies, word_of
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure import ChildResult
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.policy_words import parse_policies, word_of
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30

@@ -11,11 +11,11 @@ import torch
 
 from lowtide.bench import layers, step, step_way
 from lowtide.bench.config import LayersBenchConfig, StepBenchConfig
-from lowtide.bench.policies import parse_policies, split_states
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
 from lowtide.memory import ActivationPolicy
+from lowtide.memory.policy_words import parse_policies, split_states
 
 KEEP_ALL = ActivationPolicy()
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lowtide.bench import ways
-from lowtide.bench.policies import parse_policies
 from lowtide.bench.ways import Way, build_way, make_optimizer
 from lowtide.measure import track_allocations
 from lowtide.memory import ActivationPolicy
@@ -19,6 +18,7 @@ from lowtide.memory.planner_bytes import Job, full_bytes
 from lowtide.memory.planner_choice import Candidate
 from lowtide.memory.planner_gpus import GPUS
 from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.policy_words import parse_policies
 from lowtide.profile import way_run
 from lowtide.profile.owners import known_before, owners_of
 from lowtide.profile.phases import KINDS, Phase

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from lowtide.cli import main
+from lowtide.memory.policy_words import layer_policies
 from lowtide.train import checkpoints
 from lowtide.train.activations import as_mixture, as_text
 from lowtide.train.advice import OutOfMemory, advise, is_out_of_memory
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
-from lowtide.train.policy_text import layer_policies, parse_policy
 from lowtide.train.trainer import LowtideTrainer
 
 Run = Callable[..., tuple[int, str, str]]
@@ -108,7 +108,7 @@ def test_what_is_advised_fits_by_the_planners_numbers(monkeypatch: pytest.Monkey
     policy = re.search(r"--policy ('[^']+'|\S+) +(\d+\.\d\d) GiB", told)
     assert policy
     assert float(policy[2]) <= 40
-    assert len(layer_policies(parse_policy(policy[1].strip("'")), 16)) == 16
+    assert len(layer_policies(policy[1].strip("'"), 16)) == 16
     plan = plan_memory(model_config("llama-3.2-1b", vocab_size=0), 8192, 4, 40, device="h100", autocast=True)
     assert as_text(plan.chosen.groups) == policy[1].strip("'")
     assert f"{plan.peak_bytes / 2**30:.2f}" == policy[2]
@@ -145,4 +145,4 @@ def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("text", ["all", "attention/0", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])
 def test_policies_are_read_as_they_are_written(text: str) -> None:
-    assert as_text(as_mixture(layer_policies(parse_policy(text), 16))) == text.removeprefix("16 x ")
+    assert as_text(as_mixture(layer_policies(text, 16))) == text.removeprefix("16 x ")

@@ -15,13 +15,13 @@ from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.longest_config import LongestBenchConfig
 from lowtide.bench.longest_fit import OWN, Fit
 from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, measure
-from lowtide.bench.policies import word_of
 from lowtide.bench.results import begin
 from lowtide.bench.step_way import VOCABULARY
 from lowtide.measure import available_bytes, gib, parse_gib, run_child
 from lowtide.memory.planner import USABLE
 from lowtide.memory.planner_gpus import GPUS, find_gpu
 from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.policy_words import word_of
 from lowtide.train.model import model_config
 
 KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, where nothing is said

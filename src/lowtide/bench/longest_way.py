@@ -20,13 +20,13 @@ from torch import nn
 
 from lowtide.bench.longest_config import OFFLOADED
 from lowtide.bench.longest_fit import OWN
-from lowtide.bench.policies import parse_policies
 from lowtide.bench.rows import reason_of
 from lowtide.bench.step_way import VOCABULARY, steps
 from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing
 from lowtide.errors import UnsupportedError
 from lowtide.measure import available_bytes, gib
 from lowtide.memory import apply_policy
+from lowtide.memory.policy_words import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.train.model import model_config

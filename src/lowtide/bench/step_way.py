@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowtide.bench.policies import split_states
 from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import LOWTIDE, Way, build_way, make_optimizer
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, time_side_by_side
 from lowtide.memory import offload_optimizer
+from lowtide.memory.policy_words import split_states
 
 OURS = "lowtide:"  # begins the name of a way; a policy follows
 VOCABULARY = 1000  # of the model that has none of its own

@@ -17,10 +17,10 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lowtide.bench.policies import parse_policies
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
 from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory.policy_words import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.train.model import model_config
@@ -37,7 +37,7 @@ class Way:
 
     Attributes:
         impl: One of `IMPLEMENTATIONS`.
-        policy: As `lowtide.bench.policies.parse_policies` reads it; a peer's layers are all alike, and have no levels
+        policy: As `lowtide.memory.policy_words.parse_policies` reads it; a peer's layers are all alike, and have no levels
             of the MLP.
 
     Raises:

@@ -25,7 +25,6 @@ from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
 from lowtide.bench.models_case import MAPPINGS
 from lowtide.bench.models_config import ModelsBenchConfig
 from lowtide.bench.peers import PEERS
-from lowtide.bench.policies import FORM, STATES_FORM
 from lowtide.bench.problem import SETTINGS
 from lowtide.bench.rows import OUT_OF_MEMORY
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
@@ -33,6 +32,7 @@ from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
 from lowtide.cli import bench_texts as texts
 from lowtide.cli.parser import OneLineParser, add_options
 from lowtide.cli.parser import given as _given
+from lowtide.memory.policy_words import FORM, STATES_FORM
 
 Main = Callable[[argparse.Namespace], int]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lowtide.bench.policies import FORM
 from lowtide.bench.ways import IMPLEMENTATIONS, LOWTIDE
 from lowtide.cli.parser import OneLineParser, add_options, given
+from lowtide.memory.policy_words import FORM
 from lowtide.profile.config import ProfileConfig
 from lowtide.train.shapes import SHAPES
 

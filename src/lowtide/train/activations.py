@@ -10,12 +10,12 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
-from lowtide.measure import gib
+from lowtide.measure import gib, parse_gib
 from lowtide.memory import ActivationPolicy, MemoryPlan, apply_policy, plan_memory
-from lowtide.memory.planner_choice import name_of
+from lowtide.memory.planner_choice import Mixture, name_of
+from lowtide.memory.policy_words import layer_policies
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
-from lowtide.train.policy_text import Mixture, layer_policies, parse_gib, parse_policy
 
 # Trainer's optimizers as the planner knows them.
 _OPTIMIZERS = {
@@ -53,7 +53,7 @@ def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | Non
     layers = len(find_stack(model).layers)
     host = parse_gib("host_budget", config.host_budget) if config.host_budget else None
     if config.policy is not None:
-        policies, lines = list(layer_policies(parse_policy(config.policy), layers)), [f"policy   {config.policy}"]
+        policies, lines = layer_policies(config.policy, layers), [f"policy   {config.policy}"]
     else:
         plan = plan_run(
             model, config, args, budget_gib=parse_gib("memory_budget", str(config.memory_budget)), host=host
@@ -84,6 +84,7 @@ def plan_run(model: Any, config: TrainConfig, args: Any, *, budget_gib: float, h
         keep_gradients=config.grad_accum > 1,
         options=HeadOptions(workspace_mib=config.workspace_mib),
         adapters=_adapters(model) if config.lora_rank else None,
+        offload_states=False,  # which a run does not do
         **planned_dtype(config, args),
     )
 
@@ -133,7 +134,7 @@ def as_mixture(policies: Sequence[ActivationPolicy]) -> Mixture:
 
 
 def as_text(mixture: Mixture) -> str:
-    """Return runs of policies as `parse_policy` reads them."""
+    """Return runs of policies as `lowtide.memory.policy_words` reads them."""
     if len(mixture) == 1:
         return name_of(mixture[0][0])
     return ", ".join(f"{count} x {name_of(policy)}" for policy, count in mixture)

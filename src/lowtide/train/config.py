@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.train.policy_text import parse_gib, parse_policy
+from lowtide.measure import parse_gib
+from lowtide.memory.policy_words import parse_policies
 from lowtide.train.shapes import SHAPES
 
 DEFAULT_ROOT = Path("lowtide-runs")
@@ -190,9 +191,9 @@ class TrainConfig:
         self._require("host_budget", not self.host_budget or bool(self.memory_budget), "--memory-budget beside it")
         for name in ("memory_budget", "host_budget"):
             if size := getattr(self, name):
-                parse_gib(name, size)
+                self._require(name, parse_gib(name, size) > 0, "a size above 0")
         if self.policy:
-            parse_policy(self.policy)
+            parse_policies(self.policy)
         self._require("early_stop", not self.early_stop or self.eval_every > 0, "--eval-every beside it")
 
     def _require(self, name: str, met: bool, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""Activation policies as words on the command line."""
+"""Activation policies as words: on command lines, and as `lowtide plan` prints them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.memory import ActivationPolicy
+from lowtide.memory.policy import ActivationPolicy
 
 _WORD = re.compile(r"(?:(\d+)x)?(all|attention|input)(-mlp[01])?(-tile[1-9]\d*)?(-offload)?")
 _STATES = re.compile(r"states(?:=(\d+(?:\.\d+)?))?(-late)?")
@@ -45,6 +45,20 @@ def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | l
     if layers is not None and len(policies) != layers:
         raise ArgumentValueError(message("policy", f"one for each of {layers} layers", f"{text}, {len(policies)}"))
     return policies
+
+
+def layer_policies(text: str, layers: int) -> list[ActivationPolicy]:
+    """Return the policy of each of so many layers; otherwise as `parse_policies`.
+
+    Args:
+        text: See there.
+        layers: How many the model has.
+
+    Raises:
+        ArgumentValueError: It is nothing of the kind, or for another number of layers.
+    """
+    found = parse_policies(text, layers)
+    return found if isinstance(found, list) else [found] * layers
 
 
 def _planned(text: str) -> str:
