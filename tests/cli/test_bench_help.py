@@ -12,7 +12,8 @@ import pytest
 from lowtide.bench.config import TuneConfig
 from lowtide.cli import _parser, bench
 
-KINDS = ("head", "sweep", "stats", "divergence", "apply", "layers", "step", "longest", "mlp", "tune")
+KINDS = ("head", "sweep", "stats", "divergence", "apply", "layers", "step", "longest", "mlp", "models", "tune")
+UNTIMED = ("models", "tune")  # those that compare nothing in rounds, and have options of their own
 COMMON = ("warm", "reps", "dtype", "device", "seed", "output")
 
 
@@ -47,10 +48,10 @@ def test_the_examples_are_settings_that_can_be(kind: str, capsys: pytest.Capture
         config = parsed(command)
         if kind != "tune":  # and a config's own command means the same config
             assert parsed(config.command()) == dataclasses.replace(config, output=".")
-    assert kind == "tune" or "--device cpu" in examples
+    assert kind in UNTIMED or "--device cpu" in examples
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tune"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNTIMED])
 def test_what_all_have_in_common(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = type(parsed(f"lowtide bench {kind}"))
     assert config is not TuneConfig

@@ -37,8 +37,8 @@ class Way:
 
     Attributes:
         impl: One of `IMPLEMENTATIONS`.
-        policy: As `lowtide.memory.policy_words.parse_policies` reads it; a peer's layers are all alike, and have no levels
-            of the MLP.
+        policy: As `lowtide.memory.policy_words.parse_policies` reads it; a peer's layers are all alike, and have no
+            levels of the MLP.
 
     Raises:
         ArgumentValueError: No such implementation or policy, or not together.

@@ -10,7 +10,10 @@ from lowtide.memory.policy import ActivationPolicy
 
 _WORD = re.compile(r"(?:(\d+)x)?(all|attention|input)(-mlp[01])?(-tile[1-9]\d*)?(-offload)?")
 _STATES = re.compile(r"states(?:=(\d+(?:\.\d+)?))?(-late)?")
-FORM = "all, attention or input, with -mlp0 or -mlp1, -tileTOKENS and -offload behind; or several as 4xall+12xinput"
+FORM = (
+    "all, attention or input, with -mlp0 or -mlp1, -tileTOKENS and -offload behind; or several as 4xall+12xinput; or as"
+    " lowtide plan prints them: '12 x input/1, 4 x all/0'"
+)
 STATES_FORM = (
     "with @states at the end the optimizer's states are offloaded too, @states=2.5 so many GiB of them, -late until"
     " behind backward"

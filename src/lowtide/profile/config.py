@@ -48,7 +48,7 @@ class ProfileConfig:
     batch_size: int = _setting(1, "sequences of a step, on each GPU")
     policy: tuple[str, ...] = _setting(
         ("input",),
-        "what layers keep for backward: {policies}; or as lowtide plan prints it. For all, or NAME=POLICY for one. "
+        "what layers keep for backward: {policies}. For all, or NAME=POLICY for one. "
         "Peers know all, attention, input (layer checkpointing), attention-offload and input-offload (checkpoints in "
         "host memory)",
         metavar="POLICY",
