@@ -14,10 +14,10 @@ CHATML = (
 )
 
 
-def byte_tokenizer(template: str | None = CHATML) -> Any:
+def byte_tokenizer(template: str | None = CHATML, merges: tuple[tuple[str, str], ...] = ()) -> Any:
     """One token a byte, so that what is trained on can be read; the marks of a turn are tokens of their own."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")

@@ -15,6 +15,7 @@ from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
 from lowtide.memory import ActivationPolicy
+from lowtide.memory.planner_choice import name_of
 from lowtide.memory.policy_words import parse_policies, split_states
 
 KEEP_ALL = ActivationPolicy()
@@ -100,6 +101,12 @@ def test_a_step_by_each_way_is_the_same_step(tmp_path: Path, capsys: pytest.Capt
     assert "1.000" in capsys.readouterr().out
 
 
+def test_what_is_printed_is_read_back() -> None:
+    tiled = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=4096, offload=True)
+    printed = f"4 x {name_of(tiled)}, 12 x {name_of(KEEP_ALL)}"
+    assert parse_policies(printed, 16) == [tiled] * 4 + [KEEP_ALL] * 12
+
+
 def test_a_way_that_fails_is_a_row_that_says_why(tmp_path: Path) -> None:
     command = "bench step --model lowtide-small --tokens 16 --peer none --policy 5xall --warm 0 --reps 1 --device cpu"
     assert main([*command.split(), "--output", str(tmp_path)]) == 1
@@ -111,7 +118,7 @@ def test_what_was_measured_before_an_end_is_told(tmp_path: Path, monkeypatch: py
     """A process that is killed, and one that is interrupted, had measured the first length."""
     command = "bench step --model lowtide-small --tokens 16 24 --peer none --policy all --device cpu --output"
 
-    def child(*args: Any) -> Any:
+    def child(*args: Any, **_: Any) -> Any:
         Path(args[-1]).write_text(json.dumps([{"tokens": 16, "failed": "measured"}]))
         if ends == "interrupted":
             raise KeyboardInterrupt

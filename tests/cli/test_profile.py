@@ -287,6 +287,18 @@ def test_policies_of_all_and_of_one() -> None:
     assert "'lowtide=2 x all/1, 1 x input/0'" in config.command()
 
 
+def test_a_policy_as_lowtide_plan_prints_it_behind_a_name() -> None:
+    config = ProfileConfig(impl=("stock,lowtide:12 x input/1, 4 x all/0,compile",))
+    assert config.ways["lowtide:12 x input/1, 4 x all/0"].policy == "12 x input/1, 4 x all/0"
+    assert list(config.ways)[::2] == ["stock", "compile"]
+
+
+@pytest.mark.parametrize("where", [{"policy": ("2xall@states=2.5",)}, {"impl": ("lowtide:all@states",)}])
+def test_states_in_host_memory_are_not_profiled(where: dict[str, tuple[str, ...]]) -> None:
+    with pytest.raises(ArgumentValueError, match="optimizer states"):
+        ProfileConfig(**where)  # type: ignore[arg-type]
+
+
 def test_every_optimizer_of_the_planner_can_be_profiled() -> None:
     for name in OPTIMIZERS:
         ProfileConfig(optimizer=name)  # type: ignore[arg-type]

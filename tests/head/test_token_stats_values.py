@@ -347,3 +347,10 @@ def test_the_same_bits_from_run_to_run() -> None:
             runs.append((stats.logprob, *torch.autograd.grad(stats.logprob.sum() + stats.entropy.sum(), (x, w, b))))
         for run in runs[1:]:
             assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+def test_targets_of_any_strides() -> None:
+    x, w = torch.randn(2, 5, 7), torch.randn(11, 7)
+    y = torch.randint(0, 11, (2, 5))
+    twice = y[..., None].expand(2, 5, 2)
+    torch.testing.assert_close(linear_logprobs(x, w, twice)[..., 1], linear_logprobs(x, w, y))

@@ -188,6 +188,19 @@ def test_a_checkpoint_at_any_moment(moment: str, side: LazySide) -> None:
     pair.train(1)
 
 
+def test_a_checkpoint_behind_a_backward_without_a_step(side: LazySide) -> None:
+    """The next forward leaves what has come back unused, and the host's copies count again, once they are made."""
+    pair = Pair()
+    pair.train(2)
+    pair.model(batch(5)).backward()
+    pair.model(batch(6))
+    before = side.finished
+    taken = pair.ours.state_dict()
+    assert side.finished > before
+    for index, entry in pair.theirs.state_dict()["state"].items():
+        assert torch.equal(taken["state"][index]["exp_avg"], entry["exp_avg"])
+
+
 def test_a_checkpoint_is_as_large_as_it_was(side: LazySide) -> None:
     """States that share a block's memory are saved once, and no more of it than they are."""
     pair = Pair(model=Plain(2, 256, 4))

@@ -50,6 +50,36 @@ WITHOUT_LOGITS = {
 }
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_flatten_of_what_is_flat_is_the_same_tensor(first, pair, batch, assert_same_gradients):
+    model, stock = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    losses = []
+    for m in (model, stock):
+        flat = m(**batch).logits.view(-1, V)
+        again = flat.flatten(0, -2)
+        changed, scored = (flat, again) if first else (again, flat)
+        changed.div_(3)
+        losses.append(F.cross_entropy(scored, batch["labels"].view(-1)))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    assert_same_gradients(model, stock)
+
+
+def test_under_autocast_results_have_the_dtypes_of_stock(pair, batch):
+    model, stock = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    dtypes = []
+    for m in (model, stock):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z, y = m(**batch).logits.view(-1, V), batch["labels"].view(-1)
+            logprobs = z.log_softmax(-1)
+            made = [F.cross_entropy(z, y), F.nll_loss(logprobs, y), logprobs, logprobs.sum(-1), z.logsumexp(-1)]
+        made.append(F.cross_entropy(z, y))
+        dtypes.append([x.dtype for x in made])
+    assert dtypes[0] == dtypes[1]
+
+
 @pytest.mark.parametrize("name", WITHOUT_LOGITS)
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])  # plain; with a soft cap
 def test_a_loss_of_ones_own_without_logits(family, name, pair, batch, assert_same_gradients):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from lowtide.errors import ArgumentValueError
 from lowtide.measure import track_allocations
 from lowtide.models import adapters, mlp_part
 from lowtide.models.instance import part_of
@@ -381,6 +382,42 @@ def test_logits_read_after_the_loss_have_the_adapters(both, batch):
         if q.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
     assert (report.calls_fused, report.calls_materialised) == (1, 1)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_logits_of_a_call_without_adapters_stay_without(grad, both, batch):
+    """Read where the adapters are on again, as a reference model's are."""
+    model, stock, _ = both(lora(target_modules=["lm_head", "q_proj"]))
+    read = []
+    for m in (model, stock):
+        with torch.set_grad_enabled(grad), m.disable_adapter():
+            logits = m(**batch).logits
+        read.append([logits.logsumexp(-1), logits.exp(), logits.logsumexp(-1)])
+    for ours, theirs in zip(*read, strict=True):
+        torch.testing.assert_close(ours + 0, theirs)
+        assert ours.requires_grad == theirs.requires_grad
+
+
+def test_a_batch_without_targets_moves_nothing(both, batch):
+    model, stock, _ = both(lora(target_modules=["lm_head", "q_proj"]))
+    for m in (model, stock):
+        loss = m(**{**batch, "labels": torch.full_like(batch["labels"], -100)}).loss
+        loss.backward()
+        assert loss.isnan()
+        for name, p in m.named_parameters():
+            assert p.grad is None or not p.grad.any(), name
+
+
+def test_a_level_and_tiles_are_what_the_mlp_says(both, batch, assert_same_gradients):
+    model, stock, _ = both(lora(target_modules=MLP))
+    for module in model.modules():
+        if hasattr(module, "checkpoint_level"):
+            module.tile_tokens = 4
+            mlp = module
+    compare(model, stock, batch, assert_same_gradients)
+    mlp.checkpoint_level = 7
+    with pytest.raises(ArgumentValueError, match="checkpoint_level"):
+        model(**batch)
 
 
 def test_a_gradient_that_reaches_lazy_logits(both, batch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,16 @@ def test_the_options_are_those_of_patch(tmp_path: Path) -> None:
     options = lowtide.HeadOptions(workspace_mib=1.0)
     ours = trainer(tmp_path, build(), lowtide.PatchCallback(options=options, show=None))
     assert vars(ours.model)["_lowtide_patch"].options is options  # how they reach the loss is patch's own test
+
+
+def test_a_callback_travels(tmp_path: Path) -> None:
+    """As trainers are pickled that search for settings in processes of their own."""
+    callback = lowtide.PatchCallback(norm=False, show=None)
+    trainer(tmp_path, build(), callback)
+    copied = pickle.loads(pickle.dumps(callback))
+    ours = trainer(tmp_path, build(), copied)
+    assert part_of(ours.model) is not None
+    assert {part.part for part in copied.report.parts.values() if part.patched} == {"loss", "mlp", "rope"}
 
 
 def test_other_processes_are_silent(tmp_path: Path) -> None:

@@ -121,6 +121,31 @@ def test_a_prompt_and_its_completion_know_no_template() -> None:
     assert chat.tokenizer.decode(document.ids) == "abc<|endoftext|>"
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"prompt": "2 + 2 = ", "completion": "4"}, [" 4<|endoftext|>"]),
+        ({"prompt": "2 + 2 =", "completion": " 4"}, [" 4<|endoftext|>"]),
+        ({"prompt": "1 4", "completion": " 4"}, [" 4<|endoftext|>"]),
+        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "4"}]}, [" 4<|im_end|>"]),
+    ],
+    ids=["space before", "space behind", "another before", "header"],
+)
+def test_a_first_token_with_the_space_before_it_is_trained(line: dict[str, Any], expected: list[str]) -> None:
+    """The space is the prompt's, or the header's, and one token with the answer's first letter."""
+    template = CHATML.replace("assistant\n", "assistant ").replace("['role'] + '\n'", "['role'] + ' '")
+    chat = ChatFormat(byte_tokenizer(template, (("Ġ", "4"),)), seq_len=99, too_long="drop")
+    assert trained(chat, line) == expected
+
+
+def test_an_answer_to_nothing_is_read_and_not_learned() -> None:
+    """ShareGPT's conversations may begin with one; many templates cannot render what is before it."""
+    refusing = "{%- if not messages %}{{ raise_exception('empty') }}{% endif %}" + CHATML
+    line = messages(("assistant", "hello"), ("user", "q"), ("assistant", "a"))
+    assert trained(chat_format(refusing), line) == ["a<|im_end|>"]
+    assert not chat_format(refusing).document(read_conversation(messages(("assistant", "a")), "here")).ids
+
+
 @pytest.mark.parametrize("too_long", ["truncate", "drop"])
 def test_a_long_conversation_is_cut_or_left_out(too_long: str) -> None:
     line = messages(("user", "q"), ("assistant", "a" * 50))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowtide.train import checkpoints
 from lowtide.train.logs import append_line, forget_after
+from lowtide.train.run import run
 from lowtide.train.stopping import best_step, is_over
 
 Run = Callable[..., tuple[int, str, str]]
@@ -185,6 +187,18 @@ def test_early_stop_keeps_the_best_model(tmp_path: Path, chat_arguments: list[st
     assert (status, err) == (0, "")
     assert "nothing is left" in out
     assert_same_weights(weights(output), load_file(output / f"checkpoint-{best}" / "model.safetensors"))
+
+
+def test_a_run_that_saves_nothing_leaves_its_folder_alone(
+    tmp_path: Path, chat_arguments: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the two of ``--compare``, which stop early too."""
+    (tmp_path / "checkpoint-1000").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lowtide.train.train", functools.partial(run, save=False))
+    status, _, err = lowtide(*chat_arguments, "--max-steps", 3, "--eval-every", 1, "--early-stop", 2)
+    assert (status, err) == (0, "")
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1000"]
 
 
 def test_when_a_run_is_over() -> None:

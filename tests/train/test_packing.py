@@ -130,8 +130,15 @@ def test_rows_of_a_batch_are_streams_and_the_state_restores_them(corpus: Corpus)
         assert all(torch.equal(a, b) for a, b in zip(following[row::3], alone, strict=True))
 
 
+def test_every_stream_has_a_piece_beside_those_held_out(corpus: Corpus) -> None:
+    for streams in (1, len(corpus) // 2, len(corpus) - 1):
+        split = split_corpus(corpus, seed=0, held_out_bytes=10**9, streams=streams)
+        assert split.held_out >= 1
+        assert all(split.share(stream, streams, 0) for stream in range(streams))
+
+
 def test_held_out_blocks_hold_no_training_text(corpus: Corpus) -> None:
-    split = split_corpus(corpus, seed=0, held_out_bytes=60)
+    split = split_corpus(corpus, seed=0, held_out_bytes=60, streams=1)
     blocks = torch.stack([block["input_ids"] for block in held_out_blocks(split, layout_of(corpus, 8), limit=5)])
     assert blocks.shape == (5, 8)
     assert blocks.flatten().tolist() == tokens_of(corpus, split.held_out_pieces())[:40]

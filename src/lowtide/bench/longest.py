@@ -18,6 +18,7 @@ from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, measure
 from lowtide.bench.results import begin
 from lowtide.bench.step_way import VOCABULARY
 from lowtide.measure import available_bytes, gib, parse_gib, run_child
+from lowtide.measure.child import ALLOCATOR
 from lowtide.memory.planner import USABLE
 from lowtide.memory.planner_gpus import GPUS, find_gpu
 from lowtide.memory.planner_shapes import read_shape
@@ -125,7 +126,7 @@ class Tries:
         ended = run_child(
             measure, self.fit.way, config.train, config.model, config.layers, T, kept, for_layers, warm, reps,
             self.dtype, self.device, config.sdpa, config.seed, LEAST_FREE, seconds or 1e9,
-            env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            env=ALLOCATOR,
         )  # fmt: skip
         if ended.value is not None:
             row |= ended.value

@@ -13,6 +13,7 @@ from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import begin
 from lowtide.bench.step_way import VOCABULARY, measure
 from lowtide.measure import run_child
+from lowtide.measure.child import ALLOCATOR
 from lowtide.train.model import model_config
 
 _COLUMNS = f"{'':34}{'T':>9}{'s':>9}{'tokens/s':>11}{'GiB':>8}{'loss':>9}{'last':>9}{'of first':>10}\n"
@@ -57,7 +58,7 @@ def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str,
             try:
                 ended = run_child(
                     measure, way, config.model, config.lengths, config.batch, config.warm, config.reps, dtype,
-                    device.type, config.sdpa, config.seed, str(known),
+                    device.type, config.sdpa, config.seed, str(known), env=ALLOCATOR,
                 )  # fmt: skip
             except BaseException:  # Ctrl-C: the lengths that were measured are told
                 tell(way, json.loads(known.read_text()) if known.exists() else [])

@@ -93,6 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _train(given: dict[str, Any], console: Any) -> int:
     from lowtide.train import train
+    from lowtide.train.ranks import is_first_rank
     from lowtide.train.run import finish_complete_run, resumed_config
 
     if not given.get("resume"):
@@ -100,7 +101,8 @@ def _train(given: dict[str, Any], console: Any) -> int:
     else:
         config = resumed_config(given)
         if model := finish_complete_run(config):
-            console.print(f"nothing is left of {config.max_steps} steps; the model is in {model}", soft_wrap=True)
+            if is_first_rank():
+                console.print(f"nothing is left of {config.max_steps} steps; the model is in {model}", soft_wrap=True)
             return 0
     train(config, console=console)
     return 0

@@ -189,7 +189,7 @@ def linear_token_stats(
     names = _check_want(want)
     if topk is not None:
         names |= {"topk"}
-        V = linear_weight.shape[0] if vocab_shard is None else vocab_shard.vocab
+        V = vocab_shard.vocab if isinstance(vocab_shard, VocabShard) else linear_weight.shape[0]
         topk = check_index("topk", topk)
         if not 1 <= topk <= V:
             raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))

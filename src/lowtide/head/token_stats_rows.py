@@ -64,8 +64,8 @@ class StatsJob:
     def check_targets(self) -> None:
         """Raise on the CPU where a target is no class; elsewhere it becomes NaN, for a check would wait."""
         if drops_rows(self.input.device):
-            wrong = (self.kept_NK & ~self.is_class_NK).view(-1)
-            check_classes(self.target_NK.view(-1), wrong, self.classes, self.ignore_index)
+            wrong = (self.kept_NK & ~self.is_class_NK).reshape(-1)
+            check_classes(self.target_NK.reshape(-1), wrong, self.classes, self.ignore_index)
 
 
 @dataclass(kw_only=True)

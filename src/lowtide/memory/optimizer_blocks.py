@@ -173,8 +173,10 @@ class Block:
 
     def drop(self) -> None:
         """Leave a copy to the device unused: no step came, and the host's is as good."""
+        events = self._events
         self._wait(self._stream)
         self._let_go("host")
+        self._events = events  # behind which the host's copy is whole, as `finish` wants to know
 
     def forget(self) -> None:
         """Leave the optimizer with what it has now, and no copy under way that the memory would have to wait for."""

@@ -70,6 +70,7 @@ def _planned(text: str) -> str:
         (r"\s*,\s*", "+"),
         (r"(\d+)\s+x\s+", r"\1x"),
         (r"/([01])", r"-mlp\1"),
+        (r"\s+by\s+(\d+)", r"-tile\1"),
         (r"\s+offloaded", "-offload"),
     ):
         text = re.sub(printed, word, text.strip())

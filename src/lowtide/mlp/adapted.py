@@ -8,6 +8,7 @@ from torch import Tensor
 from lowtide.head.arguments import operand_dtype
 from lowtide.mlp.call import SwigluCall
 from lowtide.mlp.operators import run
+from lowtide.mlp.swiglu import check_level, check_tile
 
 
 class Adapter(NamedTuple):
@@ -28,7 +29,14 @@ class Projection(NamedTuple):
 
 
 def adapted_mlp(
-    input: Tensor, gate: Projection, up: Projection, down: Projection, *, activation: str, checkpoint_level: int
+    input: Tensor,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+    *,
+    activation: str,
+    checkpoint_level: int,
+    tile_tokens: int | None = None,
 ) -> Tensor:
     """Return ``(act(gate(x)) * up(x))`` through ``down``: `lowtide.swiglu_mlp` with adapters.
 
@@ -45,7 +53,8 @@ def adapted_mlp(
         up: [F, D].
         down: [D, F].
         activation: As `swiglu_mlp` has it.
-        checkpoint_level: The same.
+        checkpoint_level: The same; an attribute that users set, and so checked.
+        tile_tokens: The same.
 
     Returns:
         Tensor: [..., D], in the dtype of ``input``, or autocast's.
@@ -65,8 +74,8 @@ def adapted_mlp(
             down.bias,
             dtype=operand_dtype(input),
             activation=activation,
-            checkpoint_level=checkpoint_level,
-            tile_tokens=None,
+            checkpoint_level=check_level(checkpoint_level),
+            tile_tokens=check_tile(tile_tokens),
             gate_a=of_gate.a,
             gate_b=of_gate.b,
             up_a=of_up.a,

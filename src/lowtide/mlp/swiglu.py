@@ -82,7 +82,7 @@ def swiglu_mlp(
             dtype=dtype,
             activation=activation,
             checkpoint_level=check_level(checkpoint_level),
-            tile_tokens=None if tile_tokens is None else _check_tile(tile_tokens),
+            tile_tokens=check_tile(tile_tokens),
         )
     )
 
@@ -101,7 +101,15 @@ def check_level(level: object) -> int:
     return value
 
 
-def _check_tile(tile_tokens: object) -> int:
+def check_tile(tile_tokens: object) -> int | None:
+    """Return how many tokens are worked on at a time, None for all.
+
+    Raises:
+        ArgumentTypeError: Not an int.
+        ArgumentValueError: Less than one.
+    """
+    if tile_tokens is None:
+        return None
     value = check_index("tile_tokens", tile_tokens)
     if value < 1:
         raise ArgumentValueError(message("tile_tokens", "a whole number above 0, or None", repr(tile_tokens)))

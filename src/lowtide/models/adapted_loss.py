@@ -60,8 +60,11 @@ def adapted_cross_entropy(
         return loss
     kept = target != ignore_index
     counted = kept if weight is None else weight.detach()[target.where(kept, 0)] * kept
-    mean: Tensor = loss / counted.sum(dtype=loss.dtype)
-    return mean
+    total = counted.sum(dtype=loss.dtype)
+    if weight is not None:
+        return loss / total
+    # without a token the mean is NaN, and gradients are 0 as stock's, not NaN
+    return torch.where(total > 0, loss / total.clamp(min=1), torch.nan)
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:

@@ -99,8 +99,10 @@ class HeadCall:
         if is_autocast_on(device_type):
             self._autocast_dtype = torch.get_autocast_dtype(device_type)
 
-    # What the logits are made of beside a linear layer, of which `lowtide.linear_cross_entropy` alone has a version.
-    adapted = False
+    @property
+    def adapted(self) -> bool:
+        """Whether there is more to the logits than a linear layer: then the cross entropy alone needs none of them."""
+        return False
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -19,6 +19,7 @@ from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.models.adapted_loss import adapted_cross_entropy
+from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.head_call import Folded, Step, fold
 
 if TYPE_CHECKING:
@@ -69,7 +70,14 @@ def _neg(input: "LazyLogits") -> Any:
 def _log_softmax(input: "LazyLogits", dim: Any = None, dtype: Any = None) -> Any:
     if not _is_last(input, dim) or not (dtype is None or dtype.is_floating_point):
         return NotImplemented
-    return input.then(Step(Tensor.log_softmax, (-1, dtype)), input.meta().log_softmax(-1, dtype))
+    gives = _gives(input, lambda z: z.log_softmax(-1, dtype))
+    return input.then(Step(Tensor.log_softmax, (-1, dtype)), input.meta().log_softmax(-1, gives))
+
+
+def _gives(input: "LazyLogits", function: Callable[[Tensor], Tensor]) -> torch.dtype:
+    """Return the dtype of what ``function`` makes of a row of logits, where autocast may have another one for it."""
+    on_device = is_autocast_on(input.device.type)
+    return function(torch.zeros(1, 1, dtype=input.dtype, device=input.device if on_device else "meta")).dtype
 
 
 def _alike(input: "LazyLogits") -> Tensor:
@@ -124,7 +132,10 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
     def apply(input: "LazyLogits", *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor | torch.dtype) for arg in (*args, *kwargs.values())):
             return NotImplemented
-        like = _shown(input, function, args, kwargs)
+        meta = input.meta()
+        like = _shown(meta, function, args, kwargs)
+        if like is meta:  # as `flatten` of what is flat: the same tensor
+            return input
         if like is None or like.dim() == 0 or like.shape[-1] != input.shape[-1]:
             return NotImplemented
         rows = like.shape[:-1]
@@ -146,7 +157,7 @@ def _permute(input: "LazyLogits", *dims: Any) -> Any:
 
 
 def _moved(input: "LazyLogits", function: Callable[..., Tensor], *args: Any) -> Any:
-    like = _shown(input, function, args, {})
+    like = _shown(input.meta(), function, args, {})
     if like is None:
         return NotImplemented
     return input.then(Step(function, args, lambda x: function(x, *args)), like, view=True)
@@ -170,7 +181,7 @@ def _getitem(input: "LazyLogits", index: Any) -> Any:
     if all(type(part) is slice and part.indices(size) == (0, size, 1) for part, size in takes):
         return input
     chosen = full[:-1]
-    like = _shown(input, Tensor.__getitem__, (full,), {})
+    like = _shown(input.meta(), Tensor.__getitem__, (full,), {})
     if like is None:
         return NotImplemented
     return input.then(Step(Tensor.__getitem__, (full,), lambda x: x[chosen]), like, view=True)
@@ -192,10 +203,10 @@ def _is_last(input: "LazyLogits", dim: Any) -> bool:
     return type(dim) is int and dim in (-1, input.dim() - 1)
 
 
-def _shown(input: "LazyLogits", function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor | None:
+def _shown(meta: Tensor, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor | None:
     """Return what ``function`` gives, on no device; None where it is an error, which the real logits then raise."""
     try:
-        return function(input.meta(), *args, **kwargs)
+        return function(meta, *args, **kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
 
@@ -269,7 +280,7 @@ def _loss(
         )
 
     result: Tensor = input.call.without_logits(input.steps, folded, loss)
-    return result.to(input.dtype)
+    return result.to(_gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
 
 
 def _fold_rows(input: "LazyLogits") -> Folded | None:
@@ -310,7 +321,7 @@ def _sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtype: 
         values = (stats.mean_logit - stats.lse) * input.shape[-1]
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, total, dtype)
+    return _of_rows(input, folded, total, _gives(input, lambda z: z.sum(-1, dtype=dtype)))
 
 
 def _logsumexp(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
@@ -331,7 +342,7 @@ def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
         values: Tensor = getattr(stats, name)
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, stat)
+    return _of_rows(input, folded, stat, _gives(input, lambda z: z.logsumexp(-1)))
 
 
 def _of_rows(

@@ -54,15 +54,11 @@ def head_call(
     parameters = tuple(p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None)
     if any(type(parameter) is not nn.Parameter for parameter in parameters):
         return "a weight of the output embedding's LoRA is not a plain Parameter"
-    return (
-        LoraHeadCall(head, hidden, layer, report, options)
-        if layer.adapters
-        else HeadCall(head, hidden, report, options)
-    )
+    return LoraHeadCall(head, hidden, layer, report, options)
 
 
 class LoraHeadCall(HeadCall):
-    """One call of an output embedding with LoRA.
+    """One call of an output embedding with LoRA, none of which may be active: logits that are built later are of now.
 
     What the adapters make of the hidden states [..., r] is computed at once, so that dropout draws where the head's own
     code draws, and the loss and logits built later see the same.
@@ -86,7 +82,14 @@ class LoraHeadCall(HeadCall):
         self._inner = tuple(inner)
         super().__init__(head, hidden, report, options)
 
-    adapted = True
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters take part."""
+        return bool(self._layer.adapters)
+
+    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: ARG002
+        """Return (hidden, weight, bias) of the layer beneath the adapters."""
+        return self.hidden, self._layer.base.weight, self._layer.base.bias
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -106,5 +109,7 @@ class LoraHeadCall(HeadCall):
 
     def more(self, rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Return the adapters, each with the rows of its inputs that the loss is of, as the loss takes them."""
+        if not self.adapted:
+            return {}
         pairs = zip(self._inner, self._layer.adapters, strict=True)
         return {"adapters": [(rows(h), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in pairs]}

@@ -145,7 +145,8 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
             return base.forward(self, *args, **kwargs)
         if any(layer.adapters for layer in layers):
             projections = low_rank_projections(layers)
-            return adapted_mlp(args[0], *projections, activation=activation, checkpoint_level=level)
+            tile: int | None = getattr(self, TILE, None)
+            return adapted_mlp(args[0], *projections, activation=activation, checkpoint_level=level, tile_tokens=tile)
         gate, up, down = (layer.base for layer in layers)
         return swiglu_mlp(
             args[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -112,12 +113,17 @@ class ProfileConfig:
         Raises:
             ArgumentValueError: An unknown name or policy, a name twice, or a policy for nobody.
         """
-        words = [word for text in self.impl for word in text.split(",") if word]
+        between = rf",(?=\s*(?:{'|'.join(IMPLEMENTATIONS)}|{NOBODY})\b|\s*$)"  # a policy has commas of its own
+        words = [word.strip() for text in self.impl for word in re.split(between, text) if word.strip()]
         common, own = "input", {}
+        for text in (*self.policy, *words):
+            if "@" in text:
+                hint = "lowtide bench step measures a step with them in host memory."
+                raise ArgumentValueError(message("policy", "nothing of optimizer states", repr(text), hint))
         for text in self.policy:
-            name, equals, policy = text.rpartition("=")
+            name, equals, policy = text.partition("=")
             if not equals:
-                common = policy
+                common = text
             elif name in IMPLEMENTATIONS and name in {word.partition(":")[0] for word in words}:
                 own[name] = policy
             else:

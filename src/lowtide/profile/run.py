@@ -18,6 +18,7 @@ from lowtide.bench.results import Files, begin, replace
 from lowtide.bench.ways import LIGER, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure import ChildResult, run_child
+from lowtide.measure.child import ALLOCATOR
 from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.flops import device_peak, step_flop
 from lowtide.profile.include import include, read_profiles
@@ -168,7 +169,7 @@ def _in_children(way: Way, settings: dict[str, Any], stem: Path) -> list[ChildRe
     """Run an implementation's ranks, each a process, and return how they ended, the first first."""
     arguments = (dataclasses.asdict(way), settings, str(stem))
     if settings["sharding"] == "none":
-        return [run_child(measure, *arguments)]
+        return [run_child(measure, *arguments, env=ALLOCATOR)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -176,7 +177,9 @@ def _in_children(way: Way, settings: dict[str, Any], stem: Path) -> list[ChildRe
     group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def rank(number: int) -> ChildResult:
-        return run_child(measure, *arguments, env={**group, "RANK": str(number), "LOCAL_RANK": str(number)})
+        return run_child(
+            measure, *arguments, env={**ALLOCATOR, **group, "RANK": str(number), "LOCAL_RANK": str(number)}
+        )
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(rank, range(world)))

@@ -78,7 +78,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         self._parts: dict[str, bool] = {name: flags[name] for name in ("loss", "mlp", "norm", "rope")}
         self._trl, self._options, self._unpatch, self._show = trl, options, unpatch, show
         self._undone = False
-        self._model: Callable[[], Any] = lambda: None
+        self._model: weakref.ref[nn.Module] | None = None
         self.report: PatchReport | None = None
         self.trl_report: TrlReport | None = None
 
@@ -102,7 +102,7 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
             self._undone = False
             self.on_init_end(args, state, control, **kwargs)
             return
-        before = self._model()
+        before = self._model() if self._model is not None else None
         if not any(module is before for module in kwargs["model"].modules()):
             self._tell(state, self._patch(kwargs["model"]), _MADE_LATER)
 
@@ -114,6 +114,9 @@ class PatchCallback(TrainerCallback):  # type: ignore[misc]
         self._undone = True
         if self.trl_report is not None:
             unpatch_trl()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None}  # a copy is another trainer's, which patches its own
 
     def _patch(self, model: nn.Module) -> str:
         self.report = patch(model, **self._parts, options=self._options)

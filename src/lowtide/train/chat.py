@@ -23,8 +23,9 @@ class ChatFormat:
     A template with ``{% generation %}`` marks them itself. Any other is asked for the conversation up to each turn of
     the assistant, its header included, and for the same with that turn: what the second has more than the first is
     trained on, which holds where both are prefixes of the whole; a template that writes earlier turns otherwise once
-    there are later ones is refused. A token is trained on where it begins inside such a stretch of the text. White
-    space that follows the turn's last special token is left out: whoever generates has stopped there.
+    there are later ones is refused. A token is trained on where it begins inside such a stretch of the text, or
+    reaches into it from white space before it. White space that follows the turn's last special token is left out:
+    whoever generates has stopped there.
 
     Args:
         tokenizer: a fast tokenizer; its ``chat_template`` is used.
@@ -59,9 +60,8 @@ class ChatFormat:
         except (TypeError, ValueError) as error:  # halves of characters, which are no text
             raise _unrendered(given.where, error) from error
         ids, labels = array("q", encoded["input_ids"]), array("q")
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        for token, start in zip(ids, starts, strict=True):
-            labels.append(token if any(begin <= start < end for begin, end in spans) else IGNORED)
+        for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
+            labels.append(token if any(_is_of(text, start, stop, span) for span in spans) else IGNORED)
         if isinstance(given, Completion):  # nothing but the end tells the model to stop
             ids.append(self.tokenizer.eos_token_id)
             labels.append(self.tokenizer.eos_token_id)
@@ -81,7 +81,8 @@ class ChatFormat:
         text = self._render(given, len(given.messages))
         spans = []
         for index, one in enumerate(given.messages):
-            if one["role"] != "assistant" or index < given.trained_from:
+            # an answer to nothing is read and not learned: templates have no header for one
+            if one["role"] != "assistant" or index < max(given.trained_from, 1):
                 continue
             before = self._render(given, index, ask=True)
             after = self._render(given, index + 1)
@@ -142,6 +143,12 @@ class ChatFormat:
         """Return the length of a turn without the white space that follows its last special token."""
         bare = turn.rstrip()
         return len(bare) if bare.endswith(self._special) else len(turn)
+
+
+def _is_of(text: str, start: int, stop: int, span: tuple[int, int]) -> bool:
+    """Return whether a token is of a stretch of the text; its first one may have taken in the white space before."""
+    begin, end = span
+    return begin <= start < end or (start < begin < stop and text[start:begin].isspace())
 
 
 def use_template(tokenizer: Any, file: str) -> None:

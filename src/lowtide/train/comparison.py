@@ -18,6 +18,7 @@ from lowtide.measure import describe_machine, run_child
 from lowtide.train.config import TrainConfig
 from lowtide.train.prepare import prepare
 from lowtide.train.progress import quiet_transformers
+from lowtide.train.ranks import launched_ranks
 from lowtide.train.report import above_warm_mib, show_comparison
 from lowtide.train.run import TrainResult, run
 from lowtide.train.trainer import product_dtype, training_arguments
@@ -138,7 +139,7 @@ def measured_tolerance(stock: TrainResult, reference: TrainResult) -> Tolerance:
 def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Path | None) -> Comparison:
     """Do what `lowtide.train.compare` says."""
     console = console or Console()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_ranks() > 1:
         raise ArgumentValueError(
             message("compare", "one process", "a distributed launch", "Start it without torchrun.")
         )

@@ -53,9 +53,12 @@ class Split:
         return mine[_permutation(len(mine), f"{self.seed}:{stream}:{epoch}")].tolist()
 
 
-def split_corpus(corpus: Corpus, *, seed: int, held_out_bytes: int) -> Split:
-    """Hold out pieces of so many bytes together, or a tenth of the pieces where that is less; at least one."""
-    most = max(1, len(corpus) // 10)
+def split_corpus(corpus: Corpus, *, seed: int, held_out_bytes: int, streams: int) -> Split:
+    """Hold out pieces of so many bytes together, or a tenth of the pieces where that is less; at least one.
+
+    Each of the streams has a piece of its own among the others.
+    """
+    most = max(1, min(len(corpus) // 10, len(corpus) - streams))
     sizes = itertools.accumulate(corpus.bytes_of(piece) for piece in _dealt(len(corpus), seed)[:most].tolist())
     enough = sum(1 for size in sizes if size < held_out_bytes) + 1
     return Split(pieces=len(corpus), held_out=min(most, enough), seed=seed)

@@ -94,7 +94,10 @@ def prepare(config: TrainConfig, args: Any, resume_from: Path | None, box: Model
     packing = _packing(config, corpus)
     model_config(config.model, vocab_size=config.vocab_size)  # a wrong name is told before a tokenizer is trained
     split = split_corpus(
-        corpus, seed=config.seed, held_out_bytes=config.eval_blocks * config.seq_len * _BYTES_PER_TOKEN
+        corpus,
+        seed=config.seed,
+        held_out_bytes=config.eval_blocks * config.seq_len * _BYTES_PER_TOKEN,
+        streams=streams,
     )
     tokenizer = _tokenizer(config, corpus, split, resume_from)
     shape = run_shape(config, tokenizer)

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import torch
+
+
+def launched_ranks() -> int:
+    """Return how many processes the launcher has started for this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the launcher's first, also before there is a group."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def in_group() -> bool:

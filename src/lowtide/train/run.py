@@ -23,7 +23,7 @@ from lowtide.train.model import has_weights
 from lowtide.train.packing import PackedBlocks
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
-from lowtide.train.ranks import in_group, leave_group
+from lowtide.train.ranks import in_group, is_first_rank, launched_ranks, leave_group
 from lowtide.train.report import show_result, show_start
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
@@ -109,6 +109,9 @@ class _Run:
                 expected, hint = f"a run with steps left of {config.max_steps}", "Ask for more with --max-steps."
                 raise ArgumentValueError(message("resume", expected, f"{self.output}, which is complete", hint))
         elif save:
+            if config.output is None and launched_ranks() > 1:
+                got, hint = "none: by the clock each would make its own", "Name it with --output."
+                raise ArgumentValueError(message("output", "a folder that all ranks know", got, hint))
             self.output = checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
 
     def result(self) -> TrainResult:
@@ -181,7 +184,7 @@ class _Run:
                 resumed_at = None if self.resume_from is None else checkpoints.step_of(self.resume_from)
                 callbacks.append(tensorboard(self.output / checkpoints.BOARD, resumed_at))
         if config.early_stop:
-            callbacks.append(EarlyStop(config.early_stop))
+            callbacks.append(EarlyStop(config.early_stop, saves=self.save))
         return callbacks
 
     def _train(self, metrics: StepMetrics) -> None:
@@ -311,6 +314,8 @@ def finish_complete_run(config: TrainConfig) -> Path | None:
     history = checkpoints.log_history(newest) if config.early_stop else []
     if checkpoints.step_of(newest) < config.max_steps and not is_over(history, config.early_stop):
         return None
+    if not is_first_rank():  # which makes it for all
+        return newest
     best = best_step(history)
     of_best = output / f"checkpoint-{best}"
     model = checkpoints.model_from_checkpoint(of_best if best is not None and of_best.is_dir() else newest)

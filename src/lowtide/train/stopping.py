@@ -30,10 +30,14 @@ class EarlyStop(TrainerCallback):  # type: ignore[misc]
     """Stops a run whose held-out loss no longer falls, and has a checkpoint written of every best one and of the last.
 
     What it knows is in Trainer's own log, which a checkpoint holds: a resumed run stops where it would have.
+
+    Args:
+        patience: evaluations without a better one.
+        saves: whether the run writes checkpoints at all.
     """
 
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
+    def __init__(self, patience: int, *, saves: bool) -> None:
+        self._patience, self._saves = patience, saves
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look at the evaluation that was just logged."""
@@ -41,7 +45,8 @@ class EarlyStop(TrainerCallback):  # type: ignore[misc]
         if state.global_step == 0:
             return
         stops = is_over(state.log_history, self._patience)
-        if stops or best_step(state.log_history) == state.global_step:
+        # Trainer would obey this also where its save_strategy is "no"
+        if self._saves and (stops or best_step(state.log_history) == state.global_step):
             control.should_save = True
         if stops:
             control.should_training_stop = True
