@@ -243,6 +243,23 @@ def test_a_hook_put_on_before_the_loss_sees_the_gradient(pair, batch):
     assert report.calls_materialised == 1
 
 
+@pytest.mark.parametrize("late", [lambda z, y: z.argmax(-1), lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1))])
+def test_a_fused_optimizers_step_is_noticed(late, pair, batch):
+    """It changes weights without their versions."""
+    model, _ = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    out = model(**batch)
+    out.loss.backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="changed since"):
+        late(out.logits, batch["labels"])
+    out = model(**batch)
+    late(out.logits, batch["labels"])
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()  # another model's
+    late(out.logits, batch["labels"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype, pair, batch):
     model, stock = pair("gpt2", dtype)

@@ -78,6 +78,7 @@ def measure(
             return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
         except Exception as error:
             rows.append({"tokens": tokens, "failed": reason_of(error)})
+            optimizer.zero_grad(set_to_none=True)  # which the next length would add to
         if file is not None:
             Path(file).write_text(json.dumps(rows))
     return rows

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
@@ -54,6 +55,16 @@ class Folded:
     sign: int
 
 
+# How often any optimizer has stepped in this process: fused ones change weights and leave no other trace.
+_steps_taken = [0]
+
+
+def _count_step(*_: Any) -> None:
+    _steps_taken[0] += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
 _KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.detach)  # detach: where there is no gradient to stop
 
 # The stock forward of a head, and work that needs it.
@@ -91,6 +102,7 @@ class HeadCall:
         self.fused = False
         self.built = False
         self._state = _state(self.tensors)
+        self._steps_taken = _steps_taken[0]
         self._sample = _sample(self.tensors)
         self._inference = torch.is_inference_mode_enabled()
         self.grad_mode = torch.is_grad_enabled()
@@ -197,7 +209,7 @@ class HeadCall:
 
         with ExitStack() as modes:
             self._enter_autocast(modes)
-            result = self._run(work)
+            result = self._run(work, later=self._steps_taken != _steps_taken[0])
         if not self.fused:
             self.fused = True
             self.report.count_fused()
@@ -234,7 +246,7 @@ class HeadCall:
         # accelerate's offloading gives the head new Parameters, of the same values, at each call.
         changed = _state(self.tensors) != self._state and not hasattr(head, "_hf_hook")
         # Fused optimizers and writes to .data leave versions alone. Comparing waits for the device, so only where
-        # logits are built, which costs far more.
+        # logits are built, which costs far more, or an optimizer has stepped since.
         if changed or (later and not torch.equal(_sample(self.tensors), self._sample)):
             raise UnsupportedError(
                 "logits: expected the hidden states and the output embedding as the forward pass left them, got ones "

@@ -35,12 +35,10 @@ def shard(model: Any, sharding: str, device: torch.device, *, offload: bool) -> 
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    kwargs: dict[str, Any] = {
-        "mesh": mesh, "reshard_after_forward": sharding == "zero3", "offload_policy": policy
-    }  # fmt: skip
+    kwargs: dict[str, Any] = {"mesh": mesh, "offload_policy": policy}
     for layer in find_stack(model).layers.values():
-        fully_shard(layer, **kwargs)
-    fully_shard(model, **kwargs)
+        fully_shard(layer, reshard_after_forward=sharding == "zero3", **kwargs)
+    fully_shard(model, reshard_after_forward=None if sharding == "zero3" else False, **kwargs)  # None: its own choice
 
 
 def leave() -> None:
