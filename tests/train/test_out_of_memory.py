@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from lowtide.cli import main
+from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory.policy_words import layer_policies
 from lowtide.train import checkpoints
 from lowtide.train.activations import as_mixture, as_text
-from lowtide.train.advice import OutOfMemory, advise, is_out_of_memory
+from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
 from lowtide.train.trainer import LowtideTrainer

@@ -22,9 +22,10 @@ from lowtide.bench.longest_config import OFFLOADED
 from lowtide.bench.longest_fit import OWN
 from lowtide.bench.rows import reason_of
 from lowtide.bench.step_way import VOCABULARY, steps
-from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing
+from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing, with_lora
 from lowtide.errors import UnsupportedError
 from lowtide.measure import available_bytes, gib
+from lowtide.measure.failures import is_out_of_memory, is_the_gpus
 from lowtide.memory import apply_policy
 from lowtide.memory.policy_words import parse_policies
 from lowtide.memory.stack import find_stack
@@ -137,12 +138,10 @@ def measure(
 
 def out_of(error: Exception) -> str | None:
     """Return which memory an error says has run out, None where it says another thing."""
-    text = str(error)
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return ON_GPU
-    pinned = isinstance(error, RuntimeError) and "out of memory" in text  # cudaHostAlloc's, which has no class
-    refused = isinstance(error, UnsupportedError) and text.startswith(("host_gib", "offload"))
-    return ON_HOST if pinned or refused or isinstance(error, MemoryError) or "can't allocate memory" in text else None
+    if is_out_of_memory(error):
+        return ON_GPU if is_the_gpus(error) else ON_HOST
+    refused = isinstance(error, UnsupportedError) and str(error).startswith(("host_gib", "offload"))
+    return ON_HOST if refused else None
 
 
 def build(
@@ -162,7 +161,7 @@ def build(
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         _finish(model, way)
-        return _with_adapters(model)
+        return with_lora(model, RANK, TARGETS)
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -190,13 +189,6 @@ def _keep(model: Any, way: str, policies: str, host_gib: float) -> AbstractConte
     if way.endswith(OFFLOADED):  # what transformers' users do: all that is saved outside the layers goes too
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
     return contextlib.nullcontext()
-
-
-def _with_adapters(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    settings = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
-    return get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 
 @contextlib.contextmanager

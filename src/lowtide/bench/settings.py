@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -56,16 +57,21 @@ class RunSettings(Settings):
 
 def command_of(benchmark: str, config: Any) -> str:
     """Return the command that asks for the same: the settings that differ from their defaults."""
-    words = ["lowtide", "bench", benchmark]
+    return shlex.join(["lowtide", "bench", benchmark, *options_of(config, but=("output",))])
+
+
+def options_of(config: Any, *, but: Sequence[str]) -> list[str]:
+    """Return a dataclass's settings that differ from their defaults as options, all ``but`` these."""
+    words: list[str] = []
     for setting in sorted(dataclasses.fields(config), key=lambda setting: setting.metadata["last"]):
         value, flag = getattr(config, setting.name), "--" + setting.name.replace("_", "-")
-        if value == setting.default or setting.name == "output":
+        if value == setting.default or setting.name in but:
             continue
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))
         else:
             words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
-    return shlex.join(words)
+    return words
 
 
 def number(name: str, text: str, kind: type) -> Any:

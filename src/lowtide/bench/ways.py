@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,8 +116,13 @@ def apply_liger(config: Any) -> None:
     importlib.import_module("liger_kernel.transformers")._apply_liger_kernel(config.model_type)
 
 
-def with_lora(model: Any, rank: int) -> Any:
+def with_lora(model: Any, rank: int, targets: Sequence[str] = ()) -> Any:
     """Return the model with LoRA adapters of this rank on its linear layers, in their dtype, all else frozen.
+
+    Args:
+        model: Of transformers'.
+        rank: Of the adapters.
+        targets: Names of the layers that get one; none: every linear layer but the output layer.
 
     Raises:
         UnsupportedError: peft is not installed.
@@ -126,7 +131,9 @@ def with_lora(model: Any, rank: int) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise UnsupportedError(message("lora", "the package peft to be installed", str(error))) from error
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM"
+    )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from lowtide.bench.settings import options_of
 from lowtide.bench.ways import IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.planner_bytes import OPTIMIZERS
@@ -142,13 +142,4 @@ class ProfileConfig:
 
     def command(self) -> str:
         """Return the command that says the same."""
-        words = ["lowtide", "profile"]
-        for setting in sorted(dataclasses.fields(self), key=lambda setting: setting.metadata["last"]):
-            value, flag = getattr(self, setting.name), "--" + setting.name.replace("_", "-")
-            if value == setting.default or setting.name in ("output", "json", "png", "html"):
-                continue
-            if isinstance(value, bool):
-                words.append(flag if value else flag.replace("--", "--no-"))
-            else:
-                words += [flag, *map(str, value if isinstance(value, tuple) else (value,))]
-        return shlex.join(words)
+        return shlex.join(["lowtide", "profile", *options_of(self, but=("output", "json", "png", "html"))])

@@ -23,6 +23,7 @@ from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import COMPILE, Way, build_way, make_optimizer
 from lowtide.errors import UnsupportedError
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, resident_bytes
+from lowtide.measure.failures import is_out_of_memory
 from lowtide.profile.owners import known_before, optimizer_tensors
 from lowtide.profile.phases import EMBEDDING, END, HEAD_BACKWARD, OPTIMIZER, Phase, PhaseMarks, mended
 from lowtide.profile.recording import Recording, record, storages
@@ -59,16 +60,14 @@ def measure(way: dict[str, str], settings: dict[str, Any], stem: str) -> dict[st
     except Exception as error:  # a policy that does not fit, a lack of memory for the model alone
         if settings["gpus"] > 1:  # the other ranks would wait for this one
             raise
-        told = {"failed": out_of_memory("while the model was built", device) if is_memory(error) else reason_of(error)}
+        told = {
+            "failed": out_of_memory("while the model was built", device)
+            if is_out_of_memory(error)
+            else reason_of(error)
+        }
     if sharded:
         atexit.register(leave)  # when the answer is written
     return told if rank == 0 else None
-
-
-def is_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, on a GPU or on the host."""
-    of_host = any(words in str(error) for words in ("can't allocate memory", "not enough memory"))  # by system
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or of_host
 
 
 def out_of_memory(where: str, device: torch.device) -> str:
@@ -137,7 +136,7 @@ class Steps:
                     self.step()
                 timed.append(found)
         except Exception as error:
-            if not is_memory(error):
+            if not is_out_of_memory(error):
                 raise
             failed = out_of_memory(f"in the {self.marks.current}", self.device)
             if settings["gpus"] > 1:
@@ -196,7 +195,7 @@ class Steps:
             try:
                 self.step()
             except Exception as error:
-                if not is_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 self.see_gradients()
         known.gradients = self.gradients

@@ -31,7 +31,6 @@ from lowtide.train.config import TrainConfig
 if TYPE_CHECKING:
     from lowtide.train.activations import Chosen
 
-_ON_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _MARGIN = 0.95  # what is advised must be expected to take less than what has just failed
 
 
@@ -39,13 +38,6 @@ class OutOfMemory(LowtideError, MemoryError):
     """The run needs more memory than there is; the text says what would fit, in several lines."""
 
     exit_status = 3
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be had, on a GPU or on the host."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return not isinstance(error, OutOfMemory)
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ON_CPU)
 
 
 def advise(

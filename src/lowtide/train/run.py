@@ -13,8 +13,9 @@ from rich.console import Console
 import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure import cuda_peak_bytes, peak_resident_bytes
+from lowtide.measure.failures import is_out_of_memory
 from lowtide.train import checkpoints
-from lowtide.train.advice import advise, is_out_of_memory
+from lowtide.train.advice import advise
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
 from lowtide.train.lora import merge_adapter, stored_dtype

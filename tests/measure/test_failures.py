@@ -1,0 +1,33 @@
+"""What is taken for a lack of memory, and whose it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide.errors import UnsupportedError
+from lowtide.measure.failures import is_out_of_memory, is_the_gpus
+
+ON_EITHER = (  # PyTorch's allocator has a class of its own; these do not
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+)
+ON_HOST = (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes"))
+
+
+@pytest.mark.parametrize("error", [*ON_EITHER, *ON_HOST, torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+@pytest.mark.parametrize("free", [None, 0, 1 << 34])
+def test_whose_memory(error: Exception, free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: free is not None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 36))
+    assert is_out_of_memory(error)
+    assert is_the_gpus(error) == (isinstance(error, torch.OutOfMemoryError) or (error in ON_EITHER and free == 0))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("shapes cannot be multiplied"), ValueError("out of memory"), UnsupportedError("out of memory")],
+)
+def test_other_errors(error: Exception) -> None:
+    assert not is_out_of_memory(error)
