@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def alone() -> bool:
+    """Return whether no other worker of pytest uses the machine: only then are times a test's own."""
+    return os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
 
 
 def relative_error(got: Tensor, true: Tensor) -> float:
