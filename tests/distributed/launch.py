@@ -93,7 +93,8 @@ def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> N
     if DEVICE == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE))
+    patience = timedelta(seconds=PATIENCE)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=patience)
     torch.set_num_threads(1)
     failed = False
     with (folder / f"{rank}.jsonl").open("w") as report:
