@@ -140,7 +140,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _settings(name: str, layers: int | None) -> dict[str, Any]:
     """Return the config of a ``--model``, with another number of layers where asked for."""
-    from lowtide.memory.planner.shapes import read_settings
+    from lowtide.memory.planner.shapes import read_settings, with_layers
 
     if name == DEFAULT:
         settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})
@@ -151,14 +151,7 @@ def _settings(name: str, layers: int | None) -> dict[str, Any]:
     else:
         expected = f"a config.json, a folder with one, or one of {', '.join(SHAPES)}"
         raise ArgumentValueError(message("model", expected, repr(name)))
-    if layers is None:
-        return settings
-    if layers < 1:
-        raise ArgumentValueError(message("layers", "at least 1", str(layers)))
-    types = settings.get("layer_types")
-    if isinstance(types, list):
-        settings["layer_types"] = (types * -(-layers // len(types)))[:layers]
-    return {**settings, "num_hidden_layers": layers}
+    return settings if layers is None else with_layers(settings, layers)
 
 
 def _draw(file: Path, plan: MemoryPlan) -> None:

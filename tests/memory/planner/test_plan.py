@@ -174,6 +174,14 @@ def test_the_lines_offload_the_optimizers_states(
     assert (told["states_gib"], told["late"]) == (found.chosen.states / GIB, late)
 
 
+def test_the_lines_say_what_gradient_accumulation_needs() -> None:
+    """States come back in the first backward where nobody says that more follow."""
+    name = "backwards_per_step"
+    assert name in plan(seq_len=32768, host_gib=64, keep_gradients=True).lines()
+    assert name not in plan(seq_len=32768, host_gib=64).lines()
+    assert name not in plan(seq_len=32768, host_gib=64, keep_gradients=True, offload_states=False).lines()
+
+
 def test_states_stay_where_asked_or_where_nothing_is_to_be_had() -> None:
     for found in (
         plan(seq_len=32768, host_gib=64, offload_states=False),

@@ -99,6 +99,8 @@ class MemoryPlan:
         amount = "" if self.states_gib is None else f", gib={self.states_gib:g}"
         late = ", late=True" if self.chosen.late else ""
         offload = [f"offload_optimizer(optimizer, model{amount}{late})"] if states else []
+        if states and self.job.keep_gradients and not late:  # a late one comes back behind all of them
+            offload.insert(0, "# with backwards_per_step=N, for N backward passes of a step:")
         return "\n".join(
             [
                 "import lowtide",

@@ -203,6 +203,23 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
         raise ArgumentValueError(message("model_or_config", "a config that transformers accepts", why)) from error
 
 
+def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a config's fields with another number of layers, whose kinds follow each other as before.
+
+    Args:
+        settings: As `read_settings` returns them.
+        layers: How many.
+
+    Raises:
+        ArgumentValueError: None at all.
+    """
+    if layers < 1:
+        raise ArgumentValueError(message("layers", "at least 1", str(layers)))
+    types = settings.get("layer_types")
+    repeated = {"layer_types": (types * -(-layers // len(types)))[:layers]} if isinstance(types, list) and types else {}
+    return {**settings, **repeated, "num_hidden_layers": layers}
+
+
 def _read_file(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     try:
