@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from lowtide.train.shapes import DEFAULT, SHAPES
 if TYPE_CHECKING:
     from lowtide.memory import MemoryPlan
 
+LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
 Say what a training step of a language model takes, and what each layer should keep for backward so that the step is
 the fastest that fits in a budget of GPU memory, and in one of pinned host memory. From the model's config alone:
@@ -117,7 +119,8 @@ def main(arguments: argparse.Namespace) -> int:
     told = plan.to_dict()
     quiet = arguments.json == "-"
     if not quiet:
-        sys.stdout.write(f"{plan}\n")
+        width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+        sys.stdout.write(f"{plan.text(width)}\n")
     status = 0
     if arguments.check:
         from lowtide.bench.plan import check_plan

@@ -13,7 +13,7 @@ _EACH = ("#e69f00", "#c4561c", "#009e73", "#cc79a7", "#8a5fbf", "#5b3a1e", "#56b
 _MARKS = "sD^vPX<>h"
 _STEPS = tuple(s * 10.0**k for k in range(-3, 5) for s in (1, 2, 5))  # GiB between ticks
 _TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of every decade
-_PLACES = ((6, 5), (6, -12), (-6, 5), (-6, -12), (0, 9), (0, -16), (12, 14), (12, -22), (-12, 14), (-12, -22))
+_PLACES = ((6, 5), (6, -12), (12, 14), (12, -22), (-6, 5), (-6, -12), (0, 9), (0, -16), (-12, 14), (-12, -22))
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,9 @@ def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point
     axes.set_ylabel("time of a step, s")
     axes.margins(0.12)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    labels = [(p, _OWN, 7) for p in line if p.name] + [(chosen, _OTHERS, 9)]
-    _label(figure, axes, [label for label in labels if label[0].name])
+    apart = 0.1 * (line[-1].mib - line[0].mib)  # nearer to the choice a name would stand in its name's way
+    named = [(p, _OWN, 7) for p in line if p.name and abs(p.mib - chosen.mib) > apart]
+    _label(figure, axes, [*([(chosen, _OTHERS, 9)] if chosen.name else []), *named], beside=line)
     figure.savefig(file, dpi=150, format="png")
 
 
@@ -272,12 +273,20 @@ def _locator(ticks: Sequence[float]) -> Any:
     return FixedLocator(ticks)
 
 
-def _label(figure: Any, axes: Any, labels: Sequence[tuple[Point, str, int]]) -> None:
-    """Write each point's name beside it, in the first place where it covers neither a point nor another name."""
+def _label(figure: Any, axes: Any, labels: Sequence[tuple[Point, str, int]], *, beside: Sequence[Point] = ()) -> None:
+    """Write each point's name beside it, in the first place where it covers no point, other name or edge.
+
+    Args:
+        figure: Where.
+        axes: The part of it.
+        labels: Points with their names' colours and sizes, the first ones first.
+        beside: Points without a name.
+    """
     figure.draw_without_rendering()  # fixes the layout, so that places in pixels are known
     renderer = figure.canvas.get_renderer()
-    taken = []
-    for point, _, _ in labels:
+    edges = axes.get_window_extent(renderer)
+    taken = [(edges.x1, edges.y0, edges.x1 + edges.width, edges.y1)]  # what lies right of the axes
+    for point in (*beside, *(point for point, _, _ in labels)):
         x, y = axes.transData.transform((point.mib, point.ms))
         taken.append((x - 5, y - 5, x + 5, y + 5))
     for point, color, size in labels:

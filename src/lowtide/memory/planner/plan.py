@@ -159,7 +159,7 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     helps = []
     if states > budget:
         helps.append(
-            f"parameters, gradients and optimizer states alone take {gib(states):.2f} GiB: take another optimizer"
+            f"parameters, gradients and optimizer states alone take {_said(states)} GiB: take another optimizer"
             f" ({', '.join(name for name in OPTIMIZERS if name != job.optimizer)}), or more GPUs"
         )
     else:
@@ -172,12 +172,17 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     roomy = Search(job, 2**60, offload_states=offload_states).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} would do, with {roomy}")
-    lacking = gib(least.peak - budget)
-    expected = f"at least {gib(least.peak):.2f} for {job.batch_size} x {job.seq_len} tokens ({least}; peak in {phase})"
-    got = f"{gib(budget):.2f}, {lacking:.2f} GiB too little"
+    tokens = f"{job.batch_size} x {job.seq_len} tokens"
+    expected = f"at least {_said(least.peak)} for {tokens} ({least}; peak in {phase})"
+    got = f"{_said(budget)}, {_said(least.peak - budget)} GiB too little"
     return ArgumentValueError(
         message("budget_gib", expected, got, f"What would help: {'; '.join(helps)}." if helps else "")
     )
+
+
+def _said(size: int) -> str:
+    """Return bytes in GiB, with so many digits that a small model's are not 0."""
+    return f"{gib(size):.2f}" if size >= 2**30 // 10 else f"{gib(size):.2g}"
 
 
 def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
@@ -193,6 +198,8 @@ def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
     if close or chosen.states:
         why = "close to the GPU's size" if close else "states leave and come back in each step"
         found.append(f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against gaps")
+    if shape.part_of:
+        found.append(f"the text part of {shape.part_of} alone: what sees or hears beside it is left out")
     if 0 < shape.positions < job.seq_len:
         found.append(
             f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"
