@@ -123,6 +123,14 @@ def test_it_needs_no_transformers() -> None:
     assert "apply_policy(model" in ended.stdout
 
 
+@pytest.mark.parametrize("option", ["--json", "--png"])
+def test_a_file_that_cannot_be_is_said_before_anything_runs(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--check", option, "/nowhere/at/all"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == f"lowtide plan: {option[2:]}: expected a file in a folder that exists, got /nowhere/at/all.\n"
+
+
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     command, shown = re.findall(r"```console\n\$ lowtide (plan .*?)\n(.*?)```", page, re.DOTALL)[0]

@@ -101,6 +101,9 @@ def main(arguments: argparse.Namespace) -> int:
 
     if arguments.grad_accum < 1:
         raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
+    for name, file in (("json", arguments.json), ("png", arguments.png)):  # before minutes of a check are spent
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise ArgumentValueError(message(name, "a file in a folder that exists", str(file)))
     settings = _settings(arguments.model, arguments.layers)
     plan = plan_memory(
         settings,
@@ -166,12 +169,12 @@ def _draw(file: Path, plan: MemoryPlan) -> None:
         f" tokens, {job.optimizer}, on {job.gpu.name}"
     )
     last = len(plan.front) - 1
-    marked = {0, last // 3, 2 * last // 3, last}
+    near = 0.1 * (plan.front[last].peak - plan.front[0].peak)  # to the choice: a name would stand in its name's way
+    marked = [i for i in (0, last // 3, 2 * last // 3, last) if abs(plan.front[i].peak - plan.peak_bytes) > near]
     front = [
         Point(str(one) if i in marked else "", one.peak / 2**20, one.seconds * 1e3) for i, one in enumerate(plan.front)
     ]
     chosen = Point(str(plan.chosen), plan.peak_bytes / 2**20, plan.seconds * 1e3)
-    front = [p if (p.mib, p.ms) != (chosen.mib, chosen.ms) else Point("", p.mib, p.ms) for p in front]
     try:
         draw_budget(file, title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
     except ImportError as error:

@@ -84,7 +84,7 @@ def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, 
                 if handle is not None and not line.dotted:
                     shown.setdefault(line.name, handle)
             if panel.log:
-                axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.0e}")
+                axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}" if value >= 1e-3 else f"{value:.0e}")
             else:  # of all panels of the row, which share the axis
                 top = max((y for each in panels for line in each.lines for _, y in line.points), default=1)
                 axes.set_ylim(0, 1.06 * top)
@@ -229,8 +229,7 @@ def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point
     axes.set_ylabel("time of a step, s")
     axes.margins(0.12)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    apart = 0.1 * (line[-1].mib - line[0].mib)  # nearer to the choice a name would stand in its name's way
-    named = [(p, _OWN, 7) for p in line if p.name and abs(p.mib - chosen.mib) > apart]
+    named = [(p, _OWN, 7) for p in line if p.name]
     _label(figure, axes, [*([(chosen, _OTHERS, 9)] if chosen.name else []), *named], beside=line)
     figure.savefig(file, dpi=150, format="png")
 

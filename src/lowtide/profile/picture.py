@@ -15,7 +15,7 @@ from lowtide.profile.looks import (
     title_of,
     unit_of,
 )
-from lowtide.profile.owners import OWNERS
+from lowtide.profile.owners import ACTIVATIONS, OWNERS
 from lowtide.profile.phases import EMBEDDING, EMBEDDING_BACKWARD, HEAD_BACKWARD, RECOMPUTE
 
 _WIDTH = 10.5
@@ -129,17 +129,29 @@ def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]], colors: Sequence[str],
                     left[i] + size / 2, i, f"{size:.3g}",
                     ha="center", va="center", fontsize=7, color="white" if dark else "black",
                 )  # fmt: skip
+            if owner == ACTIVATIONS:
+                layers = rows[i]["peak"]["activations_gib"].values()
+                _draw_layers(axes, i, left[i], [gib * scale for gib in layers], most)
             left[i] += size
     for i, row in enumerate(rows):
         axes.text(left[i] + 0.008 * most, i, f"{left[i]:.4g}, {row['peak']['phase']}", va="center", fontsize=7)
     axes.set_xlim(0, 1.25 * most)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     _name_rows(axes, rows, colors)
-    axes.set_xlabel(f"the peak by owner, {unit}")
+    axes.set_xlabel(f"the peak by owner, {unit} (activations: by layer)")
     if rows:
         axes.legend(
             loc="upper center", bbox_to_anchor=(0.5, _below(axes, 0.42)), ncols=4, fontsize=8, frameon=False
         )  # fmt: skip
+
+
+def _draw_layers(axes: Any, i: int, left: float, sizes: Sequence[float], most: float) -> None:
+    """Part a bar's activations by layer, where the parts are wide enough to be told from each other."""
+    if min(sizes, default=0.0) < 0.002 * most:
+        return
+    for size in sizes[:-1]:
+        left += size
+        axes.vlines(left, i - 0.36, i + 0.36, color="white", linewidth=0.4)
 
 
 def _halo() -> list[Any]:

@@ -127,8 +127,13 @@ def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
 
 
 def test_states_that_do_not_fit_are_said_to_be_it() -> None:
-    with pytest.raises(ArgumentValueError, match=r"optimizer states alone take 59\.83 GiB: take another optimizer"):
+    with pytest.raises(ArgumentValueError, match=r"help: parameters.*states alone take 59\.83 GiB: train adapters"):
+        plan(SHAPES["llama-3-8b"], budget=30)
+    with pytest.raises(ArgumentValueError, match=r"help: optimizer sgd fits; .* alone take 59\.83 GiB\.$"):
         plan(SHAPES["llama-3-8b"], budget=40)
+    assert plan(SHAPES["llama-3-8b"], budget=40, optimizer="sgd").peak_bytes <= 40 * GIB
+    with pytest.raises(ArgumentValueError, match=r"help: optimizer adamw-8bit or sgd or sgd-momentum fits; "):
+        plan(SHAPES["llama-3-8b"], budget=56)
 
 
 def test_the_lines_are_python_that_makes_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -157,11 +158,12 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     states = memory.weights + memory.all_gradients + memory.states
     phase = memory.peak(least.groups, least.states, late=least.late)
     helps = []
+    lighter = [name for name in OPTIMIZERS if name != job.optimizer and _fits(search, name, budget, offload_states)]
+    if lighter:
+        helps.append(f"optimizer {' or '.join(lighter)} fits")
     if states > budget:
-        helps.append(
-            f"parameters, gradients and optimizer states alone take {_said(states)} GiB: take another optimizer"
-            f" ({', '.join(name for name in OPTIMIZERS if name != job.optimizer)}), or more GPUs"
-        )
+        way_out = "" if lighter else ": train adapters (LoRA), or take more GPUs"
+        helps.append(f"parameters, gradients and optimizer states alone take {_said(states)} GiB{way_out}")
     else:
         sequence = longest_sequence(job, budget, search.host_bytes, offload_states=offload_states)
         batch = largest_batch(job, budget, search.host_bytes, offload_states=offload_states)
@@ -178,6 +180,12 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     return ArgumentValueError(
         message("budget_gib", expected, got, f"What would help: {'; '.join(helps)}." if helps else "")
     )
+
+
+def _fits(search: Search, optimizer: str, budget: int, offload_states: bool) -> bool:
+    """Return whether a step with another optimizer would fit."""
+    job = replace(search.job, optimizer=optimizer)
+    return Search(job, search.host_bytes, offload_states=offload_states).least().peak <= budget
 
 
 def _said(size: int) -> str:
