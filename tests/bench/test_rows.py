@@ -69,6 +69,8 @@ def test_errors_are_left_out_where_not_wanted() -> None:
     [
         (ModuleNotFoundError("No module named 'x'"), "ModuleNotFoundError: No module named 'x'"),
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nlots"), "out of memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out of memory"),
         (AssertionError(), "AssertionError"),
         (RuntimeError("first\nsecond"), "RuntimeError: first"),
     ],

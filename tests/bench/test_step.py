@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner_choice import name_of
+from lowtide.memory.planner.search import name_of
 from lowtide.memory.policy_words import parse_policies, split_states
 
 KEEP_ALL = ActivationPolicy()
@@ -148,16 +150,46 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
     assert seen == ["", json.dumps(rows[:1])]
 
 
-def test_memory_that_does_not_suffice_ends_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_memory_that_does_not_suffice_ends_a_way(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(model: Any, optimizer: Any, tokens: int, *args: Any) -> dict[str, Any]:
         if tokens > 10:
-            raise torch.cuda.OutOfMemoryError("no")
+            raise error
         return {"seconds": 1.0}
 
     monkeypatch.setattr(step_way, "steps", steps)
     rows = step_way.measure("stock", "lowtide-small", [10, 20, 30], 1, 0, 1, "float32", "cpu", "auto", 0)
     failed = {"failed": step_way.OUT_OF_MEMORY}
     assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]
+
+
+@pytest.mark.parametrize(
+    ("environment", "setting"),
+    [
+        ({}, ""),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"},
+         "backend:cudaMallocAsync"),
+    ],
+)  # fmt: skip
+def test_a_row_says_what_the_allocator_held_and_how_it_was_set(
+    environment: dict[str, str], setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 5 * 2**30)
+    told = step_way._memory(torch.device("cuda"))
+    assert told == {"peak_gib": 3.0, "reserved_gib": 5.0, "allocator": setting}
+    assert step_way._memory(torch.device("cpu")).keys() == {"peak_gib"}
+    command = [sys.executable, "-c", "from lowtide.measure.child import ALLOCATOR; print(ALLOCATOR)"]
+    told_children = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert ("expandable_segments" in told_children) == (setting == ""), "whoever has set it is asked no more"
 
 
 def test_peers_keep_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from lowtide.cli import main
 from lowtide.memory import plan_memory
-from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner.gpus import GPUS
 from lowtide.train.shapes import SHAPES
 
 SMALL = ["plan", "--model", "llama-3.2-1b", "--seq-len", "4096", "--gpu", "h100"]
@@ -121,6 +121,14 @@ def test_it_needs_no_transformers() -> None:
     ended = subprocess.run(run, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "apply_policy(model" in ended.stdout
+
+
+@pytest.mark.parametrize("option", ["--json", "--png"])
+def test_a_file_that_cannot_be_is_said_before_anything_runs(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--check", option, "/nowhere/at/all"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == f"lowtide plan: {option[2:]}: expected a file in a folder that exists, got /nowhere/at/all.\n"
 
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

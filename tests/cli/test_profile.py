@@ -13,7 +13,7 @@ from lowtide.bench.ways import Way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
-from lowtide.memory.planner_bytes import OPTIMIZERS
+from lowtide.memory.planner.job import OPTIMIZERS
 from lowtide.profile import flops
 from lowtide.profile import run as profiling
 from lowtide.profile.config import ProfileConfig
@@ -228,7 +228,9 @@ def test_all_that_fail_leave_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("--gpus 2", "gpus: expected 1, or --fsdp"),
         ("--offload-params --fsdp zero2", "fsdp: expected none or zero3"),
         ("--offload-params --optimizer adamw-8bit", "optimizer: expected another with --offload-params"),
-        ("--memory-limit 3 --device cpu", "memory_limit: expected a GPU"),
+        ("--memory-limit 3GiB --device cpu", "memory_limit: expected a GPU"),
+        ("--memory-limit 0 --device cpu", "memory_limit: expected a size above 0"),
+        ("--memory-limit some --device cpu", "memory_limit: expected a size such as 40GiB"),
         ("--json /nowhere/at/all.json", "json: expected a file in a folder that exists"),
         ("--seed -1", "seed: expected"),
     ],

@@ -59,7 +59,7 @@ def test_the_recording_is_the_allocators_count(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_is_a_row_and_the_others_run(tmp_path: Path) -> None:
-    ways = ["--impl", "stock:all", "lowtide:input", "--seq-len", 16384, "--memory-limit", 5, "--no-trace"]
+    ways = ["--impl", "stock:all", "lowtide:input", "--seq-len", 16384, "--memory-limit", "5GiB", "--no-trace"]
     stock, lowtide = profile(tmp_path, *ways)["implementations"]
     assert stock["failed"].startswith("out of memory at ")
     assert ", in the " in stock["failed"]

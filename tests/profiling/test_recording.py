@@ -263,6 +263,28 @@ def test_what_a_layers_own_hook_gathers_is_of_its_phase_and_a_weight() -> None:
     assert sum(owned.owner == "gradients" for owned in owners_of(recording, known)) == len(list(model.parameters()))
 
 
+def test_what_fsdp_has_on_its_way_is_no_activation() -> None:
+    """Its buffer of gathered weights outlives the embedding's forward and a layer's, as what they keep does."""
+    model, buffers = Model(), []
+
+    def gather(module: Any, args: Any) -> None:
+        with torch.profiler.record_function("FSDP::pre_forward (layers.1)"):
+            buffers.append(torch.ones(12345))
+
+    model.layers[1].register_forward_pre_hook(gather)
+    marks = PhaseMarks()
+    marks.install(model, children=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 71, (9,))
+    known = known_before(model, optimizer, [ids], CPU)
+    with record(marks, CPU) as recording:
+        step(model, optimizer, ids, marks)
+    owned = owners_of(recording, known)
+    ((number, _),) = [(i, block) for i, block in enumerate(recording.blocks) if block.bytes == 12345 * 4]
+    assert owned[number].owner == "transients"
+    assert sum(one.owner == "activations" for one in owned) > 1
+
+
 def test_a_recompute_is_a_phase_of_its_own() -> None:
     class Checkpointed(Layer):
         def forward(self, x: Tensor) -> Tensor:

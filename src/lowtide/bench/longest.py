@@ -14,16 +14,14 @@ from typing import Any
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.longest_config import LongestBenchConfig
 from lowtide.bench.longest_fit import OWN, Fit
-from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, measure
+from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of, measure
 from lowtide.bench.results import begin
-from lowtide.bench.step_way import VOCABULARY
 from lowtide.measure import available_bytes, gib, parse_gib, run_child
 from lowtide.measure.child import ALLOCATOR
-from lowtide.memory.planner import USABLE
-from lowtide.memory.planner_gpus import GPUS, find_gpu
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner.gpus import GPUS, find_gpu
+from lowtide.memory.planner.plan import USABLE
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import word_of
-from lowtide.train.model import model_config
 
 KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, where nothing is said
 LEAST_FREE = 2**30  # a try is ended before less than that is left
@@ -48,9 +46,7 @@ def run(config: LongestBenchConfig, say: Callable[[str], object]) -> dict[str, A
     """
     device = chosen_device(config.device)
     dtype = chosen_dtype(config.dtype, device)
-    settings = model_config(config.model, vocab_size=VOCABULARY)
-    if config.layers is not None:
-        settings.num_hidden_layers = config.layers
+    settings = config_of(config.model, config.layers)
     gpu = find_gpu(None) if device.type == "cuda" else GPUS["h100"]
     budget = gpu.memory_bytes * USABLE if config.budget is None else parse_gib("budget", config.budget) * 2**30
     host = available_bytes() - KEPT_FREE if config.host is None else parse_gib("host", config.host) * 2**30
@@ -74,10 +70,11 @@ def run(config: LongestBenchConfig, say: Callable[[str], object]) -> dict[str, A
 
     for way in config.way:
         tries = Tries(config, replace(fit, way=way), told["dtype"], device.type, tell)
+        end = time.monotonic() + config.seconds
         if config.tokens:
-            tries.once(config.tokens, warm=config.warm, reps=config.reps)
+            tries.once(config.tokens, warm=config.warm, reps=config.reps, seconds=config.seconds)
         if config.search:
-            told["ways"].append(search(tries, config, say))
+            told["ways"].append(search(tries, config, say, end))
         files.write_json(told)
     say(f"written: {files.json}\n")
     return told
@@ -109,8 +106,11 @@ class Tries:
         """Return about how long a try of one step takes."""
         return self.build_s + self.slower * self.fit.at(T).seconds
 
-    def once(self, T: int, *, warm: int, reps: int, seconds: float | None = None) -> Row:
-        """Try a length in a process, and return its row: it has ``seconds``, ``out_of`` or ``failed``."""
+    def once(self, T: int, *, warm: int, reps: int, seconds: float) -> Row:
+        """Try a length in a process of at most so many seconds, and return its row.
+
+        It has ``seconds``, or ``failed`` and, where memory or time ran out, ``out_of``.
+        """
         config, demand = self.config, self.fit.at(T)
         own = self.fit.way == OWN
         kept = "+".join(f"{n}x{word_of(policy)}" for policy, n in demand.groups) if own else ""
@@ -125,7 +125,7 @@ class Tries:
         begun = time.monotonic()
         ended = run_child(
             measure, self.fit.way, config.train, config.model, config.layers, T, kept, for_layers, warm, reps,
-            self.dtype, self.device, config.sdpa, config.seed, LEAST_FREE, seconds or 1e9,
+            self.dtype, self.device, config.sdpa, config.seed, LEAST_FREE, seconds,
             env=ALLOCATOR,
         )  # fmt: skip
         if ended.value is not None:
@@ -143,13 +143,13 @@ class Tries:
         return row
 
 
-def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object]) -> dict[str, Any]:
-    """Look for the longest sequence that runs, and return what was found.
+def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object], end: float) -> dict[str, Any]:
+    """Look for the longest sequence that runs until the clock is at ``end``, and return what was found.
 
     Returns:
         dict: ``longest`` tokens that ran (0: none), ``shortest_failed`` (None: none), ``predicted``, and why it ended.
     """
-    step, end = config.step, time.monotonic() + config.seconds
+    step = config.step
     predicted = tries.fit.longest(step)
     at = max(step, (config.start or predicted) // step * step)
     low, high, leap = 0, None, max(step, at // 8 // step * step)

@@ -33,7 +33,9 @@ class LongestBenchConfig(RunSettings):
     search: bool = setting(True, "measure the rate alone, and look for no longest sequence")
     start: int | None = setting(None, "length to begin the search with; without it, the longest that should fit")
     step: int = setting(8192, "tokens: how near to the longest sequence the search goes")
-    seconds: float = setting(1800.0, "for each way's search: what would end later is not tried", metavar="S")
+    seconds: float = setting(
+        1800.0, "for each way's rate and search: what takes longer is ended, or not tried", metavar="S"
+    )
     tile: int = setting(16384, "tokens that lowtide's MLPs work on at a time")
     budget: str | None = setting(
         None, "GPU memory that is counted on, such as 70GiB; without it, 93% of it", metavar="SIZE"

@@ -1,8 +1,8 @@
 """What a step of a long sequence should take on the GPU, on the host and in time: where the search begins.
 
-The planner's arithmetic (`lowtide.memory.planner_bytes`), with parameters, gradients and optimizer states where they
-are: on the host under FSDP2, a layer's at a time on the GPU; or on the GPU and frozen, beside adapters that are too
-small to count. T tokens of one sequence.
+The planner's arithmetic (`lowtide.memory.planner.step_bytes`), with parameters, gradients and optimizer states where
+they are: on the host under FSDP2, a layer's at a time on the GPU; or on the GPU and frozen, beside adapters that are
+too small to count. T tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.bench.longest_config import OFFLOADED, Train
+from lowtide.bench.ways import LIGER, LOWTIDE, STOCK
 from lowtide.head.options import HeadOptions
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.planner_bytes import PAGES, Groups, Job, Memory, checkpoint_bytes, placed
-from lowtide.memory.planner_choice import largest
-from lowtide.memory.planner_gpus import Gpu
-from lowtide.memory.planner_shapes import ModelShape
-from lowtide.memory.planner_times import Times
+from lowtide.memory.planner.gpus import Gpu
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_bytes import PAGES, checkpoint_bytes
+from lowtide.memory.planner.search import largest
+from lowtide.memory.planner.shapes import ModelShape
+from lowtide.memory.planner.step_bytes import Groups, Memory, placed
+from lowtide.memory.planner.times import Times
 from lowtide.memory.policy import ActivationPolicy
 
 LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient
 STATES = 2  # tensors that AdamW keeps for each parameter
 HOST_RATE = 5e9  # parameters a second that AdamW updates on the host
 PEERS_MORE = 14  # bytes a token and hidden size that a peer's layer keeps beyond a patched one, when it runs again
-OWN = "lowtide"
+LOGIT = 12  # bytes of each logit that the stock loss has at once: measured, 24 GiB of 16384 x 131072
+OWN = LOWTIDE
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Fit:
         memory = Memory(job)
         groups = self._groups(job)
         peak = max(
-            phase.bytes - phase.gradients - (phase.weights if self.train == "full" else 0)
+            phase.bytes - phase.gradients - (phase.weights if self.train == "full" else 0) + self._logits(T, phase.name)
             for phase in memory.phases(groups)
             if not (self.train == "lora" and phase.name in ("embedding", "optimizer"))
         )
@@ -86,15 +90,29 @@ class Fit:
             host += memory.host(groups)
         else:
             peak += T * PEERS_MORE * self.shape.hidden // 2 * self.dtype.itemsize
-            if self.way.endswith(OFFLOADED):  # each layer's input and position embeddings, in memory that PyTorch pins
+            if self.way.endswith(OFFLOADED) and self.gpu_bytes is not None:  # a CPU's tensors stay where they are
                 each = checkpoint_bytes(job, groups[0][0])
-                positions = 2 * pinned_bytes(T * self.shape.head_dim * self.dtype.itemsize)
-                host += self.shape.layers * (pinned_bytes(each) + positions)
+                saved = [each] * self.shape.layers + self.saved_outside(T)
+                host += sum(map(pinned_bytes, saved))
                 peak -= (self.shape.layers - ON_DEVICE) * each
         peak += self._resident(memory)
         if self.gpu_bytes is None:
             host += peak
         return Demand(peak, host, self._seconds(job, groups), groups)
+
+    def saved_outside(self, T: int) -> list[int]:
+        """Return the bytes of the large tensors that autograd saves of a peer's step outside its layers.
+
+        ``save_on_cpu`` around the step takes them to the host too, one that is saved twice in two copies.
+        """
+        e, full = self.dtype.itemsize, self.train == "full"
+        stream, weight = T * self.shape.hidden * e, self.shape.vocab_params * e
+        if self.way.startswith(LIGER):  # what the final norm reads, and the gradients that the loss has made in forward
+            return [stream, stream] + [weight] * full
+        # Twice what the final norm reads, in float32, and twice what it returns, for its weight and for the head's; the
+        # head's weight; twice the log-probabilities.
+        wide, logits = 4 * T * self.shape.hidden, 4 * T * self.shape.vocab
+        return [wide, wide, *[stream, stream] * full, weight, logits, logits]
 
     def fits(self, T: int) -> bool:
         """Return whether a step of T tokens should fit."""
@@ -116,6 +134,10 @@ class Fit:
         room = max(self.host_bytes - self.states, 0) // (checkpoint_bytes(job, away) + PAGES)
         moved = min(self.shape.layers, room + ON_DEVICE) if room else 0
         return [(policy, n) for policy, n in ((away, moved), (here, self.shape.layers - moved)) if n]
+
+    def _logits(self, T: int, phase: str) -> int:
+        """Return the bytes of logits in a phase: a stock loss builds them."""
+        return LOGIT * T * self.shape.vocab if phase == "head" and self.way.startswith(STOCK) else 0
 
     def _resident(self, memory: Memory) -> int:
         """Return the bytes of parameters and gradients that are on the GPU at once under FSDP2."""

@@ -27,6 +27,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.measure import available_bytes, gib
 from lowtide.measure.failures import is_out_of_memory, is_the_gpus
 from lowtide.memory import apply_policy
+from lowtide.memory.planner.shapes import with_layers
 from lowtide.memory.policy_words import parse_policies
 from lowtide.memory.stack import find_stack
 from lowtide.models import patch
@@ -144,15 +145,24 @@ def out_of(error: Exception) -> str | None:
     return ON_HOST if refused else None
 
 
+def config_of(name: str, layers: int | None) -> Any:
+    """Return the config of a ``--model``, with another number of layers where asked for."""
+    config = model_config(name, vocab_size=VOCABULARY)
+    if layers is not None:
+        text = config.get_text_config()
+        for field, value in with_layers(text.to_dict(), layers).items():
+            if field in ("num_hidden_layers", "layer_types"):
+                setattr(text, field, value)
+    return config
+
+
 def build(
     way: str, train: str, name: str, layers: int | None, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Any:
     """Return the model of a way, with random weights, where training is to have them."""
     from transformers import AutoModelForCausalLM
 
-    config = model_config(name, vocab_size=VOCABULARY)
-    if layers is not None:
-        config.num_hidden_layers = layers
+    config = config_of(name, layers)
     config.use_cache = False
     if way.startswith(LIGER):
         apply_liger(config)

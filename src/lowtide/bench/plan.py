@@ -11,7 +11,8 @@ import torch
 
 from lowtide.bench.ways import make_optimizer
 from lowtide.errors import UnsupportedError, message
-from lowtide.measure import describe_machine, gib, time_side_by_side
+from lowtide.measure import cuda_reserved_bytes, describe_machine, gib, time_side_by_side
+from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import MemoryPlan, apply_policy, offload_optimizer, remove_policy
 from lowtide.models import patch
 
@@ -99,7 +100,9 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
             timing = time_side_by_side({"step": step}, "cuda", warm=0, reps=steps)["step"]
         finally:
             remove_policy(model)
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         expected = f"{gib(plan.peak_bytes):.2f} GiB, as predicted, to be free on this GPU"
         raise UnsupportedError(message("check", expected, str(error).partition(". ")[0])) from error
     return PlanCheck(
@@ -107,7 +110,7 @@ def check_plan(settings: Mapping[str, Any], plan: MemoryPlan, *, warm: int = WAR
         peak_bytes=torch.cuda.max_memory_allocated() - before,
         predicted_seconds=plan.seconds,
         seconds=timing.median_ms / 1e3,
-        reserved_bytes=torch.cuda.max_memory_reserved(),
+        reserved_bytes=cuda_reserved_bytes(),
         machine=describe_machine(),
     )
 

@@ -19,6 +19,7 @@ from lowtide.bench.reference import Floor, Reference, reference, relative_error,
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.plan import plan_head
 from lowtide.measure import mib, peak_above, time_side_by_side
+from lowtide.measure.failures import is_out_of_memory
 
 REASON_LENGTH = 200
 OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
@@ -208,7 +209,7 @@ def plan_of(peer: Peer, problem: Problem) -> HeadPlan:
 
 def reason_of(error: Exception) -> str:
     """Return what an error says, in one line that is not too long."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
+    if is_out_of_memory(error):
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

@@ -13,7 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import LOWTIDE, Way, build_way, make_optimizer
-from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, time_side_by_side
+from lowtide.measure import (
+    cuda_peak_bytes,
+    cuda_reserved_bytes,
+    gib,
+    peak_resident_bytes,
+    reset_cuda_peak,
+    time_side_by_side,
+)
+from lowtide.measure.child import allocator_setting
+from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import offload_optimizer
 from lowtide.memory.policy_words import split_states
 
@@ -73,10 +82,10 @@ def measure(
                     **steps(built, optimizer, tokens, batch, warm, reps, sdpa, seed, torch.device(device)),
                 }
             )
-        except torch.cuda.OutOfMemoryError:
-            left = lengths[len(rows) :]
-            return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
         except Exception as error:
+            if is_out_of_memory(error):
+                left = lengths[len(rows) :]
+                return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
             rows.append({"tokens": tokens, "failed": reason_of(error)})
             optimizer.zero_grad(set_to_none=True)  # which the next length would add to
         if file is not None:
@@ -95,7 +104,7 @@ def steps(
     seed: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return seconds, tokens a second, peak and losses of training steps on random tokens; as for `measure`."""
+    """Return seconds, tokens a second, memory and losses of training steps on random tokens; as for `measure`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
     losses: list[Tensor] = []
@@ -113,14 +122,21 @@ def steps(
         step()
     reset_cuda_peak()
     timing = time_side_by_side({"step": step}, device, warm=0, reps=reps)["step"]
-    peak = cuda_peak_bytes() if device.type == "cuda" else peak_resident_bytes()
     return {
         "seconds": timing.median_ms / 1e3,
         "spread": timing.spread,
         "tokens_per_s": batch * tokens / timing.median_ms * 1e3,
-        "peak_gib": gib(peak),
+        **_memory(device),
         "losses": [loss.item() for loss in losses],
     }
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    """Return the peak since the last reset; on a GPU also what its allocator held for it, and how that was set."""
+    if device.type != "cuda":
+        return {"peak_gib": gib(peak_resident_bytes())}
+    held = gib(cuda_reserved_bytes())
+    return {"peak_gib": gib(cuda_peak_bytes()), "reserved_gib": held, "allocator": allocator_setting()}
 
 
 def build(name: str, model: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:

@@ -24,6 +24,7 @@ from lowtide.head.head_plan import padded
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.measure import Timing, time_side_by_side
+from lowtide.measure.failures import is_out_of_memory
 
 CALLS = 4  # of a timed run, so that the host's work for one launch hides behind the last one's
 NO_TIME = "not tried: no time left"
@@ -164,7 +165,9 @@ def run(
     now = configs.lookup(name)
     try:
         chunk = Chunk.random(shape, torch.bfloat16, device, seed=config.seed)
-    except torch.cuda.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise UnsupportedError(message("shape", "one that this GPU's memory can hold", repr(shape.name))) from None
     timer = partial(time_side_by_side, device=device, warm=config.warm, reps=config.reps)
     say(f"{name}, {shape} bfloat16; first what is in use now\n{COLUMNS}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure import parse_gib
-from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS
-from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.job import DTYPES, OPTIMIZERS
 from lowtide.train.config import TrainConfig
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 if TYPE_CHECKING:
     from lowtide.memory import MemoryPlan
 
+LEAST_WIDTH = 60  # letters: below this a terminal breaks the tables anyway
 _DESCRIPTION = """\
 Say what a training step of a language model takes, and what each layer should keep for backward so that the step is
 the fastest that fits in a budget of GPU memory, and in one of pinned host memory. From the model's config alone:
@@ -99,6 +101,9 @@ def main(arguments: argparse.Namespace) -> int:
 
     if arguments.grad_accum < 1:
         raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
+    for name, file in (("json", arguments.json), ("png", arguments.png)):  # before minutes of a check are spent
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise ArgumentValueError(message(name, "a file in a folder that exists", str(file)))
     settings = _settings(arguments.model, arguments.layers)
     plan = plan_memory(
         settings,
@@ -117,7 +122,8 @@ def main(arguments: argparse.Namespace) -> int:
     told = plan.to_dict()
     quiet = arguments.json == "-"
     if not quiet:
-        sys.stdout.write(f"{plan}\n")
+        width = max(LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+        sys.stdout.write(f"{plan.text(width)}\n")
     status = 0
     if arguments.check:
         from lowtide.bench.plan import check_plan
@@ -140,7 +146,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _settings(name: str, layers: int | None) -> dict[str, Any]:
     """Return the config of a ``--model``, with another number of layers where asked for."""
-    from lowtide.memory.planner_shapes import read_settings
+    from lowtide.memory.planner.shapes import read_settings, with_layers
 
     if name == DEFAULT:
         settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})
@@ -151,14 +157,7 @@ def _settings(name: str, layers: int | None) -> dict[str, Any]:
     else:
         expected = f"a config.json, a folder with one, or one of {', '.join(SHAPES)}"
         raise ArgumentValueError(message("model", expected, repr(name)))
-    if layers is None:
-        return settings
-    if layers < 1:
-        raise ArgumentValueError(message("layers", "at least 1", str(layers)))
-    types = settings.get("layer_types")
-    if isinstance(types, list):
-        settings["layer_types"] = (types * -(-layers // len(types)))[:layers]
-    return {**settings, "num_hidden_layers": layers}
+    return settings if layers is None else with_layers(settings, layers)
 
 
 def _draw(file: Path, plan: MemoryPlan) -> None:
@@ -170,12 +169,12 @@ def _draw(file: Path, plan: MemoryPlan) -> None:
         f" tokens, {job.optimizer}, on {job.gpu.name}"
     )
     last = len(plan.front) - 1
-    marked = {0, last // 3, 2 * last // 3, last}
+    near = 0.1 * (plan.front[last].peak - plan.front[0].peak)  # to the choice: a name would stand in its name's way
+    marked = [i for i in (0, last // 3, 2 * last // 3, last) if abs(plan.front[i].peak - plan.peak_bytes) > near]
     front = [
         Point(str(one) if i in marked else "", one.peak / 2**20, one.seconds * 1e3) for i, one in enumerate(plan.front)
     ]
     chosen = Point(str(plan.chosen), plan.peak_bytes / 2**20, plan.seconds * 1e3)
-    front = [p if (p.mib, p.ms) != (chosen.mib, chosen.ms) else Point("", p.mib, p.ms) for p in front]
     try:
         draw_budget(file, title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
     except ImportError as error:

@@ -6,6 +6,7 @@ from lowtide.measure.machine import describe_machine, source_commit
 from lowtide.measure.resident import (
     available_bytes,
     cuda_peak_bytes,
+    cuda_reserved_bytes,
     peak_resident_bytes,
     reset_cuda_peak,
     reset_peak_resident,
@@ -22,6 +23,7 @@ __all__ = [
     "as_gib",
     "available_bytes",
     "cuda_peak_bytes",
+    "cuda_reserved_bytes",
     "describe_machine",
     "gib",
     "kept_above",

@@ -17,8 +17,16 @@ from typing import Any
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.resident import peak_resident_bytes
 
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older one, and asked second
+
+
+def allocator_setting() -> str:
+    """Return how this process's CUDA allocator was set by the environment; empty: not at all."""
+    return next((os.environ[name] for name in _ALLOCATOR_NAMES if name in os.environ), "")
+
+
 # Where the allocator's gaps would decide what fits; whoever has set it otherwise is asked no more.
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")}
+ALLOCATOR = {} if allocator_setting() else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 # The child imports the function by name and writes its value and its own peak: os.wait4 would do for the peak alone,
 # but reports the parent's size where the child's is smaller (the high-water mark survives fork on Linux before exec).
 _CALL = "from lowtide.measure.child import _call_here; _call_here()"

@@ -13,7 +13,7 @@ _EACH = ("#e69f00", "#c4561c", "#009e73", "#cc79a7", "#8a5fbf", "#5b3a1e", "#56b
 _MARKS = "sD^vPX<>h"
 _STEPS = tuple(s * 10.0**k for k in range(-3, 5) for s in (1, 2, 5))  # GiB between ticks
 _TICKS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # of every decade
-_PLACES = ((6, 5), (6, -12), (-6, 5), (-6, -12), (0, 9), (0, -16), (12, 14), (12, -22), (-12, 14), (-12, -22))
+_PLACES = ((6, 5), (6, -12), (12, 14), (12, -22), (-6, 5), (-6, -12), (0, 9), (0, -16), (-12, 14), (-12, -22))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, 
                 if handle is not None and not line.dotted:
                     shown.setdefault(line.name, handle)
             if panel.log:
-                axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.0e}")
+                axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}" if value >= 1e-3 else f"{value:.0e}")
             else:  # of all panels of the row, which share the axis
                 top = max((y for each in panels for line in each.lines for _, y in line.points), default=1)
                 axes.set_ylim(0, 1.06 * top)
@@ -229,8 +229,8 @@ def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point
     axes.set_ylabel("time of a step, s")
     axes.margins(0.12)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    labels = [(p, _OWN, 7) for p in line if p.name] + [(chosen, _OTHERS, 9)]
-    _label(figure, axes, [label for label in labels if label[0].name])
+    named = [(p, _OWN, 7) for p in line if p.name]
+    _label(figure, axes, [*([(chosen, _OTHERS, 9)] if chosen.name else []), *named], beside=line)
     figure.savefig(file, dpi=150, format="png")
 
 
@@ -272,12 +272,20 @@ def _locator(ticks: Sequence[float]) -> Any:
     return FixedLocator(ticks)
 
 
-def _label(figure: Any, axes: Any, labels: Sequence[tuple[Point, str, int]]) -> None:
-    """Write each point's name beside it, in the first place where it covers neither a point nor another name."""
+def _label(figure: Any, axes: Any, labels: Sequence[tuple[Point, str, int]], *, beside: Sequence[Point] = ()) -> None:
+    """Write each point's name beside it, in the first place where it covers no point, other name or edge.
+
+    Args:
+        figure: Where.
+        axes: The part of it.
+        labels: Points with their names' colours and sizes, the first ones first.
+        beside: Points without a name.
+    """
     figure.draw_without_rendering()  # fixes the layout, so that places in pixels are known
     renderer = figure.canvas.get_renderer()
-    taken = []
-    for point, _, _ in labels:
+    edges = axes.get_window_extent(renderer)
+    taken = [(edges.x1, edges.y0, edges.x1 + edges.width, edges.y1)]  # what lies right of the axes
+    for point in (*beside, *(point for point, _, _ in labels)):
         x, y = axes.transData.transform((point.mib, point.ms))
         taken.append((x - 5, y - 5, x + 5, y + 5))
     for point, color, size in labels:

@@ -108,6 +108,11 @@ def cuda_peak_bytes() -> int:
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0
 
 
+def cuda_reserved_bytes() -> int:
+    """Return the most that CUDA's allocator held of the device's memory since the last reset; 0 without CUDA."""
+    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0
+
+
 def reset_cuda_peak() -> None:
     """Set the CUDA allocator's high-water mark back to what is allocated now; nothing without CUDA."""
     if torch.cuda.is_available():

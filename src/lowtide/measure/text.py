@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import TextWrapper
+
+
+def folded(text: str, width: int | None, *, indent: int = 2) -> str:
+    """Return lines of text, those that are wider than ``width`` folded between words; None: as they are.
+
+    Args:
+        text: The lines.
+        width: The most letters of one.
+        indent: How far what is folded stands in.
+    """
+    if width is None:
+        return text
+    fold = TextWrapper(width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= width else fold.fill(line) for line in text.splitlines())
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 from lowtide.bench.settings import options_of
 from lowtide.bench.ways import IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, message
-from lowtide.memory.planner_bytes import OPTIMIZERS
+from lowtide.measure.units import parse_gib
+from lowtide.memory.planner.job import OPTIMIZERS
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -65,9 +66,14 @@ class ProfileConfig:
     )
     fsdp: Fsdp = _setting("none", "FSDP2; zero2: gradients and states are sharded; zero3: weights too")  # noqa: RUF009
     gpus: int = _setting(1, "processes of each implementation, a GPU each; with --fsdp. The first one is profiled")
-    steps: int = _setting(3, "steps that count; the median is taken. Two more are recorded")
+    steps: int = _setting(
+        3, "steps that count; the median is taken. Another is recorded, and without --no-trace one traced"
+    )
     warm: int = _setting(1, "steps before them")
-    memory_limit: float = _setting(0.0, "what tensors may take on the GPU, in GiB, as if it had no more; 0: all of it")
+    memory_limit: str | None = _setting(
+        None, "what tensors may take on the GPU, such as 40GiB, as if it had no more; without it, all of it",
+        metavar="SIZE",
+    )  # fmt: skip
     dtype: Dtype = _setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
     device: Device = _setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
     seed: int = _setting(0, "of weights and tokens", last=True)
@@ -83,7 +89,8 @@ class ProfileConfig:
             self._require(name, getattr(self, name) >= value, f"a whole number of at least {value}")
         self._require("seq_len", self.seq_len != 1, "at least 2 tokens, of which all but the first are predicted")
         self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
-        self._require("memory_limit", self.memory_limit >= 0, "a number of GiB, or 0")
+        if self.memory_limit is not None:
+            self._require("memory_limit", parse_gib("memory_limit", self.memory_limit) > 0, "a size above 0")
         for name, kind in (("dtype", Dtype), ("device", Device), ("optimizer", Optimizer), ("fsdp", Fsdp)):
             self._require(name, getattr(self, name) in get_args(kind), " or ".join(get_args(kind)))
         assert set(get_args(Optimizer)) == set(OPTIMIZERS)

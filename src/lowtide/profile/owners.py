@@ -14,6 +14,7 @@ from lowtide.profile.recording import Block, Recording, storages
 WEIGHTS, GRADIENTS, OPTIMIZER_STATES = "weights", "gradients", "optimizer"
 ACTIVATIONS, HEAD_OWNER, RECOMPUTED, TRANSIENTS, OTHER = "activations", "head", "recomputed", "transients", "other"
 OWNERS = (WEIGHTS, GRADIENTS, OPTIMIZER_STATES, ACTIVATIONS, HEAD_OWNER, RECOMPUTED, TRANSIENTS, OTHER)
+_EXCHANGE = "FSDP::"  # begins the names of FSDP2's hooks: what they make but weights is on its way between ranks
 _BY_PHASE = {HEAD: HEAD_OWNER, HEAD_BACKWARD: HEAD_OWNER, RECOMPUTE: RECOMPUTED}
 
 
@@ -83,6 +84,8 @@ def _owner(recording: Recording, known: Known, block: Block, grown: int) -> Owne
         return Owned(GRADIENTS)
     if any(_is_live(block, event) for event in recording.weights.get(block.address, ())):
         return Owned(WEIGHTS, "gathered")
+    if block.operation.startswith(_EXCHANGE):
+        return Owned(TRANSIENTS, phase.to_text())
     if phase.kind in (FORWARD, EMBEDDING) and _is_live(block, recording.begins[block.phase + 1]):
         return Owned(ACTIVATIONS, phase.to_text())
     return Owned(_BY_PHASE.get(phase.kind, TRANSIENTS), phase.to_text())

@@ -15,11 +15,13 @@ from lowtide.profile.looks import (
     title_of,
     unit_of,
 )
-from lowtide.profile.owners import OWNERS
+from lowtide.profile.owners import ACTIVATIONS, OWNERS
+from lowtide.profile.phases import EMBEDDING, EMBEDDING_BACKWARD, HEAD_BACKWARD, RECOMPUTE
 
 _WIDTH = 10.5
 _STRIP = 0.3  # inches of an implementation's phases
 _BAR = 0.42  # of its bar
+_PALE = (EMBEDDING, HEAD_BACKWARD, RECOMPUTE, EMBEDDING_BACKWARD)  # phases of colours that black is read on
 
 
 def draw_profile(file: Path, told: dict[str, Any]) -> None:
@@ -62,9 +64,14 @@ def _draw_lines(
         axes.plot(ms, sizes, drawstyle="steps-post", color=color, linewidth=1.2, label=text)
         mark = "X" if "failed" in row else "o"
         axes.plot([peak["ms"]], [peak["gib"] * scale], mark, color=color, ms=9 if mark == "X" else 5)
-    axes.set_ylim(bottom=0)
+        late = peak["ms"] > 0.6 * longest
+        axes.annotate(
+            f"{peak['gib'] * scale:.4g} in {peak['phase']}", (peak["ms"], peak["gib"] * scale),
+            xytext=(-7 if late else 7, 5), textcoords="offset points", ha="right" if late else "left",
+            color=color, fontsize=8, path_effects=_halo(),
+        )  # fmt: skip
+    axes.set_ylim(0, 1.12 * max((row["peak"]["gib"] * scale for row in rows), default=1.0))
     axes.set_xlim(0, longest)
-    axes.margins(y=0.1)
     axes.grid(alpha=0.25)
     axes.set_ylabel(f"memory of tensors, {unit}")
     axes.tick_params(labelbottom=False)
@@ -88,10 +95,11 @@ def _draw_strips(axes: Any, rows: Sequence[dict[str, Any]], colors: Sequence[str
                 edgecolor="white",
             )
             seen.setdefault(part["kind"], bar)
-            if part["layer"] is not None and length > 0.012 * longest:
+            text = str(part["layer"]) if part["layer"] is not None else KIND_TEXTS[part["kind"]]
+            if length > (0.004 + 0.008 * len(text)) * longest:
                 axes.text(
-                    part["begin_ms"] + length / 2, i, str(part["layer"]),
-                    ha="center", va="center", fontsize=6, color="white",
+                    part["begin_ms"] + length / 2, i, text, ha="center", va="center", fontsize=7,
+                    color="black" if part["kind"] in _PALE else "white",
                 )  # fmt: skip
     axes.set_xlim(0, longest)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -121,17 +129,36 @@ def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]], colors: Sequence[str],
                     left[i] + size / 2, i, f"{size:.3g}",
                     ha="center", va="center", fontsize=7, color="white" if dark else "black",
                 )  # fmt: skip
+            if owner == ACTIVATIONS:
+                layers = rows[i]["peak"]["activations_gib"].values()
+                _draw_layers(axes, i, left[i], [gib * scale for gib in layers], most)
             left[i] += size
     for i, row in enumerate(rows):
         axes.text(left[i] + 0.008 * most, i, f"{left[i]:.4g}, {row['peak']['phase']}", va="center", fontsize=7)
     axes.set_xlim(0, 1.25 * most)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     _name_rows(axes, rows, colors)
-    axes.set_xlabel(f"the peak by owner, {unit}")
+    axes.set_xlabel(f"the peak by owner, {unit} (activations: by layer)")
     if rows:
         axes.legend(
             loc="upper center", bbox_to_anchor=(0.5, _below(axes, 0.42)), ncols=4, fontsize=8, frameon=False
         )  # fmt: skip
+
+
+def _draw_layers(axes: Any, i: int, left: float, sizes: Sequence[float], most: float) -> None:
+    """Part a bar's activations by layer, where the parts are wide enough to be told from each other."""
+    if min(sizes, default=0.0) < 0.002 * most:
+        return
+    for size in sizes[:-1]:
+        left += size
+        axes.vlines(left, i - 0.36, i + 0.36, color="white", linewidth=0.4)
+
+
+def _halo() -> list[Any]:
+    """Return what keeps a text legible on a line that runs through it."""
+    from matplotlib.patheffects import Normal, Stroke
+
+    return [Stroke(linewidth=2.5, foreground="white"), Normal()]
 
 
 def _below(axes: Any, inches: float) -> float:

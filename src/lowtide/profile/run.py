@@ -17,7 +17,7 @@ from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import Files, begin, replace
 from lowtide.bench.ways import LIGER, Way
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.measure import ChildResult, run_child
+from lowtide.measure import ChildResult, parse_gib, run_child
 from lowtide.measure.child import ALLOCATOR
 from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.flops import device_peak, step_flop
@@ -118,6 +118,7 @@ def _settings(config: ProfileConfig, device: torch.device) -> dict[str, Any]:
         "dtype": str(chosen_dtype(config.dtype, device)).removeprefix("torch."),
         "device": device.type,
         "sharding": config.sharding,
+        "memory_limit": 0.0 if config.memory_limit is None else parse_gib("memory_limit", config.memory_limit),
     }
 
 
@@ -134,7 +135,7 @@ def _check(config: ProfileConfig, device: torch.device) -> None:
         raise UnsupportedError(message("optimizer", "the package bitsandbytes to be installed", "none", hint))
     if config.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError(message("png", "matplotlib to be installed", "none", "Install lowtide[plot]."))
-    if config.memory_limit and device.type != "cuda":
+    if config.memory_limit is not None and device.type != "cuda":
         raise UnsupportedError(message("memory_limit", "a GPU", "a CPU", "Leave it out: a CPU's memory has no limit."))
     if device.type == "cuda" and config.gpus > torch.cuda.device_count():
         raise UnsupportedError(message("gpus", f"at most the {torch.cuda.device_count()} here", config.gpus))

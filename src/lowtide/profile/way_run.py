@@ -22,7 +22,14 @@ from torch.autograd.profiler import profile
 from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import COMPILE, Way, build_way, make_optimizer
 from lowtide.errors import UnsupportedError
-from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes, reset_cuda_peak, resident_bytes
+from lowtide.measure import (
+    cuda_peak_bytes,
+    cuda_reserved_bytes,
+    gib,
+    peak_resident_bytes,
+    reset_cuda_peak,
+    resident_bytes,
+)
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.profile.owners import known_before, optimizer_tensors
 from lowtide.profile.phases import EMBEDDING, END, HEAD_BACKWARD, OPTIMIZER, Phase, PhaseMarks, mended
@@ -39,7 +46,7 @@ def measure(way: dict[str, str], settings: dict[str, Any], stem: str) -> dict[st
     Args:
         way: The `Way`'s fields.
         settings: model, seq_len, batch_size, vocab_size, dtype, device, optimizer, lora, sharding, offload_params,
-            gpus, steps, warm, memory_limit, seed, trace: as in `ProfileConfig`, nothing left to choose.
+            gpus, steps, warm, memory_limit (GiB, 0: none), seed, trace: as in `ProfileConfig`, nothing left to choose.
         stem: The beginning of the path of every file that is written.
 
     Returns:
@@ -182,7 +189,7 @@ class Steps:
         told = {"host_peak_gib": gib(peak_resident_bytes())}
         if self.device.type == "cuda":
             told["allocated_gib"] = gib(cuda_peak_bytes())
-            told["reserved_gib"] = gib(torch.cuda.max_memory_reserved())
+            told["reserved_gib"] = gib(cuda_reserved_bytes())
         return told
 
     def _recorded(self, snapshot: str | None, timed: list[list[tuple[Phase, float]]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -68,9 +69,9 @@ def build_model(name: str, config: Any, *, seed: int, dtype: torch.dtype = torch
         else:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             _round_weights(model, dtype)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # wrong shapes, missing or broken files, unknown architectures: no common base
+        if is_out_of_memory(error):
+            raise
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArgumentValueError(message("model", "a causal language model", f"{name} ({why})")) from error
     if lacking:

@@ -7,6 +7,7 @@ were measured (docs/plan.md); the others are estimates from published runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,16 +123,20 @@ _DRIVER_NAMES = (
 )  # fmt: skip
 
 
+_SIZED = {"a100": "a100-80gb"}  # a name without the memory
+
+
 def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
     """Return the GPU that is planned for.
 
     Args:
-        device: A name of `GPUS`; ``"cuda"`` (or a CUDA device): the one at hand, measured; a `Gpu`; None: the one at
-            hand by its name (measured where the table lacks it), and an H100 where there is none.
+        device: A name of `GPUS`, in any case, with ``rtx`` and hyphens or without, or as its driver has it;
+            ``"a100"`` is the one of 80 GB. ``"cuda"`` (or a CUDA device): the one at hand, measured; a `Gpu`; None:
+            the one at hand by its name (measured where the table lacks it), and an H100 where there is none.
 
     Raises:
         ArgumentValueError: An unknown name.
-        UnsupportedError: ``"cuda"`` without a GPU.
+        UnsupportedError: ``"cuda"`` without a GPU, or without so many.
     """
     if isinstance(device, Gpu):
         return device
@@ -142,18 +147,34 @@ def find_gpu(device: str | torch.device | Gpu | None) -> Gpu:
         return GPUS[known] if known else measured_gpu(torch.device("cuda"))
     if not isinstance(device, (str, torch.device)):
         raise ArgumentTypeError(message("device", "a name, a torch.device or None", type(device).__name__))
-    name = str(device).lower()
-    if name.partition(":")[0] == "cuda":
-        return measured_gpu(torch.device(name))
-    if name not in GPUS:
+    name = str(device)
+    if re.fullmatch(r"cuda(:\d+)?", name.lower()):
+        return measured_gpu(torch.device(name.lower()))
+    plain = _letters(name)
+    found = _SIZED.get(plain) or next((one for one in GPUS if plain and plain in _spellings(one)), known_as(name))
+    if found is None:
         expected = f"'cuda' for the GPU at hand, or one of {', '.join(GPUS)}"
-        raise ArgumentValueError(message("device", expected, repr(str(device))))
-    return GPUS[name]
+        raise ArgumentValueError(message("device", expected, repr(name)))
+    return GPUS[found]
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower()).removeprefix("nvidia")
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    """Return a name of the table as `_letters` leaves it, and without the word before its number."""
+    return _letters(name), _letters(name).removeprefix("rtx")
 
 
 def known_as(driver_name: str) -> str | None:
-    """Return the table's name for a GPU as the driver names it, None where the table lacks it."""
+    """Return the table's name for a GPU as the driver names it, None where the table lacks it.
+
+    A slice of one (MIG) has a part of its memory and rates: the table lacks it.
+    """
     words = driver_name.lower().replace("-", " ").split()
+    if "mig" in words:
+        return None
     return next((name for name, needed in _DRIVER_NAMES if all(word in words for word in needed)), None)
 
 
@@ -166,6 +187,9 @@ def measured_gpu(device: torch.device) -> Gpu:
     if not torch.cuda.is_available():
         hint = f"Name one instead: {', '.join(GPUS)}."
         raise UnsupportedError(message("device", "a CUDA GPU on this machine", f"{str(device)!r} without one", hint))
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        expected = f"one of the {torch.cuda.device_count()} GPUs here"
+        raise UnsupportedError(message("device", expected, repr(str(device))))
     key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     known = MEASURED.read().get(key)
     if known is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory import plan_memory
+from lowtide.memory.planner.shapes import read_settings, read_shape
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 SMALL = {
@@ -79,7 +81,40 @@ def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
 
 
 def test_the_text_part_of_a_config_is_read() -> None:
-    assert read_shape({"model_type": "llava", "text_config": {"model_type": "llama", **SMALL}}).params > 0
+    text = {"model_type": "llama", **SMALL}
+    shape = read_shape({"model_type": "llava", "text_config": text})
+    assert shape == replace(read_shape(text), part_of="llava")
+    (note,) = [note for note in plan_memory(shape, 64, 1, 1).notes if "llava" in note]
+    assert "the text part of llava alone" in note
+
+
+def test_what_only_the_larger_model_says_is_read() -> None:
+    """Qwen2-VL's text part has no word on tied embeddings: its output layer is the whole model's."""
+    transformers = pytest.importorskip("transformers")
+    for tied in (True, False):
+        config = transformers.AutoConfig.for_model("qwen2_vl", tie_word_embeddings=tied)
+        for given in (config, config.to_dict()):
+            assert read_settings(given)["tie_word_embeddings"] == tied
+            with pytest.raises(ArgumentValueError, match=r"model_type: .*'qwen2_vl_text' \(Unrecognized"):
+                read_shape(given)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("deepseek_v3", "kv_lora_rank: expected unset"),
+        ("mamba2", "state_size: expected unset"),
+        ("jamba", "mamba_d_state: expected unset"),
+        ("qwen3_next", "linear_num_value_heads: expected unset"),
+        ("gpt2", "num_attention_heads: expected .*, got None. Planned for are decoders like Llama"),
+        ("olmo2", "model_type: expected layers of attention, norms and a gated MLP"),
+        ("t5", "is_encoder_decoder: expected unset"),
+    ],
+)
+def test_a_layer_of_another_kind_is_refused_and_the_way_on_named(model_type: str, says: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ArgumentValueError, match=f"^{says}.*with `lowtide profile`"):
+        read_shape(transformers.AutoConfig.for_model(model_type))
 
 
 @pytest.mark.parametrize(

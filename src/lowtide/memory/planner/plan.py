@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,11 +12,12 @@ from torch import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import as_gib, gib
-from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS, Job, checkpoint_bytes
-from lowtide.memory.planner_choice import Candidate, Search, largest_batch, longest_sequence
-from lowtide.memory.planner_gpus import Gpu, find_gpu
-from lowtide.memory.planner_report import MemoryPlan, rung_of
-from lowtide.memory.planner_shapes import KINDS, read_shape
+from lowtide.memory.planner.gpus import Gpu, find_gpu
+from lowtide.memory.planner.job import DTYPES, OPTIMIZERS, Job
+from lowtide.memory.planner.layer_bytes import checkpoint_bytes
+from lowtide.memory.planner.report import MemoryPlan, rung_of
+from lowtide.memory.planner.search import Candidate, Search, largest_batch, longest_sequence
+from lowtide.memory.planner.shapes import KINDS, read_shape
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
 USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
@@ -156,11 +158,12 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     states = memory.weights + memory.all_gradients + memory.states
     phase = memory.peak(least.groups, least.states, late=least.late)
     helps = []
+    lighter = [name for name in OPTIMIZERS if name != job.optimizer and _fits(search, name, budget, offload_states)]
+    if lighter:
+        helps.append(f"optimizer {' or '.join(lighter)} fits")
     if states > budget:
-        helps.append(
-            f"parameters, gradients and optimizer states alone take {gib(states):.2f} GiB: take another optimizer"
-            f" ({', '.join(name for name in OPTIMIZERS if name != job.optimizer)}), or more GPUs"
-        )
+        way_out = "" if lighter else ": train adapters (LoRA), or take more GPUs"
+        helps.append(f"parameters, gradients and optimizer states alone take {_said(states)} GiB{way_out}")
     else:
         sequence = longest_sequence(job, budget, search.host_bytes, offload_states=offload_states)
         batch = largest_batch(job, budget, search.host_bytes, offload_states=offload_states)
@@ -171,12 +174,23 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     roomy = Search(job, 2**60, offload_states=offload_states).least()
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} would do, with {roomy}")
-    lacking = gib(least.peak - budget)
-    expected = f"at least {gib(least.peak):.2f} for {job.batch_size} x {job.seq_len} tokens ({least}; peak in {phase})"
-    got = f"{gib(budget):.2f}, {lacking:.2f} GiB too little"
+    tokens = f"{job.batch_size} x {job.seq_len} tokens"
+    expected = f"at least {_said(least.peak)} for {tokens} ({least}; peak in {phase})"
+    got = f"{_said(budget)}, {_said(least.peak - budget)} GiB too little"
     return ArgumentValueError(
         message("budget_gib", expected, got, f"What would help: {'; '.join(helps)}." if helps else "")
     )
+
+
+def _fits(search: Search, optimizer: str, budget: int, offload_states: bool) -> bool:
+    """Return whether a step with another optimizer would fit."""
+    job = replace(search.job, optimizer=optimizer)
+    return Search(job, search.host_bytes, offload_states=offload_states).least().peak <= budget
+
+
+def _said(size: int) -> str:
+    """Return bytes in GiB, with so many digits that a small model's are not 0."""
+    return f"{gib(size):.2f}" if size >= 2**30 // 10 else f"{gib(size):.2g}"
 
 
 def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
@@ -192,6 +206,8 @@ def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
     if close or chosen.states:
         why = "close to the GPU's size" if close else "states leave and come back in each step"
         found.append(f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against gaps")
+    if shape.part_of:
+        found.append(f"the text part of {shape.part_of} alone: what sees or hears beside it is left out")
     if 0 < shape.positions < job.seq_len:
         found.append(
             f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"

@@ -19,6 +19,7 @@ _FOREIGN = (
     "mlp_only_layers", "num_nextn_predict_layers", "is_encoder_decoder", "num_kv_shared_layers",
     "hidden_size_per_layer_input", "attn_output_gate", "quantization_config",
 )  # fmt: skip
+_MEASURE = "Measure its step instead, with `lowtide profile`."
 _ATTENTIONS = ("full_attention", "sliding_attention")
 
 
@@ -75,6 +76,7 @@ class ModelShape:
         windows: Tokens that each layer's attention looks back on; 0: all.
         capped_scores: Whether attention's scores pass a soft cap.
         positions: Tokens of a sequence that the config says the model is for; 0 where it does not.
+        part_of: The type of a larger model, with vision or audio, whose text part this is; empty: it is all.
     """
 
     model_type: str
@@ -97,6 +99,7 @@ class ModelShape:
     windows: tuple[int, ...] = ()
     capped_scores: bool = False
     positions: int = 0
+    part_of: str = ""
 
     @property
     def query_width(self) -> int:
@@ -184,23 +187,50 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
     if isinstance(config, (str, Path)):
         config = _read_file(Path(config).expanduser())
     if callable(getattr(config, "get_text_config", None)):
-        return dict(config.get_text_config().to_dict())
+        return _of_text(config.to_dict(), config.get_text_config().to_dict())
     if not isinstance(config, Mapping):
         expected = "a transformers model or config, a dictionary, or the path of a config.json"
         raise ArgumentTypeError(message("model_or_config", expected, type(given).__name__))
-    if isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
-    if not isinstance(config.get("model_type"), str):
+    text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+    if not isinstance(text.get("model_type"), str):
         raise ArgumentValueError(message("model_type", "the name of an architecture in the config", "none"))
     try:
         from transformers import AutoConfig
     except ImportError:
-        return dict(config)
+        return _of_text(config, text)
     try:
-        return dict(AutoConfig.for_model(**config).to_dict())
+        whole = AutoConfig.for_model(**(config if isinstance(config.get("model_type"), str) else text))
     except Exception as error:  # transformers' checks of configs have no common base
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ArgumentValueError(message("model_or_config", "a config that transformers accepts", why)) from error
+    return _of_text(whole.to_dict(), whole.get_text_config().to_dict())
+
+
+def _of_text(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model's text part; of a larger model with what that says, and its type as ``part_of``."""
+    settings = dict(text)
+    if whole.get("model_type") != text.get("model_type"):
+        settings["part_of"] = str(whole.get("model_type"))
+        if settings.get("tie_word_embeddings") is None:  # of the whole alone, as its output layer is
+            settings["tie_word_embeddings"] = whole.get("tie_word_embeddings")
+    return settings
+
+
+def with_layers(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a config's fields with another number of layers, whose kinds follow each other as before.
+
+    Args:
+        settings: As `read_settings` returns them.
+        layers: How many.
+
+    Raises:
+        ArgumentValueError: None at all.
+    """
+    if layers < 1:
+        raise ArgumentValueError(message("layers", "at least 1", str(layers)))
+    types = settings.get("layer_types")
+    repeated = {"layer_types": (types * -(-layers // len(types)))[:layers]} if isinstance(types, list) and types else {}
+    return {**settings, **repeated, "num_hidden_layers": layers}
 
 
 def _read_file(path: Path) -> Any:
@@ -218,7 +248,7 @@ def _read_file(path: Path) -> Any:
 def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
     for name in _FOREIGN:
         if settings.get(name):
-            hint = "Its part of a layer is not planned for; measure one step with lowtide.measure instead."
+            hint = f"Its part of {settings['model_type']} is not planned for. {_MEASURE}"
             raise ArgumentValueError(message(name, "unset", f"{settings[name]!r}", hint))
     if settings.get("decoder_sparse_step", 1) != 1:
         raise ArgumentValueError(message("decoder_sparse_step", "1: all layers alike", settings["decoder_sparse_step"]))
@@ -259,6 +289,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         windows=_windows(settings, layers),
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=int(settings.get("max_position_embeddings") or 0),
+        part_of=str(settings.get("part_of", "")),
     )
 
 
@@ -278,7 +309,11 @@ def _size(settings: Mapping[str, Any], name: str, default: int | None = None) ->
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentValueError(message(name, "a whole number of at least 1 in the config", f"{value!r}"))
+        hint = f"Planned for are decoders like Llama; {settings['model_type']!r} may be another. {_MEASURE}"
+        got = f"{value!r}"
+        raise ArgumentValueError(
+            message(name, "a whole number of at least 1 in the config", got, hint if value is None else "")
+        )
     return value
 
 
@@ -305,7 +340,8 @@ def _on_meta(settings: Mapping[str, Any], model_type: str) -> Any:
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     except Exception as error:  # an unknown type, or checks without a common base
         expected = f"one of {', '.join(KINDS)}, or one that transformers can build"
-        raise ArgumentValueError(message("model_type", expected, f"{model_type!r}")) from error
+        why = " ".join(str(error).split())[:120]
+        raise ArgumentValueError(message("model_type", expected, f"{model_type!r} ({why})")) from error
 
 
 def _compare(shape: ModelShape, model: nn.Module) -> None:
@@ -317,5 +353,5 @@ def _compare(shape: ModelShape, model: nn.Module) -> None:
     found = sum(parameter.numel() for parameter in model.parameters())
     if found != shape.params:
         expected = f"layers of attention, norms and a gated MLP, {shape.params:,} parameters by its config"
-        hint = "Its layers have parts that this planner does not know."
+        hint = f"Its layers have parts that this planner does not know. {_MEASURE}"
         raise ArgumentValueError(message("model_type", expected, f"{shape.model_type!r} with {found:,}", hint))

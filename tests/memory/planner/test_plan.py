@@ -15,8 +15,8 @@ import torch
 import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
-from lowtide.memory.planner_choice import Candidate, Search, ladder, longest_sequence
-from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.search import Candidate, Search, ladder, longest_sequence
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30
@@ -127,8 +127,13 @@ def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
 
 
 def test_states_that_do_not_fit_are_said_to_be_it() -> None:
-    with pytest.raises(ArgumentValueError, match=r"optimizer states alone take 59\.83 GiB: take another optimizer"):
+    with pytest.raises(ArgumentValueError, match=r"help: parameters.*states alone take 59\.83 GiB: train adapters"):
+        plan(SHAPES["llama-3-8b"], budget=30)
+    with pytest.raises(ArgumentValueError, match=r"help: optimizer sgd fits; .* alone take 59\.83 GiB\.$"):
         plan(SHAPES["llama-3-8b"], budget=40)
+    assert plan(SHAPES["llama-3-8b"], budget=40, optimizer="sgd").peak_bytes <= 40 * GIB
+    with pytest.raises(ArgumentValueError, match=r"help: optimizer adamw-8bit or sgd or sgd-momentum fits; "):
+        plan(SHAPES["llama-3-8b"], budget=56)
 
 
 def test_the_lines_are_python_that_makes_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +177,14 @@ def test_the_lines_offload_the_optimizers_states(
     assert "states leave and come back in each step: set PYTORCH_CUDA_ALLOC_CONF" in str(found)
     told = found.to_dict()["choice"]
     assert (told["states_gib"], told["late"]) == (found.chosen.states / GIB, late)
+
+
+def test_the_lines_say_what_gradient_accumulation_needs() -> None:
+    """States come back in the first backward where nobody says that more follow."""
+    name = "backwards_per_step"
+    assert name in plan(seq_len=32768, host_gib=64, keep_gradients=True).lines()
+    assert name not in plan(seq_len=32768, host_gib=64).lines()
+    assert name not in plan(seq_len=32768, host_gib=64, keep_gradients=True, offload_states=False).lines()
 
 
 def test_states_stay_where_asked_or_where_nothing_is_to_be_had() -> None:
@@ -249,6 +262,25 @@ def test_it_prints_what_it_found() -> None:
         assert len(line) <= 80
     assert found.chart().count("X") == 2  # and in the legend
     assert json.loads(json.dumps(found.to_dict()))["choice"]["seconds"] == found.seconds
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_it_fits_a_terminal(width: int) -> None:
+    found = plan(seq_len=32768, budget=16, host_gib=64, device="a100")
+    text = found.text(width)
+    code = found.lines()
+    assert text.endswith(code)
+    tables = 80  # which a narrower terminal breaks
+    assert max(map(len, text.removesuffix(code).splitlines())) <= max(width, tables)
+    assert max(map(len, found.chart(30).splitlines())) <= 60
+    if width > 60:  # where the chart is as wide
+        assert text.split() == str(found).split(), "folded, and nothing lost"
+
+
+def test_what_a_tiny_model_lacks_is_not_0() -> None:
+    with pytest.raises(ArgumentValueError, match=r"^budget_gib: expected at least 0\.\d+ .* got 0\.0001, ") as caught:
+        plan({**LLAMA, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 99}, seq_len=16, budget=1e-4)
+    assert " 0.00 " not in str(caught.value)
 
 
 def test_a_chart_of_one_point_is_drawn() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.errors import ArgumentValueError
-from lowtide.memory import planner_gpus
-from lowtide.memory.planner_gpus import GPUS, MEASURED, find_gpu, known_as, measured_gpu
+from lowtide.errors import ArgumentValueError, UnsupportedError
+from lowtide.memory.planner import gpus
+from lowtide.memory.planner.gpus import GPUS, MEASURED, find_gpu, known_as, measured_gpu
 
 DRIVER = {
     "NVIDIA H100 80GB HBM3": "h100",
@@ -30,12 +30,23 @@ DRIVER = {
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA GeForce RTX 3090": "rtx3090",
     "Tesla T4": None,
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,  # has half of the memory
 }
+PEOPLE = {
+    "H100": "h100", "h-100": "h100", "a100": "a100-80gb", "NVIDIA A100": "a100-80gb", "A100_40GB": "a100-40gb",
+    "4090": "rtx4090", "RTX 4090": "rtx4090", "GeForce RTX 3090": "rtx3090", "RTX-5090": "rtx5090", "L40s": "l40s",
+    "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA A100-SXM4-40GB": "a100-40gb",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DRIVER)
 def test_drivers_names_are_known(name: str) -> None:
     assert known_as(name) == DRIVER[name]
+
+
+@pytest.mark.parametrize("name", PEOPLE)
+def test_gpus_are_found_as_people_write_them(name: str) -> None:
+    assert find_gpu(name) is GPUS[PEOPLE[name]]
 
 
 def test_every_gpu_of_the_table_has_a_driver_s_name() -> None:
@@ -66,8 +77,9 @@ def test_a_gpu_of_one_s_own_is_taken() -> None:
 
 
 def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ArgumentValueError, match=r"^device: expected 'cuda' .* h100, "):
-        find_gpu("h300")
+    for name in ("h300", "", " ", "cuda:x", "cuda:", "cpu", "meta", "rtx", "nvidia", "100", "H100 MIG 1g.10gb"):
+        with pytest.raises(ArgumentValueError, match=r"^device: expected 'cuda' .* h100, "):
+            find_gpu(name)
 
 
 @pytest.fixture
@@ -78,12 +90,20 @@ def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Q1")
     measured: list[str] = []
 
-    def measure(device: torch.device) -> planner_gpus.Gpu:
+    def measure(device: torch.device) -> gpus.Gpu:
         measured.append(str(device))
         return replace(GPUS["l4"], name="NVIDIA Q1", measured=True)
 
-    monkeypatch.setattr(planner_gpus, "_measure", measure)
+    monkeypatch.setattr(gpus, "_measure", measure)
     return measured
+
+
+def test_a_gpu_that_is_not_there_is_refused(at_hand: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_gpu("cuda:1").measured
+    with pytest.raises(UnsupportedError, match="device: expected one of the 2 GPUs here, got 'cuda:2'"):
+        find_gpu("CUDA:2")
+    assert at_hand == ["cuda:1"]
 
 
 def test_a_measurement_is_kept(at_hand: list[str]) -> None:

@@ -7,14 +7,17 @@ from typing import Any
 
 from lowtide.head.options import HeadOptions
 from lowtide.measure import gib
-from lowtide.measure.text import table
-from lowtide.memory.planner_bytes import Job, Phase
-from lowtide.memory.planner_choice import Candidate, name_of
-from lowtide.memory.planner_times import LayerTime
+from lowtide.measure.text import folded, table
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.search import Candidate, name_of
+from lowtide.memory.planner.step_bytes import Phase
+from lowtide.memory.planner.times import LayerTime
 from lowtide.memory.policy import ActivationPolicy
 
 CHART_WIDTH, CHART_HEIGHT = 60, 12
+LEAST_CHART, BESIDE_CHART = 30, 12  # letters: the narrowest chart, and what stands left of one
 FRONT_LINES = 10
+FRONT_INDENT = 30  # letters before the last column of the front's table
 _KINDS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -98,6 +101,8 @@ class MemoryPlan:
         amount = "" if self.states_gib is None else f", gib={self.states_gib:g}"
         late = ", late=True" if self.chosen.late else ""
         offload = [f"offload_optimizer(optimizer, model{amount}{late})"] if states else []
+        if states and self.job.keep_gradients and not late:  # a late one comes back behind all of them
+            offload.insert(0, "# with backwards_per_step=N, for N backward passes of a step:")
         return "\n".join(
             [
                 "import lowtide",
@@ -116,20 +121,20 @@ class MemoryPlan:
         """The optimizer states to offload as `lowtide.memory.offload_optimizer` takes them: in GiB, None for all."""
         return None if self.chosen.states == self.phases[-1].optimizer else gib(self.chosen.states)
 
-    def chart(self) -> str:
-        """Return the front as a picture in characters: time a step against peak memory."""
+    def chart(self, width: int = CHART_WIDTH) -> str:
+        """Return the front as a picture in characters, so many across: time a step against peak memory."""
         points = [(gib(one.peak), one.seconds) for one in self.front]
         least, most = min(x for x, _ in points), max(max(x for x, _ in points), gib(self.budget_bytes))
         fast, slow = min(y for _, y in points), max(y for _, y in points)
 
         def at(x: float, y: float) -> tuple[int, int]:
-            across = round((x - least) / (most - least or 1) * (CHART_WIDTH - 1))
+            across = round((x - least) / (most - least or 1) * (width - 1))
             return across, round((slow - y) / (slow - fast or 1) * (CHART_HEIGHT - 1))
 
-        grid = [[" "] * CHART_WIDTH for _ in range(CHART_HEIGHT)]
+        grid = [[" "] * width for _ in range(CHART_HEIGHT)]
         limit = at(gib(self.budget_bytes), slow)[0]
         for row in grid:
-            if 0 <= limit < CHART_WIDTH:
+            if 0 <= limit < width:
                 row[limit] = ":"
         for x, y in points:
             across, down = at(x, y)
@@ -138,8 +143,8 @@ class MemoryPlan:
         grid[down][across] = "X"
         left = [f"{slow:8.3f} s", *[" " * 10] * (CHART_HEIGHT - 2), f"{fast:8.3f} s"]
         rows = [f"{label} |{''.join(row)}".rstrip() for label, row in zip(left, grid, strict=True)]
-        axis = f"{' ' * 10} +{'-' * CHART_WIDTH}"
-        scale = f"{' ' * 11} {f'{least:.1f} GiB':<{CHART_WIDTH - 10}}{f'{most:.1f} GiB':>10}"
+        axis = f"{' ' * 10} +{'-' * width}"
+        scale = f"{' ' * 11} {f'{least:.1f} GiB':<{width - 10}}{f'{most:.1f} GiB':>10}"
         return "\n".join([*rows, axis, scale, f"{' ' * 12}o the front, X the choice, : the budget"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,9 +185,14 @@ class MemoryPlan:
         }
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            [self._headline(), self._parts(), self._ladder(), self._front(), self.chart(), self._limits(), self.lines()]
-        )
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """Return all of it, for a terminal of so many letters across; None: as wide as it comes, as for a file."""
+        across = CHART_WIDTH if width is None else max(LEAST_CHART, min(CHART_WIDTH, width - BESIDE_CHART))
+        front = folded(self._front(), width, indent=FRONT_INDENT)
+        parts = [folded(self._headline(), width), self._parts(), self._ladder(), front, self.chart(across)]
+        return "\n\n".join([*parts, folded(self._limits(), width), self.lines()])
 
     def _headline(self) -> str:
         job, host = self.job, ""
@@ -207,7 +217,8 @@ class MemoryPlan:
                 highest[phase.name] = phase
         names = ("forward", "head", "backward", "embedding", "optimizer")
         columns = [highest[name] for name in names if name in highest]
-        rows = [["GiB", *(str(phase) for phase in columns)]]
+        rows = [["GiB", *(phase.name for phase in columns)]]
+        rows.append(["", *(f"layer {phase.layer}" if phase.layer >= 0 else "" for phase in columns)])
         for name, label in _KINDS.items():
             rows.append([label, *(f"{gib(phase.parts()[name]):.2f}" for phase in columns)])
         rows.append(["sum", *(f"{gib(phase.bytes):.2f}" for phase in columns)])
@@ -216,7 +227,8 @@ class MemoryPlan:
 
     def _ladder(self) -> str:
         rows = [
-            ["a layer keeps", "bytes a token", "in h", "GiB", "TFLOP again", "forward ms", "backward ms", "PCIe ms"]
+            ["a layer keeps", "bytes", "in h", "GiB", "TFLOP", "forward", "backward", "PCIe"],
+            ["", "a token", "", "", "again", "ms", "ms", "ms"],
         ]
         rows += [
             [
