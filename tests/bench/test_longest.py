@@ -200,6 +200,23 @@ def test_layers_that_the_host_has_no_room_for_stay_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("train", ["full", "lora"])
+def test_the_fastest_that_should_fit(train: Any) -> None:
+    """Where the rate is measured, memory that is free is spent; of a sequence that fills it there is no choice."""
+    fit = replace(FIT, train=train)
+    fastest, leanest = fit.fastest(32768), fit.at(32768)
+    assert fastest.seconds < 0.95 * leanest.seconds
+    assert leanest.gpu < 0.9 * 73 * GIB < fastest.gpu <= 73 * GIB
+    assert (fastest.host, moves(fastest.groups)) == (fit.states, 0)
+    smaller = replace(fit, gpu_bytes=40 * GIB).fastest(32768)
+    assert fastest.seconds < smaller.seconds < leanest.seconds
+    assert smaller.gpu <= 40 * GIB
+    longest = fit.longest(8192)
+    assert fit.fastest(longest) == fit.at(longest)
+    assert replace(fit, way="liger").fastest(32768) == replace(fit, way="liger").at(32768)
+    assert replace(fit, gpu_bytes=None).fastest(32768) == replace(fit, gpu_bytes=None).at(32768)
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_longest_that_should_fit(way: str, train: Any) -> None:
     fit = replace(FIT, way=way, train=train)

@@ -2,6 +2,7 @@
 
 The search begins where the planner says that memory ends, goes up or down in growing steps, and then halves what is
 between a length that ran and one that did not. Each try is a process. What should not fit into the host is not tried.
+Where the rate is measured, our layers keep what makes the step fastest; in the search, as little as they can.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.longest_config import LongestBenchConfig
-from lowtide.bench.longest_fit import OWN, Fit
+from lowtide.bench.longest_fit import OWN, Demand, Fit
 from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of, measure
 from lowtide.bench.results import begin
 from lowtide.measure import available_bytes, gib, parse_gib, run_child
@@ -72,7 +73,8 @@ def run(config: LongestBenchConfig, say: Callable[[str], object]) -> dict[str, A
         tries = Tries(config, replace(fit, way=way), told["dtype"], device.type, tell)
         end = time.monotonic() + config.seconds
         if config.tokens:
-            tries.once(config.tokens, warm=config.warm, reps=config.reps, seconds=config.seconds)
+            demand = tries.fit.fastest(config.tokens)
+            tries.once(config.tokens, demand, warm=config.warm, reps=config.reps, seconds=config.seconds)
         if config.search:
             told["ways"].append(search(tries, config, say, end))
         files.write_json(told)
@@ -106,12 +108,12 @@ class Tries:
         """Return about how long a try of one step takes."""
         return self.build_s + self.slower * self.fit.at(T).seconds
 
-    def once(self, T: int, *, warm: int, reps: int, seconds: float) -> Row:
+    def once(self, T: int, demand: Demand, *, warm: int, reps: int, seconds: float) -> Row:
         """Try a length in a process of at most so many seconds, and return its row.
 
         It has ``seconds``, or ``failed`` and, where memory or time ran out, ``out_of``.
         """
-        config, demand = self.config, self.fit.at(T)
+        config = self.config
         own = self.fit.way == OWN
         kept = "+".join(f"{n}x{word_of(policy)}" for policy, n in demand.groups) if own else ""
         row: Row = {"way": self.fit.way, "train": config.train, "tokens": T, "warm": warm, "kept": kept}
@@ -159,7 +161,7 @@ def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object
         if tries.seconds(at) > left:
             why = f"{at} tokens would take about {tries.seconds(at):.0f} s, of {max(left, 0):.0f} that are left"
             break
-        row = tries.once(at, warm=0, reps=1, seconds=left)
+        row = tries.once(at, tries.fit.at(at), warm=0, reps=1, seconds=left)
         if "seconds" in row:
             low = at
         elif row.get("out_of") in (None, "time"):

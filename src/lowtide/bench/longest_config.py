@@ -29,7 +29,7 @@ class LongestBenchConfig(RunSettings):
     way: tuple[str, ...] = setting(("lowtide", "liger", "liger-offload"), "by whom: {ways}", metavar="WAY")
     model: str = setting("llama-3-8b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
     layers: int | None = setting(None, "so many layers instead of the model's: a look in less time")
-    tokens: int = setting(32768, "length at which the rate is measured; 0: not at all")
+    tokens: int = setting(32768, "length of the rate, where lowtide keeps what makes it fastest; 0: none")
     search: bool = setting(True, "measure the rate alone, and look for no longest sequence")
     start: int | None = setting(None, "length to begin the search with; without it, the longest that should fit")
     step: int = setting(8192, "tokens: how near to the longest sequence the search goes")

@@ -19,7 +19,7 @@ from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_bytes import PAGES, checkpoint_bytes
-from lowtide.memory.planner.search import largest
+from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape
 from lowtide.memory.planner.step_bytes import Groups, Memory, placed
 from lowtide.memory.planner.times import Times
@@ -76,10 +76,28 @@ class Fit:
         return 2 * pinned + STATES * self.shape.params * self.dtype.itemsize
 
     def at(self, T: int) -> Demand:
-        """Return what a step of T tokens takes."""
-        job = Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions())
-        memory = Memory(job)
-        groups = self._groups(job)
+        """Return what a step of T tokens takes where the layers keep as little on the GPU as they can."""
+        job = self._job(T)
+        return self._demand(job, self._groups(job))
+
+    def fastest(self, T: int) -> Demand:
+        """Return what the fastest step of T tokens takes that should fit, with nothing of the layers on the host.
+
+        That is `at`'s for peers, whose layers have no choice, and where nothing else fits.
+        """
+        if self.way == OWN and self.gpu_bytes is not None:
+            job = self._job(T)
+            for one in reversed(Search(job, 0).front):
+                demand = self._demand(job, one.groups)
+                if self._has_room(demand):
+                    return demand
+        return self.at(T)
+
+    def _job(self, T: int) -> Job:
+        return Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions())
+
+    def _demand(self, job: Job, groups: Groups) -> Demand:
+        T, memory = job.seq_len, Memory(job)
         peak = max(
             phase.bytes - phase.gradients - (phase.weights if self.train == "full" else 0) + self._logits(T, phase.name)
             for phase in memory.phases(groups)
@@ -116,7 +134,9 @@ class Fit:
 
     def fits(self, T: int) -> bool:
         """Return whether a step of T tokens should fit."""
-        demand = self.at(T)
+        return self._has_room(self.at(T))
+
+    def _has_room(self, demand: Demand) -> bool:
         return demand.host <= self.host_bytes and (self.gpu_bytes is None or demand.gpu <= self.gpu_bytes)
 
     def longest(self, step: int) -> int:
