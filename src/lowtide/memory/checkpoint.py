@@ -197,7 +197,7 @@ def _without_cache(
     if not layer.training:
         return args, kwargs, True
     index = next((m.layer_idx for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
-    if any(cache.get_seq_length(index) for cache in caches):
+    if any(_is_filled(cache, index) for cache in caches):
         hint = "Train without past_key_values, or give this layer keep='all'."
         raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))
     kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
@@ -208,3 +208,13 @@ def _without_cache(
 
 def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _is_filled(cache: Any, index: int) -> bool:
+    """Whether a cache holds something of a layer: keys and values, or the state of a linear attention."""
+    try:
+        return bool(cache.get_seq_length(index))
+    except ValueError:  # a layer of another kind: linear attention, or one that reads the keys of another layer
+        layers = getattr(cache, "layers", ())
+        state = getattr(layers[index], "has_previous_state", False) if index < len(layers) else False
+        return any(state.values()) if isinstance(state, dict) else bool(state)
