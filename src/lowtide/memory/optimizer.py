@@ -54,9 +54,9 @@ def offload_optimizer(
     copies take longer than the layers beside them: at 55 GB/s 20 ms for a GiB, either way.
 
     Any optimizer of PyTorch's class whose states are tensors, with ``foreach``, ``fused`` or ``capturable`` as it
-    likes, several of them, closures (while one runs states stay), gradient scalers that leave steps out. States of up to
-    64 KiB stay where they are. ``state_dict()`` waits for copies under way and may be called at any time; it has host
-    tensors for what is on the host. Who reads ``optimizer.state`` itself calls the handle's ``bring_back`` first.
+    likes, several of them, closures (while one runs states stay), gradient scalers that leave steps out. States of up
+    to 64 KiB stay where they are. ``state_dict()`` waits for copies under way and may be called at any time; it has
+    host tensors for what is on the host. Who reads ``optimizer.state`` itself calls the handle's ``bring_back`` first.
     Copies and pickles of the optimizer have all states on the GPU, and no offloading. Calling again replaces what was
     set before.
 
