@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,36 @@ def test_second_derivative_is_an_error(way: str) -> None:
     (dx,) = torch.autograd.grad(rms_norm(x, weight, EPS).square().sum(), x, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         dx.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode
+@pytest.mark.parametrize("function", [rms_norm, partial(add_rms_norm, torch.ones(3, 8))])
+def test_transforms_and_forward_mode_are_errors_that_name_the_way_out(way: str, function: Callable[..., Any]) -> None:
+    """A kernel sees numbers alone: the derivative of a tensor that carries one would be lost in silence."""
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    with pytest.raises(UnsupportedError, match=r"rms_norm: expected reverse-mode.*torch\.nn\.functional\.rms_norm"):
+        torch.func.vmap(lambda x: function(x, weight, EPS))(x[None])
+    for dual in (0, 1):
+        with torch.autograd.forward_ad.dual_level():
+            tensors = [x, weight]
+            tensors[dual] = torch.autograd.forward_ad.make_dual(tensors[dual], torch.ones_like(tensors[dual]))
+            with pytest.raises(UnsupportedError, match="forward-mode"):
+                function(*tensors, EPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("offset", "rounding"), [*product((0.0, 1.0), ("before_weight", "after_weight"))])
+def test_no_weight_is_one_of_ones(way: str, dtype: torch.dtype, offset: float, rounding: Any) -> None:
+    x, residual, _ = leaves((7, 37), dtype)
+    ones = torch.ones(37, dtype=dtype)
+    results = []
+    for weight in (None, ones):
+        normed, total = add_rms_norm(x, residual, weight, EPS, offset=offset, rounding=rounding)
+        alone = rms_norm(x, weight, EPS, offset=offset, rounding=rounding)
+        loss = (normed * alone * total).float().sum()
+        results.append((normed, alone, *torch.autograd.grad(loss, (x, residual))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][1].dtype == dtype
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -187,6 +187,19 @@ def test_second_derivative_is_an_error(way: str) -> None:
         dq.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode
+def test_transforms_and_forward_mode_are_errors_that_name_the_way_out(way: str) -> None:
+    q, k, cos, sin = (t.detach() for t in heads(1, 3, 2, 1, 8, 8, torch.float32))
+    with pytest.raises(UnsupportedError, match=r"rotary: expected reverse-mode.*rotate_half"):
+        torch.func.vmap(lambda q: rotary(q, k, cos, sin))(q[None])
+    for i in range(4):
+        with torch.autograd.forward_ad.dual_level():
+            tensors = [q, k, cos, sin]
+            tensors[i] = torch.autograd.forward_ad.make_dual(tensors[i], torch.ones_like(tensors[i]))
+            with pytest.raises(UnsupportedError, match="forward-mode"):
+                rotary(*tensors)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @COMPILE_WARNINGS[0]
 @COMPILE_WARNINGS[1]

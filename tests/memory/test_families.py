@@ -22,6 +22,16 @@ _GPT2 = {
     "vocab_size": VOCAB, "n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2, "loss_type": "ForCausalLM",
 }  # fmt: skip
+_GEMMA3N = {
+    **_SMALL, "intermediate_size": [40] * 3, "activation_sparsity_pattern": [0.0] * 3, "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 4, "altup_num_inputs": 2,
+}  # fmt: skip
+_QWEN3_NEXT = {
+    **_SMALL, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 # model type -> (its own settings, calls of fused attention in a forward)
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({**_SMALL, "tie_word_embeddings": True}, 3),
@@ -29,6 +39,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3_moe": ({**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, 3),
     "gemma2": (_SMALL, 0),  # a soft cap inside attention, which SDPA does not know
     "gemma3_text": ({**_SMALL, "sliding_window": 4}, 3),
+    "gemma3n_text": (_GEMMA3N, 3),  # its last layer reads the keys of another one
     "cohere2": ({**_SMALL, "sliding_window": 4}, 3),
     "phi3": (_SMALL, 3),
     "mistral": ({**_SMALL, "sliding_window": 4, "attention_dropout": 0.0}, 3),
@@ -96,6 +107,25 @@ def test_family(name: str, padded: bool, ids: Tensor) -> None:
         assert_same(got, want)
     remove_policy(model)
     assert all(type(a) is type(b) for a, b in zip(model.modules(), stock.modules(), strict=True))
+
+
+def test_layers_of_linear_attention_and_their_cache(ids: Tensor) -> None:
+    """transformers makes them a cache in training too, of layers that have no length."""
+    model = build("qwen3_next", _QWEN3_NEXT)
+    stock = copy.deepcopy(model)
+    batch = {"input_ids": ids, "labels": ids, "use_cache": True}
+    want = step(stock, batch)
+    apply_policy(model, [ActivationPolicy(keep=keep) for keep in ("input", "attention", "input")])
+    with CountAttention() as counted:
+        got = step(model, batch)
+    assert counted.calls == 1
+    assert_near(got, want)
+    for policies in (["input", "all", "all"], ["all", "input", "all"]):
+        apply_policy(model, [ActivationPolicy(keep=keep) for keep in policies])
+        filled = stock(input_ids=ids, use_cache=True).past_key_values
+        with pytest.raises(UnsupportedError, match="a cache that holds keys"):
+            model(input_ids=ids, past_key_values=filled)
+        assert_near(step(model, batch), want)
 
 
 def test_an_encoder_and_a_decoder(ids: Tensor) -> None:

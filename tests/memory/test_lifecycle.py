@@ -356,6 +356,58 @@ def test_a_batch_that_is_overwritten_before_backward_raises() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("policy", [INPUT, ATTENTION], ids=["input", "attention"])
+def test_a_parameter_changed_before_backward_raises(policy: Any, model: Any, ids: Tensor) -> None:
+    """As it does without a policy: the layer would be run again with other weights."""
+    apply_policy(model, policy)
+    layer = (model.blocks if isinstance(model, Plain) else model.model.layers)[2]
+    loss = model(ids) if isinstance(model, Plain) else model(input_ids=ids, labels=ids).loss
+    with torch.no_grad():
+        next(layer.parameters()).add_(1)
+    with pytest.raises(UnsupportedError, match=r"\.2: expected parameters that are in backward what they were"):
+        loss.backward()
+    model.zero_grad()
+    step(model, ids)
+
+
+def descend(param: Tensor) -> None:
+    with torch.no_grad():
+        param.sub_(param.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_steps_within_backward_is_taken(pair: tuple[Any, Any], ids: Tensor) -> None:
+    """A parameter's gradient comes behind its layer's recompute."""
+    model, stock = pair
+    apply_policy(model, INPUT)
+    for param in [*model.parameters(), *stock.parameters()]:
+        param.register_post_accumulate_grad_hook(descend)
+    for seed in range(2):
+        assert_same(step(model, ids, seed), step(stock, ids, seed))
+
+
+class Table(nn.Module):
+    """A layer that writes to a parameter of its own in forward: max_norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table(torch.arange(3))
+
+
+def test_a_layer_that_writes_to_its_own_parameters_in_forward_is_taken() -> None:
+    torch.manual_seed(0)
+    holder = nn.Module()
+    holder.blocks = nn.ModuleList([Table(), Table()])
+    stock = copy.deepcopy(holder)
+    apply_policy(holder, INPUT)
+    for each in (holder, stock):
+        each.blocks[1](each.blocks[0](torch.ones(3, 4))).sum().backward()
+    for p, other in zip(holder.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(p.grad, other.grad)
+
+
 def test_keep_all_after_a_policy_that_something_lies_on_top_of(ids: Tensor) -> None:
     """fully_shard's class stays on top of ours: the next policy cannot take ours away."""
     model, stock = Plain(), Plain()

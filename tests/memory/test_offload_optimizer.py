@@ -489,3 +489,48 @@ def test_a_closure(side: LazySide) -> None:
         pair.same()
         pair.backward(k)
         pair.step()
+
+
+@pytest.mark.parametrize("why", ["a gradient", "the closure"])
+def test_a_step_that_raises(why: str, side: LazySide) -> None:
+    """For lack of memory, say: the next forward has the states leave all the same, also where steps go on raising."""
+    pair = Pair()
+    pair.train(2)
+    param = next(pair.model.parameters())
+
+    def closure() -> Tensor:
+        raise MemoryError
+
+    for _ in range(2):
+        pair.backward(0)
+        if why == "a gradient":
+            param.grad = torch.ones_like(param).to_sparse()
+        with pytest.raises((RuntimeError, MemoryError)):
+            pair.ours.step(closure if why == "the closure" else None)
+        assert pair.where() == {"device"}
+        for model in (pair.model, pair.stock):
+            model.zero_grad()
+        pair.backward(1)
+        assert pair.where() == {"coming"}, "they left in forward"
+    pair.step()
+    pair.train(2)
+
+
+def test_a_closure_by_name_runs_where_it_always_ran(side: LazySide) -> None:
+    """Its arguments, its result, and what a scheduler or a wrapper reads of it."""
+    pair = Pair()
+    pair.train(1)
+
+    def closure() -> str:
+        """Tell."""
+        return "the loss"
+
+    seen: list[Any] = []
+    pair.ours.register_step_post_hook(lambda _, args, kwargs: seen.append((args, kwargs)))
+    pair.backward(0)
+    assert pair.ours.step(closure=closure) == "the loss"
+    pair.theirs.step()
+    pair.same()
+    (given,) = seen
+    assert given[0][0] is pair.ours
+    assert given[1]["closure"].__doc__ == "Tell."

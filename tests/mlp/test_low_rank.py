@@ -238,11 +238,12 @@ def test_inside_a_checkpoint(level: int, how: str, dropout: float) -> None:
     assert all(torch.equal(t.grad, e) for t, e in zip([*leaves, *ab], expected, strict=True))
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_compiled(level: int) -> None:
+@pytest.mark.parametrize(("level", "dynamic"), [(0, None), (1, None), (1, True)])
+def test_compiled(level: int, dynamic: bool | None) -> None:
     leaves, ab = mlp((2, 5), 7, 11), adapters_of(7, 11)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *t: call(list(t[:7]), list(t[7:]), level), backend="aot_eager", fullgraph=True)
+    how = {"backend": "aot_eager", "fullgraph": True, "dynamic": dynamic}
+    compiled = torch.compile(lambda *t: call(list(t[:7]), list(t[7:]), level), **how)
     y, expected = compiled(*leaves, *ab), call(leaves, ab, level)
     torch.testing.assert_close(y, expected)
     for g, e in zip(grads(y.sum(), [*leaves, *ab]), grads(expected.sum(), [*leaves, *ab]), strict=True):

@@ -71,6 +71,21 @@ def test_the_module_compiles_whole(level: int) -> None:
     assert all(torch.equal(g, t.grad) for g, t in zip(got, (x, *mlp.parameters()), strict=True))
 
 
+@pytest.mark.parametrize(("level", "tile"), [(0, 3), (1, None)])
+def test_compiled_with_every_size_and_number_a_variable(level: int, tile: int | None) -> None:
+    """dynamic=True makes variables of sizes, and of the level, the tile and whatever else is a number."""
+    module = nn.SwiGLU(7, 11, checkpoint_level=level)
+    module.tile_tokens = tile
+    for step in (module, lambda x: swiglu_mlp(x, *module.parameters(), checkpoint_level=level, tile_tokens=tile)):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+        for tokens in (5, 8):
+            x = torch.randn(tokens, 7, requires_grad=True)
+            leaves = (x, *module.parameters())
+            got, expected = (torch.autograd.grad(f(x).square().sum(), leaves) for f in (compiled, step))
+            for g, e in zip(got, expected, strict=True):
+                torch.testing.assert_close(g, e)
+
+
 def test_autocast_inside_a_compiled_function() -> None:
     leaves = mlp((2, 5), 7, 11)
 

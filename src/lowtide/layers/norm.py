@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import check_tensor
+from lowtide.head.arguments import check_tensor, refuse_transforms
 from lowtide.head.backends import why_not_row
 from lowtide.head.graph import differentiable_once, refuse_batched
 from lowtide.head.registration import on_device, schema_of, undisturbed, watched
@@ -20,14 +20,15 @@ from lowtide.head.registration import on_device, schema_of, undisturbed, watched
 Rounding = Literal["before_weight", "after_weight"]
 
 _LONGEST = 32768  # of the kernels, whose module needs Triton
+_WRITTEN_OUT = "torch.nn.functional.rms_norm"
 _TWICE = (
     "lowtide: expected the gradients of a norm to be differentiated no further, got a second derivative. For those take"
-    " torch.nn.functional.rms_norm."
+    f" {_WRITTEN_OUT}."
 )
 
 
 def rms_norm(
-    input: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, rounding: Rounding = "after_weight"
+    input: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, rounding: Rounding = "after_weight"
 ) -> Tensor:
     """Return each row over its root mean square, times a weight: ``x / sqrt(mean(x**2) + eps) * (weight + offset)``.
 
@@ -38,7 +39,7 @@ def rms_norm(
 
     Args:
         input: [..., D], floating point.
-        weight: [D], floating point, on the same device.
+        weight: [D], floating point, on the same device; None for none, as if it were ones.
         eps: Added to the mean square.
         offset: Added to the weight: 1 for Gemma, whose weights are kept less 1.
         rounding: ``"after_weight"``: the result is rounded once, to the dtype of ``input``, as in
@@ -52,7 +53,7 @@ def rms_norm(
     Raises:
         ArgumentTypeError: Not tensors, not floating point, or ``eps`` or ``offset`` no number.
         ArgumentValueError: Shapes or devices that do not fit, or an unknown ``rounding``.
-        UnsupportedError: A second derivative is asked for.
+        UnsupportedError: Double backward, forward-mode derivatives or torch.func transforms; also a `RuntimeError`.
 
     Example:
         >>> hidden, weight = torch.randn(2, 5, 64), torch.ones(64)
@@ -62,14 +63,14 @@ def rms_norm(
     References:
         Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    _check(input, weight, None, eps, offset, rounding)
+    weight = _check("rms_norm", input, weight, None, eps, offset, rounding)
     return _run(_Call(input, None, weight, float(eps), float(offset), rounding == "before_weight"))[0]
 
 
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     offset: float = 0.0,
@@ -94,13 +95,13 @@ def add_rms_norm(
     Raises:
         ArgumentTypeError: As in `rms_norm`, or ``residual`` has another dtype than ``input``.
         ArgumentValueError: As in `rms_norm`, or ``residual`` has another shape than ``input``.
-        UnsupportedError: A second derivative is asked for.
+        UnsupportedError: As in `rms_norm`.
 
     Example:
         >>> hidden, update, weight = torch.randn(2, 5, 64), torch.randn(2, 5, 64), torch.ones(64)
         >>> normed, hidden = add_rms_norm(update, hidden, weight, 1e-5)
     """
-    _check(input, weight, residual, eps, offset, rounding)
+    weight = _check("add_rms_norm", input, weight, residual, eps, offset, rounding)
     return _run(_Call(input, residual, weight, float(eps), float(offset), rounding == "before_weight"))
 
 
@@ -129,10 +130,23 @@ class _BackwardCall(NamedTuple):
     wants_weight: bool
 
 
-def _check(x: Tensor, weight: Tensor, residual: Tensor | None, eps: object, offset: object, rounding: object) -> None:
-    for name, tensor in (("input", x), ("weight", weight)):
-        if not check_tensor(name, tensor).is_floating_point():
-            raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+def _check(
+    function: str,
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    eps: object,
+    offset: object,
+    rounding: object,
+) -> Tensor:
+    """Check the arguments, and return the weight."""
+    if not check_tensor("input", x).is_floating_point():
+        raise ArgumentTypeError(message("input", "a floating-point dtype", str(x.dtype)))
+    if weight is None:
+        weight = x.new_ones(x.shape[-1:])
+    elif not check_tensor("weight", weight).is_floating_point():
+        raise ArgumentTypeError(message("weight", "a floating-point dtype", str(weight.dtype)))
+    refuse_transforms(function, x, weight, residual, instead=_WRITTEN_OUT, way="take PyTorch's own for this one")
     if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ArgumentValueError(
             message("weight", "shape [D], D the last axis of input", f"{list(weight.shape)} for {list(x.shape)}")
@@ -151,6 +165,7 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None, eps: object, offs
             raise ArgumentTypeError(message(name, "a number", type(number).__name__))
     if rounding not in ("before_weight", "after_weight"):
         raise ArgumentValueError(message("rounding", "'before_weight' or 'after_weight'", repr(rounding)))
+    return weight
 
 
 def why_no_kernel(x: Tensor, weight: Tensor) -> str | None:

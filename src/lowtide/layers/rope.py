@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
-from lowtide.head.arguments import check_tensor
+from lowtide.head.arguments import check_tensor, refuse_transforms
 from lowtide.head.backends import why_not_row
 from lowtide.head.graph import differentiable_once, refuse_batched
 from lowtide.head.registration import on_device, schema_of, undisturbed, watched
 
+_WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
 _TWICE = (
     "lowtide: expected the gradients of rotary to be differentiated no further, got a second derivative. For those"
-    " rotate in plain PyTorch."
+    f" rotate in plain PyTorch: {_WRITTEN_OUT}."
 )
 
 
@@ -49,7 +50,8 @@ def rotary(
     Raises:
         ArgumentTypeError: Not tensors, or dtypes that do not fit.
         ArgumentValueError: Shapes or devices that do not fit, or an ``unsqueeze_dim`` that is neither 1 nor 2.
-        UnsupportedError: ``cos`` or ``sin`` requires a gradient, or a second derivative is asked for.
+        UnsupportedError: ``cos`` or ``sin`` requires a gradient; double backward, forward-mode derivatives or
+            torch.func transforms. Also a `RuntimeError`.
 
     Example:
         >>> q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
@@ -63,6 +65,7 @@ def rotary(
     error = why_not_rotary(q, k, cos, sin, unsqueeze_dim)
     if error is not None:
         raise error
+    refuse_transforms("rotary", q, k, cos, sin, instead=_WRITTEN_OUT, way="rotate in plain PyTorch")
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, False)

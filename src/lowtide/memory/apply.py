@@ -68,7 +68,7 @@ def apply_policy(
             layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is asked of a layer
             without a fused MLP, or ``offload`` of a machine without a CUDA device. At a layer's first forward:
             ``keep="attention"`` where no fused attention ran, or host memory that does not suffice. In backward: an
-            argument of a layer that was written to since its forward.
+            argument or a parameter of a layer that was written to since its forward.
 
     Example:
         >>> report = lowtide.memory.apply_policy(model, ActivationPolicy(keep="attention"))

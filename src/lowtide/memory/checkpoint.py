@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,7 @@ def run_layer(
     args, kwargs, cached = _without_cache(layer, state.name, args, kwargs)
     if cached or not _needs_graph(layer, args, kwargs):
         return forward(*args, **kwargs)
-    run, hidden = _of_hidden_states(state.name, forward, args, kwargs)
+    run, hidden = _of_hidden_states(layer, state.name, forward, args, kwargs)
     if state.offloader is None:
         return _run(state, run, hidden, stay)
     return _run_offloaded(state, state.offloader, run, hidden)
@@ -117,7 +117,7 @@ def _no_attention(name: str) -> UnsupportedError:
 
 
 def _of_hidden_states(
-    name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[Tensor], Any], Tensor]:
     """Return the layer as a function of its hidden states alone, and these: they are the input that is kept.
 
@@ -127,32 +127,56 @@ def _of_hidden_states(
     at = next((index for index, value in enumerate(args) if _is_hidden(value)), None)
     if at is not None:
         before, after = args[:at], args[at + 1 :]
-        run = _of_unchanged(forward, (before, after, kwargs))
+        run = _of_unchanged(layer, name, forward, (before, after, kwargs))
         return lambda hidden: run(*before, hidden, *after, **kwargs), args[at]
     key = next((key for key, value in kwargs.items() if _is_hidden(value)), None)
     if key is None:
         raise UnsupportedError(message(name, "hidden states: a floating-point tensor", "none among its arguments"))
     rest = {other: value for other, value in kwargs.items() if other != key}
-    run = _of_unchanged(forward, (args, rest))
+    run = _of_unchanged(layer, name, forward, (args, rest))
     return lambda hidden: run(*args, **{key: hidden}, **rest), kwargs[key]
 
 
-def _of_unchanged(forward: Forward, rest: Any) -> Forward:
-    """Return a forward that raises when it runs again after a tensor of ``rest`` was written to.
+def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: Any) -> Forward:
+    """Return a forward that raises when it runs again after a tensor of ``rest`` or a parameter was written to.
 
     Hidden states are not for it to hold: they may be on the host meanwhile, and the checkpoint looks after them.
     """
     if torch.compiler.is_compiling():
         return forward  # the compiler makes writes part of its graph
-    tensors = [x for x in tree_leaves(rest) if isinstance(x, Tensor) and not x.is_inference()]
-    versions = [x._version for x in tensors]
+    given = _Versions(x for x in tree_leaves(rest) if isinstance(x, Tensor))
+    parameters: list[_Versions] = []  # as forward left them: an embedding with max_norm writes to its own
 
     def unchanged(*args: Any, **kwargs: Any) -> Any:
-        if [x._version for x in tensors] != versions:
+        if given.changed():
             raise changed_in_place()
-        return forward(*args, **kwargs)
+        if parameters and parameters[0].changed():
+            raise _parameters_changed(name)
+        outputs = forward(*args, **kwargs)
+        if not parameters:
+            # FSDP1 has other tensors in their places during forward, and looks after them itself.
+            parameters.append(_Versions(p for p in layer.parameters() if isinstance(p, nn.Parameter)))
+        return outputs
 
     return unchanged
+
+
+class _Versions:
+    """Tensors, and whether somebody has written to one of them since."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [x for x in tensors if not x.is_inference()]
+        self._seen = [x._version for x in self._tensors]
+
+    def changed(self) -> bool:
+        return [x._version for x in self._tensors] != self._seen
+
+
+def _parameters_changed(name: str) -> UnsupportedError:
+    """Return the error for a layer whose recompute would differ from its forward: gradients would be wrong."""
+    hint = "Step the optimizer behind the backward of every forward, or give this layer keep='all'."
+    got = "one changed by an in-place operation"
+    return UnsupportedError(message(name, "parameters that are in backward what they were in forward", got, hint))
 
 
 def _is_hidden(value: Any) -> bool:
@@ -173,7 +197,7 @@ def _without_cache(
     if not layer.training:
         return args, kwargs, True
     index = next((m.layer_idx for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
-    if any(cache.get_seq_length(index) for cache in caches):
+    if any(_is_filled(cache, index) for cache in caches):
         hint = "Train without past_key_values, or give this layer keep='all'."
         raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))
     kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
@@ -184,3 +208,13 @@ def _without_cache(
 
 def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _is_filled(cache: Any, index: int) -> bool:
+    """Whether a cache holds something of a layer: keys and values, or the state of a linear attention."""
+    try:
+        return bool(cache.get_seq_length(index))
+    except ValueError:  # a layer of another kind: linear attention, or one that reads the keys of another layer
+        layers = getattr(cache, "layers", ())
+        state = getattr(layers[index], "has_previous_state", False) if index < len(layers) else False
+        return any(state.values()) if isinstance(state, dict) else bool(state)

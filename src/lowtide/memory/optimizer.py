@@ -8,6 +8,7 @@ and where a hook does not run the states are merely on the GPU for longer.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import weakref
@@ -53,9 +54,9 @@ def offload_optimizer(
     copies take longer than the layers beside them: at 55 GB/s 20 ms for a GiB, either way.
 
     Any optimizer of PyTorch's class whose states are tensors, with ``foreach``, ``fused`` or ``capturable`` as it
-    likes, several of them, closures (inside a step states stay), gradient scalers that leave steps out. States of up to
-    64 KiB stay where they are. ``state_dict()`` waits for copies under way and may be called at any time; it has host
-    tensors for what is on the host. Who reads ``optimizer.state`` itself calls the handle's ``bring_back`` first.
+    likes, several of them, closures (while one runs states stay), gradient scalers that leave steps out. States of up
+    to 64 KiB stay where they are. ``state_dict()`` waits for copies under way and may be called at any time; it has
+    host tensors for what is on the host. Who reads ``optimizer.state`` itself calls the handle's ``bring_back`` first.
     Copies and pickles of the optimizer have all states on the GPU, and no offloading. Calling again replaces what was
     set before.
 
@@ -127,7 +128,7 @@ class OptimizerOffload:
         self._sides: dict[torch.device, offload.Side | None] = {}
         self._pool: HostPool | None = None
         self._counts: Counter[int] = Counter()  # backward passes since the last step, by parameter
-        self._stepping = False
+        self._in_closure = False
         self._lock = threading.RLock()  # backward's hooks run in its threads, one for each device
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
@@ -138,7 +139,7 @@ class OptimizerOffload:
             self._hooks.append(layer.register_forward_pre_hook(_Hook(self._forward, k), prepend=True))
         self._hooks += [
             layers[-1].register_forward_hook(_Hook(self._forward, len(layers))),
-            optimizer.register_step_pre_hook(_Hook(self._before_step)),
+            optimizer.register_step_pre_hook(_StepHook(self._before_step)),
             optimizer.register_step_post_hook(_Hook(self._after_step)),
             optimizer.register_state_dict_pre_hook(_Hook(self._finish)),
             optimizer.register_load_state_dict_post_hook(_Hook(self._loaded)),
@@ -188,7 +189,7 @@ class OptimizerOffload:
 
     def _forward(self, layer: int) -> None:
         """Let go of what is copied and begin to copy what is due, when a layer begins or the last one has ended."""
-        if not self._blocks or self._stepping or torch._C._current_graph_task_id() != -1:
+        if not self._blocks or self._in_closure or torch._C._current_graph_task_id() != -1:
             return  # a closure's forward, or one that backward repeats
         _refuse_capture()
         with self._lock:
@@ -209,8 +210,10 @@ class OptimizerOffload:
     def _accumulated(self, param: int, layer: int, layers: int) -> None:
         """Fetch what is due when backward has reached a layer, the ``layer``-th of those that train."""
         with self._lock:
+            if self._in_closure:
+                return
             self._counts[param] += 1
-            if self._counts[param] % self._backwards or self._stepping:
+            if self._counts[param] % self._backwards:
                 return
             due = self.offloaded_bytes * blocks.share_back(layers - 1 - layer, layers)
             back = 0
@@ -221,15 +224,33 @@ class OptimizerOffload:
                 if block.where == "host":
                     block.begin_back()
 
-    def _before_step(self) -> None:
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring all states back, and return the step's arguments: a closure among them knows that it is one.
+
+        A note that a step is under way would have to be taken back where the step raises, and no hook runs there.
+        """
         _refuse_capture()
         self.bring_back()
-        self._stepping = True
+        self._counts.clear()
+        return tuple(map(self._as_closure, args)), {name: self._as_closure(value) for name, value in kwargs.items()}
+
+    def _as_closure(self, value: Any) -> Any:
+        """Return a step's argument; a function as one that keeps the states where they are while it runs."""
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            before, self._in_closure = self._in_closure, True
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self._in_closure = before
+
+        return closure
 
     def _after_step(self) -> None:
         with self._lock:
-            self._stepping = False
-            self._counts.clear()
             optimizer = self._optimizer()
             if optimizer is None:
                 return
@@ -332,18 +353,28 @@ class OptimizerOffload:
 class _Hook:
     """Calls a method for as long as its object lives. Copies and pickles of what it hangs on have one that does not."""
 
-    def __init__(self, method: Callable[..., None] | None = None, *given: int) -> None:
+    def __init__(self, method: Callable[..., Any] | None = None, *given: int) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
         self._given = given
 
     @_disable_dynamo
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *called_with: Any) -> Any:
         method = self._method() if self._method is not None else None
-        if method is not None:
-            method(*self._given)
+        return None if method is None else self._call(method, called_with)
+
+    def _call(self, method: Callable[..., Any], _: tuple[Any, ...]) -> Any:
+        method(*self._given)
 
     def __reduce__(self) -> Any:
-        return _Hook, ()
+        return type(self), ()
+
+
+class _StepHook(_Hook):
+    """The same for what may change a step's arguments."""
+
+    def _call(self, method: Callable[..., Any], called_with: tuple[Any, ...]) -> Any:
+        _, args, kwargs = called_with
+        return method(args, kwargs)
 
 
 class _GetState:

@@ -111,8 +111,9 @@ def run(call: SwigluCall) -> Tensor:
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in call.trained):
         none = call.input.new_empty(0)
         return _run(call, none, none)
-    stand_in, gate, up = _SwigluMlp.apply(*call)  # type: ignore[no-untyped-call]
+    # First: torch.compile(dynamic=True) has variables for numbers, which belong to the node that looks at them first.
     fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
+    stand_in, gate, up = _SwigluMlp.apply(*call)  # type: ignore[no-untyped-call]
     y: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
     return y
 

@@ -10,6 +10,7 @@ from lowtide.mlp.operators import WRITTEN_OUT, run
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 LEVELS = (0, 1)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMES = ("input", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
 
 
@@ -34,7 +35,8 @@ def swiglu_mlp(
     gradients of gate and up take the memory of gate and up, and the product that of its own gradient.
 
     Args:
-        input: x, hidden states [..., D], any floating dtype and strides, any number of leading axes.
+        input: x, hidden states [..., D] in float64, float32, bfloat16 or float16, of any strides, any number of leading
+            axes.
         gate_weight: Wg [F, D], as `torch.nn.Linear` stores it. Outside autocast of the same dtype as ``input``.
         up_weight: Wu [F, D], the same.
         down_weight: Wd [D, F], the same.
@@ -121,8 +123,8 @@ def _check_tensors(given: dict[str, Tensor]) -> torch.dtype:
     input = given["input"]
     dtype = operand_dtype(input)
     for name, tensor in given.items():
-        if not check_tensor(name, tensor).is_floating_point():
-            raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+        if check_tensor(name, tensor).dtype not in _DTYPES:
+            raise ArgumentTypeError(message(name, "float64, float32, bfloat16 or float16", str(tensor.dtype)))
         _refuse_sharded(name, tensor)
         check_device(name, tensor, input)
         if operand_dtype(tensor) != dtype:
