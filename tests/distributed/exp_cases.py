@@ -34,7 +34,7 @@ def small_plan(job: Any, ranks: Any, options: lowtide.HeadOptions, wanted: Any) 
     return HeadPlan(
         backend="exp", reason="", gradient="forward", accumulate="input", rows=tokens, chunks=-(-tokens // 16),
         chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks" if blocks else "chunks",
-        block_columns=24 if blocks else V, sum_rows=19, product_rows=16,
+        block_columns=24 if blocks else V, sum_rows=19, product_rows=6,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ CASES = [
     "the_same_on_every_rank",
     "what_is_exchanged",
     "memory",
+    "unlike_gpus",
     "errors",
 ]
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")

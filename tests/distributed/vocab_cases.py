@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import lowtide
 from distributed.launch import DEVICE, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from lowtide.head import reference
+from lowtide.head import reference, vocab_cross_entropy, vocab_shard
+from lowtide.head.operators import Wanted
+from lowtide.head.softmax import LossTerms
+from lowtide.head.vocab_parallel import Ranks
 from lowtide.measure import peak_above
 from support import head as head_on_host
 from support import oracle, relative_error, stats_oracle
@@ -472,6 +476,10 @@ def errors() -> None:
     for numbers in ({"first": -1, "rows": 2}, {"first": 49, "rows": 2}, {"first": 0, "rows": 9, "largest": 5}):
         with pytest.raises(ArgumentValueError, match="VocabShard"):
             lowtide.VocabShard(group=dist.group.WORLD, vocab=V, **numbers)
+    even = -(-V // dist.get_world_size())
+    with pytest.raises(ArgumentValueError, match=rf"VocabShard: expected at most {even} rows.*largest"):
+        lowtide.VocabShard(group=dist.group.WORLD, vocab=V, first=0, rows=even + 1)
+    assert lowtide.VocabShard(group=dist.group.WORLD, vocab=V, first=0, rows=even).most_rows == even
     with pytest.raises(ArgumentValueError, match=r"teacher_weight: .*student's classes"):
         lowtide.linear_divergence(px, pw, px, distribute_tensor(w.detach()[:-1], mesh(), [Shard(0)]))
     with pytest.raises(lowtide.errors.LowtideError, match="linear_apply"):
@@ -480,6 +488,38 @@ def errors() -> None:
     (grad,) = torch.autograd.grad(loss, px, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         plain(grad).sum().backward()
+
+
+def unlike_gpus() -> None:
+    """Ranks with GPUs of other sizes, or of another kind, plan alike: else they would wait for each other for ever."""
+    rank, hidden, classes = dist.get_rank(), 4096, 30000
+    wanted, terms = Wanted(True, True, False), LossTerms(class_weight=None, label_smoothing=0.0, z_loss=0.0)
+    for memory, kinds in (((80, 6, 24), (9, 9, 9)), ((80, 6, 24), (9, 8, 9)), ((24, 80, 40), (9, 9, 12))):
+        with pytest.MonkeyPatch.context() as patched:
+            gpu = torch.device("cuda")
+            here = SimpleNamespace(total_memory=memory[rank] << 30)
+            patched.setattr(torch.cuda, "is_available", lambda: True)
+            patched.setattr(torch.cuda, "get_device_properties", lambda _, here=here: here)
+            patched.setattr(torch.cuda, "get_device_capability", lambda _, kinds=kinds: (kinds[rank], 0))
+            limits_here = vocab_shard._limits_here
+            patched.setattr(vocab_shard, "_limits_here", lambda _, real=limits_here, gpu=gpu: real(gpu))
+            group = dist.new_group()
+            shard = lowtide.VocabShard.of(torch.empty(classes, 0, device=DEVICE), group)
+            for dtype in (torch.bfloat16, torch.float32):
+                ranks = Ranks(shard, (20000,), torch.device(DEVICE), None, None)
+                weight = torch.empty(classes, hidden, dtype=dtype, device="meta")
+                job: Any = SimpleNamespace(
+                    input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, softcap=None, terms=terms,
+                    reduction="mean",
+                )  # fmt: skip
+                plan = vocab_cross_entropy._plan(job, ranks, lowtide.HeadOptions(), wanted)
+                plans: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(plans, (plan.backend, plan.chunk_rows, plan.chunks, plan.sum_rows))
+                assert len(set(plans)) == 1, (memory, kinds, dtype, plans)
+                if len({*kinds[: dist.get_world_size()]}) > 1:
+                    with pytest.raises(UnsupportedError, match="exp"):
+                        vocab_cross_entropy._plan(job, ranks, lowtide.HeadOptions(backend="exp"), wanted)
+            dist.destroy_process_group(group)
 
 
 CASES = named(
@@ -491,6 +531,7 @@ CASES = named(
     the_same_on_every_rank,
     what_is_exchanged,
     memory,
+    unlike_gpus,
     errors,
 )
 

@@ -13,7 +13,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
 FOR_ALL = {
     "fsdp_cases": ["patched_models", "functional_head", "a_sharded_weight_is_refused", "mixed_precision", "policies"],
-    "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "pipeline"],
+    "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
     "vocab_cases": ["losses", "token_stats", "divergences", "edges", "uses_of_autograd", "what_is_exchanged"],
 }
 
