@@ -115,8 +115,8 @@ def shard_of_dtensor(name: str, weight: Any, mesh: Any) -> VocabShard:
     """
     if weight.device_mesh != mesh or mesh.ndim != 1 or not weight.placements[0].is_shard(0):
         hint = (
-            "Call it where only the tensor-parallel axis is left (inside the forward of what fully_shard wraps), or"
-            " redistribute it."
+            'Place all of them on the axis of the vocabulary alone, such as mesh["tp"]; inside the forward of what'
+            " fully_shard wraps its weights are so already. Or redistribute it."
         )
         got = f"{weight.placements} on {weight.device_mesh}"
         expected = "a DTensor with Shard(0) on a mesh of one axis, the one of the other DTensors"
