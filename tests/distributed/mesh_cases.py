@@ -70,9 +70,7 @@ def fsdp_and_vocabulary() -> None:
         fully_shard(model, mesh=mesh["dp"])
         everything = [batch_of(k) for k in range(2)]
         ids, labels = (torch.cat(parts) for parts in zip(*everything, strict=True))
-        want = nn.functional.cross_entropy(
-            alone.head(alone.hidden(ids))[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        )
+        want = nn.functional.cross_entropy(alone.head(alone.hidden(ids))[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         want.backward()
         for _ in range(2):
             items = count_items(everything[stream][1][:, 1:], group=mesh["dp"].get_group())

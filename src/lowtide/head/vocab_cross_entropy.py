@@ -176,7 +176,7 @@ def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Want
     tokens = ranks.tokens.groups * ranks.tokens.length
     return plan_exp(
         tokens, D, most, device, options, reason, gradient, job.weight_VD.dtype, frozen, input_is_copied=True,
-        device_bytes=ranks.limits.gpu_bytes,
+        device_bytes=ranks.limits.gpu_bytes, row_bytes=(8 if ranks.spread else 4) * D, pieces=2,
     )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 The targets' logits are known to the ranks that have them, and told to all once. A chunk is cut in pieces. Of each
 piece E = exp(z - t) is built, and its sums, a few numbers a row, begin their way to all; what the exchange takes is
-hidden behind the next piece's E. Then the piece is finished, its part of the hidden states' gradient begins to be
-added up over the ranks, and the next piece's products, or the weight's product of the whole chunk, run beside that.
-No exchange is waited for by the host, and none depends on numbers.
+hidden behind the products of its neighbours. When all pieces are finished, the chunk's part of the hidden states'
+gradient begins to be added up over the ranks, and the weight's product runs beside that. No exchange is waited for by
+the host, and none depends on numbers.
 """
 
 from collections.abc import Iterator
@@ -136,7 +136,7 @@ class ShardedExp:
                 replace(self.terms, class_weight_V=own_C), self.V, scaled_CD=scaled,
             )  # fmt: skip
             reports.rest.masked_fill_(y_C >= self.width, 0)
-            product = self.product(into, x_CD)
+            product = None if into.input_ND is None else lse_C.new_empty(x_CD.shape)
             for block in slices(self.width, plan.block_columns):
                 w_BD, e_CB = head.weight_VD[block], buffer[: len(y_C), : block.stop - block.start]
                 head._exponentials(
@@ -151,7 +151,8 @@ class ShardedExp:
             if product is not None and into.input_ND is not None:
                 if under_way is not None:  # it had all of this chunk's products to run beside
                     under_way[0].write(into.input_ND, under_way[1])
-                under_way = self.reduced(product, y_C, reports, factor_C), piece.part.start
+                self.finish_product(product, y_C, reports, factor_C)
+                under_way = self.tokens.reduce(product), piece.part.start
             begun = True
         if under_way is not None and into.input_ND is not None:
             under_way[0].write(into.input_ND, under_way[1])
@@ -179,11 +180,10 @@ class ShardedExp:
 
     def _inputs(self, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
         """Yield each piece with its hidden states [C, D], as TMA takes them; the next one's are under way by then."""
-        begun = None
-        for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
-            mine = self._begin_rows(piece) if begun is None else begun
-            begun = None if after is None else self._begin_rows(after)
-            yield piece, aligned_rows(mine.get())
+        begun = [self._begin_rows(piece) for piece in pieces[:1]]
+        for i, piece in enumerate(pieces):
+            begun += [self._begin_rows(after) for after in pieces[i + 1 : i + 2]]
+            yield piece, aligned_rows(begun.pop(0).get())
 
     def _begin_rows(self, piece: _Piece) -> Told:
         return self.tokens.begin_rows(self.job.input, piece.part, self.job.dtype)
@@ -239,7 +239,7 @@ class ShardedExp:
 
     def of(self, piece: _Piece, *numbers_GL: Tensor) -> list[Tensor]:
         """Return a piece's of each of these."""
-        return [x[:, piece.part].reshape(-1) for x in numbers_GL]
+        return [x[:, piece.part].reshape(-1).contiguous() for x in numbers_GL]  # a column reshapes to a strided view
 
     def reports(self, piece: _Piece, s_C: Tensor | None = None) -> Any:
         """Return memory for what is known of each of a piece's rows; ``s_C`` takes s."""
@@ -304,21 +304,15 @@ class ShardedExp:
             find_highest=find_highest,
         )  # fmt: skip
 
-    def product(self, into: Gradients, x_CD: Tensor) -> Tensor | None:
-        """Return memory for ``E W``, summed over the ranks before it is rounded; None where nobody needs it."""
-        if into.input_ND is None:
-            return None
-        make = torch.empty if self.width else torch.zeros
-        return make(x_CD.shape, dtype=torch.float32, device=x_CD.device)
-
-    def reduced(self, product: Tensor, y_C: Tensor, reports: Any, factor_C: Tensor) -> Reduced:
-        """Turn ``E W`` into this rank's part of the hidden states' gradient, and begin to add up all ranks'."""
-        if self.width:
-            own_row = y_C.where(y_C < self.width, 0)  # where the rest is 0
-            self.head.thin.finish_input_grad(
-                product, product, self.head.weight_VD, own_row, reports.s, reports.rest, factor_C, self.shares
-            )
-        return self.tokens.reduce(product)
+    def finish_product(self, product: Tensor, y_C: Tensor, reports: Any, factor_C: Tensor) -> None:
+        """Turn ``E W`` [C, D], float32, into this rank's part of the hidden states' gradient."""
+        if not self.width:
+            product.zero_()
+            return
+        own_row = y_C.where(y_C < self.width, 0)  # where the rest is 0
+        self.head.thin.finish_input_grad(
+            product, product, self.head.weight_VD, own_row, reports.s, reports.rest, factor_C, self.shares
+        )
 
     def begin(self, factor_GL: Tensor, into: Gradients, pieces: list[_Piece]) -> bool:
         """Put smoothing's part, the same for every row of logits, into the weight's and the bias's gradient.
@@ -347,7 +341,9 @@ class _Products:
         rows, D = len(self.e_buffer), exp.job.weight_VD.shape[1]
         self.s_C = torch.empty(rows, dtype=torch.float32, device=self.e_buffer.device)
         self.scaled = None if into.weight_VD is None else self.e_buffer.new_empty(rows, D)
-        self.under_way: list[tuple[Reduced, int]] = []
+        # E W, summed over the ranks before it is rounded
+        self.product = None if into.input_ND is None else self.s_C.new_empty(rows, D)
+        self.open: list[_Piece] = []
 
     def run(self) -> None:
         """Go through all pieces: each is finished when the next one's E is built, or its chunk ends."""
@@ -358,40 +354,45 @@ class _Products:
             if before is not None and taken.piece.opens:
                 self._finish(before)
                 before = None
-            summed = exp.sum(taken, exp.reports(taken.piece, self.s_C[taken.piece.at]), self._e(taken.piece))
+            summed = exp.sum(taken, exp.reports(taken.piece, self.s_C[taken.piece.at]), self._e(taken.piece.at))
             if before is not None:
                 self._finish(before)
             before = summed
         if before is not None:
             self._finish(before)
 
-    def _e(self, piece: _Piece) -> Tensor | None:
-        return self.e_buffer[piece.at, : self.exp.width] if self.exp.width else None
+    def _e(self, rows: slice) -> Tensor | None:
+        return self.e_buffer[rows, : self.exp.width] if self.exp.width else None
 
     def _finish(self, summed: _Summed) -> None:
-        exp, into, taken = self.exp, self.into, summed.taken
-        piece, e_CV = taken.piece, self._e(taken.piece)
+        exp, taken = self.exp, summed.taken
+        piece, e_CV = taken.piece, self._e(taken.piece.at)
         (factor_C,) = exp.of(piece, self.factor_GL)
-        scaled = None if self.scaled is None else self.scaled[piece.at]
-        exp.finish(summed, self.found, factor_C, e_CV, scaled)
-        product = exp.product(into, taken.x_CD)
-        if product is not None:
+        exp.finish(summed, self.found, factor_C, e_CV, None if self.scaled is None else self.scaled[piece.at])
+        if self.product is not None:
+            product = self.product[piece.at]
             if e_CV is not None:
                 matmul_into(e_CV, exp.head.weight_VD, product, add=False)
-            reduced = exp.reduced(product, taken.y_C, summed.reports, factor_C)
-            self.under_way.append((reduced, piece.part.start))
+            exp.finish_product(product, taken.y_C, summed.reports, factor_C)
+        self.open.append(piece)
         if piece.closes:
             self._close(piece.at.stop)
 
     def _close(self, rows: int) -> None:
-        """End a chunk: the weight's product while the last sums are under way, and then what these came to."""
-        exp, into = self.exp, self.into
-        e_CV = self.e_buffer[:rows, : exp.width]
-        if self.scaled is not None and into.weight_VD is not None and exp.width:
+        """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
+        exp, into, e_CV = self.exp, self.into, self._e(slice(0, rows))
+        summed: list[tuple[Reduced, int]] = []
+        if self.product is not None:
+            first = self.open[0].part.start
+            if exp.tokens.groups == 1:  # the rows of all pieces lie one after another
+                summed = [(exp.tokens.reduce(self.product[:rows]), first)]
+            else:
+                summed = [(exp.tokens.reduce(self.product[piece.at]), piece.part.start) for piece in self.open]
+        if e_CV is not None and self.scaled is not None and into.weight_VD is not None:
             matmul_into(e_CV.t(), self.scaled[:rows], into.weight_VD, add=self.begun)
-        if into.bias_V is not None and exp.width:
+        if e_CV is not None and into.bias_V is not None:
             exp.head.thin.add_column_sums(e_CV, self.s_C[:rows], into.bias_V)
-        for reduced, start in self.under_way:
+        for reduced, start in summed:
             if into.input_ND is not None:
                 reduced.write(into.input_ND, start)
-        self.under_way, self.begun = [], True
+        self.open, self.begun = [], True
