@@ -148,7 +148,7 @@ def sequence_in_parts() -> None:
     """Each rank a part of every sequence, of its own length: labels shifted across the cuts, one mean over all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     g = torch.Generator().manual_seed(5)
-    lengths = [4, 1, 6][:ranks]
+    lengths = [4, 1, 6, 2][:ranks]
     ids = torch.randint(0, VOCAB, (3, sum(lengths)), generator=g)
     labels = ids.where(torch.rand(ids.shape, generator=g) > 0.3, -100).to(DEVICE)
     ids = ids.to(DEVICE)

@@ -89,8 +89,13 @@ def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device:
 def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
     """Be one of the ranks: run the cases, all or ``only`` some, and write down what became of each."""
     rank, ranks, folder = int(os.environ["RANK"]), int(os.environ["WORLD"]), Path(sys.argv[1])
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE))
+    store, backend = f"file://{folder}/store", "gloo"
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE)
+    )
     torch.set_num_threads(1)
     failed = False
     with (folder / f"{rank}.jsonl").open("w") as report:

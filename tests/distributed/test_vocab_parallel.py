@@ -19,6 +19,7 @@ CASES = [
     "memory",
     "unlike_gpus",
     "errors",
+    "a_rank_that_never_comes",
 ]
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +66,7 @@ def mesh() -> Any:
 @functools.cache
 def sizes(total: int) -> list[int]:
     """Return parts of a vocabulary as a user may cut it: of any sizes, one of them empty where there are three."""
-    return {2: [total - 3, 3], 3: [total - 20, 0, 20]}[dist.get_world_size()]
+    return {1: [total], 2: [total - 3, 3], 3: [total - 20, 0, 20], 4: [total - 25, 0, 20, 5]}[dist.get_world_size()]
 
 
 def part_of(tensor: Tensor) -> Tensor:
@@ -97,8 +99,8 @@ def whole(way: str, grad: Any, *, of_vocab: bool) -> Tensor:
     if not of_vocab:
         return grad
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, grad)
-    return torch.cat(parts)
+    dist.all_gather_object(parts, grad.cpu())  # a tensor of another rank's GPU would come as one there
+    return torch.cat(parts).to(DEVICE)
 
 
 def plain(x: Any) -> Tensor:
@@ -365,8 +367,8 @@ def the_same_on_every_rank() -> None:
         loss.backward()
         for value in (plain(loss.detach()), px.grad.to_local() if way == "replicated" else px.grad):
             all_of: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(all_of, value)
-            assert all(torch.equal(value, other) for other in all_of)
+            dist.all_gather_object(all_of, value.cpu())
+            assert all(torch.equal(value.cpu(), other) for other in all_of)
 
 
 def what_is_exchanged() -> None:
@@ -522,6 +524,19 @@ def unlike_gpus() -> None:
             dist.destroy_process_group(group)
 
 
+def a_rank_that_never_comes() -> None:
+    """Nobody waits for ever: the others' call ends with the process group's error, after its patience."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    x, w, _, y = head(LEADING, D, V, bias=False)
+    part = part_of(w)
+    shard = lowtide.VocabShard.of(part, group)
+    if dist.get_rank() != 1:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)time|timed out|closed|reset"):
+            lowtide.linear_cross_entropy(x, part, y, vocab_shard=shard)
+        assert time.monotonic() - start < 20
+
+
 CASES = named(
     losses,
     token_stats,
@@ -533,6 +548,7 @@ CASES = named(
     memory,
     unlike_gpus,
     errors,
+    a_rank_that_never_comes,
 )
 
 if __name__ == "__main__":
