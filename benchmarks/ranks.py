@@ -1,93 +1,193 @@
-"""Measure the head with its vocabulary sharded over GPUs, beside PyTorch's loss_parallel and the bare local products.
+"""Measure the head on several GPUs: its vocabulary sharded over them, and whole under FSDP2.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/ranks.py
     torchrun --standalone --nproc-per-node 2 benchmarks/ranks.py --shape 64,32,1000 --device cpu   # to try it
 
-Each rank holds V / ranks classes; times are of the slowest rank, bytes of the fullest.
+Sharded, each rank holds V / ranks classes and all tokens. Beside lowtide: PyTorch's loss_parallel, a loss over sharded
+logits as Megatron-LM computes it (written here, in peers_of_ranks.py), Liger's tensor-parallel function where it is
+installed, and the three local products alone, which are the limit. "high priority" is the same on a group whose NCCL
+stream has priority over the products. Under FSDP2 each rank has tokens of its own, and the head is in the root's unit.
+
+Times are of loss and all gradients on the slowest rank, bytes of the fullest.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-import json
-from collections.abc import Callable
+import math
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from peers_of_ranks import liger_function, megatron_loss
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import lowtide
 from lowtide.bench.limit import bare_gemms, limit_rows
 from lowtide.bench.problem import make_problem
-from lowtide.bench.results import short_gpu
-from lowtide.bench.shapes import SHAPES, Shape
-from lowtide.measure import describe_machine, peak_above, source_commit, time_side_by_side
+from lowtide.bench.results import begin
+from lowtide.bench.shapes import Shape
+from lowtide.measure import peak_above, time_side_by_side
 
-NAMES = ("llama-1b", "llama-8b", "qwen-4k")
+SHAPES = (Shape("llama-8b, 8192 tokens", 8192, 4096, 128256), Shape("qwen-4k", 8192, 4096, 151936))
 RESULTS = Path(__file__).parent / "results"
+Runs = dict[str, Callable[[], Any]]
 
 
-def ways(x: Tensor, w: Tensor, y: Tensor, mesh: Any) -> dict[str, Callable[[], None]]:
-    """Return what is measured, by name: loss and both gradients."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    weight = DTensor.from_local(w.detach(), mesh, [Shard(0)]).requires_grad_()
-    same = DTensor.from_local(x.detach(), mesh, [Replicate()]).requires_grad_()
-    part = DTensor.from_local(x.detach().chunk(ranks)[rank], mesh, [Shard(0)]).requires_grad_()
+def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> Runs:
+    """Return what is measured with a sharded vocabulary, by name: loss and both gradients."""
+    mesh = meshes[""]
+    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
 
-    def clear() -> None:
-        weight.grad = same.grad = part.grad = None
-
-    def ours(input: Tensor, **options: Any) -> Callable[[], None]:
-        def run() -> None:
-            clear()
-            lowtide.linear_cross_entropy(input, weight, y, options=lowtide.HeadOptions(**options)).backward()
+    def step(loss: Callable[..., Tensor], *trained: Tensor, **options: Any) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            for tensor in trained:
+                tensor.grad = None
+            value: Any = loss(*trained, **options)
+            value.backward()
+            return value.to_local().detach() if isinstance(value, DTensor) else value.detach()
 
         return run
 
-    def torch_loss_parallel() -> None:
-        clear()
-        with loss_parallel():
-            F.cross_entropy(F.linear(same, weight).float(), y).backward()
+    def ours(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        return lowtide.linear_cross_entropy(input, weight, y, options=lowtide.HeadOptions(**options))
 
-    return {
-        "lowtide": ours(same),
-        "lowtide, hidden states sharded": ours(part),
-        "lowtide, recompute": ours(same, gradient="recompute"),
-        "loss_parallel": torch_loss_parallel,
-    }
+    def torch_loss_parallel(input: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(input, weight).float(), y)
+
+    def in_context(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def inside() -> Tensor:
+            with loss_parallel():
+                return run()
+
+        return inside
+
+    found: Runs = {}
+    for priority, its in meshes.items():
+        weight = DTensor.from_local(w.detach(), its, [Shard(0)]).requires_grad_()
+        same = DTensor.from_local(x.detach(), its, [Replicate()]).requires_grad_()
+        part = DTensor.from_local(x.detach().chunk(ranks)[rank], its, [Shard(0)]).requires_grad_()
+        found |= {
+            f"lowtide{priority}": step(ours, same, weight),
+            f"lowtide, sequence{priority}": step(ours, part, weight),
+        }
+        if not priority:
+            found["lowtide, recompute"] = step(ours, same, weight, gradient="recompute")
+            found["loss_parallel"] = in_context(step(torch_loss_parallel, same, weight))
+    found["Megatron-style"] = step(lambda x, w: megatron_loss(x, w, y, group), x, w)
+    liger = liger_function() if x.is_cuda else None
+    if liger is not None:
+        found["Liger"] = step(lambda x, w: liger(x, w, y, group).mean(), x, w)
+    return found
 
 
-def measure(shape: Shape, device: torch.device, mesh: Any, warm: int, reps: int) -> dict[str, Any]:
-    N, D, V = shape.N, shape.D, shape.V
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    rows = V // mesh.size()
-    local = make_problem(Shape(f"{N},{D},{rows}", N, D, rows), dtype, device)
-    x, w = local.x.detach(), local.w.detach()
-    dist.broadcast(x, 0)
-    y = torch.randint(0, rows * mesh.size(), (N,), generator=torch.Generator().manual_seed(1)).to(device)
-    found: dict[str, Any] = {"N": N, "D": D, "V": rows * mesh.size(), "ranks": mesh.size(), "dtype": str(dtype)}
-    runs = ways(x, w, y, mesh)
-    found["peak_mib"], failed = {}, {}
+class Root(nn.Module):
+    """A body in a unit of its own, and a head in the root's."""
+
+    def __init__(self, D: int, V: int, stock: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.body = nn.Linear(D, D, bias=False, dtype=dtype, device=device)
+        self.head = nn.Linear(D, V, bias=False, dtype=dtype, device=device)
+        self.stock = stock
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.stock:
+            return F.cross_entropy(self.head(hidden).float(), y)
+        return lowtide.linear_cross_entropy(hidden, self.head.weight, y)
+
+
+def fsdp_ways(shape: Shape, dtype: torch.dtype, device: torch.device, mesh: Any) -> Runs:
+    """Return steps of stock FSDP2 and of lowtide in it, by name; each rank has tokens of its own."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    x = torch.randn(shape.N, shape.D, device=device, generator=generator).to(dtype)
+    y = torch.randint(0, shape.V, (shape.N,), device=device, generator=generator)
+
+    def way(*, stock: bool) -> Callable[[], Tensor]:
+        torch.manual_seed(0)
+        model = Root(shape.D, shape.V, stock, dtype, device)
+        fully_shard(model.body, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+        def run() -> Tensor:
+            model.zero_grad()
+            loss: Tensor = model(x, y)
+            loss.backward()
+            return loss.detach()
+
+        return run
+
+    return {"FSDP2, stock": way(stock=True), "FSDP2, lowtide": way(stock=False)}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the collectives that Python asks torch.distributed for, as FSDP2 and lowtide do."""
+    counts: Counter[str] = Counter()
+    words = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+    stock = {name: value for name, value in vars(dist).items() if name.startswith(words) and callable(value)}
+
+    def count(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    for name in stock:
+        setattr(dist, name, count(name))
+    try:
+        yield counts
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+def measure(runs: Runs, bare: Runs, device: torch.device, warm: int, reps: int) -> dict[str, dict[str, Any]]:
+    """Return a row for each of ``runs``: milliseconds, share of the limit, peak, collectives; or why it failed."""
+    rows: dict[str, dict[str, Any]] = {}
+    expected: float | None = None  # all have the same tokens: who computes something else is not measured
     for name in list(runs):
         try:
             runs[name]()
-            found["peak_mib"][name] = highest(peak_above(runs[name], device) / 2**20, device)
-        except torch.OutOfMemoryError as error:  # on every rank alike: all hold as much
-            failed[name] = str(error).splitlines()[0]
+            with counted() as collectives:
+                loss = float(runs[name]())
+            if not math.isclose(loss, expected := loss if expected is None else expected, rel_tol=2e-2):
+                raise ValueError(f"its loss is {loss}, not {expected}")
+            rows[name] = {"loss": loss, "peak_mib": highest(peak_above(runs[name], device) / 2**20, device)}
+            rows[name]["collectives"] = dict(collectives)
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # on every rank alike: all hold as much, all ask the same
+            rows[name] = {"failed": str(error).splitlines()[0]}
             del runs[name]
-    bare = {f"bare products, {c} rows": bare_gemms(local, c) for c in limit_rows(N, rows * dtype.itemsize)}
-    timings = time_side_by_side({**runs, **bare}, device, warm=warm, reps=reps)
-    found["ms"] = {name: highest(timing.median_ms, device) for name, timing in timings.items()}
-    limit = min(ms for name, ms in found["ms"].items() if name in bare)
-    found["share_of_bare_products"] = {name: limit / found["ms"][name] for name in runs}
-    return found | {"failed": failed}
+    times: dict[str, list[float]] = {name: [] for name in (*runs, *bare)}
+    for round_ in range(warm + reps):
+        for name, run in {**runs, **bare}.items():
+            dist.barrier()  # else a rank's time holds what another came late
+            taken = time_side_by_side({name: run}, device, warm=0, reps=1)[name].median_ms
+            if round_ >= warm:
+                times[name].append(taken)
+    ms = {name: highest(sorted(taken)[len(taken) // 2], device) for name, taken in times.items()}
+    limit = min((ms[name] for name in bare), default=None)
+    for name in runs:
+        rows[name] |= {"ms": ms[name], "share_of_limit": None if limit is None else limit / ms[name]}
+    return rows | {name: {"ms": ms[name]} for name in bare}
 
 
 def highest(value: float, device: torch.device) -> float:
@@ -97,30 +197,87 @@ def highest(value: float, device: torch.device) -> float:
     return round(told.item(), 3)
 
 
+def measure_shape(
+    shape: Shape, device: torch.device, meshes: Mapping[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the rows of a shape, sharded and under FSDP2."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    N, D, ranks = shape.N, shape.D, meshes[""].size()
+    rows = shape.V // ranks
+    local = make_problem(Shape(shape.name, N, D, rows), dtype, device, seed=dist.get_rank())
+    x = local.x.detach()
+    dist.broadcast(x, 0)
+    y = torch.randint(0, rows * ranks, (N,), generator=torch.Generator().manual_seed(1)).to(device)
+    bare: Runs = {f"products, {c} rows": bare_gemms(local, c) for c in limit_rows(N, rows * dtype.itemsize)}
+    found = measure(sharded_ways(x, local.w, y, meshes), bare, device, args.warm, args.reps)
+    found |= measure(fsdp_ways(shape, dtype, device, meshes[""]), {}, device, 1, max(1, args.reps // 3))
+    return {"N": N, "D": D, "V": rows * ranks, "ranks": ranks, "dtype": str(dtype), "rows": found}
+
+
+def meshes_of(device: torch.device) -> dict[str, Any]:
+    """Return the mesh of all ranks, and with NCCL one whose exchanges go before products."""
+    found: dict[str, Any] = {"": init_device_mesh(device.type, (dist.get_world_size(),))}
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        group = dist.new_group(pg_options=options)
+        assert group is not None
+        found[", high priority"] = DeviceMesh.from_group(group, device.type)
+    return found
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return a few columns of all rows."""
+    lines = [f"{'':34}{'ms':>9}{'of limit':>10}{'peak MiB':>10}  exchanges"]
+    for result in results:
+        lines.append(f"{result['N']} x {result['D']} x {result['V']}, {result['ranks']} ranks")
+        for name, row in result["rows"].items():
+            if "failed" in row:
+                lines.append(f"  {name:32} {row['failed'][:80]}")
+                continue
+            share, peak = row.get("share_of_limit"), row.get("peak_mib")
+            lines.append(
+                f"  {name:32}{row['ms']:9.2f}{'' if share is None else f'{share:.3f}':>10}"
+                f"{'' if peak is None else f'{peak:.0f}':>10}  {sum(row.get('collectives', {}).values()) or ''}"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", help="N,D,V; V is cut to a multiple of the ranks")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--warm", type=int, default=3)
-    parser.add_argument("--reps", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--reps", type=int, default=12)
+    parser.add_argument("--output", default=str(RESULTS))
     args = parser.parse_args()
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    device = torch.device(args.device, dist.get_rank() if args.device == "cuda" else None)
+    device = torch.device(args.device)
     if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    mesh = init_device_mesh(args.device, (dist.get_world_size(),))
-    shapes = [SHAPES[name] for name in NAMES]
-    if args.shape:
-        shapes = [Shape(text, *map(int, text.split(","))) for text in args.shape]
-    results = [measure(shape, device, mesh, args.warm, args.reps) for shape in shapes]
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    meshes = meshes_of(device)
+    shapes = [Shape(text, *map(int, text.split(","))) for text in args.shape or []] or SHAPES
+    results: list[dict[str, Any]] = []
+    for shape in shapes:
+        results.append(measure_shape(shape, device, meshes, args))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        told = {"command": "benchmarks/ranks.py", "machine": describe_machine(), "commit": source_commit()}
-        name = short_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
-        file = args.output / f"{dt.date.today()}-ranks-{mesh.size()}-{name}.json"
-        file.write_text(json.dumps(told | {"results": results}, indent=1) + "\n")
-        print(json.dumps(results, indent=1))
+        ranks = dist.get_world_size()
+        asked = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "benchmarks/ranks.py", *sys.argv[1:]]
+        files, told = begin(args.output, f"ranks-{ranks}", shlex.join(asked), device, ["liger-kernel"])
+        settings = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+        if device.type == "cuda":
+            told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        files.write_json(told | {"settings": settings, "results": results})
+        print(files.json)
+        print(table(results), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may still let tensors go, which aborts an interpreter being torn down
 
 
 if __name__ == "__main__":

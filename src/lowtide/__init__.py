@@ -17,7 +17,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import plan_divergence
 from lowtide.head.plan import plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.head.vocab_parallel import VocabShard
+from lowtide.head.vocab_shard import VocabShard
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl

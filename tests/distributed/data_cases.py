@@ -148,7 +148,7 @@ def sequence_in_parts() -> None:
     """Each rank a part of every sequence, of its own length: labels shifted across the cuts, one mean over all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     g = torch.Generator().manual_seed(5)
-    lengths = [4, 1, 6][:ranks]
+    lengths = [4, 1, 6, 2][:ranks]
     ids = torch.randint(0, VOCAB, (3, sum(lengths)), generator=g)
     labels = ids.where(torch.rand(ids.shape, generator=g) > 0.3, -100).to(DEVICE)
     ids = ids.to(DEVICE)
@@ -172,9 +172,23 @@ def sequence_in_parts() -> None:
     assert count_items(torch.full_like(mine, -100), averaged=False) == 1
     assert count_items(mine[:0]).dtype == torch.float32
     with pytest.raises(ArgumentValueError, match="labels: expected shape"):
-        shift_labels(mine[:, :0])
+        shift_labels(torch.tensor(3))
     with pytest.raises(ArgumentTypeError, match="target: expected class indices"):
         count_items(torch.rand(3))
+
+
+def parts_without_positions() -> None:
+    """A rank whose part of the sequence is empty takes part in shifting as the others do, wherever it stands."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for lengths in itertools.product((0, 1, 3), repeat=ranks):
+        for leading in ((2,), (), (2, 0)):
+            g = torch.Generator().manual_seed(sum(lengths))
+            labels = torch.randint(0, VOCAB, (*leading, sum(lengths)), generator=g).to(DEVICE)
+            got = shift_labels(labels.split(lengths, -1)[rank], ignore_index=-7)
+            whole = torch.cat((labels, torch.full_like(labels[..., :1], -7)), -1)[..., 1:]
+            if sum(lengths):
+                assert torch.equal(got, whole.split(lengths, -1)[rank]), (lengths, leading)
+            assert got.shape == labels.split(lengths, -1)[rank].shape
 
 
 class Last(nn.Module):
@@ -229,7 +243,7 @@ def pipeline() -> None:
         assert peaks["ScheduleGPipe", "recompute"] < 3.5 * weight, "the gradient, what is added to it, and a chunk"
 
 
-CASES = named(ddp, no_tokens, sequence_in_parts, pipeline)
+CASES = named(ddp, no_tokens, sequence_in_parts, parts_without_positions, pipeline)
 
 if __name__ == "__main__":
     main(CASES)

@@ -7,11 +7,12 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
 from distributed.launch import main, named
-from distributed.vocab_cases import plain, shard_of, spread, whole
+from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head import vocab_cross_entropy
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
@@ -34,19 +35,23 @@ def small_plan(job: Any, ranks: Any, options: lowtide.HeadOptions, wanted: Any) 
     return HeadPlan(
         backend="exp", reason="", gradient="forward", accumulate="input", rows=tokens, chunks=-(-tokens // 16),
         chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks" if blocks else "chunks",
-        block_columns=24 if blocks else V, sum_rows=19, product_rows=16,
+        block_columns=24 if blocks else V, sum_rows=19, product_rows=6,
     )  # fmt: skip
 
 
 SCHEDULE = "chunks"
 
 
-def values_and_gradients() -> None:
-    """Ordinary and huge logits, each option, both schedules, forward and recompute."""
-    global SCHEDULE
+def with_small_plans() -> None:
     vars(vocab_cross_entropy)["_plan"] = small_plan
     vars(configs)["of_device"] = lambda device: SMALL
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
+
+
+def values_and_gradients() -> None:
+    """Ordinary and huge logits, each option, both schedules, forward and recompute."""
+    global SCHEDULE
+    with_small_plans()
     ways = itertools.product(OPTIONS, (False, True))
     for i, (options, huge) in enumerate(ways):
         way = ("replicated", "sequence", "local")[i % 3]
@@ -88,7 +93,72 @@ def values_and_gradients() -> None:
             assert error < 4 * NEAR + digits + 4 * relative_error(baseline.grad, leaf.grad), (what, k, error)
 
 
-CASES = named(values_and_gradients)
+def edges() -> None:
+    """Few tokens or none, ranks without a class or a token, all ignored, unlike requires_grad, a graph used twice."""
+    global SCHEDULE
+    with_small_plans()
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        (0, 20, {"reduction": "sum"}),
+        (1, 20, {"label_smoothing": 0.1}),  # two ranks have no token of the sequence
+        (5, 2, {"label_smoothing": 0.2, "z_loss": 0.01}),  # one rank has no class
+        (5, 20, {"ignored": True, "num_items": 3.0}),
+        (7, 20, {"weight": True, "frozen_on": 0}),
+    ]
+    for i, ((n, classes, options), way) in enumerate(itertools.product(cases, ("replicated", "sequence", "local"))):
+        if way == "local" and classes < 20:
+            continue
+        SCHEDULE = ("chunks", "blocks")[i % 2]
+        x, w, _, y = head((1, n), D, classes, seed=i, bias=False)
+        kwargs = dict(options)
+        frozen = kwargs.pop("frozen_on", None) == dist.get_rank()
+        if kwargs.pop("ignored", False):
+            y.fill_(-100)
+        if "weight" in kwargs:
+            kwargs["weight"] = torch.rand(classes, generator=torch.Generator().manual_seed(1)) + 0.1
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        pw.requires_grad_(not frozen)
+        shard = shard_of(way, pw)
+        with exchanged() as seen:
+            loss = plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs, **shard))
+        of_tokens(seen, n, way, kwargs)
+        again = loss
+        if n == 7:
+            with torch.no_grad():
+                again = plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs, **shard))
+        want = oracle(x, w, y, **kwargs)
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6, msg=lambda m, w=(i, way): f"{w} {m}")
+        torch.testing.assert_close(again, want, rtol=1e-5, atol=1e-6)
+        (loss * 0.3).backward(retain_graph=True)
+        (loss * 0.7).backward()
+        want.backward()
+        assert (pw.grad is None) == frozen
+        got = torch.zeros_like(pw) if pw.grad is None else pw.grad
+        for part, leaf, of_vocab in ((px.grad, x, False), (got, w, True)):
+            assert leaf.grad is not None
+            in_full, true = whole(way, part, of_vocab=of_vocab), leaf.grad
+            if of_vocab and options.get("frozen_on") is not None:  # that rank's rows are nobody's
+                in_full, true = in_full[in_full.any(1)], true[in_full.any(1)]
+                assert len(true)
+            torch.testing.assert_close(in_full, true, rtol=2e-5, atol=2e-6, msg=lambda m, w=(i, way): f"{w} {m}")
+
+
+def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, Any]) -> None:
+    """Check what was exchanged: three numbers a token, one more for either option, and the input's gradient."""
+    ranks = dist.get_world_size()
+    tokens, times = n, 1
+    if way == "sequence":
+        tokens = -(-n // ranks) * ranks  # parts are filled up
+        # smoothing's share of the weight's gradient reads the hidden states first; blocks read them a second time
+        times = 1 + ("label_smoothing" in options) + (SCHEDULE == "blocks")
+    numbers = sum(size for name, size in seen if name.startswith("all_gather"))
+    want = tokens * (3 + ("label_smoothing" in options)) + (n + 1) * ("weight" in options)
+    want += times * tokens // ranks * D if way == "sequence" else 0
+    assert numbers == want, (way, n, options, seen)
+    assert sum(size for name, size in seen if name.startswith(("all_reduce", "reduce_scatter"))) == tokens * D
+    assert max((size for _, size in seen), default=0) <= max(2, D) * max(tokens, 1)
+
+
+CASES = named(values_and_gradients, edges)
 
 if __name__ == "__main__":
     main(CASES)

@@ -17,7 +17,9 @@ CASES = [
     "the_same_on_every_rank",
     "what_is_exchanged",
     "memory",
+    "unlike_gpus",
     "errors",
+    "a_rank_that_never_comes",
 ]
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 

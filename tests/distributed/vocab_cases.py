@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import lowtide
 from distributed.launch import DEVICE, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from lowtide.head import reference
+from lowtide.head import reference, vocab_cross_entropy, vocab_shard
+from lowtide.head.operators import Wanted
+from lowtide.head.softmax import LossTerms
+from lowtide.head.vocab_parallel import Ranks
 from lowtide.measure import peak_above
 from support import head as head_on_host
 from support import oracle, relative_error, stats_oracle
@@ -60,7 +66,7 @@ def mesh() -> Any:
 @functools.cache
 def sizes(total: int) -> list[int]:
     """Return parts of a vocabulary as a user may cut it: of any sizes, one of them empty where there are three."""
-    return {2: [total - 3, 3], 3: [total - 20, 0, 20]}[dist.get_world_size()]
+    return {1: [total], 2: [total - 3, 3], 3: [total - 20, 0, 20], 4: [total - 25, 0, 20, 5]}[dist.get_world_size()]
 
 
 def part_of(tensor: Tensor) -> Tensor:
@@ -93,8 +99,8 @@ def whole(way: str, grad: Any, *, of_vocab: bool) -> Tensor:
     if not of_vocab:
         return grad
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, grad)
-    return torch.cat(parts)
+    dist.all_gather_object(parts, grad.cpu())  # a tensor of another rank's GPU would come as one there
+    return torch.cat(parts).to(DEVICE)
 
 
 def plain(x: Any) -> Tensor:
@@ -361,8 +367,8 @@ def the_same_on_every_rank() -> None:
         loss.backward()
         for value in (plain(loss.detach()), px.grad.to_local() if way == "replicated" else px.grad):
             all_of: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(all_of, value)
-            assert all(torch.equal(value, other) for other in all_of)
+            dist.all_gather_object(all_of, value.cpu())
+            assert all(torch.equal(value.cpu(), other) for other in all_of)
 
 
 def what_is_exchanged() -> None:
@@ -472,6 +478,10 @@ def errors() -> None:
     for numbers in ({"first": -1, "rows": 2}, {"first": 49, "rows": 2}, {"first": 0, "rows": 9, "largest": 5}):
         with pytest.raises(ArgumentValueError, match="VocabShard"):
             lowtide.VocabShard(group=dist.group.WORLD, vocab=V, **numbers)
+    even = -(-V // dist.get_world_size())
+    with pytest.raises(ArgumentValueError, match=rf"VocabShard: expected at most {even} rows.*largest"):
+        lowtide.VocabShard(group=dist.group.WORLD, vocab=V, first=0, rows=even + 1)
+    assert lowtide.VocabShard(group=dist.group.WORLD, vocab=V, first=0, rows=even).most_rows == even
     with pytest.raises(ArgumentValueError, match=r"teacher_weight: .*student's classes"):
         lowtide.linear_divergence(px, pw, px, distribute_tensor(w.detach()[:-1], mesh(), [Shard(0)]))
     with pytest.raises(lowtide.errors.LowtideError, match="linear_apply"):
@@ -480,6 +490,51 @@ def errors() -> None:
     (grad,) = torch.autograd.grad(loss, px, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
         plain(grad).sum().backward()
+
+
+def unlike_gpus() -> None:
+    """Ranks with GPUs of other sizes, or of another kind, plan alike: else they would wait for each other for ever."""
+    rank, hidden, classes = dist.get_rank(), 4096, 30000
+    wanted, terms = Wanted(True, True, False), LossTerms(class_weight=None, label_smoothing=0.0, z_loss=0.0)
+    for memory, kinds in (((80, 6, 24), (9, 9, 9)), ((80, 6, 24), (9, 8, 9)), ((24, 80, 40), (9, 9, 12))):
+        with pytest.MonkeyPatch.context() as patched:
+            gpu = torch.device("cuda")
+            here = SimpleNamespace(total_memory=memory[rank] << 30)
+            patched.setattr(torch.cuda, "is_available", lambda: True)
+            patched.setattr(torch.cuda, "get_device_properties", lambda _, here=here: here)
+            patched.setattr(torch.cuda, "get_device_capability", lambda _, kinds=kinds: (kinds[rank], 0))
+            limits_here = vocab_shard._limits_here
+            patched.setattr(vocab_shard, "_limits_here", lambda _, real=limits_here, gpu=gpu: real(gpu))
+            group = dist.new_group()
+            shard = lowtide.VocabShard.of(torch.empty(classes, 0, device=DEVICE), group)
+            for dtype in (torch.bfloat16, torch.float32):
+                ranks = Ranks(shard, (20000,), torch.device(DEVICE), None, None)
+                weight = torch.empty(classes, hidden, dtype=dtype, device="meta")
+                job: Any = SimpleNamespace(
+                    input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, softcap=None, terms=terms,
+                    reduction="mean",
+                )  # fmt: skip
+                plan = vocab_cross_entropy._plan(job, ranks, lowtide.HeadOptions(), wanted)
+                plans: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(plans, (plan.backend, plan.chunk_rows, plan.chunks, plan.sum_rows))
+                assert len(set(plans)) == 1, (memory, kinds, dtype, plans)
+                if len({*kinds[: dist.get_world_size()]}) > 1:
+                    with pytest.raises(UnsupportedError, match="exp"):
+                        vocab_cross_entropy._plan(job, ranks, lowtide.HeadOptions(backend="exp"), wanted)
+            dist.destroy_process_group(group)
+
+
+def a_rank_that_never_comes() -> None:
+    """Nobody waits for ever: the others' call ends with the process group's error, after its patience."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    x, w, _, y = head(LEADING, D, V, bias=False)
+    part = part_of(w)
+    shard = lowtide.VocabShard.of(part, group)
+    if dist.get_rank() != 1:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)time|timed out|closed|reset"):
+            lowtide.linear_cross_entropy(x, part, y, vocab_shard=shard)
+        assert time.monotonic() - start < 20
 
 
 CASES = named(
@@ -491,7 +546,9 @@ CASES = named(
     the_same_on_every_rank,
     what_is_exchanged,
     memory,
+    unlike_gpus,
     errors,
+    a_rank_that_never_comes,
 )
 
 if __name__ == "__main__":

@@ -13,16 +13,25 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
 FOR_ALL = {
     "fsdp_cases": ["patched_models", "functional_head", "a_sharded_weight_is_refused", "mixed_precision", "policies"],
-    "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "pipeline"],
-    "vocab_cases": ["losses", "token_stats", "divergences", "edges", "uses_of_autograd", "what_is_exchanged"],
+    "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
+    "mesh_cases": ["fsdp_and_vocabulary", "two_axes_at_once_are_refused"],
+    "vocab_cases": [
+        "losses",
+        "token_stats",
+        "divergences",
+        "edges",
+        "uses_of_autograd",
+        "the_same_on_every_rank",
+        "what_is_exchanged",
+    ],
 }
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2), pytest.param(4)])
 @pytest.mark.parametrize(("file", "case"), [(file, case) for file, cases in FOR_ALL.items() for case in cases])
 def test_cases_of_the_cpu(file: str, case: str, ranks: int) -> None:
-    if ranks > GPUS or (ranks > 3 and file != "fsdp_cases"):
-        pytest.skip(f"needs {ranks} GPUs, and cases that are cut for as many ranks")
+    if ranks > GPUS or (ranks < 4 and file == "mesh_cases"):
+        pytest.skip(f"needs {max(ranks, 4 if file == 'mesh_cases' else 0)} GPUs")
     launch.check(CASES / f"{file}.py", ranks, case, tuple(FOR_ALL[file]), device="cuda")
 
 

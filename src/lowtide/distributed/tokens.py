@@ -47,12 +47,12 @@ def count_items(target: Tensor, *, ignore_index: int = -100, group: Any = None, 
 def shift_labels(labels: Tensor, *, ignore_index: int = -100, group: Any = None) -> Tensor:
     """Return the label of each position's next token, where each rank holds its part of the sequence.
 
-    The last position's next token is the first of the next rank's part; on the last rank there is none. One column of
-    labels is exchanged. Parts that are not in the ranks' order (each rank an early and a late piece, to share causal
-    attention's work evenly) have to be shifted before they are cut.
+    The last position's next token is the first of the next part that has any; after the last one there is none. One
+    column of labels is exchanged. Parts that are not in the ranks' order (each rank an early and a late piece, to share
+    causal attention's work evenly) have to be shifted before they are cut.
 
     Args:
-        labels: This rank's labels [..., T_r], T_r at least 1, the leading axes the same on every rank.
+        labels: This rank's labels [..., T_r], the leading axes the same on every rank. A rank may have no position.
         ignore_index: What stands where there is no next token.
         group: The ranks that hold the sequence, in its order. None: all ranks.
 
@@ -60,13 +60,17 @@ def shift_labels(labels: Tensor, *, ignore_index: int = -100, group: Any = None)
         Tensor: [..., T_r], for `linear_cross_entropy` without ``shift``.
 
     Raises:
-        ArgumentValueError: There is no token, which this rank's neighbour would wait for.
+        ArgumentValueError: ``labels`` has no axis.
     """
-    if check_tensor("labels", labels).dim() == 0 or labels.shape[-1] == 0:
-        expected = "shape [..., T], T at least 1: this rank's part of the sequence"
+    if check_tensor("labels", labels).dim() == 0:
+        expected = "shape [..., T]: this rank's part of the sequence"
         raise ArgumentValueError(message("labels", expected, str(list(labels.shape))))
-    first = labels[..., 0].contiguous()
-    firsts = [torch.empty_like(first) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(firsts, first, group=group)
-    following = [*firsts[1:], torch.full_like(first, ignore_index)][dist.get_rank(group)]
-    return torch.cat((labels[..., 1:], following[..., None]), -1)
+    # a rank without a position takes part as the others do: a column of nothing, and a 0 beside it
+    column = labels[..., :1] if labels.shape[-1] else labels.new_full((*labels.shape[:-1], 1), ignore_index)
+    mine = torch.cat((column.reshape(-1), column.new_full((1,), min(1, labels.shape[-1]))))
+    told = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, mine, group=group)
+    following = torch.full_like(mine[:-1], ignore_index)
+    for first in reversed(told[dist.get_rank(group) + 1 :]):
+        following = first[:-1].where(first[-1] != 0, following)
+    return torch.cat((labels[..., 1:], following.view_as(column)), -1)[..., : labels.shape[-1]]

@@ -27,7 +27,8 @@ from lowtide.head.operators import Call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.vocab_cross_entropy import ShardedHead
-from lowtide.head.vocab_parallel import VocabShard, ranks_of
+from lowtide.head.vocab_parallel import ranks_of
+from lowtide.head.vocab_shard import VocabShard
 
 
 def linear_cross_entropy(

@@ -24,7 +24,8 @@ from lowtide.head.arguments import (
 from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import choose_divergence_gradient
-from lowtide.head.vocab_parallel import Ranks, VocabShard, ranks_of
+from lowtide.head.vocab_parallel import Ranks, ranks_of
+from lowtide.head.vocab_shard import VocabShard
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 TAILS = ("bucket", "renormalise", "drop")

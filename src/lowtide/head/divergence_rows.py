@@ -27,7 +27,8 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.pair_plan import plan_pair
 from lowtide.head.schedules import Gradients, drops_rows, gradient_buffers, positions, put_input_grad, take_rows
 from lowtide.head.softmax import finish_logits_
-from lowtide.head.vocab_parallel import Ranks, add_products, plain_options
+from lowtide.head.vocab_parallel import Ranks
+from lowtide.head.vocab_products import add_products, plain_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +269,7 @@ def _plans(
         weight_dtype=job.weight_VD.dtype,
         gradient=gradient,
         gradients=(any(wanted), wanted[1] or wanted[2]),
+        device_bytes=None if job.ranks is None else job.ranks.limits.gpu_bytes,
     )
 
 

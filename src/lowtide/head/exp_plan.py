@@ -52,20 +52,24 @@ def plan_exp(
     tile_numbers: int = 1,
     device_bytes: int | None = None,
     sum_row_bytes: int = 0,
+    row_bytes: int = 0,
+    pieces: int = 0,
 ) -> HeadPlan:
     """Return the plan of the exponential path: chunks by bytes, and vocabulary blocks where they are too short.
 
-    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row, and
-    ``sum_row_bytes`` what else a row takes where nothing but sums is computed.
+    ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row,
+    ``row_bytes`` what else a row of a chunk takes, and ``sum_row_bytes`` where nothing but sums is computed. Where
+    nobody bounds the memory, a chunk has at least so many ``pieces`` of one wave of tiles.
     """
     fixed = N * token_bytes + 24 * V + 32 * D
-    thin = D * (2 + 4 + 2 * input_is_copied) + 64  # s x, E W and the hidden states, a row's numbers
+    thin = D * (2 + 4 + 2 * input_is_copied) + 64 + row_bytes  # s x, E W and the hidden states, a row's numbers
     sums = 4 * tile_numbers * -(-V // GPU_TILE)
     whole = thin + sums + 2 * padded(V)
     budget = workspace_bytes(options, device, device_bytes)
     room = max(0, budget - fixed)
     automatic = options.workspace_mib is None
-    rows = min(room // whole, _exp_rows(N, D)) if automatic else room // whole
+    wanted = min(max(_exp_rows(N, D), pieces * _wave_rows(D)), max(1, N))
+    rows = min(room // whole, wanted) if automatic else room // whole
     rows = max(1, min(_whole_tiles(rows), max(1, N)))
     rows = level(N, rows)
     few = EXP_FEW_CHUNKS if automatic else EXP_FEW_ASKED_CHUNKS

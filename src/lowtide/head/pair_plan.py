@@ -128,6 +128,7 @@ def plan_pair(
     weight_dtype: torch.dtype,
     gradient: Literal["forward", "recompute"],
     gradients: tuple[bool, bool],
+    device_bytes: int | None = None,
 ) -> tuple[HeadPlan, HeadPlan]:
     """Return the plans of both sides of `linear_divergence`, for the same rows.
 
@@ -144,10 +145,11 @@ def plan_pair(
         weight_dtype: Of the student's weight.
         gradient: When gradients are computed.
         gradients: Whether this pass computes any, and whether that of the weight or bias is among them.
+        device_bytes: Memory of the GPU that is planned for; None: the one that is there.
     """
     (D, V), (teacher_D, teacher_V) = student, teacher
     wide = 8 if dtype == torch.float64 else 4
-    budget = workspace_bytes(options, device)
+    budget = workspace_bytes(options, device, device_bytes)
     logits_gemm, _ = choose_gemms(device, teacher_dtype, budget, backend)
     block_rows = block_rows_of(budget, teacher_D, teacher_V) if logits_gemm == "blocks" else 0
     of_teacher = teacher_D * (wide + teacher_dtype.itemsize) + 16 * wide
@@ -172,6 +174,7 @@ def plan_pair(
         weight_frozen=not gradients[1],
         beside=block_rows * teacher_D * (wide + teacher_dtype.itemsize) + 8 * teacher_V,
         beside_row=row,
+        device_bytes=device_bytes,
     )
     # in plain PyTorch up to four blocks of columns are beside the logits
     plan = replace(plan, columns=max(1, plan.columns // 2), product_rows=plan.chunk_rows)

@@ -23,7 +23,8 @@ from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.scaling import scaled_rows
 from lowtide.head.token_stats_rows import OF_TARGETS
-from lowtide.head.vocab_parallel import VocabShard, ranks_of
+from lowtide.head.vocab_parallel import ranks_of
+from lowtide.head.vocab_shard import VocabShard
 from lowtide.head.vocab_token_stats import ShardedStats
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import choose_backend
 from lowtide.head.exp_plan import plan_exp
-from lowtide.head.head_plan import HeadPlan, padded
+from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Call, Stored, Wanted
 from lowtide.head.options import HeadOptions
@@ -25,12 +26,12 @@ from lowtide.head.schedules import (
     Gradients,
     check_classes,
     gradient_buffers,
-    remembered_plan,
 )
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
 from lowtide.head.stored import lacks_denominator, stored_gradients
 from lowtide.head.vocab_exp import ShardedExp
-from lowtide.head.vocab_parallel import Ranks, add_products, chunks_of, plain_options
+from lowtide.head.vocab_parallel import Ranks
+from lowtide.head.vocab_products import add_products, chunk_buffer, chunks_of, plan_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class ShardedHead:
             if any(wanted):
                 factor = rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
             if plan.backend == "exp":
-                numbers = self._exp(job, rows, plan).run(rows.y, rows.kept, factor, into)
+                numbers = self._exp(job, rows, plan).run(factor, into)
             else:
                 numbers = _run_chunks(job, rows, plan, self.ranks, factor, into, None)
             loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
@@ -117,13 +118,13 @@ class ShardedHead:
             factor = factor.where(rows.kept, 0)
             known = torch.stack((lse, miss)).view(2, *rows.y.shape)
             if plan.backend == "exp":
-                self._exp(job, rows, plan).rebuild(rows.y, rows.kept, factor, known[0], known[1], into)
+                self._exp(job, rows, plan).rebuild(factor, known[0], known[1], into)
             else:
                 _run_chunks(job, rows, plan, self.ranks, factor, into, known)
             return found_gradients(into, call.input, call.linear_weight, call.wide)
 
     def _exp(self, job: CrossEntropyJob, rows: _Rows, plan: HeadPlan) -> ShardedExp:
-        return ShardedExp(job, plan, self.ranks, rows.own, _total_class_weight(job, self.ranks))
+        return ShardedExp(job, plan, self.ranks, rows.y, rows.kept, rows.own, _total_class_weight(job, self.ranks))
 
 
 def _select(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
@@ -162,45 +163,39 @@ def _total_class_weight(job: CrossEntropyJob, ranks: Ranks) -> Tensor | None:
 
 
 def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Wanted) -> HeadPlan:
-    """Return a plan that is the same on every rank: made for the largest part, and wherever a rank's weight lies."""
+    """Return a plan that is the same on every rank: made for the largest part and for what all of them can do."""
     D, frozen = job.weight_VD.shape[1], not (wanted.weight or wanted.bias)
     both = job.softcap is not None and job.terms.label_smoothing != 0
     device, most = job.input.device, ranks.shard.most_rows
     backend, reason = "torch", ""
-    if options.backend != "row":
-        backend, reason = choose_backend(options, device, job.dtype, D, most, capped_and_smoothed=both)
+    if options.backend not in ("row", "torch"):
+        backend, reason = _exp_or_torch(job, ranks, options, most, capped_and_smoothed=both)
     if backend != "exp":
         return plan_part(ranks, job.weight_VD, job.dtype, options, job.reduction, weight_frozen=frozen)
     gradient = choose_gradient(options, job.reduction, weight_frozen=False)
     tokens = ranks.tokens.groups * ranks.tokens.length
     return plan_exp(
-        tokens, D, most, device, options, reason, gradient, job.weight_VD.dtype, frozen, input_is_copied=True
-    )
+        tokens, D, most, device, options, reason, gradient, job.weight_VD.dtype, frozen, input_is_copied=True,
+        device_bytes=ranks.limits.gpu_bytes, row_bytes=(8 if ranks.spread else 4) * D, pieces=2,
+    )  # fmt: skip
 
 
-def plan_part(
-    ranks: Ranks, weight_VD: Tensor, dtype: torch.dtype, options: HeadOptions, reduction: str, *, weight_frozen: bool
-) -> HeadPlan:
-    """Return the plan of a loop over chunks of logits [C, V_r + 1], the same on every rank."""
-    tokens = ranks.tokens
-    return remembered_plan(
-        tokens.groups * tokens.length,
-        weight_VD.shape[1],
-        ranks.shard.most_rows + 1,
-        dtype,
-        weight_VD.device,
-        plain_options(options),
-        weight_dtype=weight_VD.dtype,
-        reduction=reduction,
-        weight_frozen=weight_frozen,
-    )
+def _exp_or_torch(
+    job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, most: int, *, capped_and_smoothed: bool
+) -> tuple[str, str]:
+    """Return which of the two runs, on every rank alike.
 
-
-def chunk_buffer(ranks: Ranks, plan: HeadPlan, x: Tensor, rows: int, wide: torch.dtype) -> Tensor:
-    """Return memory for a chunk's logits of this rank's ``rows`` classes, and one column for those of others."""
-    groups = ranks.tokens.groups
-    count = groups * max(1, plan.chunk_rows // groups) if plan.chunks else 0
-    return x.new_empty(count, padded(rows + 1), dtype=wide)[:, : rows + 1]
+    Raises:
+        UnsupportedError: "exp" was asked for by name, and some rank's GPU cannot run it.
+    """
+    if ranks.limits.exponentials:
+        return choose_backend(
+            options, job.input.device, job.dtype, job.weight_VD.shape[1], most, capped_and_smoothed=capped_and_smoothed
+        )
+    if options.backend == "exp":
+        hint = "Its kernels need bfloat16 and GPUs of compute capability 9.0 to below 12 on all of them."
+        raise UnsupportedError(message("backend", "'auto' or 'torch'", "'exp', which some rank cannot run", hint))
+    return "torch", "not every rank's GPU runs the kernels of exp"
 
 
 def _run_chunks(
@@ -240,7 +235,7 @@ def _run_chunks(
             class_weight=q_E, label_smoothing=job.terms.label_smoothing, z_loss=job.terms.z_loss,
             vocab=ranks.shard.vocab, own_C=None if rows.own is None else of_chunk(rows.own), total=total,
         )  # fmt: skip
-        x_CD = tokens.rows(job.input, part, job.dtype)
+        x_CD = tokens.begin_rows(job.input, part, job.dtype).get()
         x_CD = x_CD.where(kept_C[:, None], 0)  # a NaN in an ignored row would reach the weight's gradient
         z_CE = buffer[: len(y_C)]
         matmul.logits(x_CD, z_CE[:, :V])

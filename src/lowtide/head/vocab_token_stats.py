@@ -16,8 +16,8 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.schedules import Gradients, gradient_buffers
 from lowtide.head.softmax import finish_logits_
 from lowtide.head.token_stats_rows import StatsJob, of_targets, silenced, upstream_of_kept
-from lowtide.head.vocab_cross_entropy import chunk_buffer, plan_part
-from lowtide.head.vocab_parallel import Ranks, add_products, chunks_of
+from lowtide.head.vocab_parallel import Ranks
+from lowtide.head.vocab_products import add_products, chunk_buffer, chunks_of, plan_part
 
 
 class ShardedStats:
@@ -135,7 +135,7 @@ class _Logits:
         self._buffer = chunk_buffer(ranks, plan, job.input, ranks.shard.rows, job.wide)
 
     def rows(self, part: slice) -> Tensor:
-        return self.ranks.tokens.rows(self.job.input, part, self.job.dtype)
+        return self.ranks.tokens.begin_rows(self.job.input, part, self.job.dtype).get()
 
     def of(self, x_CD: Tensor) -> Tensor:
         job, V = self.job, self.ranks.shard.rows

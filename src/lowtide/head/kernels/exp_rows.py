@@ -89,6 +89,61 @@ def row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT: tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def row_loss(  # type: ignore[no-untyped-def]
+    i, own, miss, lse, uniform_logit_ptr, total_ptr, V, smoothing, z_loss, SMOOTH: tl.constexpr,
+    CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """The loss, from what `row_weights` calls own, lse - t and lse."""
+    loss = tl.where(own == 0.0, 0.0, own * miss) + z_loss * lse * lse
+    if SMOOTH:
+        total = 1.0 * V
+        if CLASS_WEIGHT:
+            total = tl.load(total_ptr)
+        loss += smoothing / V * (total * lse - tl.load(uniform_logit_ptr + i))
+    return loss
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_gradient(  # type: ignore[no-untyped-def]
+    i, kept, t, r, e, own, spread, k, g_ptr, scale_ptr, cap, SCALE: tl.constexpr, CAP: tl.constexpr
+):  # fmt: skip
+    """(s, the coefficient at the target, whether s is small beyond use, with the sum to blame)."""
+    weight = tl.load(g_ptr + i) * k
+    if SCALE:
+        weight *= tl.load(scale_ptr)
+    s = tl.where(kept & (k != 0.0), weight / (r + e), 0.0)
+    lost = (r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0)
+    c = tl.where(k == 0.0, 0.0, (spread * e - own * r) / k)
+    if CAP:
+        c *= 1.0 - (t / cap) * (t / cap)
+    return s, c, lost
+
+
+@triton.jit
+def out_of_range(r, t):  # type: ignore[no-untyped-def]
+    """Whether a sum relative to t left the range in which all of this is safe."""
+    return ~(r <= MOST) | ~(tl.abs(t) < float("inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def zero_row(row_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write zeros: an ignored row whose logits are no numbers."""
+    for v in range(0, V, BLOCK):
+        at = v + tl.arange(0, BLOCK)
+        tl.store(row_ptr + at, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=at < V)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's sum from what its tiles left."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for p in range(0, P, BLOCK):
+        at = p + tl.arange(0, BLOCK)
+        sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write s x, and 0 where s is 0, whatever x holds."""
     for d in range(0, D, BLOCK):
@@ -119,11 +174,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         y = tl.load(y_ptr + i).to(tl.int64)
         kept = y >= 0
         y = tl.where(kept, y, 0)
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for p in range(0, P, BLOCK):
-            at = p + tl.arange(0, BLOCK)
-            sums += tl.load(sum_ptr + i * sum_stride + at, mask=at < P, other=0.0)
-        r = tl.sum(sums, 0)
+        r = sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
         t = tl.load(t_ptr + i)
         if SHIFTED:
             reference = from_ordered(tl.load(highest_ptr + i))
@@ -136,33 +187,20 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         if SHIFTED:
             lse = reference + tl.log(r + e)
         own, spread, k = row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
-        loss = tl.where(own == 0.0, 0.0, own * miss) + z_loss * lse * lse
-        if SMOOTH:
-            total = 1.0 * V
-            if CLASS_WEIGHT:
-                total = tl.load(total_ptr)
-            loss += smoothing / V * (total * lse - tl.load(uniform_logit_ptr + i))
+        loss = row_loss(i, own, miss, lse, uniform_logit_ptr, total_ptr, V, smoothing, z_loss, SMOOTH, CLASS_WEIGHT)
         tl.store(loss_ptr + i, tl.where(kept, loss, 0.0))
         tl.store(lse_ptr + i, tl.where(kept, lse, 0.0))
         tl.store(miss_ptr + i, tl.where(kept, miss, 0.0))
-        wrong = ~(r <= MOST) | ~(tl.abs(t) < float("inf"))
+        wrong = out_of_range(r, t)
         if GRADIENT:
-            weight = tl.load(g_ptr + i) * k
-            if SCALE:
-                weight *= tl.load(scale_ptr)
-            s = tl.where(kept & (k != 0.0), weight / (r + e), 0.0)
-            wrong = wrong | ((r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0))
-            c = tl.where(k == 0.0, 0.0, (spread * e - own * r) / k)
-            if CAP:
-                c *= 1.0 - (t / cap) * (t / cap)
+            s, c, lost = row_gradient(i, kept, t, r, e, own, spread, k, g_ptr, scale_ptr, cap, SCALE, CAP)
+            wrong = wrong | lost
             stored = c.to(e_ptr.dtype.element_ty)
             row = e_ptr + i * e_stride
             if kept:
                 tl.store(row + y, stored)
-            elif r != 0.0:  # not a number: an ignored row of such logits
-                for v in range(0, V, BLOCK):
-                    at = v + tl.arange(0, BLOCK)
-                    tl.store(row + at, tl.zeros((BLOCK,), e_ptr.dtype.element_ty), mask=at < V)
+            elif r != 0.0:
+                zero_row(row, V, BLOCK)
             tl.store(s_ptr + i, s)
             tl.store(rest_ptr + i, tl.where(kept, c - stored.to(tl.float32), 0.0))
             if SCALED:

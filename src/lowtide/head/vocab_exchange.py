@@ -1,0 +1,84 @@
+"""What ranks that share a vocabulary tell each other: the one file of the head that speaks to them.
+
+Every rank of a group calls these in the same order. Each returns when the host has asked: the device may still wait.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def size_of(group: Any) -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size(group)
+
+
+def rank_in(group: Any) -> int:
+    """Return which of them this one is."""
+    return dist.get_rank(group)
+
+
+def everyone() -> Any:
+    """Return the group of all ranks."""
+    return dist.group.WORLD
+
+
+def numbers_of_all(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
+    """Return each rank's whole numbers; the host waits for them."""
+    mine = torch.tensor(numbers, device=device)
+    told = [torch.zeros_like(mine) for _ in range(size_of(group))]
+    dist.all_gather(told, mine, group=group)
+    of_ranks: list[list[int]] = torch.stack(told).tolist()
+    return of_ranks
+
+
+class Told(NamedTuple):
+    """Every rank's tensor [W, ...], under way: what comes next on the device need not wait until `get`."""
+
+    value: Tensor
+    work: Any
+
+    def get(self) -> Tensor:
+        """Return it, to be used by what comes next."""
+        if self.work is not None:
+            self.work.wait()
+        return self.value
+
+
+def begin_gather(x: Tensor, group: Any) -> Told:
+    """Begin to gather every rank's ``x``."""
+    out = x.new_empty(size_of(group), *x.shape)
+    if not out.numel():
+        return Told(out, None)
+    # torch 2.13's name for what was all_gather_into_tensor
+    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return Told(out, all_gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True))
+
+
+class Reduced(NamedTuple):
+    """A sum over the ranks that is under way: the host goes on, and what comes next on the device need not wait."""
+
+    value: Tensor
+    work: Any
+
+    def write(self, out_ND: Tensor, start: int) -> None:
+        """Write the sum to the rows of ``out_ND`` from ``start`` on, as many as there are."""
+        self.work.wait()
+        rows = min(self.value.shape[0], out_ND.shape[0] - start)
+        if rows > 0:
+            out_ND[start : start + rows].copy_(self.value[:rows])
+
+
+def begin_sum(part: Tensor, group: Any) -> Reduced:
+    """Begin to add up all ranks' ``part``, in its memory."""
+    return Reduced(part, dist.all_reduce(part, group=group, async_op=True))
+
+
+def begin_scattered_sum(part_CD: Tensor, group: Any) -> Reduced:
+    """Begin to add up all ranks' ``part_CD``; each rank gets its own rows of the sum."""
+    out = part_CD.new_empty(part_CD.shape[0] // size_of(group), part_CD.shape[1])
+    # torch 2.13's name for what was reduce_scatter_tensor
+    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return Reduced(out, reduce_scatter(out, part_CD, group=group, async_op=True))

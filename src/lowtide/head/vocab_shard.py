@@ -1,0 +1,130 @@
+"""Which part of a sharded vocabulary a rank holds, and what all ranks of its group can do.
+
+W ranks, V classes of which this one holds V_r.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.head import vocab_exchange as exchange
+from lowtide.head.arguments import check_tensor
+from lowtide.head.backends import why_not_exp
+
+
+class Limits(NamedTuple):
+    """What every rank of a group can do. All plan by it, and so all plan alike: GPUs of one group may differ."""
+
+    gpu_bytes: int | None  # memory of the smallest GPU; None without GPUs
+    exponentials: bool  # whether the kernels of "exp" run on each
+
+
+_KNOWN: "WeakKeyDictionary[Any, Limits]" = WeakKeyDictionary()
+
+
+def limits_of(group: Any, device: torch.device) -> Limits:
+    """Return what the ranks of ``group`` can do. They tell each other once, at their first call: the host waits."""
+    if group not in _KNOWN:
+        _tell([], group, device)
+    return _KNOWN[group]
+
+
+def _tell(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
+    """Return the numbers of each rank; what it can do is exchanged beside them."""
+    told = exchange.numbers_of_all([*_limits_here(device), *numbers], group, device)
+    gpu_bytes, exponentials = (min(rank[i] for rank in told) for i in range(2))
+    _KNOWN[group] = Limits(gpu_bytes=gpu_bytes or None, exponentials=bool(exponentials))
+    return [rank[2:] for rank in told]
+
+
+def _limits_here(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of this rank's GPU, 0 where there is none, and whether the kernels of "exp" run on it."""
+    if device.type != "cuda":
+        return 0, 0
+    runs = why_not_exp(device, torch.bfloat16, 8, 1) is None
+    return torch.cuda.get_device_properties(device).total_memory, int(runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """Which classes this rank holds of a vocabulary that is sharded over the ranks of a group, in their order.
+
+    Made once by `VocabShard.of`, or from known numbers; ranks may hold different numbers of classes, or none.
+
+    Args:
+        group: The ranks that together hold the vocabulary.
+        first: This rank's first class.
+        rows: How many it holds: rows of its ``linear_weight``.
+        vocab: V, the classes of all ranks.
+        largest: Most rows that any rank holds, the same number on every rank: all plan by it, and so all plan alike.
+            None: none holds more than ``vocab`` in as many parts of one size has.
+
+    Raises:
+        ArgumentValueError: Numbers that do not fit each other.
+    """
+
+    group: Any
+    first: int
+    rows: int
+    vocab: int
+    largest: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.first, self.rows) < 0 or self.first + self.rows > self.vocab:
+            got = f"first={self.first}, rows={self.rows}, vocab={self.vocab}"
+            raise ArgumentValueError(message("VocabShard", "first and rows of 0 or more that end within vocab", got))
+        if self.largest is not None and not self.rows <= self.largest <= self.vocab:
+            expected = f"largest from {self.rows}, this rank's rows, to {self.vocab}, the vocabulary"
+            raise ArgumentValueError(message("VocabShard", expected, str(self.largest)))
+        if self.rows > self.most_rows:
+            expected = f"at most {self.most_rows} rows, {self.vocab} classes in equal parts, where largest is None"
+            hint = "Give every rank largest=, the most rows that any of them holds; VocabShard.of finds it."
+            raise ArgumentValueError(message("VocabShard", expected, f"rows={self.rows}", hint))
+
+    @classmethod
+    def of(cls, linear_weight: Tensor, group: Any = None) -> "VocabShard":
+        """Return the shard that ``linear_weight`` [V_r, D] is. Every rank of the group has to call this.
+
+        The ranks tell each other their numbers of rows, and the host waits: do it once, not in each step.
+
+        Args:
+            linear_weight: This rank's rows.
+            group: A process group. None: all ranks.
+        """
+        rows = check_tensor("linear_weight", linear_weight).shape[0]
+        group = exchange.everyone() if group is None else group
+        sizes = [size for (size,) in _tell([rows], group, linear_weight.device)]
+        first = sum(sizes[: exchange.rank_in(group)])
+        return cls(group=group, first=first, rows=rows, vocab=sum(sizes), largest=max(sizes))
+
+    @property
+    def most_rows(self) -> int:
+        """Return the most rows that any rank holds."""
+        return -(-self.vocab // exchange.size_of(self.group)) if self.largest is None else self.largest
+
+
+def shard_of_dtensor(name: str, weight: Any, mesh: Any) -> VocabShard:
+    """Return the shard that a DTensor [V, ...] holds here.
+
+    Raises:
+        ArgumentValueError: Another mesh or placement than ``Shard(0)`` on one axis.
+    """
+    if weight.device_mesh != mesh or mesh.ndim != 1 or not weight.placements[0].is_shard(0):
+        hint = (
+            'Place all of them on the axis of the vocabulary alone, such as mesh["tp"]; inside the forward of what'
+            " fully_shard wraps its weights are so already. Or redistribute it."
+        )
+        got = f"{weight.placements} on {weight.device_mesh}"
+        expected = "a DTensor with Shard(0) on a mesh of one axis, the one of the other DTensors"
+        raise ArgumentValueError(message(name, expected, got, hint))
+    vocab, size = weight.shape[0], -(-weight.shape[0] // mesh.size())
+    first = min(mesh.get_local_rank() * size, vocab)
+    rows = min(size, vocab - first)
+    if weight._local_tensor.shape[0] != rows:
+        hint = "Pass the local tensors with vocab_shard=VocabShard.of(local_weight, group)."
+        raise ArgumentValueError(message(name, f"{rows} rows here", str(weight._local_tensor.shape[0]), hint))
+    return VocabShard(group=mesh.get_group(), first=first, rows=rows, vocab=vocab, largest=size)

@@ -1,0 +1,98 @@
+"""How tokens lie on the ranks that share a vocabulary: the same on each, or each a part of the sequence.
+
+W ranks, N tokens, C rows of a chunk, D hidden size.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head import vocab_exchange as exchange
+from lowtide.head.schedules import take_rows
+from lowtide.head.vocab_exchange import Reduced, Told
+
+
+class SameTokens:
+    """All tokens on every rank.
+
+    A chunk's rows are [groups, rows]: here one group.
+    """
+
+    groups = 1
+
+    def __init__(self, group: Any, leading: Sequence[int]) -> None:
+        self._group, self.N = group, math.prod(leading)
+        self.length = self.N  # rows of a group
+
+    def arranged(self, x_N: Tensor, fill: float) -> Tensor:  # noqa: ARG002
+        """Return values [N, ...] of all tokens as [groups, length, ...], ``fill`` where there is no token."""
+        return x_N[None]
+
+    def put_back(self, x_GL: Tensor) -> Tensor:
+        """Undo `arranged`."""
+        return x_GL[0]
+
+    def mine(self, x: Tensor) -> Tensor:
+        """Return of values [...] of all tokens those of the hidden states on this rank."""
+        return x
+
+    def begin_rows(self, input: Tensor, part: slice, dtype: torch.dtype) -> Told:
+        """Return the hidden states of a chunk [C, D], which are here."""
+        return Told(take_rows(input, None, part, dtype), None)
+
+    def reduce(self, part_CD: Tensor) -> Reduced:
+        """Begin to add up all ranks' parts of a chunk's gradient [C, D], in its memory."""
+        return exchange.begin_sum(part_CD, self._group)
+
+
+class SpreadTokens:
+    """Each rank holds its part of one axis of tokens; chunks are gathered as they are needed, and never all at once.
+
+    A chunk has the same rows of each rank's part, one group a rank; shorter parts are filled up with ignored tokens.
+    """
+
+    def __init__(self, group: Any, leading: Sequence[int], axis: int, device: torch.device) -> None:
+        self._group, self.N, self._axis = group, math.prod(leading), axis
+        self.groups = W = exchange.size_of(group)
+        rank = exchange.rank_in(group)
+        T = leading[axis]
+        size = -(-T // W)  # DTensor's rule
+        self._span = slice(min(rank * size, T), min((rank + 1) * size, T))
+        beside = self.N // T if T else 0
+        self.length = size * beside
+        place = torch.arange(self.N, device=device).view(*leading)
+        order = torch.full((W, self.length), self.N, device=device)
+        for r in range(W):
+            held = place.narrow(axis, min(r * size, T), max(0, min(size, T - r * size))).reshape(-1)
+            order[r, : held.numel()] = held
+        self._order_GL = order
+
+    def arranged(self, x_N: Tensor, fill: float) -> Tensor:
+        """Return values [N, ...] of all tokens as [groups, length, ...], ``fill`` where there is no token."""
+        return torch.cat((x_N, x_N.new_full((1, *x_N.shape[1:]), fill)))[self._order_GL]
+
+    def put_back(self, x_GL: Tensor) -> Tensor:
+        """Undo `arranged`."""
+        out = x_GL.new_zeros(self.N + 1, *x_GL.shape[2:])
+        return out.index_copy_(0, self._order_GL.view(-1), x_GL.flatten(0, 1))[: self.N]
+
+    def mine(self, x: Tensor) -> Tensor:
+        """Return of values [...] of all tokens those of the hidden states on this rank."""
+        return x.narrow(self._axis, self._span.start, self._span.stop - self._span.start)
+
+    def begin_rows(self, input: Tensor, part: slice, dtype: torch.dtype) -> Told:
+        """Begin to gather the hidden states of a chunk [C, D]."""
+        D = input.shape[-1]
+        mine = input.new_zeros(part.stop - part.start, D, dtype=dtype)
+        held = slice(part.start, min(part.stop, math.prod(input.shape[:-1])))
+        if held.start < held.stop:
+            mine[: held.stop - held.start] = take_rows(input, None, held, dtype)
+        told = exchange.begin_gather(mine, self._group)
+        return told._replace(value=told.value.view(-1, D))
+
+    def reduce(self, part_CD: Tensor) -> Reduced:
+        """Begin to add up all ranks' parts of a chunk's gradient [C, D]; each rank gets its own rows of the sum."""
+        return exchange.begin_scattered_sum(part_CD, self._group)

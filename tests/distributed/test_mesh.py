@@ -1,0 +1,16 @@
+"""FSDP2 on one axis of ranks and a sharded vocabulary on the other, with gloo: see mesh_cases.py."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from distributed import launch
+
+FILE = Path(__file__).with_name("mesh_cases.py")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+
+
+@pytest.mark.parametrize("case", ["fsdp_and_vocabulary", "two_axes_at_once_are_refused"])
+def test_on_four_ranks(case: str) -> None:
+    launch.check(FILE, 4, case)
