@@ -71,6 +71,11 @@ class TrainConfig:
     too_long: TooLong = _setting(  # noqa: RUF009
         "truncate", "conversations of more than --seq-len tokens: keep their beginning, or leave them out", fixed=True
     )
+    check_data: bool = _setting(
+        True,
+        "do not read all of the data before the first step: a line that cannot be trained on then ends the run when it "
+        "is reached, instead of before it begins",
+    )
     vocab_size: int = _setting(8192, "tokens of a BPE trained here, and the default model's vocabulary", fixed=True)
     seq_len: int = _setting(
         256, "tokens in a block, the longest that attention sees; --packing says how documents share one", fixed=True

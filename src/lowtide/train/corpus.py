@@ -34,6 +34,29 @@ _STDLIB_SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests"
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a line begins; as text with the line's number, which is counted only then.
+
+    Attributes:
+        path: of the file.
+        byte: of the line's first character.
+    """
+
+    path: Path
+    byte: int
+
+    def __str__(self) -> str:
+        left, lines = self.byte, 1
+        try:
+            with self.path.open("rb") as file:
+                while left > 0 and (read := file.read(min(left, 2**20))):
+                    lines, left = lines + read.count(b"\n"), left - len(read)
+        except OSError:  # it went away meanwhile
+            return f"the line at byte {self.byte} of {self.path}"
+        return f"line {lines:,} (byte {self.byte}) of {self.path}"
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Text files, cut into pieces.
 
@@ -74,6 +97,16 @@ class Corpus:
             digest.update(f"\0{path.absolute()}\0{size}".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
+    def stamp(self) -> str:
+        """Return a digest that also changes where a file is written to: of when each was, besides."""
+        digest = hashlib.sha256(self.fingerprint().encode())
+        for path in self.files:
+            try:
+                digest.update(f"\0{path.stat().st_mtime_ns}".encode())
+            except OSError as error:
+                raise _unreadable(path, error) from error
+        return digest.hexdigest()
+
     def bytes_of(self, piece: int) -> int:
         """Return the size of one piece, give or take the line at either end."""
         _, size, start = self._range(piece)
@@ -101,7 +134,7 @@ class Corpus:
                     yield text
         except UnicodeDecodeError as error:
             hint = "Mend the file, or leave it out."
-            got = f"{path}, which is not from byte {begin + error.start} on"
+            got = f"something else from {Place(path, begin + error.start)} on"
             raise ArgumentValueError(message("data", "UTF-8 text", got, hint)) from error
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -258,7 +291,7 @@ def _json_lines(file: BinaryIO, path: Path, end: int, name: str) -> Iterator[str
         if not isinstance(text, str):
             expected = f"in each line an object with a text in its field {name!r}"
             hint = f"Name the field with --text-field, or mend the line. Conversations have {KINDS}."
-            raise ArgumentValueError(message("data", expected, f"another line at byte {at} of {path}", hint))
+            raise ArgumentValueError(message("data", expected, f"something else in {Place(path, at)}", hint))
         if text:
             yield text
 
@@ -268,7 +301,7 @@ def _conversations(file: BinaryIO, path: Path, end: int) -> Iterator[Conversatio
     while (at := file.tell()) < end:
         if not (line := file.readline().strip()):
             continue
-        where = f"the line at byte {at} of {path}"
+        where = Place(path, at)
         try:
             yield read_conversation(json.loads(line), where)
         except (ValueError, RecursionError) as error:

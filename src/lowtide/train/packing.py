@@ -111,12 +111,13 @@ class Layout:
 
 
 def text_documents(corpus: Corpus, tokenize: Tokenize, *, eos: int) -> Read:
-    """Return how to read a corpus of texts: each with the token ``eos`` behind it."""
+    """Return how to read a corpus of texts: each with one token ``eos`` behind it, also where it ends in one itself."""
 
     def read(piece: int) -> Iterator[Document]:
         for text in corpus.documents(piece):
             ids = array("q", tokenize(text))
-            ids.append(eos)
+            if not ids or ids[-1] != eos:
+                ids.append(eos)
             yield Document(ids)
 
     return read

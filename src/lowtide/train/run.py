@@ -133,7 +133,7 @@ class _Run:
         self.args = args = training_arguments(config, self.output, save=self.save, resuming=config.resume)
         if self.resume_from is not None:
             read_positions(self.resume_from, args)  # before a model is built that cannot go on
-        ready = prepare(config, args, self.resume_from, self.box)
+        ready = prepare(config, args, self.resume_from, self.box, self._say if args.should_log else None)
         if self.save and args.should_save:
             _open_run(self.output, ready, self.resume_from)
         if args.should_log:
@@ -172,6 +172,9 @@ class _Run:
         if args.should_log:
             show_result(self.console, result, config)
         return result
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _callbacks(self, metrics: StepMetrics) -> list[Any]:
         """Return what measures, shows, logs and ends the run."""
@@ -326,13 +329,10 @@ def finish_complete_run(config: TrainConfig) -> Path | None:
 
 
 def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
-    """Write the run's file, or on resume check that the data is still the same and clear what was left half written."""
+    """Write the run's file, and clear what was left half written before."""
     config = ready.config.absolute()
-    content = {"lowtide": lowtide.__version__, "config": config.to_json(), "data": ready.corpus.fingerprint()}
+    content = {"lowtide": lowtide.__version__, "config": config.to_json(), **ready.known.to_json()}
     if resume_from is not None:
-        if checkpoints.read_run_file(output)["data"] != content["data"]:
-            hint = "Restore the files as they were, or begin a new run."
-            raise ArgumentValueError(message("data", "the files the run began with", "other names or sizes", hint))
         checkpoints.clear_staging(output)
         forget_after(output / checkpoints.LOG_FILE, checkpoints.step_of(resume_from))
     else:
