@@ -16,6 +16,7 @@ from lowtide.memory.planner_choice import Mixture, name_of
 from lowtide.memory.policy_words import layer_policies
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
+from lowtide.train.states import StatesAway
 
 # Trainer's optimizers as the planner knows them.
 _OPTIMIZERS = {
@@ -35,10 +36,12 @@ class Chosen:
     Attributes:
         policies: one for each layer.
         lines: for a person to read.
+        plan: where they are from; None where they were given by hand.
     """
 
     policies: Sequence[ActivationPolicy]
     lines: tuple[str, ...]
+    plan: MemoryPlan | None = None
 
 
 def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | None:
@@ -51,21 +54,36 @@ def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | Non
     if config.policy is None and config.memory_budget is None:
         return None
     layers = len(find_stack(model).layers)
-    host = parse_gib("host_budget", config.host_budget) if config.host_budget else None
+    host, plan = host_gib(config), None
     if config.policy is not None:
         policies, lines = layer_policies(config.policy, layers), [f"policy   {config.policy}"]
     else:
         plan = plan_run(
             model, config, args, budget_gib=parse_gib("memory_budget", str(config.memory_budget)), host=host
         )
-        policies, lines = list(plan.policies), list(_planned(plan, args))
+        policies, lines = list(plan.policies), list(_planned(plan, config, args))
         if not has_levels(model):
             policies = without_levels(policies)
             lines.append(
                 "         no fused MLP in this model, so without its levels: it keeps more than the plan counts"
             )
     apply_policy(model, policies, host_gib=host)
-    return Chosen(policies, tuple(lines))
+    return Chosen(policies, tuple(lines), plan)
+
+
+def states_away(config: TrainConfig, chosen: Chosen | None) -> StatesAway | None:
+    """Return what of the optimizer's states is to be offloaded; None for nothing."""
+    if not config.offload_states:
+        return None
+    if chosen is None or chosen.plan is None:
+        return StatesAway(host_gib=host_gib(config))
+    plan = chosen.plan
+    return StatesAway(plan.states_gib, host_gib(config), plan.chosen.late) if plan.chosen.states else None
+
+
+def host_gib(config: TrainConfig) -> float | None:
+    """Return ``--host-budget`` in GiB, None where there is none."""
+    return parse_gib("host_budget", config.host_budget) if config.host_budget else None
 
 
 def plan_run(model: Any, config: TrainConfig, args: Any, *, budget_gib: float, host: float | None = None) -> MemoryPlan:
@@ -84,7 +102,7 @@ def plan_run(model: Any, config: TrainConfig, args: Any, *, budget_gib: float, h
         keep_gradients=config.grad_accum > 1,
         options=HeadOptions(workspace_mib=config.workspace_mib),
         adapters=_adapters(model) if config.lora_rank else None,
-        offload_states=False,  # which a run does not do
+        offload_states="auto" if config.offload_states else False,
         **planned_dtype(config, args),
     )
 
@@ -140,12 +158,17 @@ def as_text(mixture: Mixture) -> str:
     return ", ".join(f"{count} x {name_of(policy)}" for policy, count in mixture)
 
 
-def _planned(plan: MemoryPlan, args: Any) -> tuple[str, ...]:
+def _planned(plan: MemoryPlan, config: TrainConfig, args: Any) -> tuple[str, ...]:
     """Return what a plan expects, for a person to read."""
     lines = [
         f"policy   {as_text(plan.chosen.groups)}: expected peak {gib(plan.peak_bytes):.2f} of "
         f"{gib(plan.budget_bytes):.2f} GiB, {plan.tokens_per_second:,.0f} tokens/s on one {plan.job.gpu.name}"
     ]
+    if plan.chosen.states:
+        late = ", and come back behind backward" if plan.chosen.late else ""
+        lines.append(f"states   {gib(plan.chosen.states):.2f} GiB of the optimizer's are offloaded{late}")
+    elif config.offload_states:
+        lines.append("states   the optimizer's stay: nothing faster fits with them on the host")
     if args.device.type != "cuda":
         lines.append(
             f"         no GPU here: planned for an {plan.job.gpu.name}. The layers keep what it says, which saves this "

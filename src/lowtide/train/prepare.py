@@ -38,6 +38,7 @@ from lowtide.train.packing import (
     split_corpus,
     text_documents,
 )
+from lowtide.train.states import check_states
 from lowtide.train.streams import Block
 from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
 
@@ -106,6 +107,7 @@ def prepare(
         ArgumentValueError: any of them cannot be used.
     """
     box = box or ModelBox()
+    check_states(config, args)
     streams = config.batch_size * args.world_size
     corpus = open_corpus(config.data, text_field=config.text_field, streams=streams, seq_len=config.seq_len)
     packing = _packing(config, corpus)
@@ -255,6 +257,8 @@ def _model_lines(config: TrainConfig, model: Any, packing: str, attention: str |
         how = attention or getattr(model.config.get_text_config(), "_attn_implementation", "") or "the model's own"
         each = "apart in each block" if packing == "separate" else "one in each block"
         yield f"packing  {packing}: documents are {each}; attention: {how}"
+    if config.offload_states and not config.memory_budget:
+        yield "states   the optimizer's are in host memory from forward on, and come back in backward"
     if config.lora_rank:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         yield (

@@ -15,6 +15,7 @@ from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train import checkpoints
+from lowtide.train.activations import states_away
 from lowtide.train.advice import advise
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
@@ -26,6 +27,7 @@ from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.ranks import in_group, is_first_rank, launched_ranks, leave_group
 from lowtide.train.report import show_result, show_start
+from lowtide.train.states import OffloadStates
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
 from lowtide.train.tokenizer import load_tokenizer
@@ -139,7 +141,7 @@ class _Run:
         if args.should_log:
             show_start(self.console, ready, args, self.resume_from)
         metrics = StepMetrics(config.seq_len * config.batch_size * config.grad_accum * args.world_size)
-        callbacks = self._callbacks(metrics)
+        callbacks = self._callbacks(metrics, ready)
         try:
             self.trainer = trainer = make_trainer(ready, args, self.resume_from, callbacks)
             self._train(metrics)
@@ -176,10 +178,12 @@ class _Run:
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _callbacks(self, metrics: StepMetrics) -> list[Any]:
-        """Return what measures, shows, logs and ends the run."""
+    def _callbacks(self, metrics: StepMetrics, ready: Prepared) -> list[Any]:
+        """Return what measures, shows, logs and ends the run, and what offloads the optimizer's states."""
         config = self.config
         callbacks: list[Any] = [Recorder(metrics)]
+        if away := states_away(config, ready.chosen):
+            callbacks.append(OffloadStates(away))
         if config.progress:
             callbacks.append(ProgressDisplay(self.console, metrics, self.label))
         if self.save and self.args.should_log:
