@@ -90,31 +90,26 @@ def test_a_run_is_the_same_to_the_bit(
             assert torch.equal(a, b)
 
     assert_same(away)
+    if "--lora-rank" in extra:
+        return
     for step in (4, 6):
         shutil.rmtree(away / f"checkpoint-{step}")
     shutil.rmtree(away / "model")
     assert lowtide("train", "--resume", "--output", away)[::2] == (0, "")
-    assert handles[-1][0].offloaded_bytes == handle.offloaded_bytes, (
-        "the setting is the run's, the states the optimizer's"
-    )
+    assert handles[-1][0].offloaded_bytes == handle.offloaded_bytes, "the setting is the run's"
     assert_same(away)
     shutil.rmtree(stock / "checkpoint-6")  # a checkpoint does not say whether its states were away
     assert lowtide("train", "--resume", "--offload-states", "--output", stock)[::2] == (0, "")
+    assert len(handles) == 3
     assert_same(away)
 
 
 def test_what_it_cannot_be_had_with(tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide) -> None:
     del side
     arguments = [*tiny, "--offload-states", "--output", tmp_path / "out"]
-    cases = [
-        (["--trainer-args", "deepspeed=ds.json"], "offload_states"),
-        (["--memory-budget", "1GiB"], "--host-budget"),
-    ]
-    (tmp_path / "ds.json").write_text("{}")
-    for more, word in cases[1:]:
-        status, _, err = lowtide(*arguments, *more)
-        assert (status, err.count("\n")) == (2, 1), err
-        assert word in err
+    status, _, err = lowtide(*arguments, "--memory-budget", "1GiB")
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "--host-budget" in err
     sharded = SimpleNamespace(fsdp=["full_shard"], deepspeed=None, device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="whole on each GPU"):
         states.check_states(TrainConfig(offload_states=True), sharded)
