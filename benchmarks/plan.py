@@ -22,8 +22,8 @@ from lowtide.bench.results import Files
 from lowtide.errors import LowtideError
 from lowtide.measure import describe_machine, gib, source_commit
 from lowtide.memory import plan_memory
-from lowtide.memory.planner_gpus import find_gpu
-from lowtide.memory.planner_shapes import read_settings
+from lowtide.memory.planner.gpus import find_gpu
+from lowtide.memory.planner.shapes import read_settings
 from lowtide.train.shapes import SHAPES
 
 

@@ -20,8 +20,8 @@ from lowtide.cli import main
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.measure import ChildResult
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner_gpus import GPUS
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import parse_policies, word_of
 from lowtide.train.shapes import SHAPES
 

@@ -15,7 +15,7 @@ from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner_choice import name_of
+from lowtide.memory.planner.search import name_of
 from lowtide.memory.policy_words import parse_policies, split_states
 
 KEEP_ALL = ActivationPolicy()

@@ -14,7 +14,7 @@ import torch
 
 from lowtide.cli import main
 from lowtide.memory import plan_memory
-from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner.gpus import GPUS
 from lowtide.train.shapes import SHAPES
 
 SMALL = ["plan", "--model", "llama-3.2-1b", "--seq-len", "4096", "--gpu", "h100"]

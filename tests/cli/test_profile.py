@@ -13,7 +13,7 @@ from lowtide.bench.ways import Way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
-from lowtide.memory.planner_bytes import OPTIMIZERS
+from lowtide.memory.planner.job import OPTIMIZERS
 from lowtide.profile import flops
 from lowtide.profile import run as profiling
 from lowtide.profile.config import ProfileConfig

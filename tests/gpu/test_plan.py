@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from lowtide.bench.plan import check_plan
 from lowtide.memory import plan_memory
-from lowtide.memory.planner_gpus import find_gpu, measured_gpu
-from lowtide.memory.planner_shapes import read_settings
+from lowtide.memory.planner.gpus import find_gpu, measured_gpu
+from lowtide.memory.planner.shapes import read_settings
 
 SETTINGS: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 5,

@@ -15,10 +15,11 @@ from lowtide.bench.ways import Way, build_way, make_optimizer
 from lowtide.measure import track_allocations
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner_bytes import Job, full_bytes
-from lowtide.memory.planner_choice import Candidate
-from lowtide.memory.planner_gpus import GPUS
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_bytes import full_bytes
+from lowtide.memory.planner.search import Candidate
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import parse_policies
 from lowtide.profile import way_run
 from lowtide.profile.owners import known_before, owners_of

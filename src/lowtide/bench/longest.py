@@ -19,9 +19,9 @@ from lowtide.bench.results import begin
 from lowtide.bench.step_way import VOCABULARY
 from lowtide.measure import available_bytes, gib, parse_gib, run_child
 from lowtide.measure.child import ALLOCATOR
-from lowtide.memory.planner import USABLE
-from lowtide.memory.planner_gpus import GPUS, find_gpu
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner.gpus import GPUS, find_gpu
+from lowtide.memory.planner.plan import USABLE
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import word_of
 from lowtide.train.model import model_config
 

@@ -1,8 +1,8 @@
 """What a step of a long sequence should take on the GPU, on the host and in time: where the search begins.
 
-The planner's arithmetic (`lowtide.memory.planner_bytes`), with parameters, gradients and optimizer states where they
-are: on the host under FSDP2, a layer's at a time on the GPU; or on the GPU and frozen, beside adapters that are too
-small to count. T tokens of one sequence.
+The planner's arithmetic (`lowtide.memory.planner.step_bytes`), with parameters, gradients and optimizer states where
+they are: on the host under FSDP2, a layer's at a time on the GPU; or on the GPU and frozen, beside adapters that are
+too small to count. T tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 from lowtide.bench.longest_config import OFFLOADED, Train
 from lowtide.head.options import HeadOptions
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.planner_bytes import PAGES, Groups, Job, Memory, checkpoint_bytes, placed
-from lowtide.memory.planner_choice import largest
-from lowtide.memory.planner_gpus import Gpu
-from lowtide.memory.planner_shapes import ModelShape
-from lowtide.memory.planner_times import Times
+from lowtide.memory.planner.gpus import Gpu
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_bytes import PAGES, checkpoint_bytes
+from lowtide.memory.planner.search import largest
+from lowtide.memory.planner.shapes import ModelShape
+from lowtide.memory.planner.step_bytes import Groups, Memory, placed
+from lowtide.memory.planner.times import Times
 from lowtide.memory.policy import ActivationPolicy
 
 LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient

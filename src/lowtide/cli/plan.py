@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure import parse_gib
-from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS
-from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.job import DTYPES, OPTIMIZERS
 from lowtide.train.config import TrainConfig
 from lowtide.train.shapes import DEFAULT, SHAPES
 
@@ -140,7 +140,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _settings(name: str, layers: int | None) -> dict[str, Any]:
     """Return the config of a ``--model``, with another number of layers where asked for."""
-    from lowtide.memory.planner_shapes import read_settings
+    from lowtide.memory.planner.shapes import read_settings
 
     if name == DEFAULT:
         settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})

@@ -2,8 +2,8 @@
 
 from lowtide.memory.apply import apply_policy, remove_policy
 from lowtide.memory.optimizer import OptimizerOffload, offload_optimizer
-from lowtide.memory.planner import plan_memory
-from lowtide.memory.planner_report import MemoryPlan
+from lowtide.memory.planner.plan import plan_memory
+from lowtide.memory.planner.report import MemoryPlan
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.report import PolicyReport
 

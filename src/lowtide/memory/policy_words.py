@@ -65,7 +65,7 @@ def layer_policies(text: str, layers: int) -> list[ActivationPolicy]:
 
 
 def _planned(text: str) -> str:
-    """Return the words for what `lowtide.memory.planner_choice.name_of` prints; other texts as they are."""
+    """Return the words for what `lowtide.memory.planner.search.name_of` prints; other texts as they are."""
     for printed, word in (
         (r"\s*,\s*", "+"),
         (r"(\d+)\s+x\s+", r"\1x"),

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from lowtide.bench.settings import options_of
 from lowtide.bench.ways import IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, message
-from lowtide.memory.planner_bytes import OPTIMIZERS
+from lowtide.memory.planner.job import OPTIMIZERS
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]

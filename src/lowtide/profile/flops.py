@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lowtide.errors import LowtideError
-from lowtide.memory.planner_bytes import Job
-from lowtide.memory.planner_gpus import DEFAULT, GPUS, known_as
-from lowtide.memory.planner_shapes import read_shape
-from lowtide.memory.planner_times import attention_flop, mlp_flop, projection_flop
+from lowtide.memory.planner.gpus import DEFAULT, GPUS, known_as
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.times import attention_flop, mlp_flop, projection_flop
 from lowtide.profile.phases import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD
 
 

@@ -12,7 +12,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import gib, parse_gib
 from lowtide.memory import ActivationPolicy, MemoryPlan, apply_policy, plan_memory
-from lowtide.memory.planner_choice import Mixture, name_of
+from lowtide.memory.planner.search import Mixture, name_of
 from lowtide.memory.policy_words import layer_policies
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig

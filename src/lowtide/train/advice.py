@@ -12,11 +12,11 @@ import torch
 from lowtide.errors import LowtideError
 from lowtide.head.options import HeadOptions
 from lowtide.measure import available_bytes, gib, resident_bytes
-from lowtide.memory.planner import USABLE
-from lowtide.memory.planner_bytes import Job
-from lowtide.memory.planner_choice import Candidate, Search
-from lowtide.memory.planner_gpus import GPUS, find_gpu
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner.gpus import GPUS, find_gpu
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.plan import USABLE
+from lowtide.memory.planner.search import Candidate, Search
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.train.activations import (
     as_mixture,
     as_text,

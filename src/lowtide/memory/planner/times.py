@@ -1,6 +1,6 @@
 """How long a training step takes: floating-point operations over rates, bytes over bandwidths, and the host's floor.
 
-Symbols as in `planner_bytes`. A GEMM's operations are counted as 2 a multiplication; causal attention's without the
+Symbols as in `layer_bytes`. A GEMM's operations are counted as 2 a multiplication; causal attention's without the
 half that is masked.
 """
 
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.memory.optimizer_blocks import share_back, share_out
-from lowtide.memory.planner_bytes import OPTIMIZERS, Groups, Job, checkpoint_bytes, level_of, placed
-from lowtide.memory.planner_gpus import HALF_LENGTH, HALF_RATE
+from lowtide.memory.planner.gpus import HALF_LENGTH, HALF_RATE
+from lowtide.memory.planner.job import OPTIMIZERS, Job
+from lowtide.memory.planner.layer_bytes import checkpoint_bytes, level_of
+from lowtide.memory.planner.step_bytes import Groups, placed
 from lowtide.memory.policy import ActivationPolicy
 
 HEAD_SHARE = 0.95  # of the GEMMs' rate, over its three products: benchmarks/results, lowtide bench head

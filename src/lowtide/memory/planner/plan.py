@@ -11,11 +11,12 @@ from torch import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import as_gib, gib
-from lowtide.memory.planner_bytes import DTYPES, OPTIMIZERS, Job, checkpoint_bytes
-from lowtide.memory.planner_choice import Candidate, Search, largest_batch, longest_sequence
-from lowtide.memory.planner_gpus import Gpu, find_gpu
-from lowtide.memory.planner_report import MemoryPlan, rung_of
-from lowtide.memory.planner_shapes import KINDS, read_shape
+from lowtide.memory.planner.gpus import Gpu, find_gpu
+from lowtide.memory.planner.job import DTYPES, OPTIMIZERS, Job
+from lowtide.memory.planner.layer_bytes import checkpoint_bytes
+from lowtide.memory.planner.report import MemoryPlan, rung_of
+from lowtide.memory.planner.search import Candidate, Search, largest_batch, longest_sequence
+from lowtide.memory.planner.shapes import KINDS, read_shape
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
 USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill

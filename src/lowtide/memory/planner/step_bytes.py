@@ -1,124 +1,21 @@
-"""What one training step holds in memory, and when: bytes by phase, from a model's shape and what its layers keep.
-
-N tokens of a batch, h hidden size, f intermediate size, e bytes of a parameter and of the residual stream, n bytes of
-what the products read and write: the same, but 2 under autocast. Layers are those of a patched model
-(`lowtide.patch`: fused norms, rotary embedding and MLP), with attention that builds no scores.
-"""
+"""What one training step holds in memory, and when: bytes by phase. Symbols as in `layer_bytes`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-import torch
-
-from lowtide.head.head_plan import HeadPlan
-from lowtide.head.options import HeadOptions
-from lowtide.head.plan import plan_head
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back
-from lowtide.memory.planner_gpus import Gpu
-from lowtide.memory.planner_shapes import ModelShape
+from lowtide.memory.planner.job import OPTIMIZERS, Job
+from lowtide.memory.planner.layer_bytes import PAGES, LayerBytes
 from lowtide.memory.policy import ActivationPolicy
 
 MIB = 2**20
 # What cuBLAS takes in each of the two threads that multiply, forward's and backward's: from Hopper on, and before.
 WORKSPACE, OLD_WORKSPACE = 32 * MIB, 8 * MIB + MIB // 8
-PAGES = 6 * 4096  # what a layer's buffers in host memory are rounded up by, at most
-FLASH_ACCUMULATOR = 4  # bytes of each number of the query gradient's float32 sum
 
-
-@dataclass(frozen=True)
-class Optimizer:
-    """Bytes an optimizer takes for each byte, or each number, of the parameters.
-
-    Attributes:
-        states: Tensors of the parameters' size and dtype that it keeps.
-        bytes_each: Bytes it keeps for each number besides.
-        temporary: Tensors of all parameters' size that its step makes.
-        traffic: Times that a copy would read or write the parameters' bytes in the time of a step, as measured.
-    """
-
-    states: int
-    bytes_each: float = 0.0
-    temporary: int = 0
-    traffic: float = 3.0
-
-
-OPTIMIZERS = {
-    "adamw": Optimizer(2, traffic=8.1),
-    "adamw-foreach": Optimizer(2, temporary=1, traffic=21),
-    "adamw-8bit": Optimizer(0, bytes_each=2 + 2 * 4 / 256, traffic=6),
-    "sgd": Optimizer(0, traffic=3),
-    "sgd-momentum": Optimizer(1, traffic=8.2),
-}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training step that is planned: what of, how long, and with what.
-
-    Attributes:
-        shape: The model.
-        seq_len: Tokens of a sequence.
-        batch_size: Sequences.
-        gpu: Where.
-        dtype: Of parameters, activations, gradients and optimizer states.
-        optimizer: A name of `OPTIMIZERS`.
-        keep_gradients: Whether gradients stay between backward passes, as they do where they are accumulated.
-        head: How the loss is to run.
-        autocast: Whether the products run in bfloat16 under autocast, with ``dtype`` float32.
-        adapters: Numbers of float32 adapters in the layers that are all that is trained (LoRA); None: the model is.
-    """
-
-    shape: ModelShape
-    seq_len: int
-    batch_size: int
-    gpu: Gpu
-    dtype: torch.dtype
-    optimizer: str
-    keep_gradients: bool = False
-    head: HeadOptions | None = None
-    autocast: bool = False
-    adapters: int | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of a step."""
-        return self.seq_len * self.batch_size
-
-    @property
-    def element(self) -> int:
-        """Return the bytes of a parameter, and of a number of the residual stream."""
-        return self.dtype.itemsize
-
-    @property
-    def operand(self) -> torch.dtype:
-        """Return the dtype of what the products read and write."""
-        return torch.bfloat16 if self.autocast else self.dtype
-
-    @property
-    def narrow(self) -> int:
-        """Return the bytes of a number that a product reads or writes."""
-        return self.operand.itemsize
-
-    @cached_property
-    def head_plan(self) -> HeadPlan:
-        """Return what the output layer will do, by its own reckoning."""
-        return plan_head(
-            self.tokens,
-            self.shape.hidden,
-            self.shape.vocab,
-            self.operand,
-            "cuda",
-            self.head,
-            weight_dtype=self.dtype,
-            input_is_copied=self.autocast,
-            capability=self.gpu.capability,
-            device_bytes=self.gpu.memory_bytes,
-        )
+Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
 
 
 @dataclass(frozen=True)
@@ -166,110 +63,6 @@ class Phase:
         return self.name if self.layer < 0 else f"{self.name} of layer {self.layer}"
 
 
-def kept_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
-    """Return the bytes a token that a layer keeps when it keeps all, by what they are; each tensor once.
-
-    The layer's output is the next one's input and not counted; a norm keeps its input and a float32 a row, the rotary
-    embedding nothing, attention what it reads and writes and a float32 a head. Under autocast the products to queries,
-    keys and values make a copy of their input each, and keep it.
-    """
-    shape, n = job.shape, job.narrow
-    stream, queries, keys = shape.hidden * job.element, shape.query_width * n, shape.kv_width * n
-    kept = {
-        "layer input": stream,
-        "norms' statistics": 4 * shape.layer_norms,
-        "attention's input": (3 if job.autocast else 1) * shape.hidden * n,
-        "queries, keys, values": queries + 2 * keys,
-        "attention's output": queries + 4 * shape.heads,
-        "MLP's input": 2 * stream,  # before its norm and behind it
-    }
-    if shape.head_norms:
-        kept["queries and keys before their norms"] = queries + keys + 4 * (shape.heads + shape.kv_heads)
-    if shape.heads_first:
-        kept["attention's output, tokens first"] = queries
-    if shape.layer_norms > 2:
-        kept["outputs of attention and MLP before their norms"] = (shape.layer_norms - 2) * shape.hidden * n
-    if shape.experts:
-        visits = shape.experts_per_token
-        kept["experts' inputs and outputs"] = 2 * visits * stream
-        kept["router's probabilities and indices"] = 16 * (shape.experts + visits)
-        kept["experts' gate, up, activation and product"] = visits * 4 * shape.intermediate * n
-    elif mlp_level == 0:
-        kept["gate and up"] = 2 * shape.intermediate * n
-    return kept
-
-
-def full_bytes(job: Job, mlp_level: int) -> int:
-    """Return the bytes that a layer keeps when it keeps all: under autocast also copies of attention's weights."""
-    copies = job.shape.projection_params * job.narrow if job.autocast else 0
-    return job.tokens * sum(kept_by_operation(job, mlp_level).values()) + copies
-
-
-def checkpoint_bytes(job: Job, policy: ActivationPolicy) -> int:
-    """Return the bytes that a layer keeps for backward by a policy, wherever they lie."""
-    if policy.keep == "all":
-        return full_bytes(job, level_of(policy))
-    kept = kept_by_operation(job, 0)
-    names = ["layer input", "attention's output"] if policy.keep == "attention" else ["layer input"]
-    return job.tokens * sum(kept[name] for name in names)
-
-
-def level_of(policy: ActivationPolicy) -> int:
-    """Return the level of the layer's MLP: 0 where the policy leaves it as it is."""
-    return policy.mlp_level or 0
-
-
-def forward_transients(job: Job, policy: ActivationPolicy) -> int:
-    """Return the most that a layer's forward holds beyond what it keeps, in its MLP: the product and the output.
-
-    Level 1 has gate and up besides, and the product in gate's place; a layer that is to be recomputed has all three,
-    and what the MLP reads and is added to.
-    """
-    shape, level = job.shape, level_of(policy)
-    whole = policy.keep == "all"
-    wide = (1 if whole else 3) if level == 0 else 2
-    streams = 0 if whole else 2 * shape.hidden * job.element
-    mlp = wide * shape.token_mlp_width() * job.narrow * _at_a_time(job, policy)
-    return mlp + job.tokens * (shape.hidden * job.narrow + streams) + _mlp_copies(job, 1)
-
-
-def backward_transients(job: Job, policy: ActivationPolicy) -> int:
-    """Return the most that a layer's backward holds beyond its activations and its weights' gradients.
-
-    In the MLP: the gradients of its output and input, and that of the product, in whose place the product comes; level
-    1 builds gate and up besides. In attention, when the MLP's activations are gone: the gradients of the stream, of its
-    output, of queries (summed in float32 beside), keys and values.
-    """
-    shape, level, n = job.shape, level_of(policy), job.narrow
-    width = shape.token_mlp_width()
-    mlp = _at_a_time(job, policy) * width * (1 if level == 0 else 3) * n + job.tokens * 2 * shape.hidden * job.element
-    if _at_a_time(job, policy) < job.tokens:  # the weights' gradients are summed in float32, and rounded one by one
-        mlp += 4 * shape.mlp_params
-    # gradients of keys and values for each query head, before those that share one are added
-    each_query = 2 * shape.query_width if shape.kv_heads < shape.heads else 0
-    sums = shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads
-    freed = (2 * width if level == 0 else 0) * n + 2 * shape.hidden * job.element
-    attention = (
-        (2 * shape.query_width + 2 * shape.kv_width + each_query) * n + shape.hidden * job.element + sums - freed
-    )
-    return max(mlp + _mlp_copies(job, 2), job.tokens * attention)
-
-
-def _at_a_time(job: Job, policy: ActivationPolicy) -> int:
-    """Return the tokens that a layer's MLP works on at a time; level 0 keeps gate and up of all."""
-    return min(job.tokens, policy.mlp_tile_tokens or job.tokens) if level_of(policy) == 1 else job.tokens
-
-
-def _mlp_copies(job: Job, rows: int) -> int:
-    """Return the bytes of what autocast's MLP copies: its weights, and so many tensors of the stream's size."""
-    if not job.autocast:
-        return 0
-    return (3 * job.shape.hidden * job.shape.intermediate + rows * job.tokens * job.shape.hidden) * job.narrow
-
-
-Groups = Sequence[tuple[ActivationPolicy, int]]  # runs of equal layers, from the first layer on
-
-
 def placed(groups: Groups) -> list[tuple[ActivationPolicy, int, bool]]:
     """Return the runs with whether what they keep goes to the host: not that of the last offloaded layers."""
     to_move = max(0, sum(n for policy, n in groups if policy.offload) - ON_DEVICE)
@@ -311,7 +104,7 @@ class Memory:
         if job.adapters is not None:
             mlp = 0
         self.mlp_gradients = mlp if shape.experts else mlp // 3 + 2 * max(0, mlp // 3 - product)
-        self._of: dict[tuple[ActivationPolicy, bool], _LayerBytes] = {}
+        self._of: dict[tuple[ActivationPolicy, bool], LayerBytes] = {}
 
     def peak(self, groups: Groups, states: int = 0, *, late: bool = False) -> Phase:
         """Return the phase that holds the most."""
@@ -323,11 +116,11 @@ class Memory:
         early = [max(held - int(amount * away) for held, away, _ in found) for amount in amounts]
         return {False: early, True: [max(held - int(n * late) for held, _, late in found) for n in amounts]}
 
-    def of(self, policy: ActivationPolicy, *, moves: bool = False) -> _LayerBytes:
+    def of(self, policy: ActivationPolicy, *, moves: bool = False) -> LayerBytes:
         """Return the bytes of one layer, whose checkpoint goes to the host where it ``moves``."""
         found = self._of.get((policy, moves))
         if found is None:
-            found = self._of[policy, moves] = _LayerBytes(self.job, policy, moves=moves)
+            found = self._of[policy, moves] = LayerBytes(self.job, policy, moves=moves)
         return found
 
     def kept(self, groups: Groups) -> int:
@@ -424,14 +217,3 @@ class Memory:
             away=away,
             away_late=away_late,
         )
-
-
-class _LayerBytes:
-    """The bytes of a layer with one policy: kept on the GPU and on the host, recomputed, and within its phases."""
-
-    def __init__(self, job: Job, policy: ActivationPolicy, *, moves: bool) -> None:
-        kept = checkpoint_bytes(job, policy)
-        self.on_gpu, self.on_host = (0, kept + PAGES) if moves else (kept, 0)
-        self.again = 0 if policy.keep == "all" else full_bytes(job, level_of(policy)) - self.on_gpu
-        self.forward = forward_transients(job, policy)
-        self.backward = backward_transients(job, policy)

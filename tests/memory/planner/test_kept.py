@@ -11,9 +11,11 @@ import torch
 import lowtide
 from lowtide.measure import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy
-from lowtide.memory.planner_bytes import Job, Memory, checkpoint_bytes
-from lowtide.memory.planner_gpus import GPUS
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_bytes import checkpoint_bytes
+from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.step_bytes import Memory
 
 transformers = pytest.importorskip("transformers")
 

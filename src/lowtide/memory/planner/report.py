@@ -8,9 +8,10 @@ from typing import Any
 from lowtide.head.options import HeadOptions
 from lowtide.measure import gib
 from lowtide.measure.text import table
-from lowtide.memory.planner_bytes import Job, Phase
-from lowtide.memory.planner_choice import Candidate, name_of
-from lowtide.memory.planner_times import LayerTime
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.search import Candidate, name_of
+from lowtide.memory.planner.step_bytes import Phase
+from lowtide.memory.planner.times import LayerTime
 from lowtide.memory.policy import ActivationPolicy
 
 CHART_WIDTH, CHART_HEIGHT = 60, 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.memory.planner_shapes import read_shape
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 SMALL = {

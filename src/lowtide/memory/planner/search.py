@@ -14,8 +14,9 @@ from itertools import combinations
 
 from lowtide.measure import gib
 from lowtide.memory.offload import ON_DEVICE
-from lowtide.memory.planner_bytes import Job, Memory
-from lowtide.memory.planner_times import Times
+from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.step_bytes import Memory
+from lowtide.memory.planner.times import Times
 from lowtide.memory.policy import ActivationPolicy
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers

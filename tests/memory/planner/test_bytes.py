@@ -9,21 +9,18 @@ import torch
 
 from lowtide import HeadOptions, plan_head
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner_bytes import (
-    OPTIMIZERS,
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.job import OPTIMIZERS, Job
+from lowtide.memory.planner.layer_bytes import (
     PAGES,
-    WORKSPACE,
-    Job,
-    Memory,
     backward_transients,
     checkpoint_bytes,
     forward_transients,
     kept_by_operation,
-    placed,
 )
-from lowtide.memory.planner_gpus import GPUS
-from lowtide.memory.planner_shapes import read_shape
-from lowtide.memory.planner_times import BESIDE, HOST_FORWARD, Times, attention_flop, layer_time
+from lowtide.memory.planner.shapes import read_shape
+from lowtide.memory.planner.step_bytes import WORKSPACE, Memory, placed
+from lowtide.memory.planner.times import BESIDE, HOST_FORWARD, Times, attention_flop, layer_time
 from lowtide.train.shapes import SHAPES
 
 T, H = 8192, 4096

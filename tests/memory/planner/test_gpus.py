@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentValueError
-from lowtide.memory import planner_gpus
-from lowtide.memory.planner_gpus import GPUS, MEASURED, find_gpu, known_as, measured_gpu
+from lowtide.memory.planner import gpus
+from lowtide.memory.planner.gpus import GPUS, MEASURED, find_gpu, known_as, measured_gpu
 
 DRIVER = {
     "NVIDIA H100 80GB HBM3": "h100",
@@ -78,11 +78,11 @@ def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Q1")
     measured: list[str] = []
 
-    def measure(device: torch.device) -> planner_gpus.Gpu:
+    def measure(device: torch.device) -> gpus.Gpu:
         measured.append(str(device))
         return replace(GPUS["l4"], name="NVIDIA Q1", measured=True)
 
-    monkeypatch.setattr(planner_gpus, "_measure", measure)
+    monkeypatch.setattr(gpus, "_measure", measure)
     return measured
 
 

@@ -15,8 +15,8 @@ import torch
 import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
-from lowtide.memory.planner_choice import Candidate, Search, ladder, longest_sequence
-from lowtide.memory.planner_gpus import GPUS
+from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.search import Candidate, Search, ladder, longest_sequence
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30

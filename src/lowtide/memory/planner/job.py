@@ -1,0 +1,106 @@
+"""A training step that is planned: the model's shape, the batch, the GPU, dtypes and the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lowtide.head.head_plan import HeadPlan
+from lowtide.head.options import HeadOptions
+from lowtide.head.plan import plan_head
+from lowtide.memory.planner.gpus import Gpu
+from lowtide.memory.planner.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes an optimizer takes for each byte, or each number, of the parameters.
+
+    Attributes:
+        states: Tensors of the parameters' size and dtype that it keeps.
+        bytes_each: Bytes it keeps for each number besides.
+        temporary: Tensors of all parameters' size that its step makes.
+        traffic: Times that a copy would read or write the parameters' bytes in the time of a step, as measured.
+    """
+
+    states: int
+    bytes_each: float = 0.0
+    temporary: int = 0
+    traffic: float = 3.0
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(2, traffic=8.1),
+    "adamw-foreach": Optimizer(2, temporary=1, traffic=21),
+    "adamw-8bit": Optimizer(0, bytes_each=2 + 2 * 4 / 256, traffic=6),
+    "sgd": Optimizer(0, traffic=3),
+    "sgd-momentum": Optimizer(1, traffic=8.2),
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step that is planned: what of, how long, and with what.
+
+    Attributes:
+        shape: The model.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences.
+        gpu: Where.
+        dtype: Of parameters, activations, gradients and optimizer states.
+        optimizer: A name of `OPTIMIZERS`.
+        keep_gradients: Whether gradients stay between backward passes, as they do where they are accumulated.
+        head: How the loss is to run.
+        autocast: Whether the products run in bfloat16 under autocast, with ``dtype`` float32.
+        adapters: Numbers of float32 adapters in the layers that are all that is trained (LoRA); None: the model is.
+    """
+
+    shape: ModelShape
+    seq_len: int
+    batch_size: int
+    gpu: Gpu
+    dtype: torch.dtype
+    optimizer: str
+    keep_gradients: bool = False
+    head: HeadOptions | None = None
+    autocast: bool = False
+    adapters: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step."""
+        return self.seq_len * self.batch_size
+
+    @property
+    def element(self) -> int:
+        """Return the bytes of a parameter, and of a number of the residual stream."""
+        return self.dtype.itemsize
+
+    @property
+    def operand(self) -> torch.dtype:
+        """Return the dtype of what the products read and write."""
+        return torch.bfloat16 if self.autocast else self.dtype
+
+    @property
+    def narrow(self) -> int:
+        """Return the bytes of a number that a product reads or writes."""
+        return self.operand.itemsize
+
+    @cached_property
+    def head_plan(self) -> HeadPlan:
+        """Return what the output layer will do, by its own reckoning."""
+        return plan_head(
+            self.tokens,
+            self.shape.hidden,
+            self.shape.vocab,
+            self.operand,
+            "cuda",
+            self.head,
+            weight_dtype=self.dtype,
+            input_is_copied=self.autocast,
+            capability=self.gpu.capability,
+            device_bytes=self.gpu.memory_bytes,
+        )
