@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure import parse_gib
+from lowtide.memory.planner.adapters import PROJECTIONS, Adapters
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS
 from lowtide.train.config import TrainConfig
@@ -78,6 +79,19 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: adamw, fused)")
     add("--grad-accum", default=1, type=int, metavar="N", help="backward passes a step; gradients stay (default: 1)")
+    add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
+    add(
+        "--lora-targets",
+        nargs="+",
+        metavar="NAME",
+        default=list(PROJECTIONS),
+        help=f"the projections that get them (default: {' '.join(PROJECTIONS)})",
+    )
+    add(
+        "--attention-mask",
+        action="store_true",
+        help="attention takes a [T, T] mask: documents packed apart, without flash attention",
+    )
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
     add("--workspace-mib", type=float, metavar="X", help="the loss's workspace, as in HeadOptions (default: chosen)")
     add(
@@ -99,6 +113,10 @@ def main(arguments: argparse.Namespace) -> int:
 
     if arguments.grad_accum < 1:
         raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
+    adapters = None if arguments.lora_rank is None else Adapters(arguments.lora_rank, tuple(arguments.lora_targets))
+    if arguments.check and (adapters or arguments.attention_mask):
+        got = "--lora-rank" if adapters else "--attention-mask"
+        raise ArgumentValueError(message("check", "a plan of full training without a mask", got, "Leave one out."))
     settings = _settings(arguments.model, arguments.layers)
     plan = plan_memory(
         settings,
@@ -111,6 +129,8 @@ def main(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         autocast=arguments.autocast,
         keep_gradients=arguments.grad_accum > 1,
+        adapters=adapters,
+        attention_mask=arguments.attention_mask,
         offload_states=arguments.offload_states,
         options=None if arguments.workspace_mib is None else HeadOptions(workspace_mib=arguments.workspace_mib),
     )
