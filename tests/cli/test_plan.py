@@ -55,9 +55,10 @@ def test_adapters_and_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
         SHAPES["llama-3.2-1b"], 4096, 1, device="h100", adapters=Adapters(16, ("q_proj", "v_proj")), attention_mask=True
     )
     assert told == json.loads(json.dumps(plan.to_dict()))
-    for bad in (["--lora-rank", "0"], ["--lora-rank", "4", "--lora-targets", "lm_head"], [*lora, "--check"]):
+    unknown = ["--lora-rank", "4", "--lora-targets", "lm_head"]
+    for bad in (["--lora-rank", "0"], unknown, [*lora, "--check"], ["--check", "--no-fused-mlp"]):
         assert main([*SMALL, *bad]) == 2
-    assert capsys.readouterr().err.count("\n") == 3
+    assert capsys.readouterr().err.count("\n") == 4
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,12 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
         action="store_true",
         help="attention takes a [T, T] mask: documents packed apart, without flash attention",
     )
+    add(
+        "--no-fused-mlp",
+        dest="fused_mlp",
+        action="store_false",
+        help="the MLPs stay the model's own, as where lowtide.patch cannot fuse them",
+    )
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
     add("--workspace-mib", type=float, metavar="X", help="the loss's workspace, as in HeadOptions (default: chosen)")
     add(
@@ -114,9 +120,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.grad_accum < 1:
         raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
     adapters = None if arguments.lora_rank is None else Adapters(arguments.lora_rank, tuple(arguments.lora_targets))
-    if arguments.check and (adapters or arguments.attention_mask):
-        got = "--lora-rank" if adapters else "--attention-mask"
-        raise ArgumentValueError(message("check", "a plan of full training without a mask", got, "Leave one out."))
+    others = {"--lora-rank": adapters, "--attention-mask": arguments.attention_mask}
+    others["--no-fused-mlp"] = not arguments.fused_mlp
+    if arguments.check and (got := next((name for name, given in others.items() if given), None)):
+        raise ArgumentValueError(message("check", "a plan of full training, patched, without a mask", got))
     settings = _settings(arguments.model, arguments.layers)
     plan = plan_memory(
         settings,
@@ -131,6 +138,7 @@ def main(arguments: argparse.Namespace) -> int:
         keep_gradients=arguments.grad_accum > 1,
         adapters=adapters,
         attention_mask=arguments.attention_mask,
+        fused_mlp=arguments.fused_mlp,
         offload_states=arguments.offload_states,
         options=None if arguments.workspace_mib is None else HeadOptions(workspace_mib=arguments.workspace_mib),
     )

@@ -17,6 +17,7 @@ from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_bytes import checkpoint_bytes
+from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
 
@@ -27,6 +28,7 @@ SIZES = {
     "vocab_size": 160, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 8, "head_dim": 8,
     "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False, "pad_token_id": 0,
 }  # fmt: skip
+CONFIG = {"model_type": "llama", **SIZES, "num_hidden_layers": 2}
 POLICIES = {
     "all/0": ActivationPolicy(mlp_level=0),
     "all/1": ActivationPolicy(mlp_level=1),
@@ -45,6 +47,7 @@ def live_after_forward(
     autocast: bool = False,
     adapters: Adapters | None = None,
     packed: bool = False,
+    fused_mlp: bool = True,
     **sizes: int,
 ) -> int:
     """Return the bytes that a second forward leaves behind, everything that is made once made in the first."""
@@ -58,7 +61,7 @@ def live_after_forward(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
             model = get_peft_model(model, lora)
-    lowtide.patch(model)
+    lowtide.patch(model, mlp=fused_mlp)
     apply_policy(model, policy)
     ids = torch.randint(1, 160, (B, T))
     places = {"position_ids": torch.arange(T // 2).repeat(2).expand(B, T)} if packed else {}
@@ -91,11 +94,13 @@ def planned(
     autocast: bool = False,
     adapters: Adapters | None = None,
     packed: bool = False,
+    fused_mlp: bool = True,
     **sizes: int,
 ) -> int:
     """Return the bytes by the planner."""
     config: Any = transformers.AutoConfig.for_model(model_type, **{**SIZES, **sizes, "num_hidden_layers": 2})
     more: dict[str, Any] = {"autocast": autocast, "adapters": adapters, "attention_mask": packed}
+    more["fused_mlp"] = fused_mlp
     return checkpoint_bytes(Job(read_shape(config), T, B, GPUS["h100"], dtype, "sgd", **more), policy)
 
 
@@ -160,6 +165,18 @@ def test_layers_whose_attention_has_a_mask_keep_it_and_repeated_keys(name: str, 
     assert measured == planned("llama", torch.float32, POLICIES[name], autocast=autocast, packed=True)
     plain = planned("llama", torch.float32, POLICIES[name], autocast=autocast)
     assert (measured > plain + B * T * T) == name.startswith("all")
+
+
+@pytest.mark.parametrize(
+    ("targets", "precision"), [((), "float32"), ((), "autocast"), (PROJECTIONS, "bfloat16"), (("up_proj",), "autocast")]
+)
+def test_an_mlp_that_is_not_fused_keeps_four_tensors(targets: tuple[str, ...], precision: str) -> None:
+    policy, (dtype, autocast, said) = ActivationPolicy(), PRECISIONS[precision]
+    settings: dict[str, Any] = {"adapters": Adapters(3, targets) if targets else None, "fused_mlp": False}
+    measured = kept_by_a_layer("llama", dtype, policy, autocast=autocast, **settings)
+    assert measured == planned("llama", dtype, policy, autocast=said, **settings) + 8 * len(targets)
+    job = Job(read_shape(CONFIG), T, B, GPUS["h100"], torch.bfloat16, "sgd", fused_mlp=False)
+    assert {one.mlp_level for one in ladder(job, offload=True)} == {None}
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])

@@ -16,9 +16,9 @@ PROJECTIONS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 class Adapters:
     """Adapters by peft, float32 and without dropout, on projections of each layer; all else is frozen.
 
-    With r the rank, an adapted projection of attention keeps what ``lora_A`` puts out, r numbers a token, and where the
-    products are of 16 bits a copy of its input of its own, for peft makes one in float32 and autocast another; the
-    adapters of a fused MLP keep nothing but the MLP's input. A frozen projection keeps no input.
+    With r the rank, an adapted projection keeps what ``lora_A`` puts out, r numbers a token, and where the products are
+    of 16 bits a copy of its input of its own, for peft makes one in float32 and autocast another; the adapters of a
+    fused MLP keep nothing but the MLP's input. A frozen projection keeps no input.
 
     Attributes:
         rank: r.
@@ -44,33 +44,44 @@ class Adapters:
         """Return how many numbers are trained."""
         return shape.layers * sum(self._each(shape).values())
 
-    def kept(self, shape: ModelShape, *, stream: int, narrow: int, mlp_level: int) -> Mapping[str, int]:
+    def kept(
+        self, shape: ModelShape, *, stream: int, narrow: int, mlp_level: int, fused_mlp: bool
+    ) -> Mapping[str, int]:
         """Return the bytes a token that a layer keeps otherwise than one that is trained itself, by what they are.
 
         Args:
             shape: The model.
             stream: Bytes of a token in the residual stream.
             narrow: Bytes of a number that a product reads.
-            mlp_level: Of the fused MLP.
+            mlp_level: Of the MLP, where it is a fused one.
+            fused_mlp: Whether it is.
         """
-        copied = narrow < 4
+        copied, hidden = narrow < 4, shape.hidden * narrow
         readers = sum(name in self.targets for name in ATTENTION[:3])
         wide, at_output = shape.query_width * narrow, "o_proj" in self.targets
-        of_mlp = mlp_level == 1 or bool({"gate_proj", "up_proj"} & set(self.targets))
+        of_mlp = sum(name in self.targets for name in ("gate_proj", "up_proj"))
         kept = {
-            "attention's input": shape.hidden * narrow * (readers if copied else min(readers, 1)),
+            "attention's input": hidden * (readers if copied else min(readers, 1)),
             "output projection's input": wide if at_output and copied else 0,
-            "adapters' inner products": self.rank * narrow * (readers + at_output),
-            "MLP's input": stream * (1 + of_mlp),
+            "adapters' inner products": self.rank * narrow * len(self._apart(fused_mlp)),
         }
+        if fused_mlp:
+            kept["MLP's input"] = stream * (1 + (mlp_level == 1 or of_mlp > 0))
+        else:
+            kept["MLP's input"] = stream + hidden * (of_mlp if copied else min(of_mlp, 1))
+            kept["gate, up, activation and product"] = (3 + ("down_proj" in self.targets)) * shape.intermediate * narrow
         if shape.heads_first:
             kept["attention's output, tokens first"] = wide if at_output and not copied else 0
         return kept
 
-    def copies(self, shape: ModelShape, narrow: int) -> int:
-        """Return the bytes of the copies that autocast makes of a layer's adapters outside the MLP."""
+    def copies(self, shape: ModelShape, narrow: int, *, fused_mlp: bool) -> int:
+        """Return the bytes of the copies that autocast makes of a layer's adapters, those of a fused MLP left out."""
         each = self._each(shape)
-        return narrow * sum(each.get(name, 0) for name in ATTENTION) if narrow < 4 else 0
+        return narrow * sum(each[name] for name in self._apart(fused_mlp)) if narrow < 4 else 0
+
+    def _apart(self, fused_mlp: bool) -> list[str]:
+        """Return the projections whose adapters run by themselves."""
+        return [name for name in (ATTENTION if fused_mlp else PROJECTIONS) if name in self.targets]
 
     def _each(self, shape: ModelShape) -> dict[str, int]:
         h, f, q, kv = shape.hidden, shape.intermediate, shape.query_width, shape.kv_width

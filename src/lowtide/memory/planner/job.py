@@ -59,6 +59,7 @@ class Job:
         adapters: The float32 adapters in the layers that are all that is trained (LoRA), or how many numbers they have,
             what they keep then not counted; None: the model is.
         attention_mask: Whether attention takes a [T, T] mask for each sequence.
+        fused_mlp: Whether the MLPs are lowtide's, and so have levels.
     """
 
     shape: ModelShape
@@ -72,6 +73,7 @@ class Job:
     autocast: bool = False
     adapters: int | Adapters | None = None
     attention_mask: bool = False
+    fused_mlp: bool = True
 
     @property
     def trained_adapters(self) -> int | None:

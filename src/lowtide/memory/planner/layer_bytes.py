@@ -45,13 +45,16 @@ def kept_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
         kept["experts' inputs and outputs"] = 2 * visits * stream
         kept["router's probabilities and indices"] = 16 * (shape.experts + visits)
         kept["experts' gate, up, activation and product"] = visits * 4 * shape.intermediate * n
+    elif not job.fused_mlp:
+        kept["gate, up, activation and product"] = 4 * shape.intermediate * n
+        kept["MLP's input"] = stream + (2 if job.autocast else 1) * shape.hidden * n  # likewise a copy each
     elif mlp_level == 0:
         kept["gate and up"] = 2 * shape.intermediate * n
     if job.attention_mask:
         kept["attention's mask"] = job.seq_len * n
         kept["queries, keys, values"] = 3 * queries
     if isinstance(job.adapters, Adapters):
-        kept |= job.adapters.kept(shape, stream=stream, narrow=n, mlp_level=mlp_level)
+        kept |= job.adapters.kept(shape, stream=stream, narrow=n, mlp_level=mlp_level, fused_mlp=job.fused_mlp)
     return kept
 
 
@@ -62,10 +65,11 @@ def masks_bytes(job: Job) -> int:
 
 
 def full_bytes(job: Job, mlp_level: int) -> int:
-    """Return the bytes that a layer keeps when it keeps all: under autocast also copies of attention's weights."""
-    copies = job.shape.projection_params * job.narrow if job.autocast else 0
+    """Return the bytes that a layer keeps when it keeps all: under autocast also copies of weights, a fused MLP's not."""
+    weights = job.shape.projection_params + (0 if job.fused_mlp else job.shape.mlp_params)
+    copies = weights * job.narrow if job.autocast else 0
     if isinstance(job.adapters, Adapters):
-        copies += job.adapters.copies(job.shape, job.narrow)
+        copies += job.adapters.copies(job.shape, job.narrow, fused_mlp=job.fused_mlp)
     return job.tokens * sum(kept_by_operation(job, mlp_level).values()) + copies
 
 
@@ -92,7 +96,7 @@ def forward_transients(job: Job, policy: ActivationPolicy) -> int:
     """
     shape, level = job.shape, level_of(policy)
     whole = policy.keep == "all"
-    wide = (1 if whole else 3) if level == 0 else 2
+    wide = ((1 if job.fused_mlp else 0) if whole else 3) if level == 0 else 2
     streams = 0 if whole else 2 * shape.hidden * job.element
     mlp = wide * shape.token_mlp_width() * job.narrow * _at_a_time(job, policy)
     most = mlp + job.tokens * (shape.hidden * job.narrow + streams) + _mlp_copies(job, 1)
@@ -111,7 +115,8 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     """
     shape, level, n = job.shape, level_of(policy), job.narrow
     width = shape.token_mlp_width()
-    mlp = _at_a_time(job, policy) * width * (1 if level == 0 else 3) * n + job.tokens * 2 * shape.hidden * job.element
+    wide = 1 if level == 0 and job.fused_mlp else 3
+    mlp = _at_a_time(job, policy) * width * wide * n + job.tokens * 2 * shape.hidden * job.element
     if _at_a_time(job, policy) < job.tokens:  # the weights' gradients are summed in float32, and rounded one by one
         mlp += 4 * shape.mlp_params
     # gradients of keys and values for each query head, before those that share one are added

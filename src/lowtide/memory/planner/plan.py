@@ -38,6 +38,7 @@ def plan_memory(
     options: HeadOptions | None = None,
     adapters: int | Adapters | None = None,
     attention_mask: bool = False,
+    fused_mlp: bool = True,
     offload_states: Literal["auto", False] = "auto",
 ) -> MemoryPlan:
     """Choose what each layer keeps for backward so that a training step is the fastest that fits in a budget.
@@ -77,6 +78,8 @@ def plan_memory(
             ``torch.nn.functional.scaled_dot_product_attention`` does where documents packed into one do not see each
             other: T^2 numbers of each sequence in each layer that keeps all, beside keys and values that are repeated
             for each query head.
+        fused_mlp: Whether `lowtide.patch` fuses the MLPs. Those that it leaves alone, or that it is told to
+            (``mlp=False``), keep twice as much, and have no levels.
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
             during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
             without holding the layers up, or where that does not fit, behind backward; False: none.
@@ -100,6 +103,7 @@ def plan_memory(
     for name, size in (("seq_len", seq_len), ("batch_size", batch_size)):
         _check_size(name, size)
     flags = {"autocast": autocast, "keep_gradients": keep_gradients, "attention_mask": attention_mask}
+    flags["fused_mlp"] = fused_mlp
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentTypeError(message(name, "a bool", f"{flag!r}"))
@@ -126,6 +130,7 @@ def plan_memory(
         autocast=autocast,
         adapters=adapters,
         attention_mask=attention_mask,
+        fused_mlp=fused_mlp,
     )
     if isinstance(adapters, Adapters) and job.shape.experts:
         raise ArgumentValueError(message("adapters", "a number, for a mixture of experts", str(adapters)))
