@@ -123,7 +123,8 @@ def test_without_a_gpu_it_is_refused_before_anything_is_written(tmp_path: Path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plan_says_how_many() -> None:
+def test_a_plan_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.train.planned.has_levels", lambda model: True)
     args = SimpleNamespace(optim="adamw_torch_fused", bf16=True, fp16=False)
     shape = SimpleNamespace(config=model_config("llama-3.2-1b", vocab_size=0))
     settings: dict[str, Any] = {"model": "llama-3.2-1b", "seq_len": 16_384, "batch_size": 1, "memory_budget": "24GiB"}
@@ -131,7 +132,7 @@ def test_a_plan_says_how_many() -> None:
 
     def planned(**more: Any) -> tuple[Any, StatesAway | None]:
         config = TrainConfig(**settings, **more)
-        plan = plan_run(shape, config, args, budget_gib=24, host=64)
+        plan = plan_run(shape, config, args, "joined", budget_gib=24, host=64)
         return plan, states_away(config, SimpleNamespace(plan=plan))  # type: ignore[arg-type]
 
     without, none = planned()

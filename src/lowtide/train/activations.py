@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import gib, parse_gib
 from lowtide.memory import ActivationPolicy, MemoryPlan, apply_policy, plan_memory
@@ -16,17 +13,8 @@ from lowtide.memory.planner.search import Mixture, name_of
 from lowtide.memory.policy_words import layer_policies
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
+from lowtide.train.planned import attention_of, planned_settings
 from lowtide.train.states import StatesAway
-
-# Trainer's optimizers as the planner knows them.
-_OPTIMIZERS = {
-    "adamw_torch_fused": "adamw",
-    "adamw_torch": "adamw-foreach",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "adamw_8bit": "adamw-8bit",
-    "paged_adamw_8bit": "adamw-8bit",
-    "sgd": "sgd",
-}
 
 
 @dataclass(frozen=True)
@@ -44,8 +32,14 @@ class Chosen:
     plan: MemoryPlan | None = None
 
 
-def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | None:
+def choose_and_apply(model: Any, config: TrainConfig, args: Any, packing: str) -> Chosen | None:
     """Apply ``--policy``, or what is planned for ``--memory-budget``, to the model; None where neither is given.
+
+    Args:
+        model: the run's, patched, its adapters on it.
+        config: the run's settings.
+        args: Trainer's arguments.
+        packing: "joined", "separate" or "none".
 
     Raises:
         ArgumentValueError: nothing fits in the budget, or the policy is not one for this model.
@@ -58,15 +52,9 @@ def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | Non
     if config.policy is not None:
         policies, lines = layer_policies(config.policy, layers), [f"policy   {config.policy}"]
     else:
-        plan = plan_run(
-            model, config, args, budget_gib=parse_gib("memory_budget", str(config.memory_budget)), host=host
-        )
-        policies, lines = list(plan.policies), list(_planned(plan, config, args))
-        if not has_levels(model):
-            policies = without_levels(policies)
-            lines.append(
-                "         no fused MLP in this model, so without its levels: it keeps more than the plan counts"
-            )
+        budget = parse_gib("memory_budget", str(config.memory_budget))
+        plan = plan_run(model, config, args, packing, budget_gib=budget, host=host)
+        policies, lines = list(plan.policies), list(_planned(plan, model, config, args))
     apply_policy(model, policies, host_gib=host)
     return Chosen(policies, tuple(lines), plan)
 
@@ -86,7 +74,9 @@ def host_gib(config: TrainConfig) -> float | None:
     return parse_gib("host_budget", config.host_budget) if config.host_budget else None
 
 
-def plan_run(model: Any, config: TrainConfig, args: Any, *, budget_gib: float, host: float | None = None) -> MemoryPlan:
+def plan_run(
+    model: Any, config: TrainConfig, args: Any, packing: str, *, budget_gib: float, host: float | None = None
+) -> MemoryPlan:
     """Return the plan of a run's step on one device.
 
     Raises:
@@ -98,34 +88,10 @@ def plan_run(model: Any, config: TrainConfig, args: Any, *, budget_gib: float, h
         config.batch_size,
         budget_gib,
         host or 0,
-        optimizer=planned_optimizer(args),
-        keep_gradients=config.grad_accum > 1,
         options=HeadOptions(workspace_mib=config.workspace_mib),
-        adapters=_adapters(model) if config.lora_rank else None,
         offload_states="auto" if config.offload_states else False,
-        **planned_dtype(config, args),
+        **planned_settings(model, config, args, packing),
     )
-
-
-def planned_optimizer(args: Any) -> str:
-    """Return Trainer's optimizer in the planner's words.
-
-    Raises:
-        ArgumentValueError: it does not know it.
-    """
-    name = str(getattr(args.optim, "value", args.optim))
-    if name not in _OPTIMIZERS:
-        expected = f"an optimizer that the planner knows, one of {', '.join(_OPTIMIZERS)}"
-        hint = "Take one of them, or give --policy by hand."
-        raise ArgumentValueError(message("memory_budget", expected, name, hint))
-    return _OPTIMIZERS[name]
-
-
-def planned_dtype(config: TrainConfig, args: Any) -> dict[str, Any]:
-    """Return what `plan_memory` wants to know of the run's dtypes."""
-    if config.weights == "bfloat16":
-        return {"dtype": torch.bfloat16}
-    return {"dtype": torch.float32, "autocast": bool(args.bf16 or args.fp16)}
 
 
 def current_policies(config: TrainConfig, chosen: Chosen | None, layers: int) -> Sequence[ActivationPolicy]:
@@ -133,11 +99,6 @@ def current_policies(config: TrainConfig, chosen: Chosen | None, layers: int) ->
     if chosen is not None:
         return chosen.policies
     return [ActivationPolicy(keep="input" if config.gradient_checkpointing else "all")] * layers
-
-
-def without_levels(policies: Sequence[ActivationPolicy]) -> list[ActivationPolicy]:
-    """Return policies for layers without a fused MLP."""
-    return [replace(policy, mlp_level=None) for policy in policies]
 
 
 def as_mixture(policies: Sequence[ActivationPolicy]) -> Mixture:
@@ -158,7 +119,7 @@ def as_text(mixture: Mixture) -> str:
     return ", ".join(f"{count} x {name_of(policy)}" for policy, count in mixture)
 
 
-def _planned(plan: MemoryPlan, config: TrainConfig, args: Any) -> tuple[str, ...]:
+def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> tuple[str, ...]:
     """Return what a plan expects, for a person to read."""
     lines = [
         f"policy   {as_text(plan.chosen.groups)}: expected peak {gib(plan.peak_bytes):.2f} of "
@@ -176,14 +137,7 @@ def _planned(plan: MemoryPlan, config: TrainConfig, args: Any) -> tuple[str, ...
         )
     if args.world_size > 1:
         lines.append("         planned for one device with all the weights; what sharding saves is not counted")
+    if attention_of(model) == "eager":
+        lines.append("         eager attention builds its scores, which are not counted")
+    lines += [f"         {note}" for note in plan.notes]
     return tuple(lines)
-
-
-def has_levels(model: Any) -> bool:
-    """Return whether every layer has a fused MLP, whose level a policy can set."""
-    stack = find_stack(model)
-    return all(any(hasattr(m, "checkpoint_level") for m in layer.modules()) for layer in stack.layers.values())
-
-
-def _adapters(model: Any) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)

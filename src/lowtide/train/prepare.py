@@ -38,6 +38,7 @@ from lowtide.train.packing import (
     split_corpus,
     text_documents,
 )
+from lowtide.train.planned import attention_of
 from lowtide.train.states import check_states
 from lowtide.train.streams import Block
 from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
@@ -85,6 +86,7 @@ class ModelBox:
 
     model: Any = None
     chosen: Chosen | None = None
+    packing = "joined"
 
 
 def prepare(
@@ -110,7 +112,7 @@ def prepare(
     check_states(config, args)
     streams = config.batch_size * args.world_size
     corpus = open_corpus(config.data, text_field=config.text_field, streams=streams, seq_len=config.seq_len)
-    packing = _packing(config, corpus)
+    box.packing = packing = _packing(config, corpus)
     model_config(config.model, vocab_size=config.vocab_size)  # a wrong name is told before a tokenizer is trained
     split = split_corpus(
         corpus,
@@ -134,7 +136,7 @@ def prepare(
     patched = None
     if config.patch:
         patched = lowtide.patch(model, options=lowtide.HeadOptions(workspace_mib=config.workspace_mib))
-    box.chosen = choose_and_apply(model, config, args)
+    box.chosen = choose_and_apply(model, config, args, packing)
     return Prepared(
         config=config,
         corpus=corpus,
@@ -254,7 +256,7 @@ def _chat_lines(corpus: Corpus, split: Split, chat: ChatFormat | None) -> Iterab
 
 def _model_lines(config: TrainConfig, model: Any, packing: str, attention: str | None) -> Iterable[str]:
     if packing != "joined":
-        how = attention or getattr(model.config.get_text_config(), "_attn_implementation", "") or "the model's own"
+        how = attention or attention_of(model) or "the model's own"
         each = "apart in each block" if packing == "separate" else "one in each block"
         yield f"packing  {packing}: documents are {each}; attention: {how}"
     if config.offload_states and not config.memory_budget:

@@ -251,6 +251,7 @@ class _Run:
             self.args,
             model=self.box.model,
             chosen=self.box.chosen,
+            packing=self.box.packing,
             step=step,
             go_on=self._how_to_go_on() if self.save else "",
         )

@@ -65,7 +65,7 @@ def masks_bytes(job: Job) -> int:
 
 
 def full_bytes(job: Job, mlp_level: int) -> int:
-    """Return the bytes that a layer keeps when it keeps all: under autocast also copies of weights, a fused MLP's not."""
+    """Return the bytes that a layer keeps when it keeps all: under autocast also copies of weights."""
     weights = job.shape.projection_params + (0 if job.fused_mlp else job.shape.mlp_params)
     copies = weights * job.narrow if job.autocast else 0
     if isinstance(job.adapters, Adapters):
