@@ -17,6 +17,7 @@ from lowtide.train import checks
 from lowtide.train.chat import ChatFormat
 from lowtide.train.checks import check_data
 from lowtide.train.corpus import open_corpus
+from lowtide.train.packing import split_corpus
 
 Run = Callable[..., tuple[int, str, str]]
 ONE_RANK = SimpleNamespace(process_index=0, world_size=1)
@@ -131,3 +132,23 @@ def test_a_run_ends_before_it_begins_and_a_resumed_one_does_not_read_all_again(
     assert "written to since the run began" in out
     status, out, _ = lowtide(*resume, "--max-steps", 5)
     assert (status, checked) == (0, ["all"]), "it is known from now on"
+
+
+@pytest.mark.parametrize("streams", [2, 6])
+def test_documents_longer_than_many_blocks_are_held_out_and_dealt_to_every_stream(streams: int, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text((json.dumps({"text": "tide " * 3000}) + "\n") * 60)
+    corpus = open_corpus([str(path)], text_field="text", streams=streams, seq_len=32)
+    for seed in range(5):
+        split = split_corpus(corpus, seed=seed, held_out_bytes=600, streams=streams)
+        parts = [split.held_out_pieces(), *(split.share(stream, streams, 0) for stream in range(streams))]
+        assert all(any(True for piece in part for _ in corpus.documents(piece)) for part in parts)
+
+
+def test_one_conversation_of_most_of_the_bytes_leaves_others_to_hold_out(tmp_path: Path) -> None:
+    path = chat_file(tmp_path / "c.jsonl", turns("q", "a" * 400_000), at=150)
+    corpus = open_corpus([str(path)], text_field="text", streams=2, seq_len=32)
+    for seed in range(8):
+        split = split_corpus(corpus, seed=seed, held_out_bytes=600, streams=2)
+        assert split.held_out < len(corpus) / 2
+        assert any(True for piece in split.held_out_pieces() for _ in corpus.conversations(piece)), seed
