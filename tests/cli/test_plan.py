@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowtide.cli import main
-from lowtide.memory import plan_memory
+from lowtide.memory import Adapters, plan_memory
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.train.shapes import SHAPES
 
@@ -42,6 +42,23 @@ def test_autocast_is_sixteen_bytes_a_parameter(capsys: pytest.CaptureFixture[str
     assert (told["dtype"], told["autocast"]) == ("float32", True)
     parts = told["peak_parts_gib"]
     assert parts["weights"] + parts["optimizer"] == pytest.approx(12 * told["params"] / 2**30)
+
+
+def test_adapters_and_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["--lora-rank", "16", "--lora-targets", "q_proj", "v_proj", "--attention-mask"]
+    assert main([*SMALL, *lora, "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    numbers = 16 * (16 * (2048 + 2048) + 16 * (2048 + 512))
+    assert f"{numbers:,} numbers of adapters are trained, rank 16 on q_proj v_proj" in " ".join(told["notes"])
+    assert any("mask of 0.0312 GiB" in note for note in told["notes"])
+    plan = plan_memory(
+        SHAPES["llama-3.2-1b"], 4096, 1, device="h100", adapters=Adapters(16, ("q_proj", "v_proj")), attention_mask=True
+    )
+    assert told == json.loads(json.dumps(plan.to_dict()))
+    unknown = ["--lora-rank", "4", "--lora-targets", "lm_head"]
+    for bad in (["--lora-rank", "0"], unknown, [*lora, "--check"], ["--check", "--no-fused-mlp"]):
+        assert main([*SMALL, *bad]) == 2
+    assert capsys.readouterr().err.count("\n") == 4
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from chat_data import CHATML, byte_tokenizer
 from lowtide.errors import ArgumentValueError
 from lowtide.train.chat import ChatFormat, use_template
 from lowtide.train.conversations import Completion, Conversation, Malformed, read_conversation
 from lowtide.train.corpus import Corpus, open_corpus
+from lowtide.train.packing import text_documents
 from lowtide.train.streams import IGNORED
+from lowtide.train.tokenizer import tokenize_with
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -237,9 +240,59 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps(TWO_TURNS) + "\n" + '{"messages": ' + "\n")
     broken = Corpus((path,), (path.stat().st_size,), 10_000, "text", 0, True)
-    with pytest.raises(ArgumentValueError, match=r"line at byte \d+ of .*c\.jsonl: no JSON"):
+    with pytest.raises(ArgumentValueError, match=r"line \d+ \(byte \d+\) of .*c\.jsonl: no JSON"):
         list(broken.conversations(0))
 
 
 def test_a_completion_is_no_conversation() -> None:
     assert isinstance(read_conversation({"prompt": "a", "completion": "b"}, "here"), Completion)
+
+
+def framed(before: str = "<s>", after: str = "", template: str | None = CHATML) -> Any:
+    """A tokenizer that puts tokens around a text by itself, as Llama's does in front of it and T5's behind it."""
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    marks = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<|endoftext|>")]
+    single = " ".join(part for part in (before, "$A", after) if part)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=marks)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text", "expected"),
+    [
+        ("", "", "ab", "ab<|endoftext|>"),
+        ("<s>", "", "ab", "<s>ab<|endoftext|>"),
+        ("<s>", "", "<s>ab", "<s>ab<|endoftext|>"),
+        ("<s>", "", "ab<|endoftext|>", "<s>ab<|endoftext|>"),
+        ("", "<|endoftext|>", "ab", "ab<|endoftext|>"),
+        ("<s>", "<|endoftext|>", "<s>ab<|endoftext|>", "<s>ab<|endoftext|>"),
+    ],
+)
+def test_a_text_begins_as_the_tokenizer_has_it_and_ends_once(
+    before: str, after: str, text: str, expected: str, tmp_path: Path
+) -> None:
+    tokenizer = framed(before, after)
+    (tmp_path / "a.txt").write_text(text)
+    corpus = Corpus((tmp_path / "a.txt",), (len(text),), 1000, "text", 0)
+    (document,) = text_documents(corpus, tokenize_with(tokenizer), eos=tokenizer.eos_token_id)(0)
+    assert tokenizer.decode(document.ids) == expected
+    line = {"prompt": text[:-1], "completion": text[-1]} if text == "ab" else {"prompt": "", "completion": text}
+    completion = ChatFormat(tokenizer, seq_len=99, too_long="drop").document(read_conversation(line, "here"))
+    assert tokenizer.decode(completion.ids) == expected
+
+
+def test_of_a_completion_the_end_is_learned_and_the_beginning_of_text_is_not() -> None:
+    chat = ChatFormat(framed(), seq_len=99, too_long="truncate")
+    assert trained(chat, {"prompt": "ab", "completion": "c"}) == ["c<|endoftext|>"]
+    assert trained(chat, {"prompt": "ab", "completion": "c<|endoftext|>"}) == ["c<|endoftext|>"]
+    assert trained(chat, {"prompt": "ab<|endoftext|>", "completion": ""}) == ["<|endoftext|>"]
+    assert trained(chat, {"prompt": "", "completion": "c"}) == ["c<|endoftext|>"]
+    (cut,) = trained(ChatFormat(framed(), seq_len=5, too_long="truncate"), {"prompt": "ab", "completion": "cdef"})
+    assert cut == "cd", "what was cut does not end"
+
+
+def test_a_template_alone_says_how_a_conversation_begins_and_ends() -> None:
+    chat = ChatFormat(framed(), seq_len=999, too_long="drop")
+    ids = chat.document(read_conversation(TWO_TURNS, "here")).ids
+    assert chat.tokenizer.decode(ids) == chat.tokenizer.apply_chat_template(TWO_TURNS["messages"], tokenize=False)

@@ -71,7 +71,7 @@ def test_what_is_not_text_in_a_folder_is_left_out_and_counted(text: Path) -> Non
 def test_a_line_without_the_field_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n{"txt": "y"}\n')
-    with pytest.raises(ArgumentValueError, match=r"at byte 14 of .*a\.jsonl"):
+    with pytest.raises(ArgumentValueError, match=r"line 2 \(byte 14\) of .*a\.jsonl"):
         whole(corpus_of(path, piece_bytes=100))
 
 

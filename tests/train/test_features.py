@@ -260,11 +260,31 @@ def test_a_budget_chooses_a_policy_and_says_what_it_does_here(
     assert (status, err) == (0, "")
     assert re.search(r"policy +\S.*expected peak 0\.\d+ of 1\.00 GiB", out)
     assert "no GPU here" in out
+    assert "attention has a mask of" in out, "conversations are packed apart, under sdpa"
+    assert "rates of the h100 from a table" in out
     assert len(applied[0]) == 2
     status, _, err = lowtide(*chat_arguments, "--memory-budget", "1MiB", "--output", tmp_path / "p")
     assert (status, err.count("\n")) == (2, 1)
     assert "budget_gib" in err
     assert not (tmp_path / "p").exists()
+
+
+def test_a_budget_counts_the_adapters_that_peft_has_made(
+    tmp_path: Path, chat_arguments: list[str], lowtide: Run
+) -> None:
+    lora = ["--lora-rank", 4, "--memory-budget", "1GiB", "--max-steps", 1, "--output"]
+    status, out, err = lowtide(*chat_arguments, *lora, tmp_path / "all")
+    assert (status, err) == (0, "")
+    assert "rank 4 on q_proj k_proj v_proj o_proj gate_proj up_proj down_proj: what they compute is left out" in out
+    targets = ["--lora-targets", "v_proj", "q_proj", "--packing", "none"]
+    status, out, err = lowtide(*chat_arguments, *targets, *lora, tmp_path / "some")
+    assert (status, err) == (0, "")
+    numbers = 2 * 4 * ((32 + 32) + (32 + 16))
+    assert f"{numbers} numbers of adapters are trained, rank 4 on q_proj v_proj" in out
+    assert "mask" not in out
+    status, out, err = lowtide(*chat_arguments, "--lora-targets", "q_proj", "lm_head", *lora, tmp_path / "head")
+    assert (status, err) == (0, "")
+    assert "adapters are trained: what they keep and compute is left out" in out
 
 
 def test_a_relative_data_path_is_found_again_from_elsewhere(

@@ -14,6 +14,7 @@ import torch
 
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.memory import Adapters, plan_memory
 from lowtide.memory.policy_words import layer_policies
 from lowtide.train import checkpoints
 from lowtide.train.activations import as_mixture, as_text
@@ -89,21 +90,43 @@ def test_other_errors_keep_their_trace(
     assert not is_out_of_memory(OutOfMemory("already told"))
 
 
-def advice(memory_gib: float, monkeypatch: pytest.MonkeyPatch, levels: bool = True, **settings: Any) -> str:
+def advice(
+    memory_gib: float,
+    monkeypatch: pytest.MonkeyPatch,
+    levels: bool = True,
+    device: str = "cpu",
+    adapters: Adapters | int | None = None,
+    packing: str = "joined",
+    **settings: Any,
+) -> str:
     """The advice for a Llama-3.2-1B on a GPU with so much memory left, without any GPU or weights."""
     monkeypatch.setattr("lowtide.train.advice._memory", lambda args: (int(memory_gib * 2**30), "this GPU"))
     config = TrainConfig(model="llama-3.2-1b", **{"batch_size": 4, "seq_len": 8192, **settings})
     args = SimpleNamespace(
-        device=torch.device("cpu"), optim="adamw_torch_fused", bf16=True, fp16=False, world_size=2, process_index=1
+        optim="adamw_torch_fused",
+        bf16=True,
+        fp16=False,
+        world_size=2,
+        process_index=1,
+        fsdp=[],
+        deepspeed=None,
+        device=torch.device(device),
     )
-    shape = SimpleNamespace(config=model_config(config.model, vocab_size=0), parameters=lambda: iter(()))
-    monkeypatch.setattr("lowtide.train.advice.has_levels", lambda model: levels)
-    return str(advise(torch.OutOfMemoryError("x"), config, args, model=shape, step=7, go_on="Go on."))
+    shape = SimpleNamespace(config=model_config(config.model, vocab_size=0))
+    shape.config._attn_implementation = "sdpa"
+    monkeypatch.setattr("lowtide.train.planned.has_levels", lambda model: levels)
+    monkeypatch.setattr("lowtide.train.planned.planned_adapters", lambda model: adapters)
+    error = torch.OutOfMemoryError("x")
+    return str(advise(error, config, args, model=shape, packing=packing, step=7, go_on="Go on."))
+
+
+def takes(told: str) -> float:
+    found = re.search(r"this step takes (\d+\.\d+) GiB", told)
+    assert found
+    return float(found[1])
 
 
 def test_what_is_advised_fits_by_the_planners_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.memory import plan_memory
-
     told = advice(40, monkeypatch)
     assert told.startswith("out of memory on rank 1 in step 7, at 4 x 8192 tokens.")
     policy = re.search(r"--policy ('[^']+'|\S+) +(\d+\.\d\d) GiB", told)
@@ -120,7 +143,7 @@ def test_what_is_advised_fits_by_the_planners_numbers(monkeypatch: pytest.Monkey
 
 def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the planner thinks that the run should have fitted, it has to take less than that."""
-    expected = float(re.search(r"this step takes (\d+\.\d+) GiB", advice(1000, monkeypatch))[1])  # type: ignore[index]
+    expected = takes(advice(1000, monkeypatch))
     sizes = re.findall(r"  --.* (\d+\.\d\d) GiB", advice(1000, monkeypatch))
     assert len(sizes) == 3
     assert all(float(size) < 0.96 * expected for size in sizes)
@@ -128,9 +151,53 @@ def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_without_fused_mlps_is_told_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = re.search(r"--policy '([^']+)'", advice(40, monkeypatch, levels=False))
+    told = advice(40, monkeypatch, levels=False)
+    policy = re.search(r"--policy '([^']+)' +(\d+\.\d\d) GiB", told)
     assert policy
     assert "/" not in policy[1]
+    plan = plan_memory(
+        model_config("llama-3.2-1b", vocab_size=0), 8192, 4, 40, device="h100", autocast=True, fused_mlp=False
+    )
+    assert (as_text(plan.chosen.groups), f"{plan.peak_bytes / 2**30:.2f}") == policy.groups()
+    assert takes(told) > takes(advice(40, monkeypatch)) + 7, "2f more a token and layer"
+    assert "--no-fused-mlp" in told
+
+
+@pytest.mark.parametrize(("size", "parts"), [(3, {"1": "3"}), (6, {"3": "2", "2": "3", "1": "6"}), (1, {})])
+def test_a_smaller_batch_is_made_whole_by_more_of_them(
+    size: int, parts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for room in (32, 45, 60):
+        found |= re.findall(r"--batch-size (\d+) and (\d+) times", advice(room, monkeypatch, batch_size=size))
+    assert bool(found) == bool(parts)
+    assert found.items() <= parts.items()
+
+
+def test_the_numbers_are_those_of_a_run_with_adapters_and_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"lora_rank": 8, "weights": "bfloat16"}
+    told = advice(24, monkeypatch, adapters=Adapters(8, ("q_proj",)), packing="separate", **settings)
+    line = re.search(r"The numbers: lowtide (plan .*)", told)
+    assert line
+    assert "--lora-rank 8 --lora-targets q_proj --attention-mask" in line[1]
+    assert main([*shlex.split(line[1]), "--gpu", "h100"]) == 0
+    assert takes(told) > takes(advice(24, monkeypatch, adapters=Adapters(8, ("q_proj",)), **settings)) + 10
+    assert "The numbers" not in advice(24, monkeypatch, adapters=12_345, **settings), "the command cannot be told"
+    told = advice(1, monkeypatch, adapters=Adapters(8), **settings)
+    assert "Nothing fits" in told
+    assert "--lora-rank 16" not in told
+
+
+def test_states_on_the_host_are_advised_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"batch_size": 1, "seq_len": 16_384}
+    told = advice(30, monkeypatch, device="cuda", **settings)
+    there = re.search(r"--offload-states +(\d+\.\d+) GiB", told)
+    assert there
+    assert "given another --policy and --offload-states" in told
+    again = advice(30, monkeypatch, device="cuda", offload_states=True, **settings)
+    assert takes(again) == pytest.approx(float(there[1]), abs=0.01)
+    assert "--offload-states  " not in again
+    assert "--offload-states" not in advice(30, monkeypatch, **settings), "no GPU"
 
 
 def test_a_stock_model_is_told_to_lose_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure import parse_gib
+from lowtide.memory.planner.adapters import PROJECTIONS, Adapters
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS
 from lowtide.train.config import TrainConfig
@@ -80,6 +81,25 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: adamw, fused)")
     add("--grad-accum", default=1, type=int, metavar="N", help="backward passes a step; gradients stay (default: 1)")
+    add("--lora-rank", type=int, metavar="N", help="train adapters of this rank and freeze the model")
+    add(
+        "--lora-targets",
+        nargs="+",
+        metavar="NAME",
+        default=list(PROJECTIONS),
+        help=f"the projections that get them (default: {' '.join(PROJECTIONS)})",
+    )
+    add(
+        "--attention-mask",
+        action="store_true",
+        help="attention takes a [T, T] mask: documents packed apart, without flash attention",
+    )
+    add(
+        "--no-fused-mlp",
+        dest="fused_mlp",
+        action="store_false",
+        help="the MLPs stay the model's own, as where lowtide.patch cannot fuse them",
+    )
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
     add("--workspace-mib", type=float, metavar="X", help="the loss's workspace, as in HeadOptions (default: chosen)")
     add(
@@ -104,6 +124,11 @@ def main(arguments: argparse.Namespace) -> int:
     for name, file in (("json", arguments.json), ("png", arguments.png)):  # before minutes of a check are spent
         if file is not None and not Path(file).absolute().parent.is_dir():
             raise ArgumentValueError(message(name, "a file in a folder that exists", str(file)))
+    adapters = None if arguments.lora_rank is None else Adapters(arguments.lora_rank, tuple(arguments.lora_targets))
+    others = {"--lora-rank": adapters, "--attention-mask": arguments.attention_mask}
+    others["--no-fused-mlp"] = not arguments.fused_mlp
+    if arguments.check and (got := next((name for name, given in others.items() if given), None)):
+        raise ArgumentValueError(message("check", "a plan of full training, patched, without a mask", got))
     settings = _settings(arguments.model, arguments.layers)
     plan = plan_memory(
         settings,
@@ -116,6 +141,9 @@ def main(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         autocast=arguments.autocast,
         keep_gradients=arguments.grad_accum > 1,
+        adapters=adapters,
+        attention_mask=arguments.attention_mask,
+        fused_mlp=arguments.fused_mlp,
         offload_states=arguments.offload_states,
         options=None if arguments.workspace_mib is None else HeadOptions(workspace_mib=arguments.workspace_mib),
     )

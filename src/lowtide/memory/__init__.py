@@ -2,6 +2,7 @@
 
 from lowtide.memory.apply import apply_policy, remove_policy
 from lowtide.memory.optimizer import OptimizerOffload, offload_optimizer
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.plan import plan_memory
 from lowtide.memory.planner.report import MemoryPlan
 from lowtide.memory.policy import ActivationPolicy
@@ -9,6 +10,7 @@ from lowtide.memory.report import PolicyReport
 
 __all__ = [
     "ActivationPolicy",
+    "Adapters",
     "MemoryPlan",
     "OptimizerOffload",
     "PolicyReport",

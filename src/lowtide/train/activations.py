@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from lowtide.errors import ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import gib, parse_gib
 from lowtide.memory import ActivationPolicy, MemoryPlan, apply_policy, plan_memory
@@ -16,16 +13,8 @@ from lowtide.memory.planner.search import Mixture, name_of
 from lowtide.memory.policy_words import layer_policies
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
-
-# Trainer's optimizers as the planner knows them.
-_OPTIMIZERS = {
-    "adamw_torch_fused": "adamw",
-    "adamw_torch": "adamw-foreach",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "adamw_8bit": "adamw-8bit",
-    "paged_adamw_8bit": "adamw-8bit",
-    "sgd": "sgd",
-}
+from lowtide.train.planned import attention_of, planned_settings
+from lowtide.train.states import StatesAway
 
 
 @dataclass(frozen=True)
@@ -35,14 +24,22 @@ class Chosen:
     Attributes:
         policies: one for each layer.
         lines: for a person to read.
+        plan: where they are from; None where they were given by hand.
     """
 
     policies: Sequence[ActivationPolicy]
     lines: tuple[str, ...]
+    plan: MemoryPlan | None = None
 
 
-def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | None:
+def choose_and_apply(model: Any, config: TrainConfig, args: Any, packing: str) -> Chosen | None:
     """Apply ``--policy``, or what is planned for ``--memory-budget``, to the model; None where neither is given.
+
+    Args:
+        model: the run's, patched, its adapters on it.
+        config: the run's settings.
+        args: Trainer's arguments.
+        packing: "joined", "separate" or "none".
 
     Raises:
         ArgumentValueError: nothing fits in the budget, or the policy is not one for this model.
@@ -51,24 +48,35 @@ def choose_and_apply(model: Any, config: TrainConfig, args: Any) -> Chosen | Non
     if config.policy is None and config.memory_budget is None:
         return None
     layers = len(find_stack(model).layers)
-    host = parse_gib("host_budget", config.host_budget) if config.host_budget else None
+    host, plan = host_gib(config), None
     if config.policy is not None:
         policies, lines = layer_policies(config.policy, layers), [f"policy   {config.policy}"]
     else:
-        plan = plan_run(
-            model, config, args, budget_gib=parse_gib("memory_budget", str(config.memory_budget)), host=host
-        )
-        policies, lines = list(plan.policies), list(_planned(plan, args))
-        if not has_levels(model):
-            policies = without_levels(policies)
-            lines.append(
-                "         no fused MLP in this model, so without its levels: it keeps more than the plan counts"
-            )
+        budget = parse_gib("memory_budget", str(config.memory_budget))
+        plan = plan_run(model, config, args, packing, budget_gib=budget, host=host)
+        policies, lines = list(plan.policies), list(_planned(plan, model, config, args))
     apply_policy(model, policies, host_gib=host)
-    return Chosen(policies, tuple(lines))
+    return Chosen(policies, tuple(lines), plan)
 
 
-def plan_run(model: Any, config: TrainConfig, args: Any, *, budget_gib: float, host: float | None = None) -> MemoryPlan:
+def states_away(config: TrainConfig, chosen: Chosen | None) -> StatesAway | None:
+    """Return what of the optimizer's states is to be offloaded; None for nothing."""
+    if not config.offload_states:
+        return None
+    if chosen is None or chosen.plan is None:
+        return StatesAway(host_gib=host_gib(config))
+    plan = chosen.plan
+    return StatesAway(plan.states_gib, host_gib(config), plan.chosen.late) if plan.chosen.states else None
+
+
+def host_gib(config: TrainConfig) -> float | None:
+    """Return ``--host-budget`` in GiB, None where there is none."""
+    return parse_gib("host_budget", config.host_budget) if config.host_budget else None
+
+
+def plan_run(
+    model: Any, config: TrainConfig, args: Any, packing: str, *, budget_gib: float, host: float | None = None
+) -> MemoryPlan:
     """Return the plan of a run's step on one device.
 
     Raises:
@@ -80,34 +88,10 @@ def plan_run(model: Any, config: TrainConfig, args: Any, *, budget_gib: float, h
         config.batch_size,
         budget_gib,
         host or 0,
-        optimizer=planned_optimizer(args),
-        keep_gradients=config.grad_accum > 1,
         options=HeadOptions(workspace_mib=config.workspace_mib),
-        adapters=_adapters(model) if config.lora_rank else None,
-        offload_states=False,  # which a run does not do
-        **planned_dtype(config, args),
+        offload_states="auto" if config.offload_states else False,
+        **planned_settings(model, config, args, packing),
     )
-
-
-def planned_optimizer(args: Any) -> str:
-    """Return Trainer's optimizer in the planner's words.
-
-    Raises:
-        ArgumentValueError: it does not know it.
-    """
-    name = str(getattr(args.optim, "value", args.optim))
-    if name not in _OPTIMIZERS:
-        expected = f"an optimizer that the planner knows, one of {', '.join(_OPTIMIZERS)}"
-        hint = "Take one of them, or give --policy by hand."
-        raise ArgumentValueError(message("memory_budget", expected, name, hint))
-    return _OPTIMIZERS[name]
-
-
-def planned_dtype(config: TrainConfig, args: Any) -> dict[str, Any]:
-    """Return what `plan_memory` wants to know of the run's dtypes."""
-    if config.weights == "bfloat16":
-        return {"dtype": torch.bfloat16}
-    return {"dtype": torch.float32, "autocast": bool(args.bf16 or args.fp16)}
 
 
 def current_policies(config: TrainConfig, chosen: Chosen | None, layers: int) -> Sequence[ActivationPolicy]:
@@ -115,11 +99,6 @@ def current_policies(config: TrainConfig, chosen: Chosen | None, layers: int) ->
     if chosen is not None:
         return chosen.policies
     return [ActivationPolicy(keep="input" if config.gradient_checkpointing else "all")] * layers
-
-
-def without_levels(policies: Sequence[ActivationPolicy]) -> list[ActivationPolicy]:
-    """Return policies for layers without a fused MLP."""
-    return [replace(policy, mlp_level=None) for policy in policies]
 
 
 def as_mixture(policies: Sequence[ActivationPolicy]) -> Mixture:
@@ -140,12 +119,17 @@ def as_text(mixture: Mixture) -> str:
     return ", ".join(f"{count} x {name_of(policy)}" for policy, count in mixture)
 
 
-def _planned(plan: MemoryPlan, args: Any) -> tuple[str, ...]:
+def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> tuple[str, ...]:
     """Return what a plan expects, for a person to read."""
     lines = [
         f"policy   {as_text(plan.chosen.groups)}: expected peak {gib(plan.peak_bytes):.2f} of "
         f"{gib(plan.budget_bytes):.2f} GiB, {plan.tokens_per_second:,.0f} tokens/s on one {plan.job.gpu.name}"
     ]
+    if plan.chosen.states:
+        late = ", and come back behind backward" if plan.chosen.late else ""
+        lines.append(f"states   {gib(plan.chosen.states):.2f} GiB of the optimizer's are offloaded{late}")
+    elif config.offload_states:
+        lines.append("states   the optimizer's stay: nothing faster fits with them on the host")
     if args.device.type != "cuda":
         lines.append(
             f"         no GPU here: planned for an {plan.job.gpu.name}. The layers keep what it says, which saves this "
@@ -153,14 +137,7 @@ def _planned(plan: MemoryPlan, args: Any) -> tuple[str, ...]:
         )
     if args.world_size > 1:
         lines.append("         planned for one device with all the weights; what sharding saves is not counted")
+    if attention_of(model) == "eager":
+        lines.append("         eager attention builds its scores, which are not counted")
+    lines += [f"         {note}" for note in plan.notes]
     return tuple(lines)
-
-
-def has_levels(model: Any) -> bool:
-    """Return whether every layer has a fused MLP, whose level a policy can set."""
-    stack = find_stack(model)
-    return all(any(hasattr(m, "checkpoint_level") for m in layer.modules()) for layer in stack.layers.values())
-
-
-def _adapters(model: Any) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)

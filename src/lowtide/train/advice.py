@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +12,16 @@ import torch
 from lowtide.errors import LowtideError
 from lowtide.head.options import HeadOptions
 from lowtide.measure import available_bytes, gib, resident_bytes
+from lowtide.memory.planner.adapters import PROJECTIONS
 from lowtide.memory.planner.gpus import GPUS, find_gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.plan import USABLE
-from lowtide.memory.planner.search import Candidate, Search
+from lowtide.memory.planner.search import Mixture, Search
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.train.activations import (
-    as_mixture,
-    as_text,
-    current_policies,
-    has_levels,
-    planned_dtype,
-    planned_optimizer,
-    without_levels,
-)
+from lowtide.memory.planner.step_bytes import Memory
+from lowtide.train.activations import as_mixture, as_text, current_policies
 from lowtide.train.config import TrainConfig
+from lowtide.train.planned import planned_optimizer, planned_settings
 
 if TYPE_CHECKING:
     from lowtide.train.activations import Chosen
@@ -47,6 +42,7 @@ def advise(
     *,
     model: Any = None,
     chosen: Chosen | None = None,
+    packing: str = "joined",
     step: int | None = None,
     go_on: str,
 ) -> OutOfMemory:
@@ -58,6 +54,7 @@ def advise(
         args: Trainer's arguments.
         model: the model; None where it was not there yet.
         chosen: the policy that was applied.
+        packing: "joined", "separate" or "none".
         step: the step in which it happened; None before the first.
         go_on: what to do with the run's folder.
     """
@@ -65,68 +62,85 @@ def advise(
     when = f"in step {step}" if step else "before the first step"
     lines = [
         f"out of memory{rank} {when}, at {config.batch_size} x {config.seq_len} tokens. {_first_line(error)}",
-        *_what_fits(config, args, model, chosen),
+        *_what_fits(config, args, model, chosen, packing),
         go_on,
     ]
     return OutOfMemory("\n".join(line for line in lines if line))
 
 
-def _what_fits(config: TrainConfig, args: Any, model: Any, chosen: Chosen | None) -> list[str]:
+def _what_fits(config: TrainConfig, args: Any, model: Any, chosen: Chosen | None, packing: str) -> list[str]:
     """Return lines of advice with the planner's numbers, or why there are none."""
     if model is None:
         return ["The model itself does not fit: take a smaller one, --weights bfloat16 or more GPUs."]
     try:
-        job = _job(config, args, model)
+        job = _job(config, args, model, packing)
     except (LowtideError, OSError, RuntimeError) as error:
         why = " ".join(str(error).split())
         return [f"The planner has no numbers for it ({why}): lower --batch-size or --seq-len."]
     policies = current_policies(config, chosen, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
-    search = Search(job, host if any(policy.offload for policy in policies) else 0)
-    now = search.candidate(as_mixture(policies))
+    search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
+    every = search.memory.states if config.offload_states else 0
+    away, late = (chosen.plan.chosen.states, chosen.plan.chosen.late) if chosen and chosen.plan else (every, False)
+    groups = as_mixture(policies)
+    takes = search.memory.peak(groups, away, late=late).bytes
     memory, where = _memory(args)
-    limit = min(memory, _MARGIN * now.peak) if memory else _MARGIN * now.peak
+    limit = min(memory, _MARGIN * takes) if memory else _MARGIN * takes
     left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
-    lines = [f"By the planner this step takes {gib(now.peak):.2f} GiB{left}."]
+    lines = [f"By the planner this step takes {gib(takes):.2f} GiB{left}."]
     if not config.patch:
         return [*lines, "That is with lowtide's loss. A stock model's logits come on top: leave --no-patch out."]
-    helps = [*_other_policy(search, limit, levels=has_levels(model)), *_smaller(job, now, limit)]
+    helps = [*_other_policy(search, limit, every), *_states(config, args, search, groups)]
+    helps = [(options, peak) for options, peak in helps if peak <= limit]
+    helps += _smaller(job, limit, lambda memory: memory.peak(groups, away, late=late).bytes)
     if helps:
         width = max(len(options) for options, _ in helps)
         lines += ["What would fit:", *(f"  {options:<{width}}  {gib(peak):.2f} GiB" for options, peak in helps)]
-        lines.append("A resumed run can be given another --policy; another batch or length is another run.")
+        may = "another --policy" + " and --offload-states" * any("states" in options for options, _ in helps)
+        lines.append(f"A resumed run can be given {may}; another batch or length is another run.")
     else:
-        lines.append(_nothing(search, limit))
-    return [*lines, f"The numbers: {plan_line(config, args, limit)}"]
+        lines.append(_nothing(config, search, limit))
+    line = plan_line(config, args, job, limit)
+    return [*lines, f"The numbers: {line}"] if line else lines
 
 
-def _other_policy(search: Search, limit: float, *, levels: bool) -> list[tuple[str, int]]:
-    found = search.fastest(int(limit)) or search.least()
-    if found.peak > limit:
+def _other_policy(search: Search, limit: float, away: int) -> list[tuple[str, int]]:
+    """Return the fastest policy that fits with so many bytes of optimizer states on the host; else the leanest."""
+    peaks = [(search.memory.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
+    fitting = [(one.seconds, peak, one) for peak, one in peaks if peak <= limit]
+    if not fitting:
         return []
-    policies = found.policies if levels else without_levels(found.policies)
-    return [(f"--policy {shlex.quote(as_text(as_mixture(policies)))}", found.peak)]
+    _, peak, found = min(fitting, key=lambda each: each[:2])
+    return [(f"--policy {shlex.quote(as_text(found.groups))}", peak)]
 
 
-def _smaller(job: Job, now: Candidate, limit: float) -> list[tuple[str, int]]:
-    """Return the largest halvings of batch and sequence that fit with the policy as it is, and their bytes."""
+def _states(config: TrainConfig, args: Any, search: Search, groups: Mixture) -> list[tuple[str, int]]:
+    """Return the bytes where the optimizer's states are on the host, if this run could have them there."""
+    if config.offload_states or args.device.type != "cuda" or args.fsdp or args.deepspeed:
+        return []
+    return [("--offload-states", search.memory.peak(groups, search.memory.states).bytes)]
+
+
+def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> list[tuple[str, int]]:
+    """Return the largest part of the batch, and of the sequence, that fits with the policy as it is, and their bytes.
+
+    A part of the batch is one that more batches make whole again.
+    """
+    parts = [n for n in range(job.batch_size // 2, 0, -1) if job.batch_size % n == 0]
+    batches = [(f"--batch-size {n} and {job.batch_size // n} times the --grad-accum", n) for n in parts]
+    lengths = [job.seq_len >> halved for halved in range(1, job.seq_len.bit_length() - 1)]
+    jobs = [
+        [(options, replace(job, batch_size=n, keep_gradients=True)) for options, n in batches],
+        [(f"--seq-len {n}", replace(job, seq_len=n)) for n in lengths],
+    ]
     found = []
-    for name, size in (("batch-size", job.batch_size), ("seq-len", job.seq_len)):
-        for halved in range(1, size.bit_length()):
-            left = size >> halved
-            if name == "batch-size":
-                smaller = replace(job, batch_size=left, keep_gradients=True)
-                options = f"--batch-size {left} and {2**halved} times the --grad-accum"
-            else:
-                smaller, options = replace(job, seq_len=left), f"--seq-len {left}"
-            peak = Search(smaller, 0).candidate(now.groups).peak
-            if peak <= limit:
-                found.append((options, peak))
-                break
-    return found
+    for kind in jobs:
+        peaks = ((options, peak_of(Memory(smaller))) for options, smaller in kind)
+        found += [next(((options, peak) for options, peak in peaks if peak <= limit), None)]
+    return [one for one in found if one is not None]
 
 
-def _nothing(search: Search, limit: float) -> str:
+def _nothing(config: TrainConfig, search: Search, limit: float) -> str:
     memory = search.memory
     fixed = memory.weights + memory.states + memory.all_gradients
     if fixed < limit / 2:
@@ -134,44 +148,55 @@ def _nothing(search: Search, limit: float) -> str:
             "No smaller step would take much less: look for what else has the memory, other programs or data outside "
             "the step."
         )
+    ways = [] if config.lora_rank else ["Train adapters (--lora-rank 16 --weights bfloat16)"]
+    if config.lora_rank and config.weights != "bfloat16":
+        ways.append("keep the frozen weights in 16 bits (--weights bfloat16)")
+    if memory.states > limit / 8:
+        ways.append("take an optimizer with smaller states (--trainer-args optim=adamw_bnb_8bit)")
+    ways.append("shard over more GPUs (--trainer-args fsdp=full_shard)")
+    said = " or ".join(ways) if len(ways) < 3 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
     return (
-        f"Nothing fits in {gib(limit):.2f} GiB: weights, gradients and optimizer states take {gib(fixed):.2f}. Train "
-        "adapters (--lora-rank 16 --weights bfloat16), take an optimizer with smaller states (--trainer-args "
-        "optim=adamw_bnb_8bit), or shard over more GPUs (--trainer-args fsdp=full_shard)."
+        f"Nothing fits in {gib(limit):.2f} GiB: weights, gradients and optimizer states take {gib(fixed):.2f}. "
+        f"{said[0].upper()}{said[1:]}."
     )
 
 
-def plan_line(config: TrainConfig, args: Any, limit: float) -> str:
-    """Return the command that shows all of a plan."""
+def plan_line(config: TrainConfig, args: Any, job: Job, limit: float) -> str:
+    """Return the command that shows all of a plan; nothing where it cannot be told of the run's adapters."""
     words = ["lowtide plan", f"--model {shlex.quote(config.model)}", f"--seq-len {config.seq_len}"]
     words += [f"--batch-size {config.batch_size}", f"--budget {gib(limit):.2f}GiB"]
-    dtype = planned_dtype(config, args)
-    words.append("--autocast" if dtype.get("autocast") else f"--dtype {str(dtype['dtype']).removeprefix('torch.')}")
-    with contextlib.suppress(LowtideError):
-        words.append(f"--optimizer {planned_optimizer(args)}")
+    words.append("--autocast" if job.autocast else f"--dtype {str(job.dtype).removeprefix('torch.')}")
+    words.append(f"--optimizer {planned_optimizer(args)}")
     if config.grad_accum > 1:
         words.append(f"--grad-accum {config.grad_accum}")
+    if config.workspace_mib is not None:
+        words.append(f"--workspace-mib {config.workspace_mib:g}")
+    if config.host_budget:
+        words.append(f"--host {shlex.quote(config.host_budget)}")
+        words += [] if config.offload_states else ["--no-offload-states"]
+    if isinstance(job.adapters, int):
+        return ""
+    if job.adapters is not None:
+        words.append(f"--lora-rank {job.adapters.rank}")
+        if job.adapters.targets != PROJECTIONS:
+            words.append(f"--lora-targets {' '.join(job.adapters.targets)}")
+    words += ["--attention-mask"] if job.attention_mask else []
+    words += [] if job.fused_mlp or job.shape.experts else ["--no-fused-mlp"]
     return " ".join(words)
 
 
-def _job(config: TrainConfig, args: Any, model: Any) -> Job:
-    dtype = planned_dtype(config, args)
+def _job(config: TrainConfig, args: Any, model: Any, packing: str) -> Job:
     try:
         gpu = find_gpu(None) if args.device.type == "cuda" else GPUS["h100"]
     except (LowtideError, RuntimeError):  # an unknown one would be measured, for which there is no memory now
         gpu = GPUS["h100"]
-    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if config.lora_rank else None
     return Job(
         shape=read_shape(model.config),
         seq_len=config.seq_len,
         batch_size=config.batch_size,
         gpu=gpu,
-        dtype=dtype["dtype"],
-        optimizer=planned_optimizer(args),
-        keep_gradients=config.grad_accum > 1,
         head=HeadOptions(workspace_mib=config.workspace_mib),
-        autocast=bool(dtype.get("autocast")),
-        adapters=adapters,
+        **planned_settings(model, config, args, packing),
     )
 
 

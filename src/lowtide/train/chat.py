@@ -10,6 +10,7 @@ from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.conversations import Completion, Conversation
+from lowtide.train.frame import frame_of
 from lowtide.train.streams import IGNORED, Document
 
 Spans = list[tuple[int, int]]
@@ -41,6 +42,7 @@ class ChatFormat:
             expected = "a fast tokenizer (with a tokenizer.json), which tells where in the text each token is"
             raise ArgumentValueError(message("tokenizer", expected, type(tokenizer).__name__))
         self.tokenizer, self.seq_len, self.too_long = tokenizer, seq_len, too_long
+        self._frame = frame_of(tokenizer)
         self._special = tuple(token for token in {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} if token)
 
     def document(self, given: Conversation | Completion) -> Document:
@@ -49,22 +51,18 @@ class ChatFormat:
         Raises:
             ArgumentValueError: there is no template, or it cannot render the conversation, or rewrites its history.
         """
-        if isinstance(given, Completion):
-            text, spans = given.text, [(len(given.prompt), len(given.text))]
-        else:
-            text, spans = self.render(given)
+        text, spans = self.check(given)
         try:
             encoded = self.tokenizer(
                 text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
             )
-        except (TypeError, ValueError) as error:  # halves of characters, which are no text
+        except (TypeError, ValueError) as error:
             raise _unrendered(given.where, error) from error
         ids, labels = array("q", encoded["input_ids"]), array("q")
         for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
             labels.append(token if any(_is_of(text, start, stop, span) for span in spans) else IGNORED)
-        if isinstance(given, Completion):  # nothing but the end tells the model to stop
-            ids.append(self.tokenizer.eos_token_id)
-            labels.append(self.tokenizer.eos_token_id)
+        if isinstance(given, Completion):
+            self._enclose(ids, labels)
         cut = len(ids) > self.seq_len
         if cut:
             ids, labels = ids[: self.seq_len], labels[: self.seq_len]
@@ -72,6 +70,35 @@ class ChatFormat:
         if (cut and self.too_long == "drop") or all(label == IGNORED for label in labels[1:]):
             ids, labels = array("q"), array("q")
         return Document(ids, labels, cut=cut)
+
+    def check(self, given: Conversation | Completion) -> tuple[str, Spans]:
+        """Return the text of a conversation and what of it is trained on, in characters; all but its tokens.
+
+        Raises:
+            ArgumentValueError: as `document` does.
+        """
+        if isinstance(given, Completion):
+            text, spans = given.text, [(len(given.prompt), len(given.text))]
+        else:
+            text, spans = self.render(given)
+        try:
+            text.encode()  # JSON can name halves of characters, which are no text
+        except UnicodeEncodeError as error:
+            raise _unrendered(given.where, error) from error
+        return text, spans
+
+    def _enclose(self, ids: array[int], labels: array[int]) -> None:
+        """Put around a prompt and its completion what the tokenizer puts around a text, and one end that is learned.
+
+        Nothing but the end tells the model to stop; a completion that is written with it has it already.
+        """
+        opening, end = array("q", self._frame.opening(ids)), self.tokenizer.eos_token_id
+        ids[:0], labels[:0] = opening, array("q", [IGNORED] * len(opening))
+        closing = array("q", self._frame.closing(labels))
+        if (closing or labels)[-1:] != array("q", [end]):
+            closing.append(end)
+        ids.extend(closing)
+        labels.extend(closing)
 
     def render(self, given: Conversation) -> tuple[str, Spans]:
         """Return the text of a conversation, and where in it the assistant speaks, in characters."""
@@ -180,7 +207,7 @@ def no_template(tokenizer: Any) -> ArgumentValueError:
     return ArgumentValueError(message("chat_template", "a chat template, for chat data", f"none in {source}", hint))
 
 
-def _unrendered(where: str, error: Exception) -> ArgumentValueError:
+def _unrendered(where: object, error: Exception) -> ArgumentValueError:
     why = " ".join(str(error).split())[:200] or type(error).__name__
     hint = "Mend the line, or name another template with --chat-template."
     return ArgumentValueError(

@@ -193,7 +193,7 @@ def read_run_file(output: Path) -> dict[str, Any]:
     path = output / RUN_FILE
     try:
         content = json.loads(path.read_text())
-        return {"config": dict(content["config"]), "data": str(content["data"])}
+        return {**content, "config": dict(content["config"]), "data": str(content["data"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentValueError(message("resume", "a run.json as lowtide writes it", f"{path} ({error})")) from error
 

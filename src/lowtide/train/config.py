@@ -71,6 +71,11 @@ class TrainConfig:
     too_long: TooLong = _setting(  # noqa: RUF009
         "truncate", "conversations of more than --seq-len tokens: keep their beginning, or leave them out", fixed=True
     )
+    check_data: bool = _setting(
+        True,
+        "do not read all of the data before the first step: a line that cannot be trained on then ends the run when it "
+        "is reached, instead of before it begins",
+    )
     vocab_size: int = _setting(8192, "tokens of a BPE trained here, and the default model's vocabulary", fixed=True)
     seq_len: int = _setting(
         256, "tokens in a block, the longest that attention sees; --packing says how documents share one", fixed=True
@@ -121,7 +126,15 @@ class TrainConfig:
         metavar="SIZE",
     )
     host_budget: str | None = _setting(
-        None, "with --memory-budget: pinned host memory that layers may be offloaded into", metavar="SIZE"
+        None,
+        "with --memory-budget: pinned host memory that layers may be offloaded into, and with --offload-states the "
+        "optimizer's states; with --offload-states alone: the most that it may take",
+        metavar="SIZE",
+    )
+    offload_states: bool = _setting(
+        False,
+        "keep the optimizer's states in pinned host memory from forward until backward has made room for them: with "
+        "--memory-budget as many as the plan says, else all; the same results to the bit (GPU only)",
     )
     policy: str | None = _setting(
         None,
@@ -188,7 +201,11 @@ class TrainConfig:
             raise ArgumentValueError(message(given[-1], expected, " and ".join(flag(name) for name in given)))
         if self.memory_budget and not self.patch:
             raise ArgumentValueError(message("memory_budget", "a patched model, as is planned for", "--no-patch"))
-        self._require("host_budget", not self.host_budget or bool(self.memory_budget), "--memory-budget beside it")
+        alone = not self.memory_budget and not self.offload_states
+        self._require("host_budget", not (self.host_budget and alone), "--memory-budget or --offload-states beside it")
+        if self.offload_states and self.memory_budget and not self.host_budget:
+            expected, hint = "--host-budget beside it and --memory-budget", "The plan has to know how much host memory."
+            raise ArgumentValueError(message("offload_states", expected, "none", hint))
         for name in ("memory_budget", "host_budget"):
             if size := getattr(self, name):
                 self._require(name, parse_gib(name, size) > 0, "a size above 0")

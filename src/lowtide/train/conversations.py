@@ -38,14 +38,14 @@ class Conversation:
         tools: JSON schemas of functions that may be called; None where there are none.
         options: further variables of the template (``chat_template_kwargs`` of the line).
         trained_from: the index of the first message whose turn, if it is the assistant's, is trained on.
-        where: file and byte of its line, for errors.
+        where: file and line, as text, for errors.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: list[Any] | None
     options: Mapping[str, Any]
     trained_from: int
-    where: str
+    where: object
 
     @property
     def text(self) -> str:
@@ -60,12 +60,12 @@ class Completion:
     Attributes:
         prompt: the first.
         completion: the second.
-        where: file and byte of its line, for errors.
+        where: file and line, as text, for errors.
     """
 
     prompt: str
     completion: str
-    where: str
+    where: object
 
     @property
     def text(self) -> str:
@@ -80,13 +80,13 @@ def is_conversation(line: Any) -> bool:
     )
 
 
-def read_conversation(line: Any, where: str) -> Conversation | Completion:
+def read_conversation(line: Any, where: object) -> Conversation | Completion:
     """Return the conversation of a .jsonl line.
 
     Args:
         line: an object with ``messages``, ``conversations`` or ``prompt`` and ``completion``; ``tools`` (a list, or
             one written out as JSON), ``chat_template_kwargs`` and, for ShareGPT, ``system`` may stand beside them.
-        where: file and byte of the line.
+        where: file and line, as text.
 
     Raises:
         Malformed: it is none; the text says why.

@@ -27,10 +27,34 @@ PIECE_BYTES_PER_TOKEN = 32  # of a block: some eight blocks a piece
 MOST_PIECES = 2**20  # their order is in memory, 8 bytes each
 SMALLEST_PIECE = 1024
 _PROBE = 8192  # bytes looked at to tell text from binary
+_LOOKED_AT = 8  # files, for the length of lines and the kind of their first one
 _CUT_SEARCH = 4096  # a text without a line's end in so many bytes is cut between two characters
 _STDLIB_SUFFIXES = (".py", ".txt", ".rst")
 # Tests hold text in broken encodings on purpose; the others are no part of the standard library, or not text.
 _STDLIB_SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a line begins; as text with the line's number, which is counted only then.
+
+    Attributes:
+        path: of the file.
+        byte: of the line's first character.
+    """
+
+    path: Path
+    byte: int
+
+    def __str__(self) -> str:
+        left, lines = self.byte, 1
+        try:
+            with self.path.open("rb") as file:
+                while left > 0 and (read := file.read(min(left, 2**20))):
+                    lines, left = lines + read.count(b"\n"), left - len(read)
+        except OSError:  # it went away meanwhile
+            return f"the line at byte {self.byte} of {self.path}"
+        return f"line {lines:,} (byte {self.byte}) of {self.path}"
 
 
 @dataclass(frozen=True)
@@ -74,10 +98,29 @@ class Corpus:
             digest.update(f"\0{path.absolute()}\0{size}".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
+    def stamp(self) -> str:
+        """Return a digest that also changes where a file is written to: of when each was, besides."""
+        digest = hashlib.sha256(self.fingerprint().encode())
+        for path in self.files:
+            try:
+                digest.update(f"\0{path.stat().st_mtime_ns}".encode())
+            except OSError as error:
+                raise _unreadable(path, error) from error
+        return digest.hexdigest()
+
     def bytes_of(self, piece: int) -> int:
-        """Return the size of one piece, give or take the line at either end."""
-        _, size, start = self._range(piece)
-        return min(self.piece_bytes, size - start)
+        """Return the size of one piece; 0 where it is within a line that begins in another one.
+
+        Raises:
+            ArgumentValueError: a file went away since the run began.
+        """
+        path, size, start = self._range(piece)
+        try:
+            with path.open("rb") as file:
+                begin, end = self._bounds(file, path, size, start)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        return end - begin
 
     def documents(self, piece: int) -> Iterator[str]:
         """Yield the documents of one piece; empty ones are left out. Of conversations that is what is said in them.
@@ -89,19 +132,17 @@ class Corpus:
             yield from (one.text for one in self.conversations(piece))
             return
         path, size, start = self._range(piece)
-        is_jsonl = path.suffix.lower() in JSONL
         try:
             with path.open("rb") as file:
-                begin = _cut(file, start, size, is_jsonl)
-                end = _cut(file, min(start + self.piece_bytes, size), size, is_jsonl)
+                begin, end = self._bounds(file, path, size, start)
                 file.seek(begin)
-                if is_jsonl:
+                if path.suffix.lower() in JSONL:
                     yield from _json_lines(file, path, end, self.text_field)
                 elif text := file.read(end - begin).decode().removeprefix("\ufeff"):
                     yield text
         except UnicodeDecodeError as error:
             hint = "Mend the file, or leave it out."
-            got = f"{path}, which is not from byte {begin + error.start} on"
+            got = f"something else from {Place(path, begin + error.start)} on"
             raise ArgumentValueError(message("data", "UTF-8 text", got, hint)) from error
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -115,12 +156,17 @@ class Corpus:
         path, size, start = self._range(piece)
         try:
             with path.open("rb") as file:
-                begin = _cut(file, start, size, True)
-                end = _cut(file, min(start + self.piece_bytes, size), size, True)
+                begin, end = self._bounds(file, path, size, start)
                 file.seek(begin)
                 yield from _conversations(file, path, end)
         except OSError as error:
             raise _unreadable(path, error) from error
+
+    def _bounds(self, file: BinaryIO, path: Path, size: int, start: int) -> tuple[int, int]:
+        """Return where the piece whose range begins at ``start`` really begins and ends."""
+        whole_lines = path.suffix.lower() in JSONL
+        end = min(start + self.piece_bytes, size)
+        return _cut(file, start, size, whole_lines), _cut(file, end, size, whole_lines)
 
     def _range(self, piece: int) -> tuple[Path, int, int]:
         """Return a piece's file, that file's size, and where in it the piece's range begins."""
@@ -155,15 +201,16 @@ def open_corpus(paths: Sequence[str], *, text_field: str, streams: int, seq_len:
     sizes = tuple(path.stat().st_size for path in files)
     chat = _is_chat(files, text_field)
     wanted = max(PIECE_BYTES_PER_TOKEN * seq_len, sum(sizes) // MOST_PIECES)
-    # a piece that is shorter than a line may hold none, and held-out pieces must hold some
-    smallest = max(SMALLEST_PIECE, 2 * _longest_line(files[0])) if chat else SMALLEST_PIECE
+    # a piece that is shorter than a line may hold none; but each stream must have some that hold one
+    lines = min(2 * _longest_line(files[:_LOOKED_AT]), sum(sizes) // (4 * streams))
+    smallest = max(SMALLEST_PIECE, lines)
     piece_bytes = max(smallest, min(wanted, sum(sizes) // (16 * streams)))
     corpus = Corpus(tuple(files), sizes, piece_bytes, text_field, skipped, chat)
     if len(corpus) <= streams:
         expected = f"more text: each of the {streams} blocks of a step reads another part of it, and some is held out"
         hint = "Give more files with --data, or lower --batch-size."
         raise ArgumentValueError(message("data", expected, f"{corpus.bytes} bytes", hint))
-    for path in corpus.files[:8]:
+    for path in corpus.files[:_LOOKED_AT]:
         _check_first_line(path, text_field, chat)
     return corpus
 
@@ -258,7 +305,7 @@ def _json_lines(file: BinaryIO, path: Path, end: int, name: str) -> Iterator[str
         if not isinstance(text, str):
             expected = f"in each line an object with a text in its field {name!r}"
             hint = f"Name the field with --text-field, or mend the line. Conversations have {KINDS}."
-            raise ArgumentValueError(message("data", expected, f"another line at byte {at} of {path}", hint))
+            raise ArgumentValueError(message("data", expected, f"something else in {Place(path, at)}", hint))
         if text:
             yield text
 
@@ -268,7 +315,7 @@ def _conversations(file: BinaryIO, path: Path, end: int) -> Iterator[Conversatio
     while (at := file.tell()) < end:
         if not (line := file.readline().strip()):
             continue
-        where = f"the line at byte {at} of {path}"
+        where = Place(path, at)
         try:
             yield read_conversation(json.loads(line), where)
         except (ValueError, RecursionError) as error:
@@ -300,10 +347,14 @@ def _begins_with_conversation(path: Path, text_field: str) -> bool:
     return is_conversation(line) and not isinstance(line.get(text_field), str)
 
 
-def _longest_line(path: Path) -> int:
-    """Return the length in bytes of the longest of a file's first lines."""
-    with path.open("rb") as file:
-        return max((len(line) for line in itertools.islice(file, 64)), default=0)
+def _longest_line(paths: Sequence[Path]) -> int:
+    """Return the length in bytes of the longest of the .jsonl files' first lines."""
+    longest = 0
+    for path in paths:
+        if path.suffix.lower() in JSONL:
+            with path.open("rb") as file:
+                longest = max(longest, max(map(len, itertools.islice(file, 64)), default=0))
+    return longest
 
 
 def _check_first_line(path: Path, text_field: str, chat: bool) -> None:

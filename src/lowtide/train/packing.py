@@ -7,7 +7,6 @@ different places of the corpus, and ranks never overlap.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -54,14 +53,18 @@ class Split:
 
 
 def split_corpus(corpus: Corpus, *, seed: int, held_out_bytes: int, streams: int) -> Split:
-    """Hold out pieces of so many bytes together, or a tenth of the pieces where that is less; at least one.
+    """Hold out pieces of so many bytes together, or of a tenth of all where that is less; at least one with a document.
 
     Each of the streams has a piece of its own among the others.
     """
-    most = max(1, min(len(corpus) // 10, len(corpus) - streams))
-    sizes = itertools.accumulate(corpus.bytes_of(piece) for piece in _dealt(len(corpus), seed)[:most].tolist())
-    enough = sum(1 for size in sizes if size < held_out_bytes) + 1
-    return Split(pieces=len(corpus), held_out=min(most, enough), seed=seed)
+    wanted = min(held_out_bytes, corpus.bytes // 10)
+    held_out = size = 0
+    for piece in _dealt(len(corpus), seed)[: max(1, len(corpus) - streams)].tolist():
+        size += corpus.bytes_of(piece)
+        held_out += 1
+        if size > 0 and (size >= wanted or held_out >= len(corpus) // 2):
+            break
+    return Split(pieces=len(corpus), held_out=held_out, seed=seed)
 
 
 @lru_cache(maxsize=1)
@@ -111,12 +114,13 @@ class Layout:
 
 
 def text_documents(corpus: Corpus, tokenize: Tokenize, *, eos: int) -> Read:
-    """Return how to read a corpus of texts: each with the token ``eos`` behind it."""
+    """Return how to read a corpus of texts: each with one token ``eos`` behind it, also where it ends in one itself."""
 
     def read(piece: int) -> Iterator[Document]:
         for text in corpus.documents(piece):
             ids = array("q", tokenize(text))
-            ids.append(eos)
+            if not ids or ids[-1] != eos:
+                ids.append(eos)
             yield Document(ids)
 
     return read

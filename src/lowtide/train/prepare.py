@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.models import PatchReport
 from lowtide.train.activations import Chosen, choose_and_apply
 from lowtide.train.chat import ChatFormat, use_template
+from lowtide.train.checkpoints import read_run_file
+from lowtide.train.checks import Known, know
 from lowtide.train.config import TrainConfig
 from lowtide.train.corpus import Corpus, open_corpus
 from lowtide.train.lora import add_adapters
@@ -36,6 +38,8 @@ from lowtide.train.packing import (
     split_corpus,
     text_documents,
 )
+from lowtide.train.planned import attention_of
+from lowtide.train.states import check_states
 from lowtide.train.streams import Block
 from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
 
@@ -60,6 +64,7 @@ class Prepared:
         held_out: blocks never trained on.
         lines: what is worth knowing of chat, adapters and attention, for a person to read.
         bounds: attention wants the documents' bounds.
+        known: what a resumed run is told of the data.
     """
 
     config: TrainConfig
@@ -73,6 +78,7 @@ class Prepared:
     held_out: list[Block]
     lines: tuple[str, ...]
     bounds: bool
+    known: Known
 
 
 class ModelBox:
@@ -80,18 +86,33 @@ class ModelBox:
 
     model: Any = None
     chosen: Chosen | None = None
+    packing = "joined"
 
 
-def prepare(config: TrainConfig, args: Any, resume_from: Path | None, box: ModelBox | None = None) -> Prepared:
+def prepare(
+    config: TrainConfig,
+    args: Any,
+    resume_from: Path | None,
+    box: ModelBox | None = None,
+    say: Callable[[str], object] | None = None,
+) -> Prepared:
     """Find the data, make tokenizer and model, patch it, and take the held-out blocks; nothing is written.
+
+    Args:
+        config: the run's settings.
+        args: Trainer's arguments.
+        resume_from: the checkpoint to go on from; None at the start.
+        box: what is told of model and policy to whoever catches an error.
+        say: what is called with a line before something that takes a while.
 
     Raises:
         ArgumentValueError: any of them cannot be used.
     """
     box = box or ModelBox()
+    check_states(config, args)
     streams = config.batch_size * args.world_size
     corpus = open_corpus(config.data, text_field=config.text_field, streams=streams, seq_len=config.seq_len)
-    packing = _packing(config, corpus)
+    box.packing = packing = _packing(config, corpus)
     model_config(config.model, vocab_size=config.vocab_size)  # a wrong name is told before a tokenizer is trained
     split = split_corpus(
         corpus,
@@ -102,15 +123,20 @@ def prepare(config: TrainConfig, args: Any, resume_from: Path | None, box: Model
     tokenizer = _tokenizer(config, corpus, split, resume_from)
     shape = run_shape(config, tokenizer)
     check_vocabulary(shape, len(tokenizer))
-    layout = _layout(config, corpus, tokenizer, packing)
+    chat = ChatFormat(tokenizer, seq_len=config.seq_len, too_long=config.too_long) if corpus.chat else None
+    if chat is None and config.chat_template is not None:
+        raise ArgumentValueError(message("chat_template", "conversations in --data", "text"))
+    before = None if resume_from is None else read_run_file(resume_from.parent)
+    known = know(corpus, chat, args, before, check=config.check_data, say=say)
+    layout = _layout(config, corpus, chat, tokenizer, packing)
     blocks = held_out_blocks(split, layout, limit=config.eval_blocks)
-    lines = _chat_lines(config, corpus, split, tokenizer)
+    lines = [*known.lines, *_chat_lines(corpus, split, chat)]
     attention = _attention(config, args, packing)
     box.model = model = _model(config, args, tokenizer, packing, attention)
     patched = None
     if config.patch:
         patched = lowtide.patch(model, options=lowtide.HeadOptions(workspace_mib=config.workspace_mib))
-    box.chosen = choose_and_apply(model, config, args)
+    box.chosen = choose_and_apply(model, config, args, packing)
     return Prepared(
         config=config,
         corpus=corpus,
@@ -122,6 +148,7 @@ def prepare(config: TrainConfig, args: Any, resume_from: Path | None, box: Model
         chosen=box.chosen,
         held_out=blocks,
         lines=(*lines, *_model_lines(config, model, packing, attention)),
+        known=known,
         bounds=packing == "separate" and attention is not None and attention.startswith("flash"),
     )
 
@@ -176,9 +203,9 @@ def _packing(config: TrainConfig, corpus: Corpus) -> str:
     return config.packing
 
 
-def _layout(config: TrainConfig, corpus: Corpus, tokenizer: Any, packing: str) -> Layout:
-    if corpus.chat:
-        read = chat_documents(corpus, ChatFormat(tokenizer, seq_len=config.seq_len, too_long=config.too_long))
+def _layout(config: TrainConfig, corpus: Corpus, chat: ChatFormat | None, tokenizer: Any, packing: str) -> Layout:
+    if chat is not None:
+        read = chat_documents(corpus, chat)
     else:
         read = text_documents(corpus, tokenize_with(tokenizer), eos=tokenizer.eos_token_id)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -218,13 +245,10 @@ def _tokenizer(config: TrainConfig, corpus: Corpus, split: Split, resume_from: P
     return tokenizer
 
 
-def _chat_lines(config: TrainConfig, corpus: Corpus, split: Split, tokenizer: Any) -> Iterable[str]:
+def _chat_lines(corpus: Corpus, split: Split, chat: ChatFormat | None) -> Iterable[str]:
     """Return what of the first conversation is trained on: the mistake to see before a long run."""
-    if not corpus.chat:
-        if config.chat_template is not None:
-            raise ArgumentValueError(message("chat_template", "conversations in --data", "text"))
+    if chat is None:
         return []
-    chat = ChatFormat(tokenizer, seq_len=config.seq_len, too_long=config.too_long)
     pieces = (*split.held_out_pieces(), *range(len(corpus)))
     first = itertools.islice((one for piece in pieces for one in corpus.conversations(piece)), _LOOKED_AT)
     return [f"chat     trained: {chat.describe(first)}"]
@@ -232,9 +256,11 @@ def _chat_lines(config: TrainConfig, corpus: Corpus, split: Split, tokenizer: An
 
 def _model_lines(config: TrainConfig, model: Any, packing: str, attention: str | None) -> Iterable[str]:
     if packing != "joined":
-        how = attention or getattr(model.config.get_text_config(), "_attn_implementation", "") or "the model's own"
+        how = attention or attention_of(model) or "the model's own"
         each = "apart in each block" if packing == "separate" else "one in each block"
         yield f"packing  {packing}: documents are {each}; attention: {how}"
+    if config.offload_states and not config.memory_budget:
+        yield "states   the optimizer's are in host memory from forward on, and come back in backward"
     if config.lora_rank:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 from rich.console import Console
@@ -74,5 +75,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
 
 def quiet_transformers() -> None:
     """Keep transformers' own log lines and bars off the terminal: what matters of them, lowtide says itself."""
+    # peft says so at each checkpoint of adapters on the output layer
+    warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

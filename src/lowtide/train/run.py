@@ -15,6 +15,7 @@ from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train import checkpoints
+from lowtide.train.activations import states_away
 from lowtide.train.advice import advise
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
@@ -26,6 +27,7 @@ from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.ranks import in_group, is_first_rank, launched_ranks, leave_group
 from lowtide.train.report import show_result, show_start
+from lowtide.train.states import OffloadStates
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
 from lowtide.train.tokenizer import load_tokenizer
@@ -133,13 +135,13 @@ class _Run:
         self.args = args = training_arguments(config, self.output, save=self.save, resuming=config.resume)
         if self.resume_from is not None:
             read_positions(self.resume_from, args)  # before a model is built that cannot go on
-        ready = prepare(config, args, self.resume_from, self.box)
+        ready = prepare(config, args, self.resume_from, self.box, self._say if args.should_log else None)
         if self.save and args.should_save:
             _open_run(self.output, ready, self.resume_from)
         if args.should_log:
             show_start(self.console, ready, args, self.resume_from)
         metrics = StepMetrics(config.seq_len * config.batch_size * config.grad_accum * args.world_size)
-        callbacks = self._callbacks(metrics)
+        callbacks = self._callbacks(metrics, ready)
         try:
             self.trainer = trainer = make_trainer(ready, args, self.resume_from, callbacks)
             self._train(metrics)
@@ -173,10 +175,15 @@ class _Run:
             show_result(self.console, result, config)
         return result
 
-    def _callbacks(self, metrics: StepMetrics) -> list[Any]:
-        """Return what measures, shows, logs and ends the run."""
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _callbacks(self, metrics: StepMetrics, ready: Prepared) -> list[Any]:
+        """Return what measures, shows, logs and ends the run, and what offloads the optimizer's states."""
         config = self.config
         callbacks: list[Any] = [Recorder(metrics)]
+        if away := states_away(config, ready.chosen):
+            callbacks.append(OffloadStates(away))
         if config.progress:
             callbacks.append(ProgressDisplay(self.console, metrics, self.label))
         if self.save and self.args.should_log:
@@ -244,6 +251,7 @@ class _Run:
             self.args,
             model=self.box.model,
             chosen=self.box.chosen,
+            packing=self.box.packing,
             step=step,
             go_on=self._how_to_go_on() if self.save else "",
         )
@@ -326,13 +334,10 @@ def finish_complete_run(config: TrainConfig) -> Path | None:
 
 
 def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
-    """Write the run's file, or on resume check that the data is still the same and clear what was left half written."""
+    """Write the run's file, and clear what was left half written before."""
     config = ready.config.absolute()
-    content = {"lowtide": lowtide.__version__, "config": config.to_json(), "data": ready.corpus.fingerprint()}
+    content = {"lowtide": lowtide.__version__, "config": config.to_json(), **ready.known.to_json()}
     if resume_from is not None:
-        if checkpoints.read_run_file(output)["data"] != content["data"]:
-            hint = "Restore the files as they were, or begin a new run."
-            raise ArgumentValueError(message("data", "the files the run began with", "other names or sizes", hint))
         checkpoints.clear_staging(output)
         forget_after(output / checkpoints.LOG_FILE, checkpoints.step_of(resume_from))
     else:

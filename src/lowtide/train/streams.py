@@ -126,9 +126,12 @@ class Stream:
                     seen = end
                 skip = 0
             if not any_token and first == 0:
-                hint = "Its documents are all empty, or too long: give other files with --data."
+                hint = (
+                    "Documents are empty, or so few and long that a part has none; of conversations, no turn of the "
+                    "assistant is within --seq-len tokens: give other files with --data, or raise it."
+                )
                 raise ArgumentValueError(
-                    message("data", "something to train on in every part of the corpus", "none", hint)
+                    message("data", "something to train on in every part of the corpus", "none in one", hint)
                 )
             epoch, first = epoch + 1, 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.corpus import Corpus
+from lowtide.train.frame import frame_of
 from lowtide.train.packing import Tokenize
 
 END_OF_TEXT = "<|endoftext|>"
@@ -61,13 +62,14 @@ def train_tokenizer(corpus: Corpus, pieces: Sequence[int], *, vocab_size: int, s
 
 
 def tokenize_with(tokenizer: Any) -> Tokenize:
-    """Return the function from text to token ids that packing wants."""
+    """Return the function from text to token ids that packing wants, what the tokenizer puts around a text included."""
+    frame = frame_of(tokenizer)
 
     def tokenize(text: str) -> list[int]:
         # verbose=False: a document longer than the model's limit is no mistake here, it is cut into blocks.
         encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[int] = encoded["input_ids"]
-        return ids
+        return [*frame.opening(ids), *ids, *frame.closing(ids)]
 
     return tokenize
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import lowtide
 from lowtide.measure import track_allocations
-from lowtide.memory import ActivationPolicy, apply_policy
+from lowtide.memory import ActivationPolicy, Adapters, apply_policy
+from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_bytes import checkpoint_bytes
+from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
 
@@ -24,6 +28,7 @@ SIZES = {
     "vocab_size": 160, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 8, "head_dim": 8,
     "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False, "pad_token_id": 0,
 }  # fmt: skip
+CONFIG = {"model_type": "llama", **SIZES, "num_hidden_layers": 2}
 POLICIES = {
     "all/0": ActivationPolicy(mlp_level=0),
     "all/1": ActivationPolicy(mlp_level=1),
@@ -34,7 +39,16 @@ POLICIES = {
 
 
 def live_after_forward(
-    model_type: str, layers: int, dtype: torch.dtype, policy: ActivationPolicy, *, autocast: bool = False, **sizes: int
+    model_type: str,
+    layers: int,
+    dtype: torch.dtype,
+    policy: ActivationPolicy,
+    *,
+    autocast: bool = False,
+    adapters: Adapters | None = None,
+    packed: bool = False,
+    fused_mlp: bool = True,
+    **sizes: int,
 ) -> int:
     """Return the bytes that a second forward leaves behind, everything that is made once made in the first."""
     torch.manual_seed(0)
@@ -42,13 +56,19 @@ def live_after_forward(
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).train()
     if "num_local_experts" in sizes:
         model.set_experts_implementation("grouped_mm")
-    lowtide.patch(model)
+    if adapters is not None:
+        lora = LoraConfig(r=adapters.rank, target_modules=list(adapters.targets), task_type="CAUSAL_LM")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
+            model = get_peft_model(model, lora)
+    lowtide.patch(model, mlp=fused_mlp)
     apply_policy(model, policy)
     ids = torch.randint(1, 160, (B, T))
+    places = {"position_ids": torch.arange(T // 2).repeat(2).expand(B, T)} if packed else {}
 
     def forward() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(input_ids=ids, labels=ids).loss
+            return model(input_ids=ids, labels=ids, **places).loss
 
     forward().backward()
     model.zero_grad()
@@ -59,21 +79,29 @@ def live_after_forward(
     return seen.events[-1].total_bytes
 
 
-def kept_by_a_layer(
-    model_type: str, dtype: torch.dtype, policy: ActivationPolicy, *, autocast: bool = False, **sizes: int
-) -> float:
+def kept_by_a_layer(model_type: str, dtype: torch.dtype, policy: ActivationPolicy, **kwargs: Any) -> float:
     """Return the bytes by which two layers more make a forward leave more, for one."""
-    few, more = (live_after_forward(model_type, layers, dtype, policy, autocast=autocast, **sizes) for layers in (2, 4))
+    few, more = (live_after_forward(model_type, layers, dtype, policy, **kwargs) for layers in (2, 4))
     random_state = 0 if policy.keep == "all" else torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
     return (more - few) / 2 - random_state
 
 
 def planned(
-    model_type: str, dtype: torch.dtype, policy: ActivationPolicy, *, autocast: bool = False, **sizes: int
+    model_type: str,
+    dtype: torch.dtype,
+    policy: ActivationPolicy,
+    *,
+    autocast: bool = False,
+    adapters: Adapters | None = None,
+    packed: bool = False,
+    fused_mlp: bool = True,
+    **sizes: int,
 ) -> int:
     """Return the bytes by the planner."""
     config: Any = transformers.AutoConfig.for_model(model_type, **{**SIZES, **sizes, "num_hidden_layers": 2})
-    return checkpoint_bytes(Job(read_shape(config), T, B, GPUS["h100"], dtype, "sgd", autocast=autocast), policy)
+    more: dict[str, Any] = {"autocast": autocast, "adapters": adapters, "attention_mask": packed}
+    more["fused_mlp"] = fused_mlp
+    return checkpoint_bytes(Job(read_shape(config), T, B, GPUS["h100"], dtype, "sgd", **more), policy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,6 +123,60 @@ def test_layers_under_autocast_too(model_type: str, name: str) -> None:
     policy = POLICIES[name]
     measured = kept_by_a_layer(model_type, torch.float32, policy, autocast=True)
     assert measured == planned(model_type, torch.float32, policy, autocast=True)
+
+
+# weights, whether the products run under autocast, and what is planned with: 16-bit weights imply it with adapters
+PRECISIONS = {
+    "bfloat16": (torch.bfloat16, True, False),
+    "autocast": (torch.float32, True, True),
+    "float32": (torch.float32, False, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets", "name", "precision"),
+    [
+        ("llama", PROJECTIONS, "all/0", "bfloat16"),
+        ("llama", PROJECTIONS, "all/1", "autocast"),
+        ("llama", PROJECTIONS, "attention/0", "float32"),
+        ("llama", ("q_proj", "v_proj"), "all/0", "bfloat16"),
+        ("llama", ("o_proj", "down_proj"), "all/1", "autocast"),
+        ("llama", ("k_proj", "o_proj", "up_proj"), "all/0", "float32"),
+        ("qwen3", PROJECTIONS, "all/1", "bfloat16"),
+        ("gemma3_text", PROJECTIONS, "all/0", "float32"),
+        ("gemma3_text", ("o_proj",), "all/0", "bfloat16"),
+    ],
+)
+def test_a_layer_with_adapters_keeps_what_is_planned(
+    model_type: str, targets: tuple[str, ...], name: str, precision: str
+) -> None:
+    dtype, autocast, said = PRECISIONS[precision]
+    adapters = Adapters(3, targets)
+    measured = kept_by_a_layer(model_type, dtype, POLICIES[name], autocast=autocast, adapters=adapters)
+    # on the host: what each product is multiplied with; and an empty place for an input that is not kept
+    scalings = 8 * sum(target in ATTENTION for target in targets)
+    expected = planned(model_type, dtype, POLICIES[name], autocast=said, adapters=adapters)
+    assert measured == pytest.approx(expected + scalings, abs=4)
+
+
+@pytest.mark.parametrize(("name", "autocast"), [("all/0", True), ("all/1", False), ("attention/0", True)])
+def test_layers_whose_attention_has_a_mask_keep_it_and_repeated_keys(name: str, autocast: bool) -> None:
+    measured = kept_by_a_layer("llama", torch.float32, POLICIES[name], autocast=autocast, packed=True)
+    assert measured == planned("llama", torch.float32, POLICIES[name], autocast=autocast, packed=True)
+    plain = planned("llama", torch.float32, POLICIES[name], autocast=autocast)
+    assert (measured > plain + B * T * T) == name.startswith("all")
+
+
+@pytest.mark.parametrize(
+    ("targets", "precision"), [((), "float32"), ((), "autocast"), (PROJECTIONS, "bfloat16"), (("up_proj",), "autocast")]
+)
+def test_an_mlp_that_is_not_fused_keeps_four_tensors(targets: tuple[str, ...], precision: str) -> None:
+    policy, (dtype, autocast, said) = ActivationPolicy(), PRECISIONS[precision]
+    settings: dict[str, Any] = {"adapters": Adapters(3, targets) if targets else None, "fused_mlp": False}
+    measured = kept_by_a_layer("llama", dtype, policy, autocast=autocast, **settings)
+    assert measured == planned("llama", dtype, policy, autocast=said, **settings) + 8 * len(targets)
+    job = Job(read_shape(CONFIG), T, B, GPUS["h100"], torch.bfloat16, "sgd", fused_mlp=False)
+    assert {one.mlp_level for one in ladder(job, offload=True)} == {None}
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])

@@ -10,6 +10,7 @@ import torch
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.shapes import ModelShape
 
@@ -55,7 +56,10 @@ class Job:
         keep_gradients: Whether gradients stay between backward passes, as they do where they are accumulated.
         head: How the loss is to run.
         autocast: Whether the products run in bfloat16 under autocast, with ``dtype`` float32.
-        adapters: Numbers of float32 adapters in the layers that are all that is trained (LoRA); None: the model is.
+        adapters: The float32 adapters in the layers that are all that is trained (LoRA), or how many numbers they have,
+            what they keep then not counted; None: the model is.
+        attention_mask: Whether attention takes a [T, T] mask for each sequence.
+        fused_mlp: Whether the MLPs are lowtide's, and so have levels.
     """
 
     shape: ModelShape
@@ -67,7 +71,14 @@ class Job:
     keep_gradients: bool = False
     head: HeadOptions | None = None
     autocast: bool = False
-    adapters: int | None = None
+    adapters: int | Adapters | None = None
+    attention_mask: bool = False
+    fused_mlp: bool = True
+
+    @property
+    def trained_adapters(self) -> int | None:
+        """Return how many numbers adapters have, None where the model is trained."""
+        return self.adapters.numbers(self.shape) if isinstance(self.adapters, Adapters) else self.adapters
 
     @property
     def tokens(self) -> int:

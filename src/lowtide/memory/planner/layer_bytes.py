@@ -7,6 +7,7 @@ what the products read and write: the same, but 2 under autocast. Layers are tho
 
 from __future__ import annotations
 
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.job import Job
 from lowtide.memory.policy import ActivationPolicy
 
@@ -19,7 +20,9 @@ def kept_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
 
     The layer's output is the next one's input and not counted; a norm keeps its input and a float32 a row, the rotary
     embedding nothing, attention what it reads and writes and a float32 a head. Under autocast the products to queries,
-    keys and values make a copy of their input each, and keep it.
+    keys and values make a copy of their input each, and keep it. A mask is kept by each layer, in the products' dtype
+    (`torch.nn.functional.scaled_dot_product_attention` makes numbers of one of bools), and beside one transformers
+    repeats keys and values for each query head.
     """
     shape, n = job.shape, job.narrow
     stream, queries, keys = shape.hidden * job.element, shape.query_width * n, shape.kv_width * n
@@ -42,14 +45,31 @@ def kept_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
         kept["experts' inputs and outputs"] = 2 * visits * stream
         kept["router's probabilities and indices"] = 16 * (shape.experts + visits)
         kept["experts' gate, up, activation and product"] = visits * 4 * shape.intermediate * n
+    elif not job.fused_mlp:
+        kept["gate, up, activation and product"] = 4 * shape.intermediate * n
+        kept["MLP's input"] = stream + (2 if job.autocast else 1) * shape.hidden * n  # likewise a copy each
     elif mlp_level == 0:
         kept["gate and up"] = 2 * shape.intermediate * n
+    if job.attention_mask:
+        kept["attention's mask"] = job.seq_len * n
+        kept["queries, keys, values"] = 3 * queries
+    if isinstance(job.adapters, Adapters):
+        kept |= job.adapters.kept(shape, stream=stream, narrow=n, mlp_level=mlp_level, fused_mlp=job.fused_mlp)
     return kept
 
 
+def masks_bytes(job: Job) -> int:
+    """Return the bytes of the masks that all layers share: one of bools, and another for those with a window."""
+    kinds = max(1, len(set(map(bool, job.shape.windows))))
+    return kinds * job.batch_size * job.seq_len**2 if job.attention_mask else 0
+
+
 def full_bytes(job: Job, mlp_level: int) -> int:
-    """Return the bytes that a layer keeps when it keeps all: under autocast also copies of attention's weights."""
-    copies = job.shape.projection_params * job.narrow if job.autocast else 0
+    """Return the bytes that a layer keeps when it keeps all: under autocast also copies of weights."""
+    weights = job.shape.projection_params + (0 if job.fused_mlp else job.shape.mlp_params)
+    copies = weights * job.narrow if job.autocast else 0
+    if isinstance(job.adapters, Adapters):
+        copies += job.adapters.copies(job.shape, job.narrow, fused_mlp=job.fused_mlp)
     return job.tokens * sum(kept_by_operation(job, mlp_level).values()) + copies
 
 
@@ -71,14 +91,19 @@ def forward_transients(job: Job, policy: ActivationPolicy) -> int:
     """Return the most that a layer's forward holds beyond what it keeps, in its MLP: the product and the output.
 
     Level 1 has gate and up besides, and the product in gate's place; a layer that is to be recomputed has all three,
-    and what the MLP reads and is added to.
+    and what the MLP reads and is added to. Where such a layer's attention has a mask, it can be the most: the mask in
+    numbers beside its negation, keys and values repeated.
     """
     shape, level = job.shape, level_of(policy)
     whole = policy.keep == "all"
-    wide = (1 if whole else 3) if level == 0 else 2
+    wide = ((1 if job.fused_mlp else 0) if whole else 3) if level == 0 else 2
     streams = 0 if whole else 2 * shape.hidden * job.element
     mlp = wide * shape.token_mlp_width() * job.narrow * _at_a_time(job, policy)
-    return mlp + job.tokens * (shape.hidden * job.narrow + streams) + _mlp_copies(job, 1)
+    most = mlp + job.tokens * (shape.hidden * job.narrow + streams) + _mlp_copies(job, 1)
+    if whole or not job.attention_mask:
+        return most
+    masked = (job.narrow + 1) * job.seq_len + 4 * shape.query_width * job.narrow + shape.hidden * job.element
+    return max(most, job.tokens * masked)
 
 
 def backward_transients(job: Job, policy: ActivationPolicy) -> int:
@@ -90,7 +115,8 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     """
     shape, level, n = job.shape, level_of(policy), job.narrow
     width = shape.token_mlp_width()
-    mlp = _at_a_time(job, policy) * width * (1 if level == 0 else 3) * n + job.tokens * 2 * shape.hidden * job.element
+    wide = 1 if level == 0 and job.fused_mlp else 3
+    mlp = _at_a_time(job, policy) * width * wide * n + job.tokens * 2 * shape.hidden * job.element
     if _at_a_time(job, policy) < job.tokens:  # the weights' gradients are summed in float32, and rounded one by one
         mlp += 4 * shape.mlp_params
     # gradients of keys and values for each query head, before those that share one are added

@@ -12,6 +12,7 @@ from torch import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import as_gib, gib
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.gpus import Gpu, find_gpu
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS, Job
 from lowtide.memory.planner.layer_bytes import checkpoint_bytes
@@ -36,7 +37,9 @@ def plan_memory(
     autocast: bool = False,
     keep_gradients: bool = False,
     options: HeadOptions | None = None,
-    adapters: int | None = None,
+    adapters: int | Adapters | None = None,
+    attention_mask: bool = False,
+    fused_mlp: bool = True,
     offload_states: Literal["auto", False] = "auto",
 ) -> MemoryPlan:
     """Choose what each layer keeps for backward so that a training step is the fastest that fits in a budget.
@@ -69,8 +72,15 @@ def plan_memory(
             ``torch.autocast``.
         keep_gradients: Whether gradients outlive a backward pass, as where they are accumulated over several.
         options: How the loss is to run, as for `lowtide.patch`.
-        adapters: With LoRA, how many numbers its float32 adapters have: the model is frozen then, and only they have
-            gradients and optimizer states. What they keep and compute themselves is not counted. None: no adapters.
+        adapters: With LoRA, its `Adapters`, or how many numbers they have, float32 ones: the model is frozen then, and
+            only they have gradients and optimizer states. What they compute is not counted, nor, given as a number,
+            what they keep. With 16-bit weights the products run under autocast. None: no adapters.
+        attention_mask: Whether attention takes a [T, T] mask for each sequence, as
+            ``torch.nn.functional.scaled_dot_product_attention`` does where documents packed into one do not see each
+            other: T^2 numbers of each sequence in each layer that keeps all, beside keys and values that are repeated
+            for each query head.
+        fused_mlp: Whether `lowtide.patch` fuses the MLPs. Those that it leaves alone, or that it is told to
+            (``mlp=False``), keep twice as much, and have no levels.
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
             during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
             without holding the layers up, or where that does not fit, behind backward; False: none.
@@ -93,14 +103,16 @@ def plan_memory(
     """
     for name, size in (("seq_len", seq_len), ("batch_size", batch_size)):
         _check_size(name, size)
-    for name, flag in (("autocast", autocast), ("keep_gradients", keep_gradients)):
+    flags = {"autocast": autocast, "keep_gradients": keep_gradients, "attention_mask": attention_mask}
+    flags["fused_mlp"] = fused_mlp
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentTypeError(message(name, "a bool", f"{flag!r}"))
     if options is not None and not isinstance(options, HeadOptions):
         raise ArgumentTypeError(message("options", "a lowtide.HeadOptions or None", type(options).__name__))
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise ArgumentValueError(message("optimizer", f"one of {', '.join(OPTIMIZERS)}", f"{optimizer!r}"))
-    if adapters is not None:
+    if adapters is not None and not isinstance(adapters, Adapters):
         _check_size("adapters", adapters)
     if offload_states is not False and offload_states != "auto":
         raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
@@ -118,7 +130,11 @@ def plan_memory(
         head=options,
         autocast=autocast,
         adapters=adapters,
+        attention_mask=attention_mask,
+        fused_mlp=fused_mlp,
     )
+    if isinstance(adapters, Adapters) and job.shape.experts:
+        raise ArgumentValueError(message("adapters", "a number, for a mixture of experts", str(adapters)))
     if autocast and job.shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
     return _plan(job, int(budget), int(host), offload_states == "auto")
@@ -199,7 +215,12 @@ def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
     if not job.gpu.measured:
         found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
     if job.adapters is not None:
-        found.append(f"{job.adapters:,} numbers of adapters are trained: what they keep and compute is left out")
+        what, left_out = ("", "keep and compute") if isinstance(job.adapters, int) else (f", {job.adapters}", "compute")
+        numbers = f"{job.trained_adapters:,} numbers of adapters are trained{what}"
+        found.append(f"{numbers}: what they {left_out} is left out")
+    if job.attention_mask:
+        each = gib(job.narrow * job.batch_size * job.seq_len**2)
+        found.append(f"attention has a mask of {each:.3g} GiB in each layer that keeps all; flash attention has none")
     if budget > job.gpu.memory_bytes:
         found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
     close = CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes

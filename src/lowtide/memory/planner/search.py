@@ -63,7 +63,7 @@ def name_of(policy: ActivationPolicy) -> str:
 
 def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
     """Return the policies of a layer, from what keeps the most on the GPU to what keeps the least."""
-    levels = (None,) if job.shape.experts else (0, 1)
+    levels = (0, 1) if job.fused_mlp and not job.shape.experts else (None,)
     places = (False, True) if offload else (False,)
     found = [ActivationPolicy(mlp_level=level) for level in levels]
     for place in places:

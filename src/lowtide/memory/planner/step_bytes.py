@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back
 from lowtide.memory.planner.job import OPTIMIZERS, Job
-from lowtide.memory.planner.layer_bytes import PAGES, LayerBytes
+from lowtide.memory.planner.layer_bytes import PAGES, LayerBytes, masks_bytes
 from lowtide.memory.policy import ActivationPolicy
 
 MIB = 2**20
@@ -86,15 +86,15 @@ class Memory:
         self.layer_gradients = shape.layer_params * e
         self.vocab_gradients = shape.vocab_params * e
         self.all_gradients = shape.params * e
-        if job.adapters is not None:  # float32, whatever the frozen weights are
-            self.weights += 4 * job.adapters
-            self.states = int(job.adapters * (4 * self.kind.states + self.kind.bytes_each))
-            self.all_gradients = 4 * job.adapters
+        if (numbers := job.trained_adapters) is not None:  # float32, whatever the frozen weights are
+            self.weights += 4 * numbers
+            self.states = int(numbers * (4 * self.kind.states + self.kind.bytes_each))
+            self.all_gradients = 4 * numbers
             self.layer_gradients, self.vocab_gradients = self.all_gradients // shape.layers, 0
         ids = 2 * 8 * N  # and labels
         positions = job.seq_len * (8 + 2 * shape.head_dim * e)  # with their cosines and sines, for all layers
         workspace = WORKSPACE if job.gpu.capability >= (9, 0) else OLD_WORKSPACE
-        self.other = 2 * workspace + ids + positions
+        self.other = 2 * workspace + ids + positions + masks_bytes(job)
         # Where it is tied, the weight's gradient from the head waits for the embedding's, beside one that was there.
         self.waiting = self.vocab_gradients if shape.tied and job.keep_gradients else 0
         self.stream = N * shape.hidden * e
