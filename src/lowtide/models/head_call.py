@@ -101,6 +101,7 @@ class HeadCall:
         self.options = options
         self.fused = False
         self.built = False
+        self.hooked = False  # a gradient hook is on logits that are built
         self._state = _state(self.tensors)
         self._steps_taken = _steps_taken[0]
         self._sample = _sample(self.tensors)

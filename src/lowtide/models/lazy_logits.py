@@ -9,11 +9,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.errors import UnsupportedError
 from lowtide.models.head_call import HeadCall, Step
 from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
+
+_COPY_OR_UNPATCH = (
+    "Where you compute the loss, compute all of it from a copy, outputs.logits.clone(). Where the model does, call "
+    "lowtide.unpatch(model)."
+)
 
 
 class LazyLogits(Tensor):
@@ -28,6 +33,7 @@ class LazyLogits(Tensor):
     _steps: tuple[Step, ...]
     _real: Tensor | None
     _viewed: "LazyLogits | None"
+    _has_children: bool  # recorded ones, whose graph goes past whatever this is built to
 
     @classmethod
     def of(cls, call: HeadCall) -> Self:
@@ -48,7 +54,7 @@ class LazyLogits(Tensor):
             )
 
         lazy: Self = _Anchor.apply(wrapper, call, steps, *call.tensors)  # type: ignore[no-untyped-call]
-        lazy._call, lazy._steps, lazy._real, lazy._viewed = call, steps, None, viewed
+        lazy._call, lazy._steps, lazy._real, lazy._viewed, lazy._has_children = call, steps, None, viewed, False
         return lazy
 
     @property
@@ -96,6 +102,9 @@ class LazyLogits(Tensor):
             like: A tensor of the shape, strides and dtype that it gives.
             view: Whether the result shares these logits' memory.
         """
+        parent = None if view else self
+        while parent is not None:  # a view is built from what it is a view of, which that goes past as well
+            parent._has_children, parent = True, parent._viewed
         return LazyLogits._make(self._call, (*self._steps, step), like, self if view else None)
 
     @property
@@ -113,17 +122,13 @@ class LazyLogits(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)
-        if lazy is not None and lazy._has_another_graph():
+        if any(lazy._has_another_graph() for lazy in _found(args, kwargs)):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        hooks = func in _GRADIENT_HOOKS
-        distributed = hooks and _is_distributed(args)
-        if lazy is not None and hooks and lazy._call.fused and not distributed:
-            raise UnsupportedError(
-                "logits: expected to be hooked before the loss, got a hook on logits that the loss did not go "
-                "through. Call lowtide.unpatch(model) to look at their gradient."
-            )
+                return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))
+        lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)
+        distributed = func in _GRADIENT_HOOKS and _is_distributed(args)
+        if not distributed:
+            _check_gradient(func, args, kwargs)
         if lazy is not None and not lazy.is_real:
             if func in _METADATA or distributed or (func == _BASE and lazy._viewed is None):
                 with torch._C.DisableTorchFunctionSubclass():
@@ -152,15 +157,50 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logits: Tensor) -> Any:
+        if ctx.call.hooked:
+            raise UnsupportedError(
+                "logits: expected operations of PyTorch on logits that have a hook, got a custom autograd function, "
+                f"whose gradient does not go through what was hooked. {_COPY_OR_UNPATCH}"
+            )
         return None, None, None, *ctx.call.vjp(ctx.steps, grad_logits)
 
 
-def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False) -> Any:
+def _found(*trees: Any) -> list[LazyLogits]:
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, LazyLogits)]
+
+
+def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False, graph: bool = False) -> Any:
+    """Return ``tree`` with real logits, detached if asked for; ``graph`` leaves those in that have another graph."""
+
     def build(lazy: LazyLogits) -> Tensor:
+        if graph and lazy._has_another_graph():
+            return lazy
         logits = lazy.materialise(f"read by {_name(func)}")
         return logits.detach() if detach else logits
 
     return tree_map_only(LazyLogits, build, tree)
+
+
+def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that whoever asks for the gradient of logits gets all of it.
+
+    Raises:
+        UnsupportedError: Something was computed past them, a loss without logits or from a step that was recorded.
+    """
+    if func in _GRADIENT_HOOKS:
+        lazies, expected = _found(args[:1]), "to be hooked before the loss"
+    elif func in _GRADIENTS:
+        lazies = _found(args[1:2] if func is torch.autograd.grad else (), kwargs.get("inputs"))
+        expected = "to be built before the loss that is differentiated by them"
+    else:
+        return
+    if any(lazy._call.fused or lazy._has_children for lazy in lazies):
+        raise UnsupportedError(
+            f"logits: expected {expected}, got logits that something was computed from without building them, so that "
+            f"its gradient does not go through them. {_COPY_OR_UNPATCH}"
+        )
+    for lazy in lazies:
+        lazy._call.hooked |= func in _GRADIENT_HOOKS
 
 
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,3 +244,4 @@ _METADATA: frozenset[Any] = frozenset(
 
 _BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])
+_GRADIENTS: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
