@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import lowtide
+from gpu.patched_runs import SIZES, batch, distance, gradients, with_larger_weights
 from lowtide.measure import peak_above
 from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
 from support import mlp
@@ -32,35 +33,10 @@ def _full_float32() -> None:
 
 
 def build(dtype: torch.dtype, layers: tuple[str, ...], dropout: float = 0.0, **settings: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=256, intermediate_size=488, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
-    )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    model = with_larger_weights(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=V, **SIZES)))
     lora = peft.LoraConfig(r=8, target_modules=list(layers), lora_dropout=dropout, init_lora_weights=False, **settings)
     return peft.get_peft_model(model.to("cuda", dtype), lora).train()
-
-
-def batch(T: int = 131) -> dict[str, Tensor]:
-    ids = torch.randint(3, V, (2, T), generator=torch.Generator().manual_seed(1)).cuda()
-    return {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, -100)}
-
-
-def gradients(model: Any, autocast: bool = False) -> tuple[float, dict[str, Tensor]]:
-    model.zero_grad()
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
-        loss = model(**batch()).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def distance(got: dict[str, Tensor], true: dict[str, Tensor]) -> float:
-    assert got.keys() == true.keys()
-    return float(sum((got[n] - true[n]).square().sum() for n in true) / sum(t.square().sum() for t in true.values()))
 
 
 @pytest.mark.parametrize(
@@ -71,8 +47,9 @@ def test_loss_and_gradients(layers: tuple[str, ...], precision: str) -> None:
     stock = build(torch.bfloat16 if precision == "bfloat16" else torch.float32, layers)
     model, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
     report = lowtide.patch(model)
-    true_loss, true = gradients(exact)
-    (loss, ours), (_, theirs) = (gradients(m, precision == "autocast") for m in (model, stock))
+    inputs = batch(V)
+    true_loss, true = gradients(exact, inputs)
+    (loss, ours), (_, theirs) = (gradients(m, inputs, autocast=precision == "autocast") for m in (model, stock))
     assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
     assert report.parts["mlp"].patched
     if precision == "float32":
@@ -87,14 +64,14 @@ def test_loss_and_gradients(layers: tuple[str, ...], precision: str) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_compiled_layers(compiled: bool) -> None:
     stock = build(torch.bfloat16, ("gate_proj", "up_proj", "down_proj", "lm_head"))
-    _, true = gradients(stock)
+    _, true = gradients(stock, batch(V))
     model = copy.deepcopy(stock)
     report = lowtide.patch(model)
     for layer in model.get_base_model().model.layers:
         layer.mlp.checkpoint_level = 1
         if compiled:
             layer.compile()
-    _, grads = gradients(model)
+    _, grads = gradients(model, batch(V))
     assert distance(grads, true) < 1e-3
     assert report.calls_fused == 1
 
@@ -164,7 +141,7 @@ def test_a_heads_peak() -> None:
     stock = build(torch.bfloat16, ("lm_head",))
     model = copy.deepcopy(stock)
     report = lowtide.patch(model, mlp=False, norm=False, rope=False, options=lowtide.HeadOptions(workspace_mib=16))
-    inputs = batch(2049)
+    inputs = batch(V, 2049)
 
     def peak(m: Any) -> int:
         def step() -> None:

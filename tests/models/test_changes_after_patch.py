@@ -105,6 +105,34 @@ def test_logits_out_of_a_checkpoint_carry_their_gradient(reentrant, pair, batch,
     assert_same_gradients(model, stock)
 
 
+OPERANDS = {
+    "stacked": lambda z, _: torch.stack([z, 2 * z]),
+    "concatenated": lambda z, plain: torch.cat([plain, z, plain], 1),
+    "second of two": lambda z, plain: torch.add(plain, z),
+    "in a nested list": lambda z, _: torch.block_diag(*z),
+    "by name": lambda z, plain: torch.mul(input=plain, other=z),
+}
+
+
+@pytest.mark.parametrize("use", OPERANDS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_logits_out_of_a_checkpoint_beside_others(reentrant, use, pair, batch, assert_same_gradients):
+    """Each operand has its own graph: one behind the checkpoint's node, another call's in front of it."""
+    model, stock = pair("llama")
+    lowtide.patch(model, mlp=False)
+    for m in (model, stock):
+        embedded = m.get_input_embeddings()(batch["input_ids"])
+
+        def run(e, m=m):
+            outputs = m(inputs_embeds=e, labels=batch["labels"])
+            return outputs.loss, outputs.logits
+
+        loss, logits = checkpoint(run, embedded, use_reentrant=reentrant)
+        plain = m(**batch).logits  # lazy too, and in no checkpoint
+        (loss + OPERANDS[use](logits, plain).pow(2).mean()).backward()
+    assert_same_gradients(model, stock)
+
+
 def test_a_metric_under_inference_mode_leaves_the_graph_alone(pair, batch, assert_same_gradients):
     model, stock = pair("llama")
     lowtide.patch(model, mlp=False)
@@ -124,6 +152,90 @@ def test_hooking_read_logits_that_the_loss_went_past_is_an_error(build, batch):
     for attempt in (lambda: outputs.logits.register_hook(print), outputs.logits.retain_grad):
         with pytest.raises(UnsupportedError, match="hooked before the loss"):
             attempt()
+
+
+MADE_OF_THEM = {
+    "a scale": lambda z: (z * 2).softmax(-1),
+    "a scale of a view": lambda z: (z[:, 1:] * 2).softmax(-1),
+    "a cast, read before": lambda z: z.double().softmax(-1),
+    "log-probabilities": lambda z: z.log_softmax(-1).gather(-1, torch.zeros(2, 11, 1, dtype=torch.long)),
+    "a loss": lambda z: torch.nn.functional.cross_entropy(z.flatten(0, 1), torch.ones(22, dtype=torch.long)),
+}
+
+
+def called_without_loss(model, batch):
+    """Lazy logits of which nothing was computed yet."""
+    return model(input_ids=batch["input_ids"], num_items_in_batch=3).logits
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "retain_grad", "autograd.grad", "backward"])
+@pytest.mark.parametrize("made", MADE_OF_THEM)
+def test_what_went_past_the_logits_is_not_hooked_in_silence(made, hook, build, batch):
+    if hook == "backward" and "handle_torch_function" not in torch.autograd.backward.__code__.co_names:
+        pytest.skip("this torch does not ask what its inputs are")
+    model = build("llama")
+    lowtide.patch(model, mlp=False)
+    logits = called_without_loss(model, batch)
+    result = MADE_OF_THEM[made](logits).square().mean()
+    ask = {
+        "register_hook": lambda: logits.register_hook(print),
+        "retain_grad": logits.retain_grad,
+        "autograd.grad": lambda: torch.autograd.grad(result, [model.lm_head.weight, logits], allow_unused=True),
+        "backward": lambda: result.backward(inputs=[logits]),
+    }
+    with pytest.raises(UnsupportedError, match=r"call logits\.retain_grad\(\) first"):
+        ask[hook]()
+
+
+@pytest.mark.parametrize("made", MADE_OF_THEM)
+@pytest.mark.parametrize("copied", [True, False])
+def test_hooked_before_anything_is_made_of_them(copied, made, pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    lowtide.patch(model, mlp=False)
+    seen = []
+    for m in (model, stock):
+        logits = called_without_loss(m, batch)
+        if copied:
+            logits = logits.clone()
+        logits.retain_grad()  # the way out that the error names
+        handle = logits.register_hook(lambda grad: grad * 3)
+        result = MADE_OF_THEM[made](logits).square().mean()
+        (grad,) = torch.autograd.grad(result, logits, retain_graph=True)
+        handle.remove()
+        result.backward()
+        seen.append((grad, logits.grad))
+    for ours, theirs in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert theirs.any()
+    assert_same_gradients(model, stock)
+
+
+def test_the_gradient_of_a_fused_loss_by_its_logits_is_an_error(build, batch):
+    model = build("llama")
+    lowtide.patch(model, mlp=False)
+    outputs = model(**batch)
+    for loss in (outputs.loss, outputs.loss + outputs.logits.square().mean()):
+        with pytest.raises(UnsupportedError, match="differentiated by"):
+            torch.autograd.grad(loss, outputs.logits, allow_unused=True)
+    assert torch.autograd.grad(outputs.loss, model.lm_head.weight)[0].any()
+
+
+def test_a_custom_function_of_hooked_logits_is_an_error(build, batch):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    model = build("llama")
+    lowtide.patch(model, mlp=False)
+    logits = called_without_loss(model, batch)
+    logits.register_hook(lambda grad: grad * 3)
+    with pytest.raises(UnsupportedError, match="got a custom autograd function"):
+        Double.apply(logits).sum().backward()
 
 
 def test_an_instance_of_the_patched_class_is_a_stock_model(build, batch):

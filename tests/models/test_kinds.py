@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.models import mlp_part
 
 transformers = pytest.importorskip("transformers")
 
@@ -169,6 +170,17 @@ def test_generation_is_bitwise_the_same(settings, pair, batch):
         scores.append((told.sequences, *told.logits))
     for ours, expected in zip(*scores, strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_generating_on_a_cpu_looks_at_nothing(pair, batch, monkeypatch):
+    """A call without gradients is settled before its layers are looked at, which would double its time."""
+    model, _ = pair("llama")
+    lowtide.patch(model)
+    monkeypatch.setattr(mlp_part, "adapted_linear", lambda layer: pytest.fail("looked"))
+    with torch.no_grad():
+        model(**batch)
+    with pytest.raises(pytest.fail.Exception):
+        model(**batch)
 
 
 def test_generation_takes_no_longer(build, batch):

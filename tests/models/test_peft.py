@@ -398,6 +398,35 @@ def test_logits_of_a_call_without_adapters_stay_without(grad, both, batch):
         assert ours.requires_grad == theirs.requires_grad
 
 
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+@pytest.mark.parametrize("reference", ["adapters off", "another adapter"])
+def test_a_saved_heads_logits_after_those_of_the_reference(reference, order, both, batch, assert_same_gradients):
+    """As DPO has it: both forward passes, and then the loss of both. They are two heads of one wrapper."""
+    config = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    more = [config] if reference == "another adapter" else []
+    model, stock, report = both(config, *more, order=order)
+    call = {"input_ids": batch["input_ids"], "num_items_in_batch": 3}
+    ids, losses = batch["input_ids"][..., None], []
+    for m in (model, stock):
+        for _ in range(2):  # there and back again
+            policy = m(**call).logits
+            if more:
+                m.set_adapter("more0")
+                frozen = m(**call).logits
+                m.set_adapter("default")
+            else:
+                with torch.no_grad(), m.disable_adapter():
+                    frozen = m(**call).logits
+            own, other = (z.log_softmax(-1).gather(-1, ids).sum() for z in (policy, frozen))
+            losses.append(-F.logsigmoid(own - other))
+            losses[-1].backward()
+    torch.testing.assert_close(*losses[1::2])
+    assert_same_gradients(model, stock)
+    assert (report.calls_fused, report.calls_materialised) == (4, 0), str(report)
+    lowtide.unpatch(model)
+    assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in stock.named_modules()}
+
+
 def test_a_batch_without_targets_moves_nothing(both, batch):
     model, stock, _ = both(lora(target_modules=["lm_head", "q_proj"]))
     for m in (model, stock):

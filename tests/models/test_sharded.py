@@ -1,4 +1,4 @@
-"""FSDP2 around a patched model, in one process: its hooks see the weight in use, and the loss stays fused."""
+"""FSDP2 and DDP around a patched model, in one process: their hooks see what they would, and the loss stays fused."""
 
 import functools
 
@@ -78,3 +78,25 @@ def test_fused_and_right(name, head, patch_first, one_process, pair, batch, monk
         lowtide.unpatch(model)
         assert type(model.lm_head) is nn.Linear or type(model.lm_head).__name__ == "FSDPLinear"
         assert type(model(**batch).logits) is torch.Tensor
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_ddp_hands_logits_on_without_building_them(own_loss, settings, one_process, pair, batch, assert_same_gradients):
+    """With find_unused_parameters, as transformers.Trainer sets it, DDP passes copies of all outputs through a node."""
+    model, stock = pair("llama")
+    report = lowtide.patch(model)
+    labels = batch.pop("labels") if own_loss else None
+    engines = [nn.parallel.DistributedDataParallel(m, **settings) for m in (model, stock)]
+    for _ in range(2):
+        for engine in engines:
+            outputs = engine(**batch, num_items_in_batch=7)
+            loss = outputs.loss
+            if own_loss:
+                rows = outputs.logits[:, :-1].flatten(0, 1)
+                loss = nn.functional.cross_entropy(rows, labels[:, 1:].flatten())
+            loss.backward()
+    assert_same_gradients(model, stock)
+    if not own_loss:
+        assert (report.calls_fused, report.calls_materialised) == (2, 0), str(report)

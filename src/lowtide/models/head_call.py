@@ -65,7 +65,7 @@ def _count_step(*_: Any) -> None:
 
 register_optimizer_step_post_hook(_count_step)
 
-_KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.detach)  # detach: where there is no gradient to stop
+_KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.detach)  # detach: what follows has no graph
 
 # The stock forward of a head, and work that needs it.
 Forward = Callable[[Tensor], Tensor]
@@ -101,11 +101,12 @@ class HeadCall:
         self.options = options
         self.fused = False
         self.built = False
+        self.passed = False  # something with a graph was computed past the logits
+        self.hooked = False  # a gradient hook is on logits that are built
         self._state = _state(self.tensors)
         self._steps_taken = _steps_taken[0]
         self._sample = _sample(self.tensors)
         self._inference = torch.is_inference_mode_enabled()
-        self.grad_mode = torch.is_grad_enabled()
         self._autocast_dtype: torch.dtype | None = None
         device_type = hidden.device.type
         if is_autocast_on(device_type):
@@ -127,19 +128,19 @@ class HeadCall:
             return self.hidden.dtype
         return self._autocast_dtype
 
-    def logits(self, steps: tuple[Step, ...], why: str) -> Tensor:
-        """Build the logits [..., V], as the model would have: same operations, same grad mode, same autocast."""
+    def logits(self, steps: tuple[Step, ...], why: str, *, grad_mode: bool) -> Tensor:
+        """Build the logits [..., V], as the model would have: same operations, same autocast."""
         if not self.built:
             self.built = True
             self.report.count_materialised(why)
         with ExitStack() as modes:
-            self._enter_modes(modes)
+            self._enter_modes(modes, grad_mode=grad_mode)
             return replay(self._run(lambda _, forward: self._logits(forward, self.tensors), later=True), steps)
 
-    def view(self, base: Tensor, step: Step) -> Tensor:
+    def view(self, base: Tensor, step: Step, *, grad_mode: bool) -> Tensor:
         """Return a view of real logits, as the model would have taken it."""
         with ExitStack() as modes:
-            self._enter_modes(modes)
+            self._enter_modes(modes, grad_mode=grad_mode)
             return replay(base, (step,))
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
@@ -210,6 +211,7 @@ class HeadCall:
         with ExitStack() as modes:
             self._enter_autocast(modes)
             result = self._run(work, later=self._steps_taken != _steps_taken[0])
+        self.passed |= torch.is_grad_enabled()
         if not self.fused:
             self.fused = True
             self.report.count_fused()
@@ -230,9 +232,9 @@ class HeadCall:
             )
         return self.head(InsideHead(checked))
 
-    def _enter_modes(self, modes: ExitStack) -> None:
+    def _enter_modes(self, modes: ExitStack, *, grad_mode: bool) -> None:
         modes.enter_context(torch.inference_mode(self._inference))
-        modes.enter_context(torch.set_grad_enabled(self.grad_mode))
+        modes.enter_context(torch.set_grad_enabled(grad_mode))
         self._enter_autocast(modes)
 
     def _enter_autocast(self, modes: ExitStack) -> None:

@@ -9,11 +9,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.errors import UnsupportedError
 from lowtide.models.head_call import HeadCall, Step
 from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
+
+_COPY_OR_UNPATCH = (
+    "Where you compute the loss, call logits.retain_grad() first, and they are built. Where the model does, call "
+    "lowtide.unpatch(model)."
+)
 
 
 class LazyLogits(Tensor):
@@ -28,15 +33,20 @@ class LazyLogits(Tensor):
     _steps: tuple[Step, ...]
     _real: Tensor | None
     _viewed: "LazyLogits | None"
+    _grad_mode: bool  # whether what made them recorded gradients
+    _is_cut: bool  # a view taken without gradients of logits that have them: it requires a gradient and passes none on
+    _has_children: bool  # recorded ones, whose graph goes past whatever this is built to
 
     @classmethod
     def of(cls, call: HeadCall) -> Self:
         """Return what the head gives for ``call``."""
         like = torch.empty((*call.hidden.shape[:-1], call.head.weight.shape[0]), dtype=call.dtype(), device="meta")
-        return cls._make(call, (), like, None)
+        return cls._make(call, (), like, None, grad_mode=torch.is_grad_enabled())
 
     @classmethod
-    def _make(cls, call: HeadCall, steps: tuple[Step, ...], like: Tensor, viewed: "LazyLogits | None") -> Self:
+    def _make(
+        cls, call: HeadCall, steps: tuple[Step, ...], like: Tensor, viewed: "LazyLogits | None", *, grad_mode: bool
+    ) -> Self:
         def wrapper() -> Any:
             return Tensor._make_wrapper_subclass(
                 cls,
@@ -47,8 +57,10 @@ class LazyLogits(Tensor):
                 device=call.hidden.device,
             )
 
-        lazy: Self = _Anchor.apply(wrapper, call, steps, *call.tensors)  # type: ignore[no-untyped-call]
+        with torch.set_grad_enabled(grad_mode):
+            lazy: Self = _Anchor.apply(wrapper, call, steps, *call.tensors)  # type: ignore[no-untyped-call]
         lazy._call, lazy._steps, lazy._real, lazy._viewed = call, steps, None, viewed
+        lazy._grad_mode, lazy._is_cut, lazy._has_children = grad_mode, False, False
         return lazy
 
     @property
@@ -60,29 +72,31 @@ class LazyLogits(Tensor):
         """Return the logits themselves, built on the first call."""
         if self._real is None:
             if self._viewed is None:
-                self._real = self._call.logits(self._steps, why)
+                self._real = self._call.logits(self._steps, why, grad_mode=self._grad_mode)
             else:
-                self._real = self._call.view(self._viewed.materialise(why), self._steps[-1])
+                base = self._viewed.materialise(why)
+                self._real = self._call.view(base, self._steps[-1], grad_mode=self._grad_mode)
         return self._real
 
     def _has_another_graph(self) -> bool:
-        """Whether a custom autograd function (a reentrant checkpoint) ran the model and put its own node behind these.
+        """Whether a custom autograd function (a reentrant checkpoint) made these and put its own node behind them.
 
         Autograd is to see this tensor then, and not the logits themselves, which have no graph.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return self.requires_grad and not self._call.grad_mode
+            return self.requires_grad and not self._grad_mode
 
-    def _keeps_its_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether what becomes of these logits now would have the graph that it has in the mode that the model ran in.
+    def _can_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether what becomes of these logits now has a graph if and only if gradients were recorded then and are now.
 
-        With gradients then and none now (torch.no_grad, the inside of a custom autograd function) it would not, and
-        steps to be replayed cannot tell. With none then, it has none now, but of what else takes part.
+        It has another one where something else that takes part brings it.
         """
-        if torch.is_grad_enabled() == self._call.grad_mode:
+        if self._grad_mode or not torch.is_grad_enabled():
             return True
-        others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, LazyLogits)]
-        return not self._call.grad_mode and not any(x.requires_grad for x in others)
+        return not self._is_cut and not any(
+            isinstance(x, Tensor) and not isinstance(x, LazyLogits) and x.requires_grad
+            for x in (*args, *kwargs.values())
+        )
 
     def meta(self) -> Tensor:
         """Return a tensor on no device of the same shape, strides and dtype: on it an operation shows what it gives."""
@@ -96,7 +110,13 @@ class LazyLogits(Tensor):
             like: A tensor of the shape, strides and dtype that it gives.
             view: Whether the result shares these logits' memory.
         """
-        return LazyLogits._make(self._call, (*self._steps, step), like, self if view else None)
+        grad_mode = self._grad_mode and torch.is_grad_enabled() and step.function is not Tensor.detach
+        parent = None if view or not grad_mode else self
+        while parent is not None:  # a view is built from what it is a view of, which that goes past as well
+            parent._has_children, parent = True, parent._viewed
+        child = self._make(self._call, (*self._steps, step), like, self if view else None, grad_mode=grad_mode)
+        child._is_cut = view and not grad_mode and self.requires_grad and step.function is not Tensor.detach
+        return child
 
     @property
     def call(self) -> HeadCall:
@@ -113,23 +133,21 @@ class LazyLogits(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)
-        if lazy is not None and lazy._has_another_graph():
+        if any(lazy._has_another_graph() for lazy in _found(args, kwargs)):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        hooks = func in _GRADIENT_HOOKS
-        distributed = hooks and _is_distributed(args)
-        if lazy is not None and hooks and lazy._call.fused and not distributed:
-            raise UnsupportedError(
-                "logits: expected to be hooked before the loss, got a hook on logits that the loss did not go "
-                "through. Call lowtide.unpatch(model) to look at their gradient."
-            )
+                return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))
+        lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)
+        distributed = func in _GRADIENT_HOOKS and _is_distributed(args)
+        if not distributed:
+            _check_gradient(func, args, kwargs)
         if lazy is not None and not lazy.is_real:
+            if func == _REQUIRES_GRAD and lazy._is_cut:
+                return True
             if func in _METADATA or distributed or (func == _BASE and lazy._viewed is None):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in OPERATIONS and lazy._keeps_its_graph(args, kwargs):
-                with torch.set_grad_enabled(lazy._call.grad_mode):
+            if func in OPERATIONS and lazy._can_record(args, kwargs):
+                with torch.set_grad_enabled(lazy._grad_mode and torch.is_grad_enabled()):
                     result = _operate(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -148,19 +166,57 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], call: HeadCall, steps: tuple[Step, ...], *_: Tensor) -> Tensor:
         ctx.call, ctx.steps = call, steps
+        ctx.set_materialize_grads(False)
         return make()
 
     @staticmethod
-    def backward(ctx: Any, grad_logits: Tensor) -> Any:
+    def backward(ctx: Any, grad_logits: Tensor | None) -> Any:
+        if grad_logits is None:  # of logits that a custom function passed on, and nothing read
+            return None, None, None, *(None for _ in ctx.call.tensors)
+        if ctx.call.hooked:
+            raise UnsupportedError(
+                "logits: expected operations of PyTorch on logits that have a hook, got a custom autograd function, "
+                f"whose gradient does not go through what was hooked. {_COPY_OR_UNPATCH}"
+            )
         return None, None, None, *ctx.call.vjp(ctx.steps, grad_logits)
 
 
-def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False) -> Any:
+def _found(*trees: Any) -> list[LazyLogits]:
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, LazyLogits)]
+
+
+def _real(tree: Any, func: Callable[..., Any], *, detach: bool = False, graph: bool = False) -> Any:
+    """Return ``tree`` with real logits, detached if asked for; ``graph`` leaves those in that have another graph."""
+
     def build(lazy: LazyLogits) -> Tensor:
+        if graph and lazy._has_another_graph():
+            return lazy
         logits = lazy.materialise(f"read by {_name(func)}")
         return logits.detach() if detach else logits
 
     return tree_map_only(LazyLogits, build, tree)
+
+
+def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that whoever asks for the gradient of logits gets all of it.
+
+    Raises:
+        UnsupportedError: Something was computed past them, a loss without logits or from a step that was recorded.
+    """
+    if func in _GRADIENT_HOOKS:
+        lazies, expected = _found(args[:1]), "to be hooked before the loss"
+    elif func in _GRADIENTS:
+        lazies = _found(args[1:2] if func is torch.autograd.grad else (), kwargs.get("inputs"))
+        expected = "to be built before the loss that is differentiated by them"
+    else:
+        return
+    if any(lazy._call.passed or lazy._has_children for lazy in lazies):
+        raise UnsupportedError(
+            f"logits: expected {expected}, got logits that something was computed from without building them, so that "
+            f"its gradient does not go through them. {_COPY_OR_UNPATCH}"
+        )
+    for lazy in lazies:
+        lazy._call.hooked |= func in _GRADIENT_HOOKS
 
 
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,4 +259,6 @@ _METADATA: frozenset[Any] = frozenset(
 )  # fmt: skip
 
 _BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
+_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
 _GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])
+_GRADIENTS: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])

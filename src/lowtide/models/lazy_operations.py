@@ -120,9 +120,11 @@ def _contiguous(input: "LazyLogits") -> Any:
     return input.then(Step(Tensor.contiguous), input.meta().contiguous())
 
 
+def _clone(input: "LazyLogits") -> Any:
+    return input.then(Step(Tensor.clone), _alike(input))
+
+
 def _detach(input: "LazyLogits") -> Any:
-    if input.requires_grad:
-        return NotImplemented
     return input.then(Step(Tensor.detach), input.meta(), view=True)
 
 
@@ -178,7 +180,8 @@ def _getitem(input: "LazyLogits", index: Any) -> Any:
     if not full or type(full[-1]) is int or full[-1].indices(input.shape[-1]) != (0, input.shape[-1], 1):
         return NotImplemented
     takes = zip(full, input.shape, strict=True)
-    if all(type(part) is slice and part.indices(size) == (0, size, 1) for part, size in takes):
+    everything = all(type(part) is slice and part.indices(size) == (0, size, 1) for part, size in takes)
+    if everything and not (input.requires_grad and not torch.is_grad_enabled()):
         return input
     chosen = full[:-1]
     like = _shown(input.meta(), Tensor.__getitem__, (full,), {})
@@ -391,7 +394,8 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.bfloat16: _cast_to(torch.bfloat16),
     Tensor.to: _to,
     Tensor.contiguous: _contiguous,
-    Tensor.detach: _detach,
+    **dict.fromkeys((Tensor.clone, torch.clone), _clone),
+    **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     Tensor.__getitem__: _getitem,
     **{function: _reshaped(function) for function in (
         Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, Tensor.squeeze,

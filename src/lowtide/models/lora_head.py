@@ -22,6 +22,14 @@ def called_head(outer: Any) -> Any:
     return outer if isinstance(found, str) else found
 
 
+def saved_layers(outer: Any) -> list[Any]:
+    """Return the modules that a layer of modules_to_save may call; [] of any other output embedding."""
+    children: Any = outer._modules if isinstance(outer, nn.Module) else {}
+    if not {"original_module", "modules_to_save"} <= children.keys():
+        return []
+    return [children["original_module"], *children["modules_to_save"].children()]
+
+
 def why_not_linear(head: nn.Module | None) -> str | None:
     """Return why ``head`` is no linear layer, with LoRA or without."""
     found = None if head is None else adapted_linear(head)

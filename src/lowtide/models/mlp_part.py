@@ -19,7 +19,7 @@ from lowtide.models.adapters import AdaptedLinear, adapted_linear
 from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.instance import part_of
 from lowtide.models.lora_mlp import low_rank_projections, why_not_together
-from lowtide.models.ordinary import are_plain_linears, is_ordinary
+from lowtide.models.ordinary import are_plain_linears, has_nothing_to_save, is_ordinary
 from lowtide.models.probe import agree, outcome, random, rows, twin_of
 
 LEVEL = "checkpoint_level"
@@ -168,6 +168,8 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
 
 def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLinear, ...] | None:
     """Return the projections of a call that is ours to run, None where it is not."""
+    if has_nothing_to_save(x):  # asked first: all else takes as long as the MLP of a token
+        return None
     others = _others(mlp)
     layers = _layers(mlp)
     if isinstance(layers, str) or tuple(map(type, others)) != other_types or not _are_plain(layers, others):

@@ -12,11 +12,11 @@ def is_ordinary(tensors: tuple[object, ...], parameters: tuple[object, ...]) -> 
     """Whether these are plain tensors and Parameters, and no transform, mode, trace or export is at work on them.
 
     Exact types: DTensor, quantised tensors and other subclasses have rules of their own. Nor is a call on a CPU without
-    gradients: there our operators only save what is kept for backward, and generating token by token would be slower.
+    gradients, see `has_nothing_to_save`.
     """
     if any(type(x) is not Tensor and type(x) is not nn.Parameter for x in tensors):
         return False
-    if not torch.is_grad_enabled() and all(x.is_cpu for x in tensors):  # type: ignore[attr-defined]
+    if has_nothing_to_save(*tensors):  # type: ignore[arg-type]
         return False
     if any(type(p) is not nn.Parameter for p in parameters):
         return False
@@ -28,6 +28,14 @@ def is_ordinary(tensors: tuple[object, ...], parameters: tuple[object, ...]) -> 
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
     )
+
+
+def has_nothing_to_save(*tensors: Tensor) -> bool:
+    """Whether this is a call on a CPU without gradients.
+
+    There our operators only save what is kept for backward, and generating token by token would be slower.
+    """
+    return not torch.is_grad_enabled() and all(x.is_cpu for x in tensors)
 
 
 def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...] = ()) -> bool:

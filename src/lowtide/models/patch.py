@@ -26,7 +26,7 @@ from lowtide.models.eligibility import (
 from lowtide.models.head_call import InsideHead
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import LazyLogits
-from lowtide.models.lora_head import called_head, head_call, why_not_linear, with_what
+from lowtide.models.lora_head import called_head, head_call, saved_layers, why_not_linear, with_what
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
 from lowtide.models.report import PatchReport
 
@@ -42,6 +42,7 @@ class _Patch:
         self.report = report
         self.options = options
         self.head: nn.Module | None = None
+        self.heads: list[nn.Module] = []  # it, and others of modules_to_save that have a class of ours
         self.head_calls = 0
         self.why_not: str | None = None
         self.gathered: Gathered | None = None  # between the head's lazy logits and the loss
@@ -174,14 +175,13 @@ def _patch_loss(target: Any, state: _Patch) -> None:
 
 
 def _unpatch_loss(target: Any, state: _Patch) -> None:
-    given: list[nn.Module] = [target] if state.head is None else [target, state.head]
-    given += [module for module in _copies(target.get_output_embeddings()) if module is not state.head]
-    patched = [module for module in given if part_of(module) is not None]
+    saved = [module for module in saved_layers(target.get_output_embeddings()) if module not in state.heads]
+    patched = [module for module in (target, *state.heads, *saved) if part_of(module) == _LOSS]
     for module in patched:
         check_nothing_on_top(module)
     for module in patched:
         take_class_back(module)
-    state.head = state.why_not = None
+    state.heads, state.head, state.why_not = [], None, None
 
 
 def _unwrapped(model: Any) -> Any:
@@ -206,24 +206,23 @@ def _adopt_head(model: Any, state: _Patch) -> None:
     head: Any = called_head(outer)
     if state.head is not None and head is state.head and part_of(state.head) is not None:
         return
-    if state.head is not None and is_on_top(state.head):
-        take_class_back(state.head)
+    # What a layer of modules_to_save may call keeps its class: logits of its calls may be read later. Some are copies.
+    saved = saved_layers(outer)
+    for module in state.heads:
+        if is_on_top(module) and module not in saved:
+            take_class_back(module)
+    state.heads = [module for module in saved if part_of(module) == _LOSS]
+    known = head in state.heads
     state.head = None
-    for copied in _copies(outer):
-        take_class_back(copied)
-    state.why_not = why_not_patch_head(head, why_not_linear(head))
+    state.why_not = None if known else why_not_patch_head(head, why_not_linear(head))
     name = "-" if head is None else module_name(model, head)
     if state.why_not is None:
         state.head = head
-        give_class(head, _LOSS, _head_overrides)
+        if not known:
+            state.heads.append(head)
+            give_class(head, _LOSS, _head_overrides)
     outcome = f"{_FUSED}{with_what(head)}" if state.why_not is None else f"left as it is: {state.why_not}"
     state.report.add("loss", name, outcome, patched=state.why_not is None)
-
-
-def _copies(outer: Any) -> list[nn.Module]:
-    """Return the layers inside an output embedding of modules_to_save that it copied from a patched one."""
-    inside = outer.modules() if isinstance(outer, nn.Module) and called_head(outer) is not outer else ()
-    return [module for module in inside if part_of(module) == _LOSS and is_on_top(module)]
 
 
 @contextmanager
