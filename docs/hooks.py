@@ -39,6 +39,7 @@ GROUPS = {
     "head": "The head: hidden states to a loss",
     "mlp": "The gated MLP",
     "models": "Hugging Face models",
+    "train": "Hugging Face models",  # PatchCallback
     "trl": "TRL's trainers",
 }
 
@@ -56,13 +57,17 @@ def public_modules() -> list[ModuleType]:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return the names that a module's page documents: those of ``__all__`` that are not modules, nor lowtide's own."""
+    """Return the names that a module's page documents: those of ``__all__`` that are not modules, nor lowtide's own.
+
+    Functions come first, as in the pages; what they take and return behind them.
+    """
     above = [] if module is lowtide else lowtide.__all__
-    return [
+    names = [
         name
         for name in module.__all__
         if name not in above and not name.startswith("__") and not isinstance(getattr(module, name), ModuleType)
     ]
+    return sorted(names, key=lambda name: not inspect.isfunction(getattr(module, name)))
 
 
 def documented_modules() -> list[ModuleType]:
@@ -77,7 +82,7 @@ def reference_page(module: ModuleType) -> str:
     for name in public_names(module):
         room = getattr(module, name).__module__.split(".")[1] if module is lowtide else ""
         groups.setdefault(GROUPS.get(room, room), []).append(name)
-    ordered = [title for title in GROUPS.values() if title in groups]
+    ordered = [title for title in dict.fromkeys(GROUPS.values()) if title in groups]
     for title in [*ordered, *(title for title in groups if title not in ordered)]:
         level = 3 if title else 2
         lines += [f"## {title}", ""] if title else []

@@ -180,7 +180,7 @@ def test_tune_takes_its_options_and_says_whether_it_found_anything(
     assert asked == [TuneConfig(dry_run=True, seconds=2.5, shape="8,16,32")]
 
 
-@pytest.mark.parametrize("arguments", [["bench"], ["bench", "tail"], ["bench", "head", "--dtype", "int8"]])
+@pytest.mark.parametrize("arguments", [["bench", "tail"], ["bench", "head", "--dtype", "int8"]])
 def test_bad_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)

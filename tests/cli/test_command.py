@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import lowtide
-from lowtide.cli import main
+from lowtide.cli import OF_TRAIN, _parser, main
 from lowtide.train import TrainConfig
 from lowtide.train.shapes import SHAPES
 
+ROOT = Path(__file__).parents[2]
+SUBCOMMANDS = ("train", "plan", "profile", "bench")
 SCRIPT = Path(sys.executable).parent / "lowtide"
 TINY = {
     "model_type": "llama",
@@ -64,11 +70,112 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
 
 
-def test_no_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "named"), [([], SUBCOMMANDS), (["bench"], ("head", "step", "tune"))])
+def test_no_command_shows_what_there_is(
+    words: list[str], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([])
+        main(words)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    for name in named:
+        assert re.search(rf"^    {name} +\w", err, re.MULTILINE), name
+
+
+def test_the_first_help_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    commands = re.findall(r"^  lowtide (train .*|plan .*)$", out, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert callable(_parser().parse_args(shlex.split(command)).main)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "--modle", "x"], "Is --model meant?"),
+        (["plan", "--model", "x", "--seq-len", "4", "--budgets=4"], "Is --budget meant?"),
+        (["train", "--xyzzy"], "unknown arguments: --xyzzy (see"),
+    ],
+)
+def test_an_option_that_is_not_known_names_its_nearest(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
     assert ended.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "--memory-budget", "-4GiB"], "memory_budget: expected a size"),
+        (["plan", "--model", "llama-3-8b", "--seq-len", "64", "--budget", "-4GiB"], "budget: expected a size"),
+        (["bench", "head", "--shape", "-5,64,100"], "shape: expected"),
+    ],
+)
+def test_a_negative_size_is_read_as_one(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not as an option, whose error would not say what is wrong."""
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("rich.console", ["train"]),
+        ("transformers", ["profile"]),
+        ("transformers", ["bench", "step", "--device", "cpu"]),
+        ("transformers", ["bench", "models", "--only", "llama"]),
+    ],
+)
+def test_a_package_that_is_missing_is_one_line(
+    module: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After `pip install .`, which installs torch alone."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"lowtide {arguments[0]}: expected {module.partition('.')[0]}" in err
+    assert "pip install 'lowtide[train]'" in err
+
+
+def test_the_packages_whose_lack_is_explained_are_those_of_the_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {re.split(r"[>=<]", line)[0] for line in [*extras["hf"], *extras["train"]]}
+    assert named - {"lowtide[hf]"} == set(OF_TRAIN)
+
+
+def test_another_package_that_is_missing_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lowtide.memory.planner", None)
+    monkeypatch.delattr("lowtide.memory.plan_memory")
+    monkeypatch.setitem(sys.modules, "lowtide.memory", None)
+    with pytest.raises(ModuleNotFoundError):
+        main(["plan", "--model", "llama-3-8b", "--seq-len", "64"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize(("more", "says"), [([], True), (["--shape", "8,8,8"], False), (["--device", "cpu"], False)])
+def test_a_benchmark_without_a_gpu_names_a_small_one(
+    more: list[str], says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lowtide.bench.head.run", lambda *_: [])
+    assert main(["bench", "head", *more]) == 0
+    err = capsys.readouterr().err
+    assert ("A small run: lowtide bench head --shape 256,64,4096 --skip compile --device cpu\n" in err) == says
 
 
 def test_help_imports_nothing_heavy() -> None:

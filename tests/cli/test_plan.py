@@ -90,8 +90,8 @@ def test_every_named_shape_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["--budget", "40 parsecs"], "budget: expected a size such as 40GiB"),
         (["--host", "-1"], "host: expected a size such as"),
-        (["--budget", "1GiB"], "budget_gib: expected at least"),
-        (["--gpu", "abacus"], "device: expected"),
+        (["--budget", "1GiB"], "plan: budget, in GiB: expected at least"),
+        (["--gpu", "abacus"], "plan: gpu: expected"),
         (["--model", "nobody"], "model: expected a config.json"),
         (["--layers", "0"], "layers: expected at least 1"),
         (["--grad-accum", "0"], "grad_accum: expected at least 1"),

@@ -265,7 +265,7 @@ def test_a_budget_chooses_a_policy_and_says_what_it_does_here(
     assert len(applied[0]) == 2
     status, _, err = lowtide(*chat_arguments, "--memory-budget", "1MiB", "--output", tmp_path / "p")
     assert (status, err.count("\n")) == (2, 1)
-    assert "budget_gib" in err
+    assert "memory_budget, in GiB: expected" in err
     assert not (tmp_path / "p").exists()
 
 

@@ -120,7 +120,7 @@ def require_matplotlib(what: str) -> None:
         UnsupportedError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        hint = "Install lowtide[plot]."
+        hint = "pip install 'lowtide[plot]'"
         raise UnsupportedError(message(what, "matplotlib, for the pictures", "none", hint))
 
 

@@ -120,7 +120,8 @@ def _model(settings: Mapping[str, Any], plan: MemoryPlan) -> Any:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise UnsupportedError(message("check", "transformers to be installed", str(error))) from error
+        hint = "pip install 'lowtide[hf]'"
+        raise UnsupportedError(message("check", "transformers to be installed", str(error), hint)) from error
     job = plan.job
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**settings, "use_cache": False})

@@ -130,7 +130,8 @@ def with_lora(model: Any, rank: int, targets: Sequence[str] = ()) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UnsupportedError(message("lora", "the package peft to be installed", str(error))) from error
+        hint = "pip install 'lowtide[peft]'"
+        raise UnsupportedError(message("lora", "peft to be installed", str(error), hint)) from error
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM"
     )
@@ -151,7 +152,8 @@ def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.opt
         try:
             from bitsandbytes.optim import AdamW8bit
         except ImportError as error:
-            raise UnsupportedError(message("optimizer", "bitsandbytes to be installed", str(error))) from error
+            hint = "pip install bitsandbytes, or take another."
+            raise UnsupportedError(message("optimizer", "bitsandbytes to be installed", str(error), hint)) from error
         found: torch.optim.Optimizer = AdamW8bit(parameters, lr=LEARNING_RATE)
         return found
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,19 @@ from lowtide.cli.parser import OneLineParser
 from lowtide.errors import LowtideError
 
 SUBCOMMANDS = (train, plan, profile, bench)
+
+OF_TRAIN = ("transformers", "accelerate", "tokenizers", "psutil", "rich")  # the extra's, without which lowtide imports
+
+_EXAMPLES = """\
+to begin with:
+  lowtide train --compare
+      train a small model with lowtide and without, on any machine, and see the two side by side
+  lowtide plan --model llama-3.2-1b --seq-len 32768 --budget 16GiB
+      what a training step takes, from a model's shape alone
+  lowtide COMMAND --help
+      all options, with examples
+
+In a script of your own, lowtide.patch(model) is all there is to a Hugging Face model."""
 
 USAGE_ERROR = 2  # argparse's own; also for every error that the user can mend
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells have it
@@ -26,18 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; ``sys.argv`` without it.
 
     Raises:
-        SystemExit: by argparse, after ``--help``, ``--version`` and arguments it does not know.
+        SystemExit: by argparse, after ``--help``, ``--version``, no argument, and arguments it does not know.
     """
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:  # said by the subcommand's parser, which knows the right --help
-        arguments.parser.error(f"unknown arguments: {' '.join(unknown)}")
+        arguments.parser.refuse(unknown)
     try:
         return int(arguments.main(arguments))
     except LowtideError as error:
         status = getattr(error, "exit_status", USAGE_ERROR)
         text = " ".join(str(error).split()) if status == USAGE_ERROR else str(error)
-        sys.stderr.write(f"lowtide {arguments.subcommand}: {text}\n")
+        argument, colon, rest = text.partition(":")
+        argument = getattr(arguments, "options_of", {}).get(argument, argument)  # what Python calls otherwise
+        sys.stderr.write(f"lowtide {arguments.subcommand}: {argument}{colon}{rest}\n")
         return int(status)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in OF_TRAIN:
+            raise
+        needs = f"expected {error.name} to be installed, got none. pip install 'lowtide[train]'"
+        sys.stderr.write(f"lowtide {arguments.subcommand}: {needs}\n")
+        return USAGE_ERROR
     except BrokenPipeError:  # whoever read our output is gone: no more can be said, not even by the interpreter
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
@@ -52,9 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> OneLineParser:
     import lowtide
 
-    parser = OneLineParser(prog="lowtide", description="Train language models without the memory peaks.")
+    parser = OneLineParser(
+        prog="lowtide",
+        description="Train language models without the memory peaks.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
-    subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", dest="subcommand", metavar="COMMAND", required=True)
     for subcommand in SUBCOMMANDS:
         subcommand.add(subparsers)
     return parser

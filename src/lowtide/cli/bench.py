@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 
+import torch
+
 from lowtide.bench.config import (
     APPLY_FUNCTIONS,
     LAYER_OPS,
@@ -36,6 +38,8 @@ from lowtide.memory.policy_words import FORM, STATES_FORM
 
 Main = Callable[[argparse.Namespace], int]
 
+OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # options that say how large a run is
+
 
 def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     """Add the subcommand."""
@@ -54,7 +58,7 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_options(one, config, {key: ", ".join(each) for key, each in names.items()})
-        one.set_defaults(main=run, parser=one, config=config)
+        one.set_defaults(main=_begin(run, config, texts[2]), parser=one, config=config)
 
     settings = [setting.name for setting in SETTINGS]
     benchmark(
@@ -101,6 +105,20 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     benchmark(
         TuneConfig, main_tune, "tile sizes of the head's GEMM for this GPU", ("tune", texts.TUNE, texts.TUNE_EXAMPLES)
     )
+
+
+def _begin(run: Main, config: type, examples: str) -> Main:
+    """Return a benchmark that first says, where its own sizes would take hours without a GPU, which ones do not."""
+    small = [line.strip() for line in examples.splitlines() if "--device cpu" in line]
+
+    def begin(arguments: argparse.Namespace) -> int:
+        asked = _given(arguments, config)
+        config(**asked)  # what is wrong is said first, and alone
+        if small and not asked.keys() & OF_SIZE and not torch.cuda.is_available():
+            sys.stderr.write(f"No GPU is here, and these sizes are made for one. A small run: {small[0]}\n")
+        return run(arguments)
+
+    return begin
 
 
 def main(arguments: argparse.Namespace) -> int:

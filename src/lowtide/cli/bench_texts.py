@@ -144,7 +144,7 @@ examples:
       how long a sequence can be with adapters
   lowtide bench longest --layers 4 --way lowtide --start 262144 --sdpa cudnn
       a look at the GPU's side of it in less time
-  lowtide bench longest --model lowtide-small --device cpu --way lowtide stock --start 1024 --step 512 --seconds 60
+  lowtide bench longest --model lowtide-small --device cpu --way lowtide stock --tokens 256 --start 512 --seconds 60
       a look at it without a GPU"""
 
 MLP = """\

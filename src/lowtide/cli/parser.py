@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 
@@ -15,6 +17,22 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
+        # argparse takes -4 for a value and -4GiB for an option: then nobody says that it must not be negative
+        self._negative_number_matcher = re.compile(r"^-\.?\d")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; a command that wants a further word and got none shows what there is, with status 2."""
+        if self._subparsers is not None and not (sys.argv[1:] if args is None else args):
+            self.print_help(sys.stderr)
+            raise SystemExit(2)
+        return super().parse_known_args(args, namespace)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with the arguments that are not known, and the options that may have been meant."""
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = [match for word in unknown for match in difflib.get_close_matches(word.partition("=")[0], known, n=1)]
+        meant = f". Is {', '.join(near)} meant?" if near else ""
+        self.error(f"unknown arguments: {' '.join(unknown)}{meant}")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and end with status 2."""

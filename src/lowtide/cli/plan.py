@@ -28,6 +28,13 @@ the fastest that fits in a budget of GPU memory, and in one of pinned host memor
 no weights, no GPU. The table has the bytes of every phase, the ladder of what a layer can keep, the front of memory
 against time, the longest sequence and the largest batch that fit, and the lines of Python that do it."""
 
+_OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
+    "budget_gib": "budget, in GiB",
+    "host_gib": "host, in GiB",
+    "device": "gpu",
+    "model_or_config": "model",
+}
+
 _EXAMPLES = """\
 examples:
   lowtide plan --model llama-3.2-1b --seq-len 32768 --budget 16GiB
@@ -107,7 +114,7 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add("--png", type=Path, metavar="FILE", help="draw the front of memory against time (needs matplotlib)")
     add("--check", action="store_true", help="run real steps with random weights on the GPU at hand, and compare")
-    parser.set_defaults(main=main, parser=parser)
+    parser.set_defaults(main=main, parser=parser, options_of=_OPTIONS)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -184,7 +191,8 @@ def _settings(name: str, layers: int | None) -> dict[str, Any]:
         settings = read_settings(Path(name))
     else:
         expected = f"a config.json, a folder with one, or one of {', '.join(SHAPES)}"
-        raise ArgumentValueError(message("model", expected, repr(name)))
+        hint = "Nothing is fetched from the network: download the model's config.json first."
+        raise ArgumentValueError(message("model", expected, repr(name), hint))
     return settings if layers is None else with_layers(settings, layers)
 
 
@@ -206,4 +214,6 @@ def _draw(file: Path, plan: MemoryPlan) -> None:
     try:
         draw_budget(file, title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
     except ImportError as error:
-        raise ArgumentValueError(message("png", "matplotlib to be installed", str(error))) from error
+        raise ArgumentValueError(
+            message("png", "matplotlib to be installed", str(error), "pip install 'lowtide[plot]'")
+        ) from error

@@ -60,7 +60,8 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
         "--compare", action="store_true", help="train twice, with and without lowtide; nothing is saved"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --compare: write the numbers here")
-    parser.set_defaults(main=main, parser=parser)
+    planned = {"budget_gib": "memory_budget, in GiB", "host_gib": "host_budget, in GiB"}  # the planner's own words
+    parser.set_defaults(main=main, parser=parser, options_of=planned)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from lowtide.train.model import model_config
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 GPU_MODEL, GPU_TOKENS, CPU_TOKENS = "llama-3.2-1b", 8192, 1024
+NO_PICTURES = "pip install 'lowtide[plot]'"
 _PACKAGES = ("liger-kernel", "peft", "bitsandbytes")
 
 
@@ -66,6 +67,8 @@ def run(config: ProfileConfig, say: Callable[[str], object]) -> dict[str, Any]:
     say(tables(told))
     for file in written:
         say(f"written: {file}\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        say(f"no picture: matplotlib is not installed. {NO_PICTURES}\n")
     return told
 
 
@@ -134,7 +137,7 @@ def _check(config: ProfileConfig, device: torch.device) -> None:
         hint = "pip install bitsandbytes, or take another."
         raise UnsupportedError(message("optimizer", "the package bitsandbytes to be installed", "none", hint))
     if config.png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError(message("png", "matplotlib to be installed", "none", "Install lowtide[plot]."))
+        raise UnsupportedError(message("png", "matplotlib to be installed", "none", NO_PICTURES))
     if config.memory_limit is not None and device.type != "cuda":
         raise UnsupportedError(message("memory_limit", "a GPU", "a CPU", "Leave it out: a CPU's memory has no limit."))
     if device.type == "cuda" and config.gpus > torch.cuda.device_count():

@@ -24,7 +24,8 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ArgumentValueError(message("lora_rank", "peft to be installed, for LoRA", str(error))) from error
+        hint = "pip install 'lowtide[peft]'"
+        raise ArgumentValueError(message("lora_rank", "peft to be installed", str(error), hint)) from error
     targets: Any = list(config.lora_targets)
     if targets == ["all-linear"]:
         targets = targets[0]
