@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
 from lowtide.measure import peak_above
@@ -68,6 +69,28 @@ def test_norm_of_a_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     want = torch.autograd.grad((expected, true[0]), true, [u.double() for u in upstream])
     for g, e in zip(got, (want[0], want[0], want[1]), strict=True):
         assert relative_error(g, e) < 1.5 * TOLERANCE[dtype]
+
+
+def test_norm_without_a_weight() -> None:
+    x, residual = (random(33, 500, dtype=torch.bfloat16, seed=s) for s in (0, 1))
+    results = []
+    for weight in (None, torch.ones(500, device="cuda", dtype=torch.bfloat16)):
+        out = add_rms_norm(x, residual, weight, EPS)
+        results.append((*out, *torch.autograd.grad((out[0] * out[1]).sum(), (x, residual))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_forward_mode_is_refused() -> None:
+    """The kernels see numbers alone: the tangent would be lost in silence."""
+    x, weight = random(3, 64, grad=False), random(64, seed=1, grad=False)
+    heads, tables = random(1, 2, 3, 8, grad=False), random(1, 3, 8, grad=False)
+    calls = [(lambda t: rms_norm(t, weight, EPS), x), (lambda t: rotary(t, t, tables, tables), heads)]
+    for function, primal in calls:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(primal, torch.ones_like(primal))
+            with pytest.raises(UnsupportedError, match="forward-mode"):
+                function(dual)
 
 
 def test_norm_errs_no_more_than_pytorchs_own() -> None:

@@ -279,3 +279,17 @@ def test_host_memory_that_does_not_suffice() -> None:
     model(ids).backward()
     with pytest.raises(UnsupportedError, match="for the optimizer's states"):
         optimizer.step()
+
+
+def test_a_step_that_raises_leaves_the_next_forward_its_memory() -> None:
+    """As for lack of memory: the states leave in the next forward all the same."""
+    model, ids, optimizer, handle = trained()
+    param = next(model.parameters())
+    for k in range(2):
+        model(ids).backward()
+        if k == 0:
+            param.grad = torch.ones_like(param).to_sparse()
+            with pytest.raises(RuntimeError, match="sparse"):
+                optimizer.step()
+        optimizer.zero_grad()
+    assert {block.where for block in handle._blocks} == {"coming"}

@@ -301,12 +301,19 @@ def test_operators_are_registered_rightly() -> None:
         torch.library.opcheck(torch.ops.lowtide.rms_norm_backward.default, args)
 
 
+class Sharded(Tensor):
+    """What a DTensor shows of itself."""
+
+    device_mesh = "a mesh"
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
         ({"input": [1.0]}, ArgumentTypeError, "input: expected a torch.Tensor"),
         ({"input": torch.ones(2, 8, dtype=torch.int64)}, ArgumentTypeError, "input: expected a floating-point dtype"),
         ({"weight": torch.ones(8, dtype=torch.bool)}, ArgumentTypeError, "weight: expected a floating-point dtype"),
+        ({"weight": torch.ones(8).as_subclass(Sharded)}, ArgumentTypeError, "weight: expected .*whole.*got a DTensor"),
         ({"weight": torch.ones(7)}, ArgumentValueError, r"weight: expected shape \[D\]"),
         ({"weight": torch.ones(1, 8)}, ArgumentValueError, r"weight: expected shape \[D\]"),
         ({"weight": torch.ones(8, device="meta")}, ArgumentValueError, "weight: expected a tensor on cpu"),

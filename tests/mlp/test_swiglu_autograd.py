@@ -125,6 +125,19 @@ def test_level_1_computes_two_projections_again_and_no_more(monkeypatch: pytest.
         shapes.clear()
 
 
+@pytest.mark.parametrize(("level", "products"), [(0, 9), (1, 11)])
+def test_pytorchs_counter_of_operations_sees_the_products(level: int, products: int) -> None:
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton where there is one
+
+    N, D, F_ = 5, 4, 6
+    leaves = mlp(N, D, F_)
+    with FlopCounterMode(display=False) as counter:
+        gradients = grads(call(leaves, checkpoint_level=level).sum(), leaves)
+    assert counter.get_total_flops() == products * 2 * N * D * F_
+    for g, e in zip(gradients, grads(call(leaves, checkpoint_level=level).sum(), leaves), strict=True):
+        torch.testing.assert_close(g, e)
+
+
 def test_hooks_fire_once_and_gradients_accumulate(mode: dict[str, Any]) -> None:
     leaves = mlp((2, 5), 7, 11)
     fired = [0] * len(leaves)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lowtide import swiglu_mlp
+from lowtide import nn, swiglu_mlp
 from lowtide.measure import track_allocations
 from lowtide.mlp import elementwise
 from support import mlp
@@ -53,6 +53,18 @@ def test_kept_after_forward(dtype: torch.dtype, tile: int | None) -> None:
         lambda: F.linear(F.silu(F.linear(leaves[0], leaves[1])) * F.linear(leaves[0], leaves[2]), leaves[3])
     )
     assert textbook == 4 * FF * token, "the measure must see the textbook's four"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_keeps_the_input_as_it_came_and_nothing_of_the_weights(level: int, dtype: torch.dtype) -> None:
+    x, *weights = leaves_of(torch.float32)
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return swiglu_mlp(x.to(dtype, copy=True), *weights, checkpoint_level=level)  # nobody else keeps the copy
+
+    assert after_forward(forward) == N * (D * dtype.itemsize + (2 * FF * 2 if level == 0 else 0))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -116,6 +128,28 @@ def test_each_buffer_is_let_go_after_the_last_product_that_reads_it(
     buffer, weight, dx = (4 * a * b for a, b in ((rows, wide), (hidden, wide), (rows, hidden)))
     most = max(3 * buffer + weight, 2 * buffer + 2 * weight, buffer + 3 * weight) + dx + y.nbytes
     assert most - 2**13 < seen.peak_bytes < most + 2**13 < most + buffer
+
+
+@pytest.mark.parametrize("shape", [(300, 200, 520, 3), (64, 256, 700, 3), (128, 128, 512, 5)])
+def test_a_step_of_a_stack_peaks_at_the_sum_in_the_docs(
+    shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte: of docs/mlp.md, from which its published table is computed; the second step adds to gradients."""
+    monkeypatch.setattr(elementwise, "PIECE", 1)
+    tokens, hidden, wide, layers = shape
+    X, B, w = 4 * tokens * hidden, 4 * tokens * wide, 4 * hidden * wide
+    W = 3 * layers * w
+    expected = (
+        2 * (W + X) + layers * (2 * B + X) + max(B + w, 2 * w, 3 * w - B) + X,
+        2 * (W + X) + layers * X + max(3 * B + w, 2 * B + 2 * w, B + 3 * w) + X,
+    )
+    for level in (0, 1):
+        stack = torch.nn.Sequential(*[nn.SwiGLU(hidden, wide, checkpoint_level=level) for _ in range(layers)])
+        x, upstream = torch.randn(tokens, hidden, requires_grad=True), torch.randn(tokens, hidden)
+        stack(x).backward(upstream)
+        with track_allocations() as seen:
+            stack(x).backward(upstream)
+        assert 2 * (W + X) + seen.peak_bytes == expected[level]
 
 
 def test_a_strided_upstream_gradient_is_copied_once() -> None:

@@ -30,9 +30,14 @@ def watched(args: Sequence[Any]) -> bool:
     """Return whether a compiler, a dispatch mode or a tensor without data has to see an operator."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or (torch._C._len_torch_dispatch_stack() > 0 and not all(map(_counts, _get_current_dispatch_mode_stack())))
         or any(_is_unusual(arg) for arg in args if isinstance(arg, Tensor))
     )
+
+
+def _counts(mode: object) -> bool:
+    """Return whether a mode is FlopCounterMode's: it knows PyTorch's products, which are inside our operators."""
+    return type(mode).__module__ == "torch.utils.flop_counter"
 
 
 def held_elsewhere() -> bool:

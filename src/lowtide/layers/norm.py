@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import check_tensor, refuse_transforms
+from lowtide.head.arguments import refuse_transforms
 from lowtide.head.backends import why_not_row
 from lowtide.head.graph import differentiable_once, refuse_batched
 from lowtide.head.registration import on_device, schema_of, undisturbed, watched
+from lowtide.layers.arguments import why_not_taken
 
 Rounding = Literal["before_weight", "after_weight"]
 
@@ -140,12 +141,10 @@ def _check(
     rounding: object,
 ) -> Tensor:
     """Check the arguments, and return the weight."""
-    if not check_tensor("input", x).is_floating_point():
-        raise ArgumentTypeError(message("input", "a floating-point dtype", str(x.dtype)))
+    _check_taken("input", x)
     if weight is None:
         weight = x.new_ones(x.shape[-1:])
-    elif not check_tensor("weight", weight).is_floating_point():
-        raise ArgumentTypeError(message("weight", "a floating-point dtype", str(weight.dtype)))
+    _check_taken("weight", weight)
     refuse_transforms(function, x, weight, residual, instead=_WRITTEN_OUT, way="take PyTorch's own for this one")
     if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ArgumentValueError(
@@ -154,7 +153,7 @@ def _check(
     if weight.device != x.device:
         raise ArgumentValueError(message("weight", f"a tensor on {x.device}, as input is", str(weight.device)))
     if residual is not None:
-        check_tensor("residual", residual)
+        _check_taken("residual", residual)
         if residual.dtype != x.dtype:
             raise ArgumentTypeError(message("residual", f"{x.dtype}, as input has", str(residual.dtype)))
         if residual.shape != x.shape or residual.device != x.device:
@@ -166,6 +165,12 @@ def _check(
     if rounding not in ("before_weight", "after_weight"):
         raise ArgumentValueError(message("rounding", "'before_weight' or 'after_weight'", repr(rounding)))
     return weight
+
+
+def _check_taken(name: str, value: object) -> None:
+    error = why_not_taken(name, value)
+    if error is not None:
+        raise error
 
 
 def why_no_kernel(x: Tensor, weight: Tensor) -> str | None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
-from lowtide.head.arguments import check_tensor, refuse_transforms
+from lowtide.head.arguments import refuse_transforms
 from lowtide.head.backends import why_not_row
 from lowtide.head.graph import differentiable_once, refuse_batched
 from lowtide.head.registration import on_device, schema_of, undisturbed, watched
+from lowtide.layers.arguments import why_not_taken
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
 _TWICE = (
@@ -87,8 +88,9 @@ def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
     """Return the error that `rotary` raises for such arguments, or None where it raises none."""
     named = {"q": q, "k": k, "cos": cos, "sin": sin}
     for name, tensor in named.items():
-        if not check_tensor(name, tensor).is_floating_point():
-            return ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+        error = why_not_taken(name, tensor)
+        if error is not None:
+            return error
         if tensor.device != q.device:
             return ArgumentValueError(message(name, f"a tensor on {q.device}, as q is", str(tensor.device)))
         if tensor.requires_grad and name in ("cos", "sin"):

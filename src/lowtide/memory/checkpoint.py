@@ -196,7 +196,8 @@ def _without_cache(
         return args, kwargs, False
     if not layer.training:
         return args, kwargs, True
-    index = next((m.layer_idx for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
+    found: list[Any] = [getattr(module, "layer_idx", None) for module in layer.modules()]
+    index = next((index for index in found if isinstance(index, int)), 0)
     if any(_is_filled(cache, index) for cache in caches):
         hint = "Train without past_key_values, or give this layer keep='all'."
         raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))

@@ -1,0 +1,169 @@
+"""Offloaded optimizer states in the steps of a training loop: closures, errors, scaled gradients, schedules, groups."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from lowtide.memory import offload_optimizer
+from memory.models import LazySide, Plain
+from memory.states import OPTIMIZERS, Pair, batch
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+def test_a_closure(side: LazySide) -> None:
+    pair = Pair()
+    pair.train(2)
+    for k in range(2):
+        for model, optimizer in ((pair.model, pair.ours), (pair.stock, pair.theirs)):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, k: int = k) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(batch(k))
+                assert pair.where() == {"device"}  # the step that is under way needs them
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        pair.same()
+        pair.backward(k)
+        pair.step()
+
+
+@pytest.mark.parametrize("why", ["a gradient", "the closure"])
+def test_a_step_that_raises(why: str, side: LazySide) -> None:
+    """For lack of memory, say: the next forward has the states leave all the same, also where steps go on raising."""
+    pair = Pair()
+    pair.train(2)
+    param = next(pair.model.parameters())
+
+    def closure() -> Tensor:
+        raise MemoryError
+
+    for _ in range(2):
+        pair.backward(0)
+        if why == "a gradient":
+            param.grad = torch.ones_like(param).to_sparse()
+        with pytest.raises((RuntimeError, MemoryError)):
+            pair.ours.step(closure if why == "the closure" else None)
+        assert pair.where() == {"device"}
+        for model in (pair.model, pair.stock):
+            model.zero_grad()
+        pair.backward(1)
+        assert pair.where() == {"coming"}, "they left in forward"
+    pair.step()
+    pair.train(2)
+
+
+def test_a_closure_by_name_runs_where_it_always_ran(side: LazySide) -> None:
+    """Its arguments, its result, and what a scheduler or a wrapper reads of it."""
+    pair = Pair()
+    pair.train(1)
+
+    def closure() -> str:
+        """Tell."""
+        return "the loss"
+
+    seen: list[Any] = []
+    pair.ours.register_step_post_hook(lambda _, args, kwargs: seen.append((args, kwargs)))
+    pair.backward(0)
+    assert pair.ours.step(closure=closure) == "the loss"
+    pair.theirs.step()
+    pair.same()
+    (given,) = seen
+    assert given[0][0] is pair.ours
+    assert given[1]["closure"].__doc__ == "Tell."
+
+
+def in_groups(model: nn.Module) -> Optimizer:
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-3, "betas": (0.5, 0.6)}]
+    return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("scheduled", ["before", "behind"])
+def test_schedules_groups_and_clipped_gradients(scheduled: str, side: LazySide) -> None:
+    model = Plain()
+    stock = copy.deepcopy(model)
+    ours, theirs = in_groups(model), in_groups(stock)
+    schedules: list[LRScheduler] = []
+
+    def schedule() -> None:
+        schedules.extend(OneCycleLR(optimizer, 1e-2, total_steps=9) for optimizer in (ours, theirs))
+
+    if scheduled == "before":
+        schedule()
+    handle = offload_optimizer(ours, model)
+    if scheduled == "behind":
+        schedule()
+    for k in range(5):
+        for each, optimizer, to_none in ((model, ours, k % 2 == 0), (stock, theirs, True)):
+            each(batch(k)).backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        for each in schedules:
+            each.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
+    assert handle.offloaded_bytes > 0
+
+
+def test_a_gradient_scaler(side: LazySide) -> None:
+    """It unscales between backward and step, and leaves out a step whose gradients are not finite."""
+    pair = Pair()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
+    for k in range(6):
+        for model, optimizer, scaler in zip((pair.model, pair.stock), (pair.ours, pair.theirs), scalers, strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch(k))
+            scaler.scale(loss).backward()
+            if k == 3:
+                next(model.parameters()).grad[0] = torch.inf
+            if k % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    pair.handle.bring_back()
+    pair.same()
+
+
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach"])
+@pytest.mark.parametrize("moment", ["behind forward", "behind backward", "behind step"])
+def test_a_checkpoint_is_that_of_an_optimizer_without(name: str, moment: str, side: LazySide) -> None:
+    """Into a file and out of it, into PyTorch's own optimizer and from it: the training goes on to the bit."""
+    pair = Pair(name)
+    pair.train(2)
+    if moment != "behind step":
+        loss = pair.model(batch(9))
+        if moment == "behind backward":
+            loss.backward()
+    file = io.BytesIO()
+    torch.save(pair.ours.state_dict(), file)
+    file.seek(0)
+    saved, expected = torch.load(file), copy.deepcopy(pair.theirs.state_dict())
+    assert saved["param_groups"] == expected["param_groups"]
+    assert saved["state"].keys() == expected["state"].keys()
+    for k, entry in expected["state"].items():
+        assert all(torch.equal(saved["state"][k][key], value) for key, value in entry.items())
+    other = copy.deepcopy(pair.stock)
+    alone = OPTIMIZERS[name](other.parameters())
+    alone.load_state_dict(saved)
+    pair.ours.load_state_dict(expected)
+    pair.model.zero_grad()
+    for k in range(2):
+        other(batch(k)).backward()
+        alone.step()
+        alone.zero_grad()
+    pair.train(2)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), pair.stock.parameters(), strict=True))
