@@ -66,6 +66,7 @@ class _Rows:
     kept: Tensor
     unit: Tensor  # the token's weight; 0 if ignored, NaN if its target is no class
     own: Tensor | None  # class weight
+    total: Tensor | None  # of all class weights
     counted: Tensor | None  # parts of what "mean" divides by; None for the other reductions
 
     @cached_property
@@ -108,22 +109,28 @@ class ShardedHead:
                 into, call.input, call.linear_weight, job.wide, denominator=rows.denominator, input_factor_N=None
             )
             lse, miss = (numbers[i].reshape(-1) if keep_rows else loss.new_empty(0) for i in (1, 2))
+            if keep_rows and rows.own is not None and rows.total is not None:
+                miss = torch.cat((miss, rows.own.reshape(-1), rows.total[None]))
             return Stored(loss, *gradients, lse=lse, miss=miss)
 
     def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients from the upstream one, a scalar or [N], and what forward kept of each row."""
+        """Compute the gradients from the upstream one, a scalar or [N], and what forward kept of each row.
+
+        Behind the rows' misses it kept the class weights: what backward exchanges is what gradients are made of.
+        """
         *fields, upstream, lse, miss = args
         call, wanted = Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
         tokens = self.ranks.tokens
         with torch.no_grad(), undisturbed(call.input.device):
             job = call.job()
             plan = _plan(job, self.ranks, call.options("recompute"), wanted)
-            rows = _select(job, self.ranks, plan)
+            tokens_here = lse.numel()
+            rows = _select(job, self.ranks, plan, miss[tokens_here:])
             into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
             given = upstream.to(job.wide)
             factor = rows.divided() * (tokens.arranged(given, 0) if given.dim() else given)
             factor = factor.where(rows.kept, 0)
-            known = torch.stack((lse, miss)).view(2, *rows.y.shape)
+            known = torch.stack((lse, miss[:tokens_here])).view(2, *rows.y.shape)
             if plan.backend == "exp":
                 self._exp(job, rows, plan).rebuild(factor, known[0], known[1], into)
             else:
@@ -131,15 +138,17 @@ class ShardedHead:
             return found_gradients(into, call.input, call.linear_weight, call.wide)
 
     def _exp(self, job: CrossEntropyJob, rows: _Rows, plan: HeadPlan) -> ShardedExp:
-        return ShardedExp(job, plan, self.ranks, rows.y, rows.kept, rows.own, _total_class_weight(job, self.ranks))
+        return ShardedExp(job, plan, self.ranks, rows.y, rows.kept, rows.own, rows.total)
 
 
-def _select(job: CrossEntropyJob, ranks: Ranks, plan: HeadPlan) -> _Rows:
+def _select(job: CrossEntropyJob, ranks: Ranks, plan: HeadPlan, class_weights: Tensor | None = None) -> _Rows:
     """Look at the targets. All tokens are computed, on every device: how many chunks there are must not depend on them.
 
-    On the CPU a target that is no class is an error; elsewhere its token's loss and gradient are NaN.
+    On the CPU a target that is no class is an error; elsewhere its token's loss and gradient are NaN. The targets'
+    ``class_weights`` [groups * length + 1], with all classes' sum behind them, are exchanged where nobody kept them.
     """
-    if plan.backend == "exp" and job.terms.class_weight is None:
+    q = job.terms.class_weight
+    if plan.backend == "exp" and q is None:
         return _select_at_once(job, ranks)
     tokens, V, y_N = ranks.tokens, ranks.shard.vocab, job.target_N
     kept_N, is_class = y_N != job.ignore_index, (y_N >= 0) & (y_N < V)
@@ -148,19 +157,23 @@ def _select(job: CrossEntropyJob, ranks: Ranks, plan: HeadPlan) -> _Rows:
     local_N, here_N = ranks.here(y_N.where(is_class, 0))
     unit_N = torch.ones_like(y_N, dtype=job.wide) if job.token_weight_N is None else job.token_weight_N
     unit_N = unit_N.where(is_class, torch.nan).where(kept_N, 0)
-    own_N = None
-    if job.terms.class_weight is not None:
-        held = torch.cat((job.terms.class_weight, job.terms.class_weight.new_zeros(1)))
-        own_N = ranks.sum_of(held[local_N])
+    kept = tokens.arranged(kept_N, 0)
+    own = total = None
+    if q is not None:
+        if class_weights is None:
+            here = tokens.arranged(torch.cat((q, q.new_zeros(1)))[local_N], 0)
+            class_weights = ranks.sum_of(torch.cat((here.reshape(-1), q.sum()[None])))
+        own, total = class_weights[:-1].view(kept.shape), class_weights[-1]
     if plan.backend == "exp":
         local_N = local_N.where(here_N, ELSEWHERE).where(kept_N, -1).int()
     return _Rows(
         y=tokens.arranged(local_N, -1 if plan.backend == "exp" else ranks.shard.rows),
         here=tokens.arranged(here_N, 0),
-        kept=tokens.arranged(kept_N, 0),
+        kept=kept,
         unit=tokens.arranged(unit_N, 0),
-        own=None if own_N is None else tokens.arranged(own_N, 0),
-        counted=_counted(job, kept_N.to(job.wide) if own_N is None else own_N.where(kept_N, 0)),
+        own=own,
+        total=total,
+        counted=_counted(job, kept_N.to(job.wide) if own is None else own.where(kept, 0)),
     )
 
 
@@ -173,7 +186,13 @@ def _select_at_once(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
     y_N, unit_N, counted = select(job.target_N, shard.vocab, job.ignore_index, job.token_weight_N, None, of_shard)
     y_GL = tokens.arranged(y_N, -1)
     return _Rows(
-        y=y_GL, here=None, kept=y_GL >= 0, unit=tokens.arranged(unit_N, 0), own=None, counted=_counted(job, counted)
+        y=y_GL,
+        here=None,
+        kept=y_GL >= 0,
+        unit=tokens.arranged(unit_N, 0),
+        own=None,
+        total=None,
+        counted=_counted(job, counted),
     )
 
 
@@ -181,11 +200,6 @@ def _counted(job: CrossEntropyJob, counted: Tensor) -> Tensor | None:
     if job.reduction != "mean":
         return None
     return counted if job.num_items is None else job.num_items
-
-
-def _total_class_weight(job: CrossEntropyJob, ranks: Ranks) -> Tensor | None:
-    q = job.terms.class_weight
-    return None if q is None else ranks.sum_of(q.sum())
 
 
 def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Wanted) -> HeadPlan:
@@ -248,7 +262,7 @@ def _run_chunks(
     matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
     buffer = chunk_buffer(ranks, plan, job.input, V, job.wide)
     found = rows.unit.new_zeros(3, *rows.unit.shape)
-    q, total = job.terms.class_weight, _total_class_weight(job, ranks)
+    q, total = job.terms.class_weight, rows.total
     q_E = None if q is None else torch.cat((q, q.new_zeros(1)))
     begun = False
     for part in chunks_of(ranks, plan):
