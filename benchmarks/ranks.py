@@ -62,8 +62,8 @@ def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> 
 
         return run
 
-    def ours(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        return lowtide.linear_cross_entropy(input, weight, y, options=lowtide.HeadOptions(**options))
+    def ours(input: Tensor, weight: Tensor, shard: Any = None, **options: Any) -> Tensor:
+        return lowtide.linear_cross_entropy(input, weight, y, options=lowtide.HeadOptions(**options), vocab_shard=shard)
 
     def torch_loss_parallel(input: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(input, weight).float(), y)
@@ -77,16 +77,17 @@ def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> 
 
     found: Runs = {}
     for priority, its in meshes.items():
+        shard = lowtide.VocabShard.of(w.detach(), its.get_group())
+        found[f"lowtide{priority}"] = step(ours, x, w, shard=shard)
         weight = DTensor.from_local(w.detach(), its, [Shard(0)]).requires_grad_()
-        same = DTensor.from_local(x.detach(), its, [Replicate()]).requires_grad_()
         part = DTensor.from_local(x.detach().chunk(ranks)[rank], its, [Shard(0)]).requires_grad_()
-        found |= {
-            f"lowtide{priority}": step(ours, same, weight),
-            f"lowtide, sequence{priority}": step(ours, part, weight),
-        }
-        if not priority:
-            found["lowtide, recompute"] = step(ours, same, weight, gradient="recompute")
-            found["loss_parallel"] = in_context(step(torch_loss_parallel, same, weight))
+        found[f"lowtide, sequence{priority}"] = step(ours, part, weight)
+        if priority:
+            continue
+        same = DTensor.from_local(x.detach(), its, [Replicate()]).requires_grad_()
+        found["lowtide, DTensors"] = step(ours, same, weight)
+        found["lowtide, recompute"] = step(ours, x, w, shard=shard, gradient="recompute")
+        found["loss_parallel"] = in_context(step(torch_loss_parallel, same, weight))
     found["Megatron-style"] = step(lambda x, w: megatron_loss(x, w, y, group), x, w)
     liger = liger_function() if x.is_cuda else None
     if liger is not None:

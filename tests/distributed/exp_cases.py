@@ -151,7 +151,7 @@ def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, 
         # smoothing's share of the weight's gradient reads the hidden states first; blocks read them a second time
         times = 1 + ("label_smoothing" in options) + (SCHEDULE == "blocks")
     numbers = sum(size for name, size in seen if name.startswith("all_gather"))
-    want = tokens * (3 + ("label_smoothing" in options)) + (n + 1) * ("weight" in options)
+    want = tokens * (3 + ("label_smoothing" in options)) + (tokens + 1) * ("weight" in options)
     want += times * tokens // ranks * D if way == "sequence" else 0
     assert numbers == want, (way, n, options, seen)
     assert sum(size for name, size in seen if name.startswith(("all_reduce", "reduce_scatter"))) == tokens * D

@@ -334,6 +334,17 @@ def uses_of_autograd() -> None:
                 assert (part.grad is not None) == needed[k]
                 if needed[k]:
                     near(whole(way, part.grad, of_vocab=k > 0), true.grad, (way, gradient, needed, k))
+    q = rand(V, seed=8)  # class weights, and a weight that is trained on one rank alone: the others have no backward
+    for gradient, rank in itertools.product(("forward", "recompute"), (0, dist.get_world_size() - 1)):
+        pw = part_of(w.detach().requires_grad_(dist.get_rank() == rank))
+        options = lowtide.HeadOptions(gradient=gradient)
+        loss = lowtide.linear_cross_entropy(x.detach(), pw, y, weight=q, **shard_of("local", pw), options=options)
+        true_w = w.detach().clone().requires_grad_()
+        want = oracle(x.detach(), true_w, y, weight=q)
+        near(loss, want, (gradient, rank))
+        if dist.get_rank() == rank:
+            loss.backward()
+            near(pw.grad, part_of(torch.autograd.grad(want, true_w)[0]), (gradient, rank))
     for way in WAYS:  # a frozen head, one loss a token
         px, pw = spread(way, x, of_vocab=False), spread(way, w.detach(), of_vocab=True)
         logp = plain(lowtide.linear_logprobs(px, pw, y, **shard_of(way, pw)))

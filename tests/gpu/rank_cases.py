@@ -20,6 +20,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"label_smoothing": 0.1, "z_loss": 1e-3},
     {"softcap": 20.0, "logit_scale": 0.7},
     {"reduction": "none"},
+    {"weight": True, "z_loss": 1e-3},
 ]
 
 
@@ -36,7 +37,8 @@ def in_parts(x: Tensor, w: Tensor, *, sequence: bool) -> tuple[Any, Any]:
 
 def compare(
     N: int, D: int, V: int, dtype: torch.dtype, most: tuple[float, float, float], *, huge: bool = False,
-    sequence: bool = False, gradient: Any = "auto", backend: Any = "auto", **kwargs: Any,
+    sequence: bool = False, gradient: Any = "auto", backend: Any = "auto", workspace_mib: float | None = None,
+    **kwargs: Any,
 ) -> None:  # fmt: skip
     """Loss, dX and dW of all ranks together against float64 autograd, as norms."""
     x, w, y = problem(N, D, V, dtype)
@@ -44,7 +46,9 @@ def compare(
     if huge:
         x[:, ::3] *= 300
     px, pw = in_parts(x, w, sequence=sequence)
-    options = lowtide.HeadOptions(backend=backend, gradient=gradient)
+    options = lowtide.HeadOptions(backend=backend, gradient=gradient, workspace_mib=workspace_mib)
+    if "weight" in kwargs:
+        kwargs["weight"] = torch.rand(V, generator=torch.Generator().manual_seed(3)).cuda() + 0.1
     loss = lowtide.linear_cross_entropy(px, pw, y, options=options, **kwargs).to_local()
     truth = in_float64({"input": x.requires_grad_(), "linear_weight": w.requires_grad_(), "target": y, **kwargs})
     want = oracle(**truth)
@@ -71,6 +75,36 @@ def bfloat16() -> None:
     compare(1301, 256, 5003, torch.bfloat16, (2e-5, 3.4e-3, 4.5e-3), gradient="recompute", backend="exp")
     compare(1, 64, 300, torch.bfloat16, (2e-5, 5e-3, 6e-3), backend="exp")
     compare(4097, 128, 50257, torch.bfloat16, (2e-5, 3.4e-3, 4.5e-3), backend="exp", sequence=True)
+    for sequence, workspace in itertools.product((False, True), (64.0, 512.0)):  # few rows, in blocks; many chunks
+        compare(
+            9001, 512, 50257, torch.bfloat16, (2e-5, 3.4e-3, 9e-3), backend="exp", sequence=sequence, huge=True,
+            workspace_mib=workspace,
+        )  # fmt: skip
+
+
+def edges() -> None:
+    """No token, fewer tokens than ranks, a target that is no class, ignored rows that are no numbers."""
+    for sequence in (False, True):
+        for N in (0, 1):
+            x, w, y = problem(N, 64, 300, torch.bfloat16)
+            px, pw = in_parts(x, w, sequence=sequence)
+            loss = lowtide.linear_cross_entropy(px, pw, y, reduction="sum").to_local()
+            loss.backward()
+            assert (loss == 0) == (N == 0)
+            assert px.grad.full_tensor().isfinite().all()
+            assert pw.grad.full_tensor().any() == (N > 0)
+        x, w, y = problem(700, 64, 3001, torch.bfloat16)
+        x[0, 5], x[0, 6] = torch.nan, torch.inf
+        y[0, 5:7] = -100
+        px, pw = in_parts(x, w, sequence=sequence)
+        loss = lowtide.linear_cross_entropy(px, pw, y).to_local()
+        loss.backward()
+        assert loss.isfinite()
+        assert px.grad.full_tensor().isfinite().all()
+        assert pw.grad.full_tensor().isfinite().all()
+        assert not px.grad.full_tensor()[0, 5:7].any()
+        y[0, 9] = 3001
+        assert lowtide.linear_cross_entropy(px, pw, y).to_local().isnan()
 
 
 def no_host_waits() -> None:
@@ -95,7 +129,7 @@ def float16_and_others() -> None:
     compare(300, 104, 1003, torch.bfloat16, (1e-4, 6e-3, 6e-3), softcap=5.0, label_smoothing=0.1)
 
 
-CASES = named(bfloat16, no_host_waits, float16_and_others)
+CASES = named(bfloat16, edges, no_host_waits, float16_and_others)
 
 if __name__ == "__main__":
     main(CASES)

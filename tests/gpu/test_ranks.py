@@ -36,7 +36,7 @@ def test_cases_of_the_cpu(file: str, case: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", ["bfloat16", "no_host_waits", "float16_and_others"])
+@pytest.mark.parametrize("case", ["bfloat16", "edges", "no_host_waits", "float16_and_others"])
 def test_vocabulary_in_parts(case: str, ranks: int) -> None:
     if ranks > GPUS or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip(f"needs {ranks} GPUs of compute capability 9.0")

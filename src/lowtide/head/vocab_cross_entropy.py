@@ -7,6 +7,7 @@ gradient over the ranks runs while the weight's gradient is computed.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lowtide.head.schedules import (
 )
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
 from lowtide.head.stored import lacks_denominator, stored_gradients
-from lowtide.head.vocab_exp import ShardedExp
+from lowtide.head.vocab_exp import ELSEWHERE, ShardedExp
 from lowtide.head.vocab_parallel import Ranks
 from lowtide.head.vocab_products import add_products, chunk_buffer, chunks_of, plan_part
 
@@ -60,12 +61,18 @@ class ShardTerms(LossTerms):
 class _Rows:
     """What is known of the tokens before any product, as [groups, length] each; and what "mean" divides by."""
 
-    y: Tensor  # row of this rank's weight; V_r where the class is another rank's
-    here: Tensor  # whether it is
+    y: Tensor  # row of this rank's weight; V_r where the class is another rank's; see `ShardedExp` for exponentials
+    here: Tensor | None  # whether it is; None for exponentials
     kept: Tensor
     unit: Tensor  # the token's weight; 0 if ignored, NaN if its target is no class
     own: Tensor | None  # class weight
-    denominator: Tensor | None
+    total: Tensor | None  # of all class weights
+    counted: Tensor | None  # parts of what "mean" divides by; None for the other reductions
+
+    @cached_property
+    def denominator(self) -> Tensor | None:
+        """Return what "mean" divides by; None for the other reductions."""
+        return None if self.counted is None else self.counted.sum()
 
     def divided(self) -> Tensor:
         """Return each row's factor: its weight over the denominator, and 0 for ignored rows even where that is 0."""
@@ -84,16 +91,17 @@ class ShardedHead:
         call, wanted = Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
         with torch.no_grad(), undisturbed(call.input.device):
             job = call.job()
-            rows = _select(job, self.ranks)
             plan = _plan(job, self.ranks, call.options(), wanted)
+            rows = _select(job, self.ranks, plan)
             into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
-            factor = None
-            if any(wanted):
-                factor = rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
+
+            def factor() -> Tensor:
+                return rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
+
             if plan.backend == "exp":
-                numbers = self._exp(job, rows, plan).run(factor, into)
+                numbers = self._exp(job, rows, plan).run(factor if any(wanted) else None, into)
             else:
-                numbers = _run_chunks(job, rows, plan, self.ranks, factor, into, None)
+                numbers = _run_chunks(job, rows, plan, self.ranks, factor() if any(wanted) else None, into, None)
             loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
             loss = loss_N if call.reduction == "none" else loss_N.sum()
             loss = loss if rows.denominator is None else loss / rows.denominator
@@ -101,22 +109,28 @@ class ShardedHead:
                 into, call.input, call.linear_weight, job.wide, denominator=rows.denominator, input_factor_N=None
             )
             lse, miss = (numbers[i].reshape(-1) if keep_rows else loss.new_empty(0) for i in (1, 2))
+            if keep_rows and rows.own is not None and rows.total is not None:
+                miss = torch.cat((miss, rows.own.reshape(-1), rows.total[None]))
             return Stored(loss, *gradients, lse=lse, miss=miss)
 
     def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients from the upstream one, a scalar or [N], and what forward kept of each row."""
+        """Compute the gradients from the upstream one, a scalar or [N], and what forward kept of each row.
+
+        Behind the rows' misses it kept the class weights: what backward exchanges is what gradients are made of.
+        """
         *fields, upstream, lse, miss = args
         call, wanted = Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
         tokens = self.ranks.tokens
         with torch.no_grad(), undisturbed(call.input.device):
             job = call.job()
-            rows = _select(job, self.ranks)
             plan = _plan(job, self.ranks, call.options("recompute"), wanted)
+            tokens_here = lse.numel()
+            rows = _select(job, self.ranks, plan, miss[tokens_here:])
             into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
             given = upstream.to(job.wide)
             factor = rows.divided() * (tokens.arranged(given, 0) if given.dim() else given)
             factor = factor.where(rows.kept, 0)
-            known = torch.stack((lse, miss)).view(2, *rows.y.shape)
+            known = torch.stack((lse, miss[:tokens_here])).view(2, *rows.y.shape)
             if plan.backend == "exp":
                 self._exp(job, rows, plan).rebuild(factor, known[0], known[1], into)
             else:
@@ -124,14 +138,18 @@ class ShardedHead:
             return found_gradients(into, call.input, call.linear_weight, call.wide)
 
     def _exp(self, job: CrossEntropyJob, rows: _Rows, plan: HeadPlan) -> ShardedExp:
-        return ShardedExp(job, plan, self.ranks, rows.y, rows.kept, rows.own, _total_class_weight(job, self.ranks))
+        return ShardedExp(job, plan, self.ranks, rows.y, rows.kept, rows.own, rows.total)
 
 
-def _select(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
+def _select(job: CrossEntropyJob, ranks: Ranks, plan: HeadPlan, class_weights: Tensor | None = None) -> _Rows:
     """Look at the targets. All tokens are computed, on every device: how many chunks there are must not depend on them.
 
-    On the CPU a target that is no class is an error; elsewhere its token's loss and gradient are NaN.
+    On the CPU a target that is no class is an error; elsewhere its token's loss and gradient are NaN. The targets'
+    ``class_weights`` [groups * length + 1], with all classes' sum behind them, are exchanged where nobody kept them.
     """
+    q = job.terms.class_weight
+    if plan.backend == "exp" and q is None:
+        return _select_at_once(job, ranks)
     tokens, V, y_N = ranks.tokens, ranks.shard.vocab, job.target_N
     kept_N, is_class = y_N != job.ignore_index, (y_N >= 0) & (y_N < V)
     if y_N.device.type == "cpu":
@@ -139,27 +157,49 @@ def _select(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
     local_N, here_N = ranks.here(y_N.where(is_class, 0))
     unit_N = torch.ones_like(y_N, dtype=job.wide) if job.token_weight_N is None else job.token_weight_N
     unit_N = unit_N.where(is_class, torch.nan).where(kept_N, 0)
-    own_N = None
-    if job.terms.class_weight is not None:
-        held = torch.cat((job.terms.class_weight, job.terms.class_weight.new_zeros(1)))
-        own_N = ranks.sum_of(held[local_N])
-    denominator = None
-    if job.reduction == "mean":
-        counted = kept_N.to(job.wide) if own_N is None else own_N.where(kept_N, 0)
-        denominator = counted.sum() if job.num_items is None else job.num_items
+    kept = tokens.arranged(kept_N, 0)
+    own = total = None
+    if q is not None:
+        if class_weights is None:
+            here = tokens.arranged(torch.cat((q, q.new_zeros(1)))[local_N], 0)
+            class_weights = ranks.sum_of(torch.cat((here.reshape(-1), q.sum()[None])))
+        own, total = class_weights[:-1].view(kept.shape), class_weights[-1]
+    if plan.backend == "exp":
+        local_N = local_N.where(here_N, ELSEWHERE).where(kept_N, -1).int()
     return _Rows(
-        y=tokens.arranged(local_N, ranks.shard.rows),
+        y=tokens.arranged(local_N, -1 if plan.backend == "exp" else ranks.shard.rows),
         here=tokens.arranged(here_N, 0),
-        kept=tokens.arranged(kept_N, 0),
+        kept=kept,
         unit=tokens.arranged(unit_N, 0),
-        own=None if own_N is None else tokens.arranged(own_N, 0),
-        denominator=denominator,
+        own=own,
+        total=total,
+        counted=_counted(job, kept_N.to(job.wide) if own is None else own.where(kept, 0)),
     )
 
 
-def _total_class_weight(job: CrossEntropyJob, ranks: Ranks) -> Tensor | None:
-    q = job.terms.class_weight
-    return None if q is None else ranks.sum_of(q.sum())
+def _select_at_once(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
+    """The same by one kernel: what stands before the first GEMM stands in its way."""
+    from lowtide.head.kernels.select import select
+
+    shard, tokens = ranks.shard, ranks.tokens
+    of_shard = shard.first, shard.rows, ELSEWHERE
+    y_N, unit_N, counted = select(job.target_N, shard.vocab, job.ignore_index, job.token_weight_N, None, of_shard)
+    y_GL = tokens.arranged(y_N, -1)
+    return _Rows(
+        y=y_GL,
+        here=None,
+        kept=y_GL >= 0,
+        unit=tokens.arranged(unit_N, 0),
+        own=None,
+        total=None,
+        counted=_counted(job, counted),
+    )
+
+
+def _counted(job: CrossEntropyJob, counted: Tensor) -> Tensor | None:
+    if job.reduction != "mean":
+        return None
+    return counted if job.num_items is None else job.num_items
 
 
 def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Wanted) -> HeadPlan:
@@ -222,7 +262,7 @@ def _run_chunks(
     matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
     buffer = chunk_buffer(ranks, plan, job.input, V, job.wide)
     found = rows.unit.new_zeros(3, *rows.unit.shape)
-    q, total = job.terms.class_weight, _total_class_weight(job, ranks)
+    q, total = job.terms.class_weight, rows.total
     q_E = None if q is None else torch.cat((q, q.new_zeros(1)))
     begun = False
     for part in chunks_of(ranks, plan):
@@ -242,6 +282,7 @@ def _run_chunks(
         finish_logits_(z_CE[:, :V], job.bias_V, job.logit_scale, job.softcap, plan.columns)
         z_CE[:, V] = -torch.inf
         if known_2GL is None:
+            assert rows.here is not None
             loss_C, stats_2C = _exchange(z_CE, y_C, of_chunk(rows.here), terms, ranks, plan.columns)
             found[:, :, part] = torch.stack((loss_C, *stats_2C)).view(3, tokens.groups, -1)
         else:

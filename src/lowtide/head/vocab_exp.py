@@ -7,8 +7,9 @@ gradient begins to be added up over the ranks, and the weight's product runs bes
 the host, and none depends on numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lowtide.head.vocab_exchange import Reduced, Told
 from lowtide.head.vocab_parallel import Ranks
 from lowtide.head.vocab_products import chunks_of
 
-ELSEWHERE = 2**30  # a class of no tile
+ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class ShardedExp:
         job: The call, on this rank's weight.
         plan: Chunks and blocks, the same on every rank.
         ranks: The others.
-        y_GL: Row of this rank's weight, its number of rows or more where another rank has the class.
+        y_GL: int32: row of this rank's weight, `ELSEWHERE` where another rank has the class, -1 where ignored.
         kept_GL: Which tokens count.
         own_GL: Each token's class weight, or None.
         total: Sum of all class weights, or None.
@@ -85,36 +86,36 @@ class ShardedExp:
         self.head = ExpHead(job, Rows(index=None, kept=None, target=nothing, unit=nothing), plan)
         self.job, self.plan, self.ranks, self.tokens = job, plan, ranks, ranks.tokens
         self.thin, self.V, self.width = exp_shard, ranks.shard.vocab, job.weight_VD.shape[0]
-        self.y_GL = y_GL.where(y_GL < self.width, ELSEWHERE).where(kept_GL, -1).int()
-        self.kept_GL, self.own_GL = kept_GL, own_GL
+        self.y_GL, self.kept_GL, self.own_GL = y_GL, kept_GL, own_GL
         self.terms = replace(self.head.terms, total_class_weight=total)
         # where a share of smoothing is divided by the classes that are here, so that it is one of all
         self.shares = replace(self.terms, smoothing=self.terms.smoothing * self.width / self.V)
 
-    def run(self, factor_GL: Tensor | None, into: Gradients) -> Tensor:
+    def run(self, factor: Callable[[], Tensor] | None, into: Gradients) -> Tensor:
         """Return each row's loss, logsumexp and that minus the target's logit [3, groups, length].
 
         With a factor also the gradients: from the same E, or from one built once more, as the plan says.
 
         Args:
-            factor_GL: What each row's loss is multiplied with on its way to the gradients, or None.
+            factor: Makes what each row's loss is multiplied with on its way to the gradients, or None. It is called
+                when the first GEMM is under way: the host should not keep the device waiting.
             into: Takes the gradients.
         """
-        found = torch.zeros(3, *self.y_GL.shape, dtype=torch.float32, device=self.y_GL.device)
-        if factor_GL is not None and self.plan.schedule == "chunks":
-            _Products(self, factor_GL, into, found).run()
+        found = torch.empty(3, *self.y_GL.shape, dtype=torch.float32, device=self.y_GL.device)
+        if factor is not None and self.plan.schedule == "chunks":
+            _Products(self, factor, into, found).run()
             return found
         pieces = self._pieces(self.plan.sum_rows, self.plan.sum_rows)
         before: _Summed | None = None
         for taken in self._ahead(pieces):
-            summed = self.sum(taken, self.reports(taken.piece), None)
+            summed = self.sum(taken, found, None, None)
             if before is not None:
                 self.finish(before, found)
             before = summed
         if before is not None:
             self.finish(before, found)
-        if factor_GL is not None:
-            self.rebuild(factor_GL, found[1], found[2], into)
+        if factor is not None:
+            self.rebuild(factor(), found[1], found[2], into)
         return found
 
     def rebuild(self, factor_GL: Tensor, lse_GL: Tensor, miss_GL: Tensor, into: Gradients) -> None:
@@ -128,7 +129,7 @@ class ShardedExp:
             factor_C, lse_C, miss_C, y_C = self.of(piece, factor_GL, lse_GL, miss_GL, self.y_GL)
             own_C = None if self.own_GL is None else self.of(piece, self.own_GL)[0]
             scaled = None if into.weight_VD is None else torch.empty_like(x_CD).contiguous()
-            reports = self.reports(piece)
+            reports = self.reports(piece, None, None, None)
             reference_C, coefficient_C = torch.empty_like(lse_C), torch.empty_like(lse_C)
             row_C = torch.arange(len(y_C), dtype=torch.int32, device=y_C.device).where(y_C >= 0, -1)
             head.thin.prepare_rows(
@@ -151,7 +152,7 @@ class ShardedExp:
             if product is not None and into.input_ND is not None:
                 if under_way is not None:  # it had all of this chunk's products to run beside
                     under_way[0].write(into.input_ND, under_way[1])
-                self.finish_product(product, y_C, reports, factor_C)
+                self.finish_product(product, piece, reports, factor_C)
                 under_way = self.tokens.reduce(product), piece.part.start
             begun = True
         if under_way is not None and into.input_ND is not None:
@@ -224,7 +225,8 @@ class ShardedExp:
 
     def _target_logits(self, x_CD: Tensor, y_C: Tensor) -> Tensor:
         head, C = self.head, len(y_C)
-        number = torch.zeros(2 if self.terms.smoothing else 1, C, dtype=torch.float32, device=x_CD.device)
+        make = torch.empty if self.width else torch.zeros
+        number = make(2 if self.terms.smoothing else 1, C, dtype=torch.float32, device=x_CD.device)
         if self.width and C:
             nothing = torch.empty(max(1, C), dtype=torch.int32, device=x_CD.device)
             reports = head.thin.Reports(
@@ -241,24 +243,30 @@ class ShardedExp:
         """Return a piece's of each of these."""
         return [x[:, piece.part].reshape(-1).contiguous() for x in numbers_GL]  # a column reshapes to a strided view
 
-    def reports(self, piece: _Piece, s_C: Tensor | None = None) -> Any:
-        """Return memory for what is known of each of a piece's rows; ``s_C`` takes s."""
+    def reports(self, piece: _Piece, found: Tensor | None, logits: Tensor | None, s_C: Tensor | None) -> Any:
+        """Return memory for what is known of each of a piece's rows: of what is known already, that itself.
+
+        Args:
+            piece: The piece.
+            found: Takes losses, logsumexps and misses, where its rows lie there as here.
+            logits: The targets', and with smoothing the weighted sums of all.
+            s_C: Takes s.
+        """
         C, device = piece.at.stop - piece.at.start, self.y_GL.device
         number = torch.empty(7, C, dtype=torch.float32, device=device)
         integer = torch.zeros(2, max(1, C) + 1, dtype=torch.int32, device=device)
+        loss = number[:3] if found is None or self.tokens.groups > 1 else found[:, 0, piece.part]
+        logits = number[3:5] if logits is None else logits
         return self.head.thin.Reports(
-            loss=number[0], lse=number[1], miss=number[2], target_logit=number[3], uniform_logit=number[4],
+            loss=loss[0], lse=loss[1], miss=loss[2], target_logit=logits[0], uniform_logit=logits[-1],
             s=number[5] if s_C is None else s_C, rest=number[6], highest=integer[0], listed=integer[1, :-1],
             count=integer[1, -1:],
         )  # fmt: skip
 
-    def sum(self, taken: _Taken, reports: Any, e_CV: Tensor | None) -> _Summed:
+    def sum(self, taken: _Taken, found: Tensor, e_CV: Tensor | None, s_C: Tensor | None) -> _Summed:
         """Build a piece's E, or its sums alone, and begin to tell them."""
         head, x_CD, y_C = self.head, taken.x_CD, taken.y_C
-        logits = taken.targets.get().sum(0)
-        reports.target_logit.copy_(logits[0])
-        if self.terms.smoothing:
-            reports.uniform_logit.copy_(logits[1])
+        reports = self.reports(taken.piece, found, taken.targets.get().sum(0), s_C)
         told = torch.empty(2, len(y_C), dtype=torch.float32, device=x_CD.device)
         if self.width:
             sums = torch.empty(len(y_C), head.tiles, dtype=torch.float32, device=x_CD.device)
@@ -291,8 +299,9 @@ class ShardedExp:
             if e_CV is not None and not shifted:
                 sums = torch.empty(len(e_CV), self.head.tiles, dtype=torch.float32, device=e_CV.device)
                 self._shifted(taken, reports, sums, e_CV, find_highest=(False,))
-        losses = torch.stack((reports.loss, reports.lse, reports.miss))
-        found[:, :, part] = losses.view(3, self.tokens.groups, part.stop - part.start)
+        if self.tokens.groups > 1:
+            losses = torch.stack((reports.loss, reports.lse, reports.miss))
+            found[:, :, part] = losses.view(3, self.tokens.groups, part.stop - part.start)
 
     def _shifted(
         self, taken: _Taken, reports: Any, sums: Tensor, e_CV: Tensor | None, find_highest: tuple[bool, ...]
@@ -304,15 +313,20 @@ class ShardedExp:
             find_highest=find_highest,
         )  # fmt: skip
 
-    def finish_product(self, product: Tensor, y_C: Tensor, reports: Any, factor_C: Tensor) -> None:
+    def finish_product(self, product: Tensor, piece: _Piece, reports: Any, factor_C: Tensor) -> None:
         """Turn ``E W`` [C, D], float32, into this rank's part of the hidden states' gradient."""
         if not self.width:
             product.zero_()
             return
-        own_row = y_C.where(y_C < self.width, 0)  # where the rest is 0
+        (row_C,) = self.of(piece, self._row_GL)
         self.head.thin.finish_input_grad(
-            product, product, self.head.weight_VD, own_row, reports.s, reports.rest, factor_C, self.shares
+            product, product, self.head.weight_VD, row_C, reports.s, reports.rest, factor_C, self.shares
         )
+
+    @cached_property
+    def _row_GL(self) -> Tensor:
+        """Rows of this rank's weight, any where the class is another rank's: nothing is added of them there."""
+        return self.y_GL.where(self.y_GL < self.width, 0)
 
     def begin(self, factor_GL: Tensor, into: Gradients, pieces: list[_Piece]) -> bool:
         """Put smoothing's part, the same for every row of logits, into the weight's and the bias's gradient.
@@ -334,8 +348,8 @@ class ShardedExp:
 class _Products:
     """The gradients from the E that the sums are taken of: three GEMMs a chunk."""
 
-    def __init__(self, exp: ShardedExp, factor_GL: Tensor, into: Gradients, found: Tensor) -> None:
-        self.exp, self.factor_GL, self.into, self.found = exp, factor_GL, into, found
+    def __init__(self, exp: ShardedExp, factor: Callable[[], Tensor], into: Gradients, found: Tensor) -> None:
+        self.exp, self._factor, self.into, self.found = exp, factor, into, found
         self.pieces = exp._pieces(exp.plan.chunk_rows, exp.plan.product_rows)
         self.e_buffer = exp._e_buffer(self.pieces, exp.width)
         rows, D = len(self.e_buffer), exp.job.weight_VD.shape[1]
@@ -345,16 +359,22 @@ class _Products:
         self.product = None if into.input_ND is None else self.s_C.new_empty(rows, D)
         self.open: list[_Piece] = []
 
+    @cached_property
+    def factor_GL(self) -> Tensor:
+        """What each row's loss is multiplied with."""
+        return self._factor()
+
     def run(self) -> None:
         """Go through all pieces: each is finished when the next one's E is built, or its chunk ends."""
         exp = self.exp
-        self.begun = exp.begin(self.factor_GL, self.into, self.pieces)
+        self.begun = exp.terms.smoothing != 0 and exp.begin(self.factor_GL, self.into, self.pieces)
         before: _Summed | None = None
         for taken in exp._ahead(self.pieces):
             if before is not None and taken.piece.opens:
                 self._finish(before)
                 before = None
-            summed = exp.sum(taken, exp.reports(taken.piece, self.s_C[taken.piece.at]), self._e(taken.piece.at))
+            rows = taken.piece.at
+            summed = exp.sum(taken, self.found, self._e(rows), self.s_C[rows])
             if before is not None:
                 self._finish(before)
             before = summed
@@ -373,7 +393,7 @@ class _Products:
             product = self.product[piece.at]
             if e_CV is not None:
                 matmul_into(e_CV, exp.head.weight_VD, product, add=False)
-            exp.finish_product(product, taken.y_C, summed.reports, factor_C)
+            exp.finish_product(product, piece, summed.reports, factor_C)
         self.open.append(piece)
         if piece.closes:
             self._close(piece.at.stop)

@@ -85,11 +85,13 @@ class SpreadTokens:
 
     def begin_rows(self, input: Tensor, part: slice, dtype: torch.dtype) -> Told:
         """Begin to gather the hidden states of a chunk [C, D]."""
-        D = input.shape[-1]
-        mine = input.new_zeros(part.stop - part.start, D, dtype=dtype)
-        held = slice(part.start, min(part.stop, math.prod(input.shape[:-1])))
-        if held.start < held.stop:
-            mine[: held.stop - held.start] = take_rows(input, None, held, dtype)
+        D, here = input.shape[-1], math.prod(input.shape[:-1])
+        if part.stop <= here:
+            mine = take_rows(input, None, part, dtype)
+        else:
+            mine = input.new_zeros(part.stop - part.start, D, dtype=dtype)
+            if part.start < here:
+                mine[: here - part.start] = take_rows(input, None, slice(part.start, here), dtype)
         told = exchange.begin_gather(mine, self._group)
         return told._replace(value=told.value.view(-1, D))
 

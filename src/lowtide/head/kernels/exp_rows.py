@@ -18,22 +18,17 @@ from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p, tanh
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
+from lowtide.head.kernels.exp_terms import (
+    dot,
+    out_of_range,
+    row_gradient,
+    row_loss,
+    row_weights,
+    scaled_row,
+    sum_of_tiles,
+    zero_row,
+)
 from lowtide.head.kernels.launch import Launcher
-
-MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
-LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, likewise
-TO_BLAME = tl.constexpr(2.0**8)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def dot(x_ptr, w_ptr, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Two rows of length D, in float32."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for d in range(0, D, BLOCK):
-        at = d + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
-        total += x * tl.load(w_ptr + at, mask=at < D, other=0.0).to(tl.float32)
-    return tl.sum(total, 0)
 
 
 @Launcher
@@ -70,87 +65,6 @@ def _target_logits(  # type: ignore[no-untyped-def]
             if SCALE:
                 z *= tl.load(scale_ptr)
             tl.store(uniform_logit_ptr + i, z)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """((1 - a) q_y, a Q / V + 2 u lse, their sum k): what multiplies the target's share and the whole softmax.
-
-    Where the two cancel, k is a small number in place of 0: the row's gradient is divided by it, and multiplied again.
-    """
-    own = 1.0 - smoothing
-    spread = smoothing
-    if CLASS_WEIGHT:
-        own *= tl.load(q_ptr + y)
-        spread *= tl.load(total_ptr) / V
-    spread += 2.0 * z_loss * lse
-    k = own + spread
-    return own, spread, tl.where((k == 0.0) & (own != 0.0), own * 2.0**-24, k)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def row_loss(  # type: ignore[no-untyped-def]
-    i, own, miss, lse, uniform_logit_ptr, total_ptr, V, smoothing, z_loss, SMOOTH: tl.constexpr,
-    CLASS_WEIGHT: tl.constexpr,
-):  # fmt: skip
-    """The loss, from what `row_weights` calls own, lse - t and lse."""
-    loss = tl.where(own == 0.0, 0.0, own * miss) + z_loss * lse * lse
-    if SMOOTH:
-        total = 1.0 * V
-        if CLASS_WEIGHT:
-            total = tl.load(total_ptr)
-        loss += smoothing / V * (total * lse - tl.load(uniform_logit_ptr + i))
-    return loss
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def row_gradient(  # type: ignore[no-untyped-def]
-    i, kept, t, r, e, own, spread, k, g_ptr, scale_ptr, cap, SCALE: tl.constexpr, CAP: tl.constexpr
-):  # fmt: skip
-    """(s, the coefficient at the target, whether s is small beyond use, with the sum to blame)."""
-    weight = tl.load(g_ptr + i) * k
-    if SCALE:
-        weight *= tl.load(scale_ptr)
-    s = tl.where(kept & (k != 0.0), weight / (r + e), 0.0)
-    lost = (r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0)
-    c = tl.where(k == 0.0, 0.0, (spread * e - own * r) / k)
-    if CAP:
-        c *= 1.0 - (t / cap) * (t / cap)
-    return s, c, lost
-
-
-@triton.jit
-def out_of_range(r, t):  # type: ignore[no-untyped-def]
-    """Whether a sum relative to t left the range in which all of this is safe."""
-    return ~(r <= MOST) | ~(tl.abs(t) < float("inf"))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def zero_row(row_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write zeros: an ignored row whose logits are no numbers."""
-    for v in range(0, V, BLOCK):
-        at = v + tl.arange(0, BLOCK)
-        tl.store(row_ptr + at, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=at < V)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's sum from what its tiles left."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for p in range(0, P, BLOCK):
-        at = p + tl.arange(0, BLOCK)
-        sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
-    return tl.sum(sums, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write s x, and 0 where s is 0, whatever x holds."""
-    for d in range(0, D, BLOCK):
-        at = d + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
-        x = tl.where(s == 0.0, 0.0, x * s)
-        tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
 
 
 @Launcher

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
-from lowtide.head.kernels.exp_rows import (
-    Reports,
-    RowTerms,
-    block_of,
+from lowtide.head.kernels.exp_rows import Reports, RowTerms, block_of
+from lowtide.head.kernels.exp_terms import (
     out_of_range,
     row_gradient,
     row_loss,

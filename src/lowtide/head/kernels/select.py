@@ -11,10 +11,10 @@ BLOCK = 1024
 
 
 @Launcher
-@triton.jit(do_not_specialize=["N", "ignore_index"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["N", "ignore_index", "first", "width"])  # type: ignore[untyped-decorator]
 def _select(  # type: ignore[no-untyped-def]
-    target_ptr, token_weight_ptr, class_weight_ptr, y_ptr, unit_ptr, counted_ptr, N, V, ignore_index,
-    TOKEN_WEIGHT: tl.constexpr, CLASS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    target_ptr, token_weight_ptr, class_weight_ptr, y_ptr, unit_ptr, counted_ptr, N, V, ignore_index, first, width,
+    elsewhere, TOKEN_WEIGHT: tl.constexpr, CLASS_WEIGHT: tl.constexpr, SHARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
@@ -29,13 +29,21 @@ def _select(  # type: ignore[no-untyped-def]
     counted = tl.full((BLOCK,), 1.0, tl.float32)
     if CLASS_WEIGHT:
         counted = tl.load(class_weight_ptr + y)
+    if SHARD:
+        y -= first
+        y = tl.where((y >= 0) & (y < width), y, elsewhere)
     tl.store(y_ptr + i, tl.where(kept, y, -1).to(tl.int32), mask=inside)
     tl.store(unit_ptr + i, tl.where(kept, unit, 0.0), mask=inside)
     tl.store(counted_ptr + tl.program_id(0), tl.sum(tl.where(kept, counted, 0.0), 0))
 
 
 def select(
-    target_N: Tensor, V: int, ignore_index: int, token_weight_N: Tensor | None, class_weight_V: Tensor | None
+    target_N: Tensor,
+    V: int,
+    ignore_index: int,
+    token_weight_N: Tensor | None,
+    class_weight_V: Tensor | None,
+    shard: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return classes, what each token counts, and the parts of the mean's denominator.
 
@@ -45,10 +53,13 @@ def select(
         ignore_index: Tokens with this target count for nothing.
         token_weight_N: float32, or None for 1.
         class_weight_V: float32, or None for 1.
+        shard: Where the vocabulary is sharded: this rank's first class, how many it has, and what stands in the place
+            of the others. Classes are then counted from its first one.
 
     Returns:
-        tuple[Tensor, Tensor, Tensor]: int32 [N], -1 for ignored tokens, 0 for those whose target is no class; float32
-        [N], the token's weight, 0 if ignored, NaN if its target is no class; float32, sums of kept class weights.
+        tuple[Tensor, Tensor, Tensor]: int32 [N], -1 for ignored tokens, class 0 for those whose target is no class;
+        float32 [N], the token's weight, 0 if ignored, NaN if its target is no class; float32, sums of kept class
+        weights.
     """
     N = target_N.numel()
     blocks = triton.cdiv(N, BLOCK)
@@ -58,6 +69,7 @@ def select(
         _select[(blocks,)](
             target_N, target_N if token_weight_N is None else token_weight_N,
             target_N if class_weight_V is None else class_weight_V, y_N, floats, floats[N:], N, V, ignore_index,
-            TOKEN_WEIGHT=token_weight_N is not None, CLASS_WEIGHT=class_weight_V is not None, BLOCK=BLOCK,
+            *(shard or (0, 0, 0)), TOKEN_WEIGHT=token_weight_N is not None, CLASS_WEIGHT=class_weight_V is not None,
+            SHARD=shard is not None, BLOCK=BLOCK,
         )  # fmt: skip
     return y_N, floats[:N], floats[N:]

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p, tanh
-from lowtide.head.kernels.exp_rows import block_of, dot, scaled_row
+from lowtide.head.kernels.exp_rows import block_of
+from lowtide.head.kernels.exp_terms import dot, scaled_row
 from lowtide.head.kernels.launch import Launcher
 from lowtide.head.kernels.stats_logits import FLOOR
 
