@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -307,3 +309,10 @@ def test_two_models_that_share_a_head(build, batch):
     lowtide.patch(one)
     assert "another patched model" in str(lowtide.patch(two))
     assert two(**batch).loss.isfinite()
+    lowtide.unpatch(two)
+    report = lowtide.patch(one)
+    one(**batch)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+    del one, report
+    gc.collect()
+    assert lowtide.patch(two).parts["loss"].patched  # nobody else's any more

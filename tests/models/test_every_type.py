@@ -106,7 +106,7 @@ def test_logits_read_after_the_loss_are_compared(monkeypatch):
     from lowtide.models.head_call import HeadCall
 
     stock = HeadCall.logits
-    monkeypatch.setattr(HeadCall, "logits", lambda self, *args: stock(self, *args) + 0.01)
+    monkeypatch.setattr(HeadCall, "logits", lambda self, *args, **kwargs: stock(self, *args, **kwargs) + 0.01)
     told = check("causal", "gpt2")
     assert told["status"] == DIFFERENT
     assert "logits read after the loss differ" in told["why"]

@@ -1,10 +1,12 @@
 """Patching is per instance, idempotent and reversible, survives what is done to models, and says what it did."""
 
 import copy
+import gc
 import io
 import json
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -312,6 +314,24 @@ def test_moves_modes_and_threads(build, batch):
     for thread in threads:
         thread.join()
     assert results == [torch.Tensor, torch.Tensor]
+
+
+def test_a_patched_model_goes_when_it_is_let_go(build, batch):
+    """Without the garbage collector, which may be minutes away from freeing a GPU."""
+    lowtide.patch(build("llama"))  # classes and probes that are made once
+    model = build("llama")
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        lowtide.patch(model)
+        outputs = model(**batch)
+        outputs.loss.backward()
+        outputs.logits.sum()
+        del model, outputs
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_forward_that_fails_leaves_no_trace(build, batch):

@@ -362,6 +362,16 @@ def test_prompts_are_fused(config, both, batch, assert_same_gradients):
     assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
 
 
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+def test_adaption_prompts_keep_the_forward_that_they_found(order, both, batch, assert_same_gradients):
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
+    model, stock, report = both(config, order=order)
+    compare(model, stock, batch, assert_same_gradients)
+    assert (report.calls_fused, report.calls_materialised) == (int(order == "patch first"), 0)
+    assert report.parts["loss"].patched == (order == "patch first")
+    assert ("AdaptionPromptModel around the model keeps the forward" in str(report)) == (order == "peft first")
+
+
 def test_other_parts_of_a_peft_model(both, batch, assert_same_gradients):
     model, stock, report = both(lora(target_modules=["q_proj", "v_proj"], modules_to_save=["norm"]), name="qwen3")
     assert all(report.parts[part].patched for part in ("mlp", "norm", "rope"))
@@ -624,6 +634,21 @@ def test_checkpoints_of_peft_are_stock(order, kind, both, build, batch, tmp_path
     merged.save_pretrained(tmp_path / "merged")
     again = type(build("llama")).from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(again(**batch).loss, expected(**batch).loss)
+
+
+@pytest.mark.parametrize("way", ["merge_and_unload", "unload"])
+@pytest.mark.parametrize("undo", [True, False])
+def test_taken_off_before_it_ran(undo, way, both, batch, assert_same_gradients):
+    """peft copies the patched head into modules_to_save, and hands the copy out."""
+    model, stock, report = both(HEADS["saved"], order="patch first")
+    model, stock = (getattr(m, way)() for m in (model, stock))
+    for m in (model, stock):
+        m.requires_grad_(True)
+    if undo:
+        lowtide.unpatch(model)
+        assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in stock.named_modules()}
+    compare(model, stock, batch, assert_same_gradients)
+    assert (report.calls_fused, report.calls_materialised) == (int(not undo), 0), str(report)
 
 
 @pytest.mark.parametrize("kind", ["all", "saved"])

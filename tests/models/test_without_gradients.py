@@ -17,7 +17,6 @@ WITHOUT = {
     "inference_mode": (torch.inference_mode, lambda z: z),
     "detach": (contextlib.nullcontext, lambda z: z.detach()),
     "torch.detach": (contextlib.nullcontext, torch.detach),
-    "detach and clone": (contextlib.nullcontext, lambda z: z.detach().clone()),
 }
 METRICS = {
     "highest class": lambda z, y: z.argmax(-1),
@@ -106,6 +105,21 @@ def test_detached_logits_share_their_memory(pair, batch):
     assert isinstance(results[0][1], LazyLogits)
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_copy_outlasts_the_weights(pair, batch):
+    model, stock = pair("llama")
+    lowtide.patch(model, mlp=False)
+    expected = stock(**batch).logits.detach()
+    for keep in (lambda z: z.clone(), lambda z: z.detach().clone()):
+        model.load_state_dict(stock.state_dict())
+        outputs = model(**batch)
+        detached, kept = outputs.logits[:, 1:].double().detach(), keep(outputs.logits)
+        outputs.loss.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        assert torch.equal(kept, expected)
+        with pytest.raises(lowtide.errors.UnsupportedError, match=r"read outputs\.logits before"):
+            detached.argmax(-1)
 
 
 def test_a_hook_beside_a_metric_works(pair, batch):

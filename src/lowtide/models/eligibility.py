@@ -22,10 +22,13 @@ LINEAR_FORWARD = nn.Linear.forward
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def why_not_patch_model(model: nn.Module) -> str | None:
-    """Return why the class of ``model`` cannot be given lazy logits."""
+def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:
+    """Return why the class of ``model`` cannot be given lazy logits; ``outer`` is it, or what wraps it."""
     if "forward" in vars(model):
         return "the model's forward was replaced on the instance"
+    for module in outer.modules():  # peft's adaption prompts
+        if getattr(vars(module).get("forward"), "__self__", None) is model:
+            return f"a {type(module).__name__} around the model keeps the forward that it had: patch first, wrap then"
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     if not takes_any and not any(parameter.name in LABELS for parameter in parameters):

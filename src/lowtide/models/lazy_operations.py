@@ -121,6 +121,9 @@ def _contiguous(input: "LazyLogits") -> Any:
 
 
 def _clone(input: "LazyLogits") -> Any:
+    """DDP's, inside a node of its own. Any other is a copy that is to outlast what the logits are computed from."""
+    if torch.is_grad_enabled() or not input.requires_grad:
+        return NotImplemented
     return input.then(Step(Tensor.clone), _alike(input))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -47,6 +48,9 @@ class _Patch:
         self.why_not: str | None = None
         self.gathered: Gathered | None = None  # between the head's lazy logits and the loss
 
+
+# Whose each head with a class of ours is. A copy of one is in nobody's hands until a model finds it as its own.
+_owners: WeakKeyDictionary[nn.Module, ref[_Patch]] = WeakKeyDictionary()
 
 # The patch of the model whose forward is running with labels; each thread sees its own.
 _awaiting_loss: ContextVar[_Patch | None] = ContextVar("lowtide_awaiting_loss", default=None)
@@ -115,7 +119,7 @@ def patch(
     state: _Patch = vars(target).get(_STATE) or _Patch(PatchReport(), options)
     state.options = options
     if loss:
-        _patch_loss(target, state)
+        _patch_loss(target, state, model)
     else:
         _unpatch_loss(target, state)
         state.report.add("loss", "-", "left as it is: loss=False", patched=False)
@@ -161,12 +165,12 @@ def unpatch(model: nn.Module) -> None:
     del vars(target)[_STATE]
 
 
-def _patch_loss(target: Any, state: _Patch) -> None:
+def _patch_loss(target: Any, state: _Patch, outer: nn.Module) -> None:
     if part_of(target) is not None:
         if is_on_top(target):
             _adopt_head(target, state)  # it may have got adapters since, or lost them
         return
-    why_not = why_not_patch_model(target)
+    why_not = why_not_patch_model(target, outer)
     if why_not is not None:
         state.report.add("loss", "-", f"left as it is: {why_not}", patched=False)
         return
@@ -175,13 +179,20 @@ def _patch_loss(target: Any, state: _Patch) -> None:
 
 
 def _unpatch_loss(target: Any, state: _Patch) -> None:
-    saved = [module for module in saved_layers(target.get_output_embeddings()) if module not in state.heads]
-    patched = [module for module in (target, *state.heads, *saved) if part_of(module) == _LOSS]
+    outer = target.get_output_embeddings()
+    heads = {module: None for module in (*state.heads, outer, *saved_layers(outer)) if _is_free(module, state)}
+    patched = [module for module in (target, *heads) if part_of(module) is not None]
     for module in patched:
         check_nothing_on_top(module)
     for module in patched:
         take_class_back(module)
     state.heads, state.head, state.why_not = [], None, None
+
+
+def _is_free(head: nn.Module | None, state: _Patch) -> bool:
+    """Whether a head has a class of ours, and not for another patched model."""
+    owner = None if head is None or part_of(head) != _LOSS else _owners.get(head, lambda: None)
+    return owner is not None and owner() in (None, state)
 
 
 def _unwrapped(model: Any) -> Any:
@@ -211,8 +222,10 @@ def _adopt_head(model: Any, state: _Patch) -> None:
     for module in state.heads:
         if is_on_top(module) and module not in saved:
             take_class_back(module)
-    state.heads = [module for module in saved if part_of(module) == _LOSS]
+    state.heads = [module for module in saved if _is_free(module, state)]
     known = head in state.heads
+    if not known and _is_free(head, state) and is_on_top(head):  # a copy, by itself since its wrapper was taken off
+        take_class_back(head)
     state.head = None
     state.why_not = None if known else why_not_patch_head(head, why_not_linear(head))
     name = "-" if head is None else module_name(model, head)
@@ -221,6 +234,7 @@ def _adopt_head(model: Any, state: _Patch) -> None:
         if not known:
             state.heads.append(head)
             give_class(head, _LOSS, _head_overrides)
+        _owners[head] = ref(state)
     outcome = f"{_FUSED}{with_what(head)}" if state.why_not is None else f"left as it is: {state.why_not}"
     state.report.add("loss", name, outcome, patched=state.why_not is None)
 
