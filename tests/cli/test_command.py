@@ -60,6 +60,7 @@ def test_help_has_every_setting_its_default_and_examples(capsys: pytest.CaptureF
             default = " ".join(field.default) if isinstance(field.default, tuple) else field.default
             assert f"(default: {default})" in out
     assert "lowtide train --resume --output my-run" in out
+    assert "--no-patch trains the stock model" in out  # what the option does, not what its field means
     assert all(name in out for name in SHAPES)
 
 

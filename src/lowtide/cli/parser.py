@@ -22,7 +22,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; a command that wants a further word and got none shows what there is, with status 2."""
-        if self._subparsers is not None and not (sys.argv[1:] if args is None else args):
+        wanted = any(isinstance(each, argparse._SubParsersAction) and each.required for each in self._actions)
+        if wanted and not (sys.argv[1:] if args is None else args):
             self.print_help(sys.stderr)
             raise SystemExit(2)
         return super().parse_known_args(args, namespace)
@@ -44,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
     """Add an option for each field of a dataclass, its help and default taken from the field.
 
     The namespace gets the options that were given and no others, so that the dataclass alone has the defaults. A flag
-    that is on by default becomes ``--no-NAME``.
+    that is on by default becomes ``--no-NAME``; of a help "does this; --no-NAME does that" the option has the end.
 
     Args:
         parser: where to.
@@ -64,7 +65,9 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if kind is bool:
             action = "store_false" if field.default else "store_true"
-            parser.add_argument(flag.replace("--", "--no-") if field.default else flag, action=action, **options)
+            flag = flag.replace("--", "--no-") if field.default else flag
+            options["help"] = text.partition(f"; {flag} ")[2] or text
+            parser.add_argument(flag, action=action, **options)
             continue
         if field.default not in (None, ()):
             shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
