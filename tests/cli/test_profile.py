@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from lowtide.bench.ways import Way
 from lowtide.cli import main
@@ -332,7 +331,7 @@ def test_the_share_of_a_known_gpus_peak() -> None:
 
 
 def test_peaks_and_phases_are_named_in_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
+    Figure = pytest.importorskip("matplotlib.figure").Figure
     texts: list[str] = []
     save = Figure.savefig
 

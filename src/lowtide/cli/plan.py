@@ -14,6 +14,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.measure import parse_gib
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS
+from lowtide.memory.planner.shapes import read_settings, read_shape, with_layers
 from lowtide.train.config import TrainConfig
 from lowtide.train.shapes import DEFAULT, SHAPES
 
@@ -80,6 +81,7 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     add("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: adamw, fused)")
     add("--grad-accum", default=1, type=int, metavar="N", help="backward passes a step; gradients stay (default: 1)")
+    add("--lora", type=int, metavar="RANK", help="train adapters of this rank on every linear layer but the last alone")
     add("--layers", type=int, metavar="N", help="plan for so many layers instead of the model's")
     add("--workspace-mib", type=float, metavar="X", help="the loss's workspace, as in HeadOptions (default: chosen)")
     add(
@@ -117,6 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
         autocast=arguments.autocast,
         keep_gradients=arguments.grad_accum > 1,
         offload_states=arguments.offload_states,
+        adapters=_adapters(settings, arguments),
         options=None if arguments.workspace_mib is None else HeadOptions(workspace_mib=arguments.workspace_mib),
     )
     told = plan.to_dict()
@@ -144,10 +147,20 @@ def main(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _adapters(settings: dict[str, Any], arguments: argparse.Namespace) -> int | None:
+    """Return how many numbers the adapters of ``--lora`` have, None without it."""
+    if arguments.lora is None:
+        return None
+    if arguments.lora < 1:
+        raise ArgumentValueError(message("lora", "a rank of at least 1", str(arguments.lora)))
+    if arguments.check:
+        hint = "lowtide profile --lora and lowtide bench longest --train lora run such steps."
+        raise ArgumentValueError(message("check", "no --lora beside it", f"--lora {arguments.lora}", hint))
+    return read_shape(settings).adapter_params(arguments.lora)
+
+
 def _settings(name: str, layers: int | None) -> dict[str, Any]:
     """Return the config of a ``--model``, with another number of layers where asked for."""
-    from lowtide.memory.planner.shapes import read_settings, with_layers
-
     if name == DEFAULT:
         settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})
     elif name in SHAPES:

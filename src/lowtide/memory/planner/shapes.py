@@ -144,6 +144,12 @@ class ModelShape:
         """Return all parameters."""
         return self.layers * self.layer_params + self.vocab_params * (1 if self.tied else 2) + self.hidden
 
+    def adapter_params(self, rank: int) -> int:
+        """Return the numbers of LoRA adapters of a rank on every product of every layer but experts'."""
+        attention = [self.query_width, self.kv_width, self.kv_width, self.query_width]
+        mlp = [] if self.experts else [self.intermediate] * 3
+        return self.layers * rank * sum(self.hidden + width for width in attention + mlp)
+
     def token_mlp_width(self) -> int:
         """Return the MLP width that one token passes through."""
         return self.intermediate * max(1, self.experts_per_token)
@@ -348,7 +354,7 @@ def _compare(shape: ModelShape, model: nn.Module) -> None:
     """Refuse a model whose parameters are not those that its config was read to have."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
-        hint = "Frozen parameters and adapters are not planned for."
+        hint = "Of a model with adapters give the config, and how many numbers they have as adapters=."
         raise ArgumentValueError(message("model_or_config", "all parameters trained", f"{frozen[0]} frozen", hint))
     found = sum(parameter.numel() for parameter in model.parameters())
     if found != shape.params:
