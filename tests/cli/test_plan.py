@@ -140,6 +140,14 @@ def test_it_needs_no_transformers() -> None:
     assert "apply_policy(model" in ended.stdout
 
 
+def test_adapters_by_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["plan", "--model", "llama-3-8b", "--seq-len", "4096", "--gpu", "h100", "--lora-rank"]
+    assert main([*run, "16"]) == 0
+    assert "41,943,040 numbers of adapters are trained" in capsys.readouterr().out, "as peft counts them"
+    assert main([*run, "0"]) == 2
+    assert "lowtide plan: rank: expected at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--json", "--png"])
 def test_a_file_that_cannot_be_is_said_before_anything_runs(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--check", option, "/nowhere/at/all"]) == 2

@@ -9,6 +9,7 @@ import torch
 
 from lowtide.bench.longest_way import ON_GPU, measure
 from lowtide.measure import run_child
+from lowtide.measure.child import allocator_setting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -32,6 +33,8 @@ def test_a_step_is_the_same_by_each_way(train: str) -> None:
             continue
         assert "failed" not in row, (way, row)
         assert row["losses"] == pytest.approx(stock["losses"], rel=5e-3), way
+        assert row["reserved_gib"] >= row["peak_gib"]
+        assert row["allocator"] == allocator_setting()
     if train == "full":  # one layer of parameters at a time, beside the vocabulary
         assert stock["peak_gib"] < 2 * 2 * 6 * 61e6 / 2**30 + 2.5
 

@@ -206,7 +206,7 @@ return found;
 
 
 @in_browser
-@pytest.mark.parametrize("width", [1240, 700])
+@pytest.mark.parametrize("width", [1240, 700, 400])
 def test_the_page_works_in_a_browser(width: int, tmp_path: Path) -> None:
     assert BROWSER is not None
     page, _ = write(tmp_path, WHOLE)
@@ -234,6 +234,16 @@ def test_the_page_works_in_a_browser(width: int, tmp_path: Path) -> None:
     assert (found["injected"], found["nan"], found["paths"]) == (0, None, 0)
     assert found["outside"] == []
     assert found["overlaps"] == []
+
+
+@in_browser
+def test_layers_too_many_for_their_numbers_are_named_together(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    page, _ = write(tmp_path, profile(row("stock", "stock", 9.0, 1200, layers=40), row("few", "lowtide", 9.0, 1200)))
+    script = 'return [...document.querySelectorAll("#timeline svg text.small")].map((text) => text.textContent);'
+    found = run_page(BROWSER, page, script, tmp_path)
+    assert found[:2] == ["forward of layers 0 to 39", "backward of layers 39 to 0"]
+    assert set(found[2:]) == {"0", "1", "2", "3"}
 
 
 @in_browser

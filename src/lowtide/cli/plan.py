@@ -15,6 +15,7 @@ from lowtide.measure import parse_gib
 from lowtide.memory.planner.adapters import PROJECTIONS, Adapters
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS
+from lowtide.memory.planner.shapes import read_settings, with_layers
 from lowtide.train.config import TrainConfig
 from lowtide.train.shapes import DEFAULT, SHAPES
 
@@ -181,8 +182,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _settings(name: str, layers: int | None) -> dict[str, Any]:
     """Return the config of a ``--model``, with another number of layers where asked for."""
-    from lowtide.memory.planner.shapes import read_settings, with_layers
-
     if name == DEFAULT:
         settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})
     elif name in SHAPES:

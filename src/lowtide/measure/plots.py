@@ -46,6 +46,17 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Named:
+    """A point with a name to be written beside it, in a colour and a size."""
+
+    name: str
+    x: float
+    y: float
+    color: str
+    size: int
+
+
+@dataclass(frozen=True)
 class Panel:
     """Lines over one axis of sizes, and whether their values are on a logarithmic scale."""
 
@@ -180,7 +191,8 @@ def draw_front(
     _set_ticks(share.yaxis, shares)
     share.set_ylabel("share of the limit")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    _label(figure, axes, [(p, _OWN if p.own else _OTHERS, 9) for p in points] + [(p, _OWN, 7) for p in front])
+    every = [Named(p.name, p.mib, p.ms, _OWN if p.own else _OTHERS, 9) for p in points]
+    name_points(figure, axes, every + [Named(p.name, p.mib, p.ms, _OWN, 7) for p in front])
     figure.savefig(file, dpi=150, format="png")
 
 
@@ -229,8 +241,9 @@ def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point
     axes.set_ylabel("time of a step, s")
     axes.margins(0.12)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    named = [(p, _OWN, 7) for p in line if p.name]
-    _label(figure, axes, [*([(chosen, _OTHERS, 9)] if chosen.name else []), *named], beside=line)
+    named = [Named(chosen.name, chosen.mib, chosen.ms, _OTHERS, 9)] if chosen.name else []
+    named += [Named(p.name, p.mib, p.ms, _OWN, 7) for p in line if p.name]
+    name_points(figure, axes, named, beside=[(p.mib, p.ms) for p in line])
     figure.savefig(file, dpi=150, format="png")
 
 
@@ -272,34 +285,32 @@ def _locator(ticks: Sequence[float]) -> Any:
     return FixedLocator(ticks)
 
 
-def _label(figure: Any, axes: Any, labels: Sequence[tuple[Point, str, int]], *, beside: Sequence[Point] = ()) -> None:
+def name_points(
+    figure: Any, axes: Any, named: Sequence[Named], *, beside: Sequence[tuple[float, float]] = (), **style: Any
+) -> None:
     """Write each point's name beside it, in the first place where it covers no point, other name or edge.
 
     Args:
         figure: Where.
         axes: The part of it.
-        labels: Points with their names' colours and sizes, the first ones first.
-        beside: Points without a name.
+        named: The points, the first ones first.
+        beside: Places of points without a name.
+        style: Of all texts, as matplotlib has it.
     """
     figure.draw_without_rendering()  # fixes the layout, so that places in pixels are known
     renderer = figure.canvas.get_renderer()
     edges = axes.get_window_extent(renderer)
     taken = [(edges.x1, edges.y0, edges.x1 + edges.width, edges.y1)]  # what lies right of the axes
-    for point in (*beside, *(point for point, _, _ in labels)):
-        x, y = axes.transData.transform((point.mib, point.ms))
+    for place in (*beside, *((point.x, point.y) for point in named)):
+        x, y = axes.transData.transform(place)
         taken.append((x - 5, y - 5, x + 5, y + 5))
-    for point, color, size in labels:
+    for point in named:
         for i, (dx, dy) in enumerate(_PLACES):
             side = "left" if dx > 0 else "right" if dx < 0 else "center"
             text = axes.annotate(
-                point.name,
-                (point.mib, point.ms),
-                xytext=(dx, dy),
-                textcoords="offset points",
-                ha=side,
-                color=color,
-                fontsize=size,
-            )
+                point.name, (point.x, point.y), xytext=(dx, dy), textcoords="offset points", ha=side,
+                color=point.color, fontsize=point.size, **style,
+            )  # fmt: skip
             box = text.get_window_extent(renderer).extents
             if i == len(_PLACES) - 1 or not any(_overlap(box, other) for other in taken):
                 taken.append(tuple(box))

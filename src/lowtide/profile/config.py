@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from lowtide.bench.settings import options_of
+from lowtide.bench.settings import Device, Dtype, options_of, setting
 from lowtide.bench.ways import IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.job import OPTIMIZERS
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Device = Literal["auto", "cpu", "cuda"]
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"]
 Fsdp = Literal["none", "zero2", "zero3"]
 AUTO = "auto"
 FULL = "zero3"
 NOBODY = "none"
-
-
-def _setting(default: Any, help: str, *, metavar: str | None = None, last: bool = False) -> Any:
-    return field(default=default, metadata={"help": help, "metavar": metavar, "last": last})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,54 +28,54 @@ class ProfileConfig:
         ArgumentValueError: a value that no run could use.
     """
 
-    model: str = _setting(
+    model: str = setting(
         AUTO,
         "whose shape, with random weights: a config.json, a folder with one, or a built-in name: {names}; "
         "auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
         metavar="MODEL",
     )
-    impl: tuple[str, ...] = _setting(
+    impl: tuple[str, ...] = setting(
         ("stock", "lowtide"),
         "who: {impls}, with commas or spaces between them; NAME:POLICY for one with a policy of its own, also twice; "
         "none: nobody",
         metavar="NAME",
     )
-    seq_len: int = _setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU")
-    batch_size: int = _setting(1, "sequences of a step, on each GPU")
-    policy: tuple[str, ...] = _setting(
+    seq_len: int = setting(0, "tokens of a sequence; 0: 8192 on a GPU, 1024 on a CPU")
+    batch_size: int = setting(1, "sequences of a step, on each GPU")
+    policy: tuple[str, ...] = setting(
         ("input",),
         "what layers keep for backward: {policies}. For all, or NAME=POLICY for one. "
         "Peers know all, attention, input (layer checkpointing), attention-offload and input-offload (checkpoints in "
         "host memory)",
         metavar="POLICY",
     )
-    include: tuple[str, ...] = _setting(
+    include: tuple[str, ...] = setting(
         (), "json files of earlier runs, whose implementations are shown too; with --impl none, only these",
         metavar="FILE",
     )  # fmt: skip
-    optimizer: Optimizer = _setting("adamw", "the optimizer; adamw: PyTorch's fused one")  # noqa: RUF009
-    lora: int = _setting(0, "train adapters of this rank on all linear layers but the last, all else frozen")
-    offload_params: bool = _setting(
+    optimizer: Optimizer = setting("adamw", "the optimizer; adamw: PyTorch's fused one")  # noqa: RUF009
+    lora: int = setting(0, "train adapters of this rank on all linear layers but the last, all else frozen")
+    offload_params: bool = setting(
         False, "parameters, gradients and optimizer states in host memory, by PyTorch's FSDP2; the optimizer runs there"
     )
-    fsdp: Fsdp = _setting("none", "FSDP2; zero2: gradients and states are sharded; zero3: weights too")  # noqa: RUF009
-    gpus: int = _setting(1, "processes of each implementation, a GPU each; with --fsdp. The first one is profiled")
-    steps: int = _setting(
+    fsdp: Fsdp = setting("none", "FSDP2; zero2: gradients and states are sharded; zero3: weights too")  # noqa: RUF009
+    gpus: int = setting(1, "processes of each implementation, a GPU each; with --fsdp. The first one is profiled")
+    steps: int = setting(
         3, "steps that count; the median is taken. Another is recorded, and without --no-trace one traced"
     )
-    warm: int = _setting(1, "steps before them")
-    memory_limit: str | None = _setting(
+    warm: int = setting(1, "steps before them")
+    memory_limit: str | None = setting(
         None, "what tensors may take on the GPU, such as 40GiB, as if it had no more; without it, all of it",
         metavar="SIZE",
     )  # fmt: skip
-    dtype: Dtype = _setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
-    device: Device = _setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
-    seed: int = _setting(0, "of weights and tokens", last=True)
-    trace: bool = _setting(True, "leave out the profiler's trace, and the memory snapshot of a GPU", last=True)
-    json: str | None = _setting(None, "the figures; without it, a dated name in --output", metavar="FILE", last=True)
-    png: str | None = _setting(None, "the picture, the same", metavar="FILE", last=True)
-    html: str | None = _setting(None, "the page, the same", metavar="FILE", last=True)
-    output: str = _setting(".", "folder for all files", metavar="DIR", last=True)
+    dtype: Dtype = setting("auto", "of the weights; auto: bfloat16 on a GPU, float32 on a CPU", last=True)  # noqa: RUF009
+    device: Device = setting("auto", "where; auto: a GPU if there is one", last=True)  # noqa: RUF009
+    seed: int = setting(0, "of weights and tokens", last=True)
+    trace: bool = setting(True, "leave out the profiler's trace, and the memory snapshot of a GPU", last=True)
+    json: str | None = setting(None, "the figures; without it, a dated name in --output", metavar="FILE", last=True)
+    png: str | None = setting(None, "the picture, the same", metavar="FILE", last=True)
+    html: str | None = setting(None, "the page, the same", metavar="FILE", last=True)
+    output: str = setting(".", "folder for all files", metavar="DIR", last=True)
 
     def __post_init__(self) -> None:
         least = {"seq_len": 0, "batch_size": 1, "lora": 0, "gpus": 1, "steps": 1, "warm": 1, "seed": 0}

@@ -7,11 +7,12 @@
   const drawn = rows.filter((row) => row.timeline);
   const timed = rows.filter((row) => row.seconds);
   const state = { share: false, owner: "" }; // owner: the name of the one that is shown by owner, "" for all as lines
-  const LEFT = 150, RIGHT = 14, PLOT = 330, STRIP = 20;
+  const RIGHT = 14, PLOT = 330, STRIP = 20;
+  let LEFT = 150; // room for the names; less on a narrow screen, where they are cut
 
   const label = (row) => (row.name.includes(":") ? row.name : `${row.name}, ${row.policy}`);
   const most = (values, otherwise) => values.reduce((a, b) => Math.max(a, b), otherwise);
-  const short = (text) => (text.length > 22 ? `${text.slice(0, 21)}…` : text);
+  const short = (text) => (text.length > LEFT / 6.8 ? `${text.slice(0, LEFT / 6.8 - 1)}…` : text);
   const unit = most(drawn.map((row) => row.peak.gib), 0) >= 1 ? ["GiB", 1] : ["MiB", 1024];
   const number = (value) =>
     value === 0 ? "0"
@@ -79,7 +80,7 @@
     const place = document.getElementById("timeline");
     const one = drawn.find((row) => row.name === state.owner);
     const shown = one ? [one] : drawn.filter((row) => row.shown);
-    const width = Math.max(place.clientWidth, 480), inner = width - LEFT - RIGHT;
+    const width = Math.max(place.clientWidth, 320), inner = width - LEFT - RIGHT;
     const height = 12 + PLOT + 40 + STRIP * shown.length + 8;
     const top = most(shown.map((row) => row.peak.gib * unit[1]), 0) * 1.1 || 1;
     const longest = most(shown.map(end), 0) || 1;
@@ -93,7 +94,7 @@
         svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: toY(tick), y2: toY(tick) }),
         svg("text", { class: "axis", x: LEFT - 8, y: toY(tick) + 4, "text-anchor": "end" }, plain(tick)));
     }
-    for (const tick of ticks(limit, 10)) {
+    for (const tick of ticks(limit, Math.max(3, inner / 100))) {
       const x = LEFT + (tick / limit) * inner;
       picture.append(
         svg("line", { class: "grid", x1: x, x2: x, y1: 12, y2: 12 + PLOT }),
@@ -150,6 +151,13 @@
           picture.append(svg("text", { class: "small on-dark", x: x + wide / 2, y: y + 11, "text-anchor": "middle" }, `${part.layer}`));
         }
       }
+      for (const [begin, end_ms, text] of runs(row, toX)) {
+        const middle = (toX(row, begin) + toX(row, end_ms)) / 2, half = 2.7 * text.length;
+        if (toX(row, end_ms) - toX(row, begin) < 2.2 * half) continue;
+        picture.append(
+          svg("rect", { x: middle - half, y: y + 1, width: 2 * half, height: STRIP - 7, fill: "#fff", opacity: 0.85 }),
+          svg("text", { class: "small", x: middle, y: y + 11, "text-anchor": "middle" }, text));
+      }
       picture.append(svg("text", { x: LEFT - 14, y: y + 11, "text-anchor": "end" }, short(label(row))));
       picture.append(svg("rect", { x: LEFT - 9, y, width: 4, height: STRIP - 5, fill: row.color }));
     });
@@ -166,6 +174,16 @@
     cover.addEventListener("mouseleave", () => { cross.setAttribute("visibility", "hidden"); hide(); });
     picture.append(cross, cover);
     place.replaceChildren(picture, ...(one ? [legend(names.owners)] : []), legend(used()));
+  }
+  function runs(row, toX) { // neighbouring layers, all forward or all backward, that have no room for numbers
+    const found = [];
+    for (const [kinds, name] of [[["forward"], "forward"], [["recompute", "backward"], "backward"]]) {
+      const run = row.segments.filter((part) => kinds.includes(part.kind) && part.layer !== null);
+      if (!run.length || run.some((part) => toX(row, part.end_ms) - toX(row, part.begin_ms) > 13)) continue;
+      const last = run[run.length - 1];
+      found.push([run[0].begin_ms, last.end_ms, `${name} of layers ${run[0].layer} to ${last.layer}`]);
+    }
+    return found;
   }
   const used = () => names.kinds.filter((kind) => drawn.some((row) => row.segments.some((s) => s.kind === kind.id)));
 
@@ -190,7 +208,8 @@
 
   function bars(id, list, parts, total, end_text) {
     const place = document.getElementById(id);
-    const width = Math.max(place.clientWidth, 480), left = LEFT, right = 210, tall = 26;
+    const width = Math.max(place.clientWidth, 320), narrow = width < 600, left = LEFT, tall = 26;
+    const right = narrow ? 80 : 210;
     const scale = (width - left - right) / (most(list.map(total), 0) || 1);
     const picture = svg("svg", { viewBox: `0 0 ${width} ${tall * list.length + 4}`, role: "img", "aria-label": id });
     list.forEach((row, i) => {
@@ -206,7 +225,7 @@
         picture.append(bar);
         x += wide;
       }
-      picture.append(svg("text", { x: x + 8, y: tall * i + 17 }, end_text(row)));
+      picture.append(svg("text", { x: x + 8, y: tall * i + 17 }, narrow ? end_text(row).split(", ")[0] : end_text(row)));
     });
     place.replaceChildren(picture);
   }
@@ -311,7 +330,7 @@
     for (const cell of document.querySelectorAll("#about td:last-child")) cell.className = "text";
   }
 
-  function draw() { timeline(); peaks(); times(); }
+  function draw() { LEFT = window.innerWidth < 640 ? 96 : 150; timeline(); peaks(); times(); }
   about(); cards(); controls(); draw(); largest();
   let waiting = 0;
   window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(draw, 100); });

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowtide.measure.plots import Named, name_points
 from lowtide.profile.looks import (
     KIND_COLORS,
     KIND_TEXTS,
@@ -16,7 +17,7 @@ from lowtide.profile.looks import (
     unit_of,
 )
 from lowtide.profile.owners import ACTIVATIONS, OWNERS
-from lowtide.profile.phases import EMBEDDING, EMBEDDING_BACKWARD, HEAD_BACKWARD, RECOMPUTE
+from lowtide.profile.phases import BACKWARD, EMBEDDING, EMBEDDING_BACKWARD, FORWARD, HEAD_BACKWARD, RECOMPUTE
 
 _WIDTH = 10.5
 _STRIP = 0.3  # inches of an implementation's phases
@@ -50,6 +51,11 @@ def draw_profile(file: Path, told: dict[str, Any]) -> None:
     _draw_lines(lines, rows, colors, unit, scale, longest)
     _draw_strips(strips, rows, colors, longest)
     _draw_bars(bars, rows, colors, unit, scale)
+    peaks = [
+        Named(f"{peak['gib'] * scale:.4g} in {peak['phase']}", peak["ms"], peak["gib"] * scale, color, 8)
+        for peak, color in zip((row["peak"] for row in rows), colors, strict=True)
+    ]
+    name_points(figure, lines, sorted(peaks, key=lambda peak: -peak.y), path_effects=_halo())
     figure.savefig(file, dpi=150, format="png")
 
 
@@ -64,12 +70,6 @@ def _draw_lines(
         axes.plot(ms, sizes, drawstyle="steps-post", color=color, linewidth=1.2, label=text)
         mark = "X" if "failed" in row else "o"
         axes.plot([peak["ms"]], [peak["gib"] * scale], mark, color=color, ms=9 if mark == "X" else 5)
-        late = peak["ms"] > 0.6 * longest
-        axes.annotate(
-            f"{peak['gib'] * scale:.4g} in {peak['phase']}", (peak["ms"], peak["gib"] * scale),
-            xytext=(-7 if late else 7, 5), textcoords="offset points", ha="right" if late else "left",
-            color=color, fontsize=8, path_effects=_halo(),
-        )  # fmt: skip
     axes.set_ylim(0, 1.12 * max((row["peak"]["gib"] * scale for row in rows), default=1.0))
     axes.set_xlim(0, longest)
     axes.grid(alpha=0.25)
@@ -80,7 +80,10 @@ def _draw_lines(
 
 
 def _draw_strips(axes: Any, rows: Sequence[dict[str, Any]], colors: Sequence[str], longest: float) -> None:
-    """Draw each implementation's phases as a strip, on the time axis of the lines above."""
+    """Draw each implementation's phases as a strip, on the time axis of the lines above, and name what is wide enough.
+
+    Layers that are too many for their numbers have one name together.
+    """
     seen: dict[str, Any] = {}
     for i, row in enumerate(rows):
         for part in row["segments"]:
@@ -96,11 +99,15 @@ def _draw_strips(axes: Any, rows: Sequence[dict[str, Any]], colors: Sequence[str
             )
             seen.setdefault(part["kind"], bar)
             text = str(part["layer"]) if part["layer"] is not None else KIND_TEXTS[part["kind"]]
-            if length > (0.004 + 0.008 * len(text)) * longest:
+            if _has_room(text, length, longest):
                 axes.text(
                     part["begin_ms"] + length / 2, i, text, ha="center", va="center", fontsize=7,
                     color="black" if part["kind"] in _PALE else "white",
                 )  # fmt: skip
+        for begin, end, text in _runs(row["segments"], longest):
+            if _has_room(text, end - begin, longest):
+                box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.2}
+                axes.text((begin + end) / 2, i, text, ha="center", va="center", fontsize=7, bbox=box)
     axes.set_xlim(0, longest)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     _name_rows(axes, rows, colors)
@@ -111,6 +118,22 @@ def _draw_strips(axes: Any, rows: Sequence[dict[str, Any]], colors: Sequence[str
             [seen[kind] for kind in kinds], [KIND_TEXTS[kind] for kind in kinds],
             loc="upper center", bbox_to_anchor=(0.5, _below(axes, 0.42)), ncols=4, fontsize=8, frameon=False,
         )  # fmt: skip
+
+
+def _has_room(text: str, length_ms: float, longest_ms: float) -> bool:
+    """Return whether a small text fits into so much of the time axis."""
+    return length_ms > (0.004 + 0.008 * len(text)) * longest_ms
+
+
+def _runs(parts: Sequence[dict[str, Any]], longest: float) -> list[tuple[float, float, str]]:
+    """Return begin, end and name of neighbouring layers, all forward or all backward, that have no room for numbers."""
+    found: list[tuple[float, float, str]] = []
+    for ways, name in (((FORWARD,), "forward"), ((RECOMPUTE, BACKWARD), "backward")):
+        run = [part for part in parts if part["kind"] in ways and part["layer"] is not None]
+        if run and not any(_has_room(str(p["layer"]), p["end_ms"] - p["begin_ms"], longest) for p in run):
+            text = f"{name} of layers {run[0]['layer']} to {run[-1]['layer']}"
+            found.append((run[0]["begin_ms"], run[-1]["end_ms"], text))
+    return found
 
 
 def _draw_bars(axes: Any, rows: Sequence[dict[str, Any]], colors: Sequence[str], unit: str, scale: float) -> None:

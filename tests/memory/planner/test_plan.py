@@ -364,6 +364,20 @@ def test_frozen_weights_have_neither_gradients_nor_states() -> None:
     assert kinds["gradients"] == 4 * few
     assert full.peak_bytes - lora.peak_bytes > 5 * params
     assert "adapters" in str(lora)
+    assert lora.job.head_plan.accumulator_bytes == 0
+
+
+def test_frozen_weights_gradients_are_not_computed() -> None:
+    """Two products a weight and token in place of three, and no optimizer to read and write them."""
+    settings: dict[str, Any] = {"budget": 10_000, "seq_len": 4096, "device": "h200"}
+    full, lora = (plan(SHAPES["llama-3-8b"], **settings, **more) for more in ({}, {"adapters": 1000}))
+    shape, gpu = full.job.shape, full.job.gpu
+    products = shape.layers * (shape.projection_params + shape.mlp_params) + shape.vocab_params
+    saved = 2 * 4096 * products / gpu.gemm + 8.1 * 2 * shape.params / gpu.bandwidth
+    assert full.seconds - lora.seconds == pytest.approx(saved, rel=0.1)
+
+
+def test_adapters_are_at_least_one() -> None:
     with pytest.raises(ArgumentValueError, match="adapters"):
         plan(adapters=0)
 

@@ -12,6 +12,7 @@ import torch
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
 from lowtide.memory import plan_memory
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.shapes import read_settings, read_shape
 from lowtide.train.shapes import DEFAULT, SHAPES
 
@@ -187,3 +188,14 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "config.json", tmp_path / "absent.json"):
         with pytest.raises(ArgumentValueError, match=r"^model_or_config: expected"):
             read_shape(path)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
+def test_adapters_are_counted_as_peft_makes_them(model_type: str) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    made = peft.get_peft_model(model, peft.LoraConfig(r=5, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = sum(p.numel() for p in made.parameters() if p.requires_grad)
+    assert Adapters(5).numbers(read_shape(config)) == trained

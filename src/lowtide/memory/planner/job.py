@@ -111,6 +111,7 @@ class Job:
             "cuda",
             self.head,
             weight_dtype=self.dtype,
+            weight_frozen=self.adapters is not None,
             input_is_copied=self.autocast,
             capability=self.gpu.capability,
             device_bytes=self.gpu.memory_bytes,

@@ -125,7 +125,8 @@ def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
     products = _seconds(job, _projections(job) + _mlp_weights(job))
     attention = attention_flop(job)
     forward = products + attention / forward_rate + thin
-    backward = 2 * products + BACKWARD_ATTENTION * attention / backward_rate + thin_back
+    gradients = 2 if job.adapters is None else 1  # of what was multiplied, and of the weights unless they are frozen
+    backward = gradients * products + BACKWARD_ATTENTION * attention / backward_rate + thin_back
     # Gate and up are computed again, by the checkpoint or by the MLP itself; its last product is not. Experts' is.
     share = 1.0 if job.shape.experts else 2 / 3
     recompute = flop = 0.0
@@ -157,6 +158,7 @@ def head_seconds(job: Job) -> float:
     """Return the seconds of the output layer and its loss, forward and backward."""
     plan = job.head_plan
     products = 4 if plan.schedule == "blocks" or plan.gradient == "recompute" else 3
+    products -= job.adapters is not None  # a frozen weight has no gradient
     flop = 2 * products * job.tokens * job.shape.vocab_params
     passes = 0 if plan.backend == "exp" else 3 * 4 * job.tokens * job.shape.vocab  # float32 logits, read and written
     return flop / (gemm_rate(job) * HEAD_SHARE) + passes / job.gpu.bandwidth
@@ -164,11 +166,15 @@ def head_seconds(job: Job) -> float:
 
 def optimizer_seconds(job: Job) -> float:
     """Return the seconds of the optimizer's step."""
-    return OPTIMIZERS[job.optimizer].traffic * job.shape.params * job.element / job.gpu.bandwidth
+    adapters = job.trained_adapters
+    trained = job.shape.params * job.element if adapters is None else 4 * adapters
+    return OPTIMIZERS[job.optimizer].traffic * trained / job.gpu.bandwidth
 
 
 def embedding_seconds(job: Job) -> float:
     """Return the seconds of the embedding's gradient: a table of zeros, and where tied its sum with the head's."""
+    if job.adapters is not None:
+        return 0.0
     passes = 4 if job.shape.tied else 1
     return passes * job.shape.vocab_params * job.element / job.gpu.bandwidth
 
