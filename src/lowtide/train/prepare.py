@@ -30,6 +30,7 @@ from lowtide.train.model import (
     has_weights,
     model_config,
 )
+from lowtide.train.offloading import check_states
 from lowtide.train.packing import (
     Layout,
     Split,
@@ -39,7 +40,6 @@ from lowtide.train.packing import (
     text_documents,
 )
 from lowtide.train.planned import attention_of
-from lowtide.train.states import check_states
 from lowtide.train.streams import Block
 from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
 

@@ -22,12 +22,12 @@ from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorb
 from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
 from lowtide.train.model import has_weights
+from lowtide.train.offloading import OffloadStates
 from lowtide.train.packing import PackedBlocks
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.ranks import in_group, is_first_rank, launched_ranks, leave_group
 from lowtide.train.report import show_result, show_start
-from lowtide.train.states import OffloadStates
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
 from lowtide.train.tokenizer import load_tokenizer
