@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import re
 import shutil
 import warnings
@@ -230,6 +232,31 @@ def test_a_log_forgets_what_will_be_written_again_and_half_lines(tmp_path: Path)
         handle.write('{"step": 3, "lo')
     forget_after(file, 3)
     assert file.read_text() == "".join(f'{{"step": {step}}}\n' for step in range(4))
+
+
+@pytest.mark.parametrize("written", [0, 5])
+def test_a_disk_that_takes_no_more_lines_is_one_error(
+    written: int, tmp_path: Path, chat_arguments: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.write
+
+    def full(handle: int, data: bytes) -> int:
+        if b'"step": 3' not in data:
+            return original(handle, data)
+        if not written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(handle, data[:written])
+
+    monkeypatch.setattr("lowtide.train.logs.os.write", full)
+    status, _, err = lowtide(*chat_arguments, "--output", tmp_path / "out")
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "could not write" in err
+    assert "log.jsonl" in err
+    assert "No space left on device" in err
+    assert "checkpoint-2 is whole: go on from it with --resume" in err
+    monkeypatch.undo()
+    assert lowtide("train", "--resume", "--output", tmp_path / "out")[0] == 0
+    assert [line["step"] for line in log(tmp_path / "out")] == [0, 1, 2, 3, 4, 5, 6, 6]
 
 
 def test_tensorboard_has_the_same_numbers(tmp_path: Path, chat_arguments: list[str], lowtide: Run) -> None:
