@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure import gib
@@ -73,7 +73,10 @@ def know(
         raise ArgumentValueError(message("data", "the files the run began with", "other names or sizes", hint))
     else:
         changed = before.get("stamp") != known.stamp
-    if before.get("in_order") and not changed:
+    fresh = before.get("in_order") and not changed
+    if args.world_size > 1:  # a copy of the files on another machine has other times, and all must check or none
+        fresh, changed = broadcast_object_list([fresh, changed])
+    if fresh:
         return Known(known.fingerprint, known.stamp, True)
     lines = [_CHANGED] if changed else []
     if check:
