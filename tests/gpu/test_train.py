@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ pytest.importorskip("accelerate")
 
 from array import array
 
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
@@ -24,6 +28,7 @@ from transformers.utils import is_flash_attn_2_available
 import lowtide
 from chat_data import CHATML, byte_tokenizer
 from lowtide.cli import main
+from lowtide.memory import optimizer_blocks as blocks
 from lowtide.train.model import check_separate
 from lowtide.train.streams import IGNORED, Document, WholeStream
 from lowtide.train.trainer import Collate
@@ -148,3 +153,64 @@ def test_a_step_that_the_gpu_has_no_room_for(tmp_path: Path, capsys: pytest.Capt
     assert "out of memory" in told
     assert "Traceback" not in told
     assert "lowtide plan" in told
+
+
+def losses(output: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_run_with_its_states_on_the_host_is_the_same_to_the_bit_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "MIN_BYTES", 1024)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**20)
+    # flash attention's backward adds up in any order
+    same = ["--attention", "eager", "--packing", "none", "--max-steps", "6", "--save-every", "3", "--grad-accum", "2"]
+    stock, away = tmp_path / "stock", tmp_path / "away"
+    given = [*run_arguments(tmp_path, 512), *same]
+    assert main([*given, "--output", str(stock)]) == 0
+    assert main([*given, "--offload-states", "--output", str(away)]) == 0
+    assert "in host memory" in capsys.readouterr().out
+
+    def assert_same() -> None:
+        assert losses(away) == losses(stock)
+        ours, theirs = (load_file(output / "model" / "model.safetensors") for output in (away, stock))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        a, b = (torch.load(o / "checkpoint-6" / "optimizer.pt", map_location="cpu")["state"] for o in (away, stock))
+        assert all(torch.equal(a[i][key], b[i][key]) for i in b for key in b[i])
+
+    assert_same()
+    shutil.rmtree(away / "checkpoint-6")
+    assert main(["train", "--resume", "--output", str(away)]) == 0
+    assert capsys.readouterr().err == ""
+    assert_same()
+
+
+WIDE = {**SHAPE, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
+PLANNED = {
+    "full, masked": [],
+    "full": ["--packing", "none"],
+    "LoRA, masked": ["--lora-rank", "16", "--weights", "bfloat16"],
+    "LoRA": ["--lora-rank", "16", "--weights", "bfloat16", "--packing", "none"],
+    "LoRA on two": ["--lora-rank", "16", "--lora-targets", "q_proj", "v_proj", "--packing", "none"],
+    "LoRA, autocast": ["--lora-rank", "16", "--packing", "none"],
+}
+
+
+@pytest.mark.parametrize("kind", PLANNED)
+def test_a_run_takes_what_its_budget_was_told(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All kept: adapters, frozen layers and masks as they are. Whether with less, tests of the planner compare."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    given = run_arguments(tmp_path, 4096)
+    (tmp_path / "shape.json").write_text(json.dumps({**WIDE, "max_position_embeddings": 2**20}))
+    steps = ["--max-steps", "5", "--attention", "sdpa", "--dtype", "bfloat16", "--batch-size", "4"]
+    assert main([*given, *steps, *PLANNED[kind], "--memory-budget", "60GiB"]) == 0
+    told = capsys.readouterr().out
+    expected = re.search(r"policy +all/0: expected peak ([\d.]+) of 60.00 GiB", told)
+    assert expected, told
+    assert ("attention has a mask" in told) == ("masked" in kind)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    measured = max(line["peak_bytes"] for line in lines if line.get("step", 0) > 2 and "peak_bytes" in line) / 2**30
+    assert float(expected[1]) == pytest.approx(measured, rel=0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from chat_data import CHATML, byte_tokenizer
 from lowtide.errors import ArgumentValueError
 from lowtide.train import checks
 from lowtide.train.chat import ChatFormat
-from lowtide.train.checks import check_data
+from lowtide.train.checks import check_data, know
 from lowtide.train.corpus import open_corpus
 from lowtide.train.packing import split_corpus
 
@@ -86,8 +87,8 @@ def test_ranks_share_the_pieces_and_all_hear_of_it(tmp_path: Path, monkeypatch: 
     told: list[Any] = []
 
     def gather(mine: list[Any]) -> list[Any]:
-        told.extend(mine)
-        return [*mine, None]
+        told.extend(error for error, _ in mine)
+        return [*mine, (None, Counter())]
 
     monkeypatch.setattr(checks, "gather_object", gather)
     raised = []
@@ -99,10 +100,21 @@ def test_ranks_share_the_pieces_and_all_hear_of_it(tmp_path: Path, monkeypatch: 
     assert len(told) == 3, "every rank takes part, whether it has found anything or not"
     assert raised == [error for error in told if error is not None]
     assert len(raised) == 1
-    monkeypatch.setattr(checks, "gather_object", lambda mine: [*mine, raised[0]])
+    monkeypatch.setattr(checks, "gather_object", lambda mine: [*mine, (raised[0], Counter())])
     with pytest.raises(ArgumentValueError, match="line 231"):
         check_data(open_corpus([str(chat_file(path))], text_field="text", streams=2, seq_len=32), chat,
                    SimpleNamespace(process_index=0, world_size=3))  # fmt: skip
+
+
+def test_roles_that_may_be_the_assistants_are_counted(tmp_path: Path) -> None:
+    path = chat_file(tmp_path / "c.jsonl", turns("q", "a").replace('"assistant"', '"Assistant"'))
+    corpus = open_corpus([str(path)], text_field="text", streams=2, seq_len=64)
+    chat = ChatFormat(byte_tokenizer(CHATML), seq_len=64, too_long="drop")
+    assert check_data(corpus, chat, ONE_RANK) == {"Assistant": 1}
+    known = know(corpus, chat, ONE_RANK, None, check=True, say=None)
+    assert known.lines == (
+        "roles    read and not learned, other than the assistant's: 'Assistant' in 1 of the conversations",
+    )
 
 
 def test_a_run_ends_before_it_begins_and_a_resumed_one_does_not_read_all_again(
@@ -121,7 +133,7 @@ def test_a_run_ends_before_it_begins_and_a_resumed_one_does_not_read_all_again(
     chat_file(tmp_path / "c.jsonl")
     assert lowtide(*arguments, "--save-every", 1)[0] == 0
     checked: list[str] = []
-    monkeypatch.setattr(checks, "check_data", lambda *given: checked.append("all"))
+    monkeypatch.setattr(checks, "check_data", lambda *given: checked.append("all") or Counter())
     resume = ["train", "--resume", "--output", output]
     status, out, _ = lowtide(*resume, "--max-steps", 3)
     assert (status, checked) == (0, [])

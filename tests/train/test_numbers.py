@@ -6,12 +6,14 @@ Everything here runs through the trainer's own batches, collation and denominato
 from __future__ import annotations
 
 import random
+import warnings
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -145,6 +147,24 @@ def test_a_packed_step_is_its_documents_one_by_one(name: str, packing: str, patc
     got_loss, got = step_gradients(model, blocks, tmp_path, batch=len(blocks), accumulate=1)
     assert abs(got_loss - loss) <= 4 * abs(plain_loss - loss) + 1e-6 * loss
     assert_same(got, expected, 4 * rounding / scale)
+
+
+def test_adapters_accumulate_as_one_large_batch(tmp_path: Path) -> None:
+    """What Trainer asks of a model's loss, it has to ask of the model that peft has wrapped."""
+    blocks = packed(conversations(9, seed=3))
+    found = []
+    for batch, accumulate in ((len(blocks), 1), (1, len(blocks))):
+        torch.manual_seed(0)
+        lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
+            model = get_peft_model(build("llama"), lora)
+        lowtide.patch(model)
+        found.append(step_gradients(model, blocks, tmp_path, batch=batch, accumulate=accumulate))
+    (loss, expected), (again, got) = found
+    assert again == pytest.approx(loss, rel=1e-6)
+    assert len({int((block["labels"] != IGNORED).sum()) for block in blocks}) > 1, "of uneven batches"
+    assert_same(got, expected, 1e-5)
 
 
 def test_documents_joined_are_not_the_same(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ import torch
 
 from lowtide.memory import apply, offload
 from lowtide.memory import optimizer_blocks as blocks
-from lowtide.train import states
+from lowtide.train import offloading
 from lowtide.train.activations import plan_run, states_away
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
-from lowtide.train.states import StatesAway
+from lowtide.train.offloading import StatesAway
 from memory.models import LazySide
 from train.test_features import assert_same_weights, losses, weights
 
@@ -30,7 +30,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazySide]:
     lazy = LazySide()
-    for module in (states, apply):
+    for module in (offloading, apply):
         monkeypatch.setattr(module, "available", lambda: True)
     monkeypatch.setattr(offload, "side_for", lambda device: lazy)
     monkeypatch.setattr(blocks, "MIN_BYTES", 64)
@@ -43,13 +43,13 @@ def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazySide]:
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     """Every handle that a run makes, and what it was asked for."""
     made: list[tuple[Any, dict[str, Any]]] = []
-    original = states.offload_optimizer
+    original = offloading.offload_optimizer
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         made.append((original(*args, **kwargs), kwargs))
         return made[-1][0]
 
-    monkeypatch.setattr(states, "offload_optimizer", spy)
+    monkeypatch.setattr(offloading, "offload_optimizer", spy)
     return made
 
 
@@ -112,7 +112,7 @@ def test_what_it_cannot_be_had_with(tmp_path: Path, tiny: list[str], lowtide: Ru
     assert "--host-budget" in err
     sharded = SimpleNamespace(fsdp=["full_shard"], deepspeed=None, device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match="whole on each GPU"):
-        states.check_states(TrainConfig(offload_states=True), sharded)
+        offloading.check_states(TrainConfig(offload_states=True), sharded)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -170,3 +171,33 @@ def test_a_checkpoint_without_its_optimizer_is_not_whole(
     status, _, err = lowtide("train", "--resume", "--output", run, "--max-steps", 14)
     assert (status, err.count("\n")) == (2, 1), err
     assert f"lacks {name}" in err
+
+
+def test_a_resumed_run_is_given_another_rate_and_decay(finished: Path, tmp_path: Path, lowtide: Run) -> None:
+    """What the optimizer's checkpoint says of them would stand against it, in silence."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    began = torch.load(run / "checkpoint-12" / "optimizer.pt")["param_groups"]
+    assert [group["initial_lr"] for group in began] == [2e-3, 2e-3]
+    given = ["--max-steps", 16, "--lr", 1e-2, "--trainer-args", "weight_decay=0.5", "adam_beta1=0.8"]
+    assert lowtide("train", "--resume", "--output", run, *given)[0] == 0
+    groups = torch.load(run / "checkpoint-16" / "optimizer.pt")["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert {group["betas"] for group in groups} == {(0.8, 0.95)}
+    assert lowtide("train", "--resume", "--output", run, "--max-steps", 17, "--trainer-args", "adam_beta1=0.7")[0] == 0
+    groups = torch.load(run / "checkpoint-17" / "optimizer.pt")["param_groups"]
+    assert (groups[0]["weight_decay"], groups[0]["betas"]) == (0.5, (0.7, 0.95)), "the others are still as given"
+    rates = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in rates if line.get("learning_rate") is not None}
+    for step in range(13, 17):  # the cosine of 16 steps, 2 of which warm up; a log has the rate that its step had
+        share = (step - 1 - 2) / (16 - 2)
+        assert rates[step] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * share))), step
+
+
+def test_a_resumed_run_keeps_its_optimizer(finished: Path, tmp_path: Path, lowtide: Run) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    status, _, err = lowtide("train", "--resume", "--output", run, "--max-steps", 14, "--trainer-args", "optim=sgd")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "optim=sgd" in err
+    assert "as the run began" in err

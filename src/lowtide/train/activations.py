@@ -13,8 +13,8 @@ from lowtide.memory.planner.search import Mixture, name_of
 from lowtide.memory.policy_words import layer_policies
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
+from lowtide.train.offloading import StatesAway
 from lowtide.train.planned import attention_of, planned_settings
-from lowtide.train.states import StatesAway
 
 
 @dataclass(frozen=True)

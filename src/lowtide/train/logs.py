@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.train.checkpoints import save_error
 from lowtide.train.metrics import StepMetrics
 
 _RENAMED = {"eval_loss": "held_out_loss"}
@@ -49,16 +51,29 @@ class JsonLog(TrainerCallback):  # type: ignore[misc]
 
 
 def append_line(file: Path, told: dict[str, Any]) -> None:
-    """Append a line of JSON in one call of the system."""
-    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """Append a line of JSON in one call of the system.
+
+    Raises:
+        SaveError: it could not be written, or a part of it alone.
+    """
+    line = (json.dumps(told, allow_nan=False) + "\n").encode()
     try:
-        os.write(handle, (json.dumps(told, allow_nan=False) + "\n").encode())
-    finally:
-        os.close(handle)
+        handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            if os.write(handle, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise save_error(file, error) from error
 
 
 def forget_after(file: Path, step: int) -> None:
-    """Take the lines of later steps, which a resumed run will write again, out of a log; and what is no whole line."""
+    """Take the lines of later steps, which a resumed run will write again, out of a log; and what is no whole line.
+
+    Raises:
+        SaveError: the shorter one could not be written; the log is as it was.
+    """
     if not file.exists():
         return
     kept = []
@@ -67,8 +82,11 @@ def forget_after(file: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
     aside = file.with_name(file.name + ".new")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(file)
+    try:
+        aside.write_text("".join(kept), encoding="utf-8")
+        aside.replace(file)
+    except OSError as error:
+        raise save_error(file, error) from error
 
 
 def check_tensorboard() -> None:

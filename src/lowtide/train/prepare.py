@@ -30,6 +30,7 @@ from lowtide.train.model import (
     has_weights,
     model_config,
 )
+from lowtide.train.offloading import check_states
 from lowtide.train.packing import (
     Layout,
     Split,
@@ -39,7 +40,6 @@ from lowtide.train.packing import (
     text_documents,
 )
 from lowtide.train.planned import attention_of
-from lowtide.train.states import check_states
 from lowtide.train.streams import Block
 from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
 
@@ -259,6 +259,9 @@ def _model_lines(config: TrainConfig, model: Any, packing: str, attention: str |
         how = attention or attention_of(model) or "the model's own"
         each = "apart in each block" if packing == "separate" else "one in each block"
         yield f"packing  {packing}: documents are {each}; attention: {how}"
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or config.seq_len
+    if positions < config.seq_len:
+        yield f"length   the config is for {positions:,} positions: what is behind them, the model has not seen before"
     if config.offload_states and not config.memory_budget:
         yield "states   the optimizer's are in host memory from forward on, and come back in backward"
     if config.lora_rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorb
 from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
 from lowtide.train.model import has_weights
+from lowtide.train.offloading import OffloadStates
 from lowtide.train.packing import PackedBlocks
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.ranks import in_group, is_first_rank, launched_ranks, leave_group
+from lowtide.train.rates import RatesAsGiven
 from lowtide.train.report import show_result, show_start
-from lowtide.train.states import OffloadStates
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
 from lowtide.train.tokenizer import load_tokenizer
@@ -182,6 +184,8 @@ class _Run:
         """Return what measures, shows, logs and ends the run, and what offloads the optimizer's states."""
         config = self.config
         callbacks: list[Any] = [Recorder(metrics)]
+        if self.resume_from is not None:
+            callbacks.append(RatesAsGiven())
         if away := states_away(config, ready.chosen):
             callbacks.append(OffloadStates(away))
         if config.progress:
@@ -359,12 +363,29 @@ def resumed_config(given: dict[str, Any]) -> TrainConfig:
     kept = dict(before)
     if any(given.get(name) for name in ACTIVATIONS):  # one of these takes the place of what the run began with
         kept = {name: value for name, value in before.items() if name not in (*ACTIVATIONS, "host_budget")}
-    now = TrainConfig.from_json({**kept, **given, "output": str(output)}).absolute().to_json()
+    given = {**given, "output": str(output)}
+    if "trainer_args" in given:
+        given["trainer_args"] = _merged(before.get("trainer_args") or (), given["trainer_args"])
+    now = TrainConfig.from_json({**kept, **given}).absolute().to_json()
+    if (kind := _optimizer(now)) != (began := _optimizer(before)):
+        hint = "Its states are another optimizer's: leave it out, or begin a new run."
+        raise ArgumentValueError(message("trainer_args", f"{began}, as the run began", kind, hint))
     for name in fixed_settings():
         if name in given and now[name] != before.get(name):
             hint = "A run keeps what fixes its model and data order: leave the option out, or begin a new run."
             raise ArgumentValueError(message(name, f"{before.get(name)!r}, as the run began", repr(now[name]), hint))
     return TrainConfig.from_json(now)
+
+
+def _merged(before: Iterable[str], now: Iterable[str]) -> tuple[str, ...]:
+    """Return KEY=VALUE pairs, those given now in place of earlier ones of the same key."""
+    return tuple({pair.partition("=")[0]: pair for pair in (*before, *now)}.values())
+
+
+def _optimizer(settings: dict[str, Any]) -> str:
+    """Return the ``--trainer-args`` that name the optimizer."""
+    pairs = settings.get("trainer_args") or ()
+    return " ".join(sorted(p for p in pairs if p.startswith(("optim=", "optim_args=")))) or "Trainer's own optimizer"
 
 
 def _why(error: Exception) -> str:
