@@ -13,14 +13,17 @@ from typing import Any
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.parallel import uses_deepspeed
+from lowtide.train.states import PARTS, WHOLE
 
 RUN_FILE = "run.json"
 MODEL = "model"
 MERGED = "merged"  # beside it, where adapters are merged into a copy
 LOG_FILE = "log.jsonl"
 BOARD = "tensorboard"
+SCHEDULER = "scheduler.pt"
 STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
-_TRAINING_ONLY = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state*", "data_position*", "*_fsdp_0")
+_TRAINING_ONLY = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state*", "data_position*")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -52,6 +55,19 @@ def log_history(checkpoint: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         got, hint = f"{checkpoint}, where {file.name} cannot be read", "Remove it, to take an older one."
         raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
+
+
+def check_states(checkpoint: Path) -> None:
+    """Raise where the optimizer's part of a checkpoint is missing: Trainer would begin with a new one, in silence.
+
+    Raises:
+        ArgumentValueError: it is.
+    """
+    missing = [] if (checkpoint / PARTS).is_dir() or (checkpoint / WHOLE).exists() else [WHOLE]
+    missing += [] if (checkpoint / SCHEDULER).exists() else [SCHEDULER]
+    if missing and not uses_deepspeed():
+        got = f"{checkpoint}, which lacks {' and '.join(missing)}"
+        raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
 
 
 def publish(staged: Path, final: Path) -> None:

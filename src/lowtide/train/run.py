@@ -22,14 +22,16 @@ from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
 from lowtide.train.model import has_weights
 from lowtide.train.packing import PackedBlocks
+from lowtide.train.parallel import engine_of
+from lowtide.train.positions import shares_of
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
-from lowtide.train.ranks import in_group, is_first_rank, launched_ranks, leave_group
+from lowtide.train.ranks import Shares, in_group, is_first_rank, launched_ranks, leave_group
 from lowtide.train.report import show_result, show_start
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
 from lowtide.train.tokenizer import load_tokenizer
-from lowtide.train.trainer import Collate, LowtideTrainer, read_positions, training_arguments
+from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,8 @@ def run(config: TrainConfig, *, console: Console | None = None, save: bool = Tru
         label: said in front of the progress.
     """
     group_was_there = in_group()
-    result = _Run(config, console or Console(), save=save, label=label).result()
+    with engine_of(config):
+        result = _Run(config, console or Console(), save=save, label=label).result()
     if not group_was_there:
         leave_group()  # here, where nothing of the run is left that its threads could hold
     return result
@@ -130,18 +133,21 @@ class _Run:
 
     def _result(self) -> TrainResult:
         config = self.config
-        self.args = args = training_arguments(config, self.output, save=self.save, resuming=config.resume)
+        shares, starts = shares_of(config, self.resume_from)  # before a model is built that cannot go on
+        self.args = args = training_arguments(
+            config, self.output, save=self.save, resuming=config.resume, batches=shares.batches
+        )
         if self.resume_from is not None:
-            read_positions(self.resume_from, args)  # before a model is built that cannot go on
+            checkpoints.check_states(self.resume_from)
         ready = prepare(config, args, self.resume_from, self.box)
         if self.save and args.should_save:
             _open_run(self.output, ready, self.resume_from)
         if args.should_log:
             show_start(self.console, ready, args, self.resume_from)
-        metrics = StepMetrics(config.seq_len * config.batch_size * config.grad_accum * args.world_size)
+        metrics = StepMetrics(config.seq_len * shares.streams * config.grad_accum)
         callbacks = self._callbacks(metrics)
         try:
-            self.trainer = trainer = make_trainer(ready, args, self.resume_from, callbacks)
+            self.trainer = trainer = make_trainer(ready, args, shares, starts, callbacks)
             self._train(metrics)
             if trainer.state.global_step not in held_out_losses(trainer.state.log_history):
                 trainer.evaluate()
@@ -255,23 +261,19 @@ class _Run:
         return f"Go on with: lowtide train --resume --output {self.output}"
 
 
-def make_trainer(ready: Prepared, args: Any, resume_from: Path | None, callbacks: list[Any]) -> LowtideTrainer:
-    """Return the trainer, its data at the start or at the checkpoint's position."""
+def make_trainer(
+    ready: Prepared, args: Any, shares: Shares, starts: list[Position], callbacks: list[Any]
+) -> LowtideTrainer:
+    """Return the trainer, this rank's streams where they are to begin."""
     config = ready.config
-    streams = config.batch_size * args.world_size
-    first = config.batch_size * args.process_index
 
-    def pack(start: list[Position] | None) -> PackedBlocks:
-        start = [Position()] * config.batch_size if start is None else start
+    def order(stream: int) -> Any:
+        return lambda epoch: ready.split.share(stream, shares.streams, epoch)
 
-        def order(row: int) -> Any:
-            return lambda epoch: ready.split.share(first + row, streams, epoch)
-
-        return PackedBlocks([ready.layout.stream(order(row), position=at) for row, at in enumerate(start)])
-
+    streams = [ready.layout.stream(order(number), position=at) for number, at in enumerate(starts, shares.first)]
     return LowtideTrainer(
-        pack=pack,
-        resume_from=resume_from,
+        blocks=PackedBlocks(streams),
+        shares=shares,
         keep_best=config.early_stop > 0,
         model=ready.model,
         args=args,
