@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import lowtide
 
 TESTS = Path(__file__).parents[1]
@@ -52,6 +54,10 @@ class Ranks:
         self._process.stdin.write(json.dumps(told) + "\n")
         self._process.stdin.flush()
 
+    def pids(self) -> list[int]:
+        """Return the processes of the ranks that run now, in order."""
+        return sorted(child.pid for child in psutil.Process(self._process.pid).children())
+
     def end(self) -> Ended:
         """Wait for what was started."""
         assert self._process.stdout is not None
@@ -84,7 +90,6 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"]}
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in (world | place).items()})
-        (folder / f"pid{rank}").write_text(str(os.getpid()))
         from lowtide.cli import main
 
         status = main(job["argv"])

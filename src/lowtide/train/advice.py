@@ -137,7 +137,7 @@ def _nothing(search: Search, limit: float) -> str:
     return (
         f"Nothing fits in {gib(limit):.2f} GiB: weights, gradients and optimizer states take {gib(fixed):.2f}. Train "
         "adapters (--lora-rank 16 --weights bfloat16), take an optimizer with smaller states (--trainer-args "
-        "optim=adamw_bnb_8bit), or shard over more GPUs (--trainer-args fsdp=full_shard)."
+        "optim=adamw_bnb_8bit), or share it out over more GPUs (--parallel fsdp2)."
     )
 
 

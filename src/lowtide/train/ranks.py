@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from dataclasses import dataclass
 
 import torch
 
 from lowtide.errors import ArgumentValueError, message
+
+_FIRST_SPEAKS_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,12 @@ def launched_rank() -> int:
 def is_first_rank() -> bool:
     """Return whether this process is the launcher's first, also before there is a group."""
     return launched_rank() == 0
+
+
+def let_first_speak() -> None:
+    """Wait on other ranks than the first: it says the error that all have, and the launcher then ends the others."""
+    if not is_first_rank():
+        time.sleep(_FIRST_SPEAKS_SECONDS)
 
 
 def in_group() -> bool:

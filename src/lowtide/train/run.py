@@ -17,6 +17,7 @@ from lowtide.measure.failures import is_out_of_memory
 from lowtide.train import checkpoints
 from lowtide.train.advice import advise
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
+from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
 from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
@@ -91,6 +92,8 @@ def run(config: TrainConfig, *, console: Console | None = None, save: bool = Tru
         result = _Run(config, console or Console(), save=save, label=label).result()
     if not group_was_there:
         leave_group()  # here, where nothing of the run is left that its threads could hold
+    if isinstance(result, Terminated):
+        raise result
     return result
 
 
@@ -118,8 +121,8 @@ class _Run:
                 raise ArgumentValueError(message("output", "a folder that all ranks know", got, hint))
             self.output = checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
 
-    def result(self) -> TrainResult:
-        """Run, and return what was measured."""
+    def result(self) -> TrainResult | Terminated:
+        """Run, and return what was measured, or that it was ended."""
         try:
             return self._result()
         except KeyboardInterrupt as interrupt:
@@ -127,11 +130,13 @@ class _Run:
                 checkpoints.clear_staging(self.output)
             raise KeyboardInterrupt(self._how_to_go_on()) from interrupt
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._out_of_memory(error) from error
+            if is_out_of_memory(error):
+                raise self._out_of_memory(error) from error
+            if is_lost_rank(error):
+                raise RankLost(f"another process has ended ({_why(error)}). {self._how_to_go_on()}") from error
+            raise
 
-    def _result(self) -> TrainResult:
+    def _result(self) -> TrainResult | Terminated:
         config = self.config
         shares, starts = shares_of(config, self.resume_from)  # before a model is built that cannot go on
         self.args = args = training_arguments(
@@ -145,10 +150,13 @@ class _Run:
         if args.should_log:
             show_start(self.console, ready, args, self.resume_from)
         metrics = StepMetrics(config.seq_len * shares.streams * config.grad_accum)
-        callbacks = self._callbacks(metrics)
+        stop = SaveAndStop(saves=self.save)
+        callbacks = [*self._callbacks(metrics), stop]
         try:
             self.trainer = trainer = make_trainer(ready, args, shares, starts, callbacks)
             self._train(metrics)
+            if stop.stopped:
+                return Terminated(f"ended by SIGTERM after step {trainer.state.global_step}. {self._how_to_go_on()}")
             if trainer.state.global_step not in held_out_losses(trainer.state.log_history):
                 trainer.evaluate()
         finally:
@@ -205,7 +213,7 @@ class _Run:
         try:
             self.trainer.train(resume_from_checkpoint=resume)
         except Exception as error:
-            if isinstance(error, LowtideError) or is_out_of_memory(error):
+            if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
                 raise
             if self.resume_from is not None and not metrics.began:
                 got = f"{self.resume_from}, which cannot be read ({_why(error)})"
