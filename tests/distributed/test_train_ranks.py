@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
@@ -20,12 +20,17 @@ import torch.distributed as dist
 
 import lowtide
 from distributed.train_ranks import Ranks
+from lowtide.cli import main
 from lowtide.train.checkpoints import checkpoints, log_history
+from lowtide.train.config import Parallel
 from lowtide.train.packing import Batches
+from lowtide.train.parallel import variables
 from lowtide.train.ranks import Shares
 from train.conftest import tiny_arguments
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+
+ENV = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
 
 # Other batches add the same numbers up in another order: some float32 roundings of each value.
 REORDERED = 1e-5
@@ -156,12 +161,60 @@ def test_sigterm_on_one_rank_saves_on_all(ranks: Ranks, arguments: list[str], wh
     assert history(output, step + 2)["loss"][:1] == pytest.approx(history(whole, 6)["loss"][:1], rel=REORDERED)
 
 
+@pytest.mark.parametrize("name", get_args(Parallel)[1:])
+def test_accelerate_launch_sets_what_the_option_sets(name: str, tmp_path: Path) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    file = tmp_path / "launch.yaml"
+    assert main(["train", "--parallel", name, "--write-launch-file", str(file)]) == 0
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), "--num_processes", "2", "script.py"])
+    arguments, told, _ = _validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(told.deepspeed_config)  # as launch_command does
+        env = prepare_deepspeed_cmd_env(arguments)[1]
+    else:
+        env = prepare_multi_gpu_env(arguments)
+    own = variables(name)
+    assert own.items() <= env.items()
+    assert bool(own) == (name != "ddp")
+    assert env["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+def test_accelerate_launch_runs_fsdp2(arguments: list[str], whole: Path, tmp_path: Path) -> None:
+    file, output = tmp_path / "fsdp2.yaml", tmp_path / "run"
+    assert main(["train", "--parallel", "fsdp2", "--write-launch-file", str(file)]) == 0
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
+    command = [sys.executable, *launch, "-m", "lowtide.cli", *arguments, "--output", str(output)]
+    ended = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert "FSDP2" in ended.stdout
+    assert (output / "checkpoint-6" / "optimizer").is_dir()
+    assert_same(output, whole, 6)
+
+
+WRONG = {
+    "ACCELERATE_USE_DEEPSPEED": ("true", ["parallel", "fsdp2", "accelerate"]),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("true", ["parallel", "DDP, FSDP2"]),
+    "ACCELERATE_MIXED_PRECISION": ("bf16", ["dtype", "--dtype"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_launcher_that_was_told_something_else_is_one_error(name: str, ranks: Ranks, arguments: list[str]) -> None:
+    value, words = WRONG[name]
+    ended = ranks(2, *arguments, "--output", "never-written", "--parallel", "fsdp2", **{name: value})
+    assert ended.statuses == [2, 2], ended
+    assert ended.err[0].count("\n") == 1, ended
+    assert all(word in ended.err[0] for word in words), ended
+    assert not Path("never-written").exists()
+
+
 def test_torchrun_ends_a_run_of_which_one_rank_was_killed(arguments: list[str], tmp_path: Path) -> None:
     output = tmp_path / "run"
-    env = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "lowtide.cli", *arguments, "--max-steps", "100000", "--output", str(output)]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: checkpoints(output), process)
     children = psutil.Process(process.pid).children()
     assert len(children) == 2

@@ -22,6 +22,7 @@ from lowtide.train.ranks import launched_ranks
 AUTO, FSDP2 = "auto", "fsdp2"
 _FOLDER = Path(__file__).with_name("launch")
 _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
 # accelerate's names in its files, where the variable is not ACCELERATE_ and the name in capitals
 _DEEPSPEED = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
@@ -65,7 +66,7 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     """
     wanted = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
     _check(config, wanted)
-    before = {name: os.environ.get(name) for name in (*wanted, _USE_FSDP, _USE_DEEPSPEED)}
+    before = {name: os.environ.get(name) for name in (*wanted, _USE_FSDP, _USE_DEEPSPEED, _PRECISION)}
     os.environ.update(wanted)
     try:
         yield
@@ -98,6 +99,18 @@ def engine_line(config: TrainConfig) -> str | None:
     if uses_fsdp():
         return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are shared out"
     return f"parallel {ranks} processes, DDP: each has the whole model"
+
+
+def check_precision(*, bf16: bool, fp16: bool) -> None:
+    """Raise where accelerate's configuration asks for products that the run does not: Trainer would take those.
+
+    Raises:
+        ArgumentValueError: it does.
+    """
+    told, run = os.environ.get(_PRECISION, "no"), "bf16" if bf16 else "fp16" if fp16 else "no"
+    if told not in ("no", run):
+        hint = "Set mixed_precision to 'no' there: --dtype decides."
+        raise ArgumentValueError(message("dtype", f"{run}, as --dtype and --weights say", f"{_PRECISION}={told}", hint))
 
 
 def settle(accelerator: Any) -> None:

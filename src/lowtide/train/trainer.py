@@ -20,7 +20,7 @@ from lowtide.train import checkpoints, states
 from lowtide.train.checkpoints import SCHEDULER
 from lowtide.train.config import TrainConfig
 from lowtide.train.packing import Batches, PackedBlocks, nothing_predicted
-from lowtide.train.parallel import settle
+from lowtide.train.parallel import check_precision, settle
 from lowtide.train.positions import write_positions
 from lowtide.train.ranks import Shares
 from lowtide.train.stopping import best_step
@@ -297,6 +297,7 @@ def training_arguments(
     }
     extra = _trainer_args(config.trainer_args, set(own))
     own |= _precision(config)
+    check_precision(bf16=own["bf16"], fp16=own["fp16"])
     try:
         args = TrainingArguments(**{**_USUAL, **own, **extra})
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
