@@ -16,7 +16,9 @@ from typing import Any, get_args
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import lowtide
 from distributed.train_ranks import Ranks
@@ -133,6 +135,24 @@ def test_goes_on_on_another_number_of_ranks(
     assert not any(ended.out[1:]), "one rank speaks"
     assert re.search(r"losses +\d+ without logits, 0 with\s", ended.out[0]), ended.out[0]
     assert_same(output, whole, 6)
+    got, want = (load_file(folder / "model" / "model.safetensors") for folder in (output, whole))
+    assert got.keys() == want.keys(), "a tied weight is saved once"
+    for weight, value in want.items():
+        torch.testing.assert_close(got[weight], value, rtol=0, atol=REORDERED)
+
+
+def test_fsdp2_reduces_in_float32_under_bfloat16(ranks: Ranks, arguments: list[str], tmp_path: Path) -> None:
+    """Its loss has more digits than bfloat16, and is stock's in the same engine to what bfloat16 products err."""
+    curves = []
+    for name, options in {"patched": [], "stock": ["--no-patch"]}.items():
+        output = ["--output", tmp_path / name]
+        ended = ranks(2, *arguments, "--parallel", "fsdp2", "--dtype", "bfloat16", *options, *output)
+        assert ended.statuses == [0, 0], ended
+        curves.append(history(tmp_path / name, 6)["loss"])
+    assert curves[0] == pytest.approx(curves[1], rel=2e-3)
+    for curve in curves:
+        losses = torch.tensor(curve, dtype=torch.float64)
+        assert (losses.bfloat16().double() != losses).any()
 
 
 def test_more_ranks_than_sequences_is_one_error(ranks: Ranks, whole: Path, tmp_path: Path) -> None:

@@ -88,6 +88,25 @@ def uses_deepspeed() -> bool:
     return _is_on(_USE_DEEPSPEED)
 
 
+@contextlib.contextmanager
+def built_whole() -> Iterator[None]:
+    """Let transformers build models whole while this lasts, as ZeRO-3 would not have it.
+
+    A model is looked at, patched and merged on each process by itself, before the engine shares it out.
+    """
+    if not uses_deepspeed():
+        yield
+        return
+    from transformers.integrations import deepspeed as integration
+
+    reference = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = reference
+
+
 def engine_line(config: TrainConfig) -> str | None:
     """Return what shares the model among the processes, for a person to read; None for one process."""
     ranks = launched_ranks()

@@ -32,6 +32,15 @@ def read_positions(checkpoint: Path) -> list[Position]:
     return found
 
 
+def ranks_at(checkpoint: Path) -> int:
+    """Return how many ranks wrote a checkpoint.
+
+    Raises:
+        ArgumentValueError: it cannot be read.
+    """
+    return _read(checkpoint, 0)[1]
+
+
 def shares_of(config: TrainConfig, resume_from: Path | None) -> tuple[Shares, list[Position]]:
     """Return this rank's share of the run's streams, and where each of them begins.
 

@@ -24,7 +24,7 @@ from lowtide.train.metrics import Recorder, StepMetrics
 from lowtide.train.model import has_weights
 from lowtide.train.packing import PackedBlocks
 from lowtide.train.parallel import engine_of
-from lowtide.train.positions import shares_of
+from lowtide.train.positions import ranks_at, shares_of
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.ranks import Shares, in_group, is_first_rank, launched_ranks, leave_group
@@ -143,7 +143,7 @@ class _Run:
             config, self.output, save=self.save, resuming=config.resume, batches=shares.batches
         )
         if self.resume_from is not None:
-            checkpoints.check_states(self.resume_from)
+            checkpoints.check_states(self.resume_from, ranks_at(self.resume_from))
         ready = prepare(config, args, self.resume_from, self.box)
         if self.save and args.should_save:
             _open_run(self.output, ready, self.resume_from)

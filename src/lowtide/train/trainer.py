@@ -150,6 +150,14 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
         state = get_model_state_dict(self.model, options=whole)  # on the first rank; empty on the others
         self._save(output_dir, state_dict=state)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None:  # gathered: a tied weight is there under each of its names, and would be saved twice
+            parameters = self.model.named_parameters(remove_duplicate=False)
+            names = {id(parameter): name for name, parameter in reversed(list(parameters))}
+            tied = {name for name, p in self.model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
+            state_dict = {name: value for name, value in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
