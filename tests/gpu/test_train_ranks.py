@@ -1,4 +1,4 @@
-"""`lowtide train` on several GPUs under torchrun, with NCCL: its steps are those of one GPU, which goes on with the run."""
+"""`lowtide train` on several GPUs under torchrun, with NCCL: its steps are those of one, which can go on with it."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.train import checkpoints, states
 from lowtide.train.checkpoints import SCHEDULER
 from lowtide.train.config import TrainConfig
+from lowtide.train.ending import is_lost_rank
 from lowtide.train.packing import Batches, PackedBlocks, nothing_predicted
 from lowtide.train.parallel import check_precision, settle
 from lowtide.train.positions import write_positions
@@ -199,6 +200,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
                 checkpoints.remove_old(final.parent, self.args.save_total_limit, best)
             self.accelerator.wait_for_everyone()
         except Exception as error:
+            if is_lost_rank(error):
+                raise
             shutil.rmtree(staged, ignore_errors=True)
             raise checkpoints.save_error(final, error) from error
         finally:
@@ -219,6 +222,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
                 checkpoints.publish(staged, final)
                 checkpoints.clear_staging(final.parent)
         except Exception as error:
+            if is_lost_rank(error):
+                raise
             shutil.rmtree(staged, ignore_errors=True)
             raise checkpoints.save_error(final, error) from error
         return final
