@@ -1,4 +1,4 @@
-"""FSDP2 on one axis of ranks and a sharded vocabulary on the other, with gloo: see mesh_cases.py."""
+"""FSDP2 on one axis of ranks and a sharded vocabulary on the other, with gloo: see mesh_cases.py, tensor_parallel_cases.py."""
 
 from pathlib import Path
 
@@ -14,3 +14,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a
 @pytest.mark.parametrize("case", ["fsdp_and_vocabulary", "two_axes_at_once_are_refused"])
 def test_on_four_ranks(case: str) -> None:
     launch.check(FILE, 4, case)
+
+
+def test_tensor_parallel_layers_too() -> None:
+    launch.check(FILE.with_name("tensor_parallel_cases.py"), 4, "two_axes")

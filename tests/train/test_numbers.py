@@ -21,6 +21,7 @@ import lowtide
 from lowtide.errors import ArgumentValueError
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import check_separate
+from lowtide.train.ranks import Shares
 from lowtide.train.streams import IGNORED, Document, WholeStream
 from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
 
@@ -106,9 +107,10 @@ class Blocks(torch.utils.data.IterableDataset[dict[str, Tensor]]):
 
 
 def trainer_of(model: nn.Module, blocks: list[dict[str, Tensor]], args: Any, *, bounds: bool = False) -> LowtideTrainer:
+    rows = args.per_device_train_batch_size
     return LowtideTrainer(
-        pack=lambda _: Blocks(blocks),  # type: ignore[arg-type, return-value]
-        resume_from=None,
+        blocks=Blocks(blocks),  # type: ignore[arg-type]
+        shares=Shares(streams=rows, ranks=1, rank=0, rows=rows),
         model=model,
         args=args,
         eval_dataset=blocks,

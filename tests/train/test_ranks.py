@@ -70,6 +70,3 @@ def test_two_ranks_train_as_one_process_does_and_resume(
     on_two_ranks(tmp_path, "train", "--resume", "--output", output)
     resumed = load_file(output / "model" / "model.safetensors")
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
-    status, _, err = lowtide("train", "--resume", "--output", output, "--max-steps", 8)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "expected 2 ranks" in err

@@ -34,7 +34,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``lowtide`` and return its exit status.
 
-    0; 1: a comparison that failed; 2: an error; 3: out of memory, with advice in several lines; 130: Ctrl-C.
+    0; 1: a comparison that failed; 2: an error; 3: out of memory, with advice in several lines; 130: Ctrl-C; 143:
+    SIGTERM in a training run.
 
     Args:
         argv: the arguments; ``sys.argv`` without it.
@@ -42,12 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: by argparse, after ``--help``, ``--version``, no argument, and arguments it does not know.
     """
+    status = _status(argv)
+    if status and _in_group():  # its threads would abort an interpreter that is torn down, and hide the status
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _status(argv: Sequence[str] | None) -> int:
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:  # said by the subcommand's parser, which knows the right --help
         arguments.parser.refuse(unknown)
     try:
         return int(arguments.main(arguments))
     except LowtideError as error:
+        _let_first_rank_speak()
         status = getattr(error, "exit_status", USAGE_ERROR)
         text = " ".join(str(error).split()) if status == USAGE_ERROR else str(error)
         argument, colon, rest = text.partition(":")
@@ -67,8 +78,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"lowtide {arguments.subcommand}: {' '.join(str(error).split())}\n")
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:
+        _let_first_rank_speak()
         sys.stderr.write(f"\nlowtide {arguments.subcommand}: interrupted. {interrupt}".rstrip() + "\n")
         return INTERRUPTED
+
+
+def _let_first_rank_speak() -> None:
+    if "RANK" in os.environ:  # a launcher's
+        from lowtide.train.ranks import let_first_speak
+
+        let_first_speak()
+
+
+def _in_group() -> bool:
+    if "RANK" not in os.environ:
+        return False
+    from lowtide.train.ranks import in_group
+
+    return in_group()
 
 
 def _parser() -> OneLineParser:

@@ -36,11 +36,18 @@ examples:
   lowtide train --resume --output my-run
       go on from the last whole checkpoint, after a crash or Ctrl-C; the settings are those it began with
   torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
-      --trainer-args fsdp=full_shard weight_decay=0.1
-      eight GPUs
+      --parallel fsdp2 --trainer-args weight_decay=0.1
+      eight GPUs that share out weights, gradients and optimizer
+
+  accelerate launch --config_file fsdp2.yaml --num_processes 8 -m lowtide.cli train --data books/ --output my-run
+      the same by accelerate, after lowtide train --parallel fsdp2 --write-launch-file fsdp2.yaml
+  torchrun --nproc-per-node 4 --no-python lowtide train --resume --output my-run
+      go on with it on four GPUs: the steps stay as they were
+
+SIGTERM, as clusters send it before they take a machine away, ends a run after the step it is in, with a checkpoint.
 
 Exit status: 0; 1: --compare found a difference; 2: an error, in one line; 3: out of memory, with what would fit; 130:
-Ctrl-C.
+Ctrl-C; 143: SIGTERM.
 
 On a CPU that other programs use too, set OMP_WAIT_POLICY=PASSIVE in the environment: threads that spin while they wait
 can make training ten times slower there. --compare does so for both its runs."""
@@ -60,6 +67,12 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
         "--compare", action="store_true", help="train twice, with and without lowtide; nothing is saved"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --compare: write the numbers here")
+    parser.add_argument(
+        "--write-launch-file",
+        type=Path,
+        metavar="FILE",
+        help="write what --parallel means for `accelerate launch --config_file FILE`, and train nothing",
+    )
     planned = {"budget_gib": "memory_budget, in GiB", "host_gib": "host_budget, in GiB"}  # the planner's own words
     parser.set_defaults(main=main, parser=parser, options_of=planned)
 
@@ -80,6 +93,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise _usage("json", "--compare beside it", "--json alone")
     if arguments.compare and {"resume", "output", "patch"} & set(given):
         raise _usage("compare", "no --resume, --output or --no-patch beside it", "one of them")
+    if arguments.write_launch_file is not None:
+        return _write_launch_file(arguments.write_launch_file, given)
     # peft imports it wherever it is installed, and on a CPU it logs what a training run has no use for
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from lowtide.train.progress import quiet_transformers
@@ -106,6 +121,16 @@ def _train(given: dict[str, Any], console: Any) -> int:
                 console.print(f"nothing is left of {config.max_steps} steps; the model is in {model}", soft_wrap=True)
             return 0
     train(config, console=console)
+    return 0
+
+
+def _write_launch_file(file: Path, given: dict[str, Any]) -> int:
+    from lowtide.train.parallel import AUTO, launch_file
+
+    name = given.get("parallel", AUTO)
+    if name == AUTO:
+        raise _usage("write_launch_file", "--parallel with the name of an engine beside it", "none")
+    file.write_text(launch_file(name))
     return 0
 
 

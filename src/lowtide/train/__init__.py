@@ -30,6 +30,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     Raises:
         ArgumentValueError: a setting, the data or the model cannot be used; nothing was written then.
         SaveError: a checkpoint or the model could not be written; the last whole checkpoint is still there.
+        Terminated: SIGTERM came; the step was finished and a checkpoint written.
+        RankLost: another of the run's processes has ended.
         OutOfMemory: a step, or the model, needs more memory than there is; the text says what would fit.
     """
     from lowtide.train.run import run

@@ -21,6 +21,7 @@ from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
 from lowtide.train.activations import as_mixture, as_text, current_policies
 from lowtide.train.config import TrainConfig
+from lowtide.train.parallel import uses_deepspeed, uses_fsdp
 from lowtide.train.planned import planned_optimizer, planned_settings
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _other_policy(search: Search, limit: float, away: int) -> list[tuple[str, in
 
 def _states(config: TrainConfig, args: Any, search: Search, groups: Mixture) -> list[tuple[str, int]]:
     """Return the bytes where the optimizer's states are on the host, if this run could have them there."""
-    if config.offload_states or args.device.type != "cuda" or args.fsdp or args.deepspeed:
+    if config.offload_states or args.device.type != "cuda" or uses_fsdp() or uses_deepspeed():
         return []
     return [("--offload-states", search.memory.peak(groups, search.memory.states).bytes)]
 
@@ -153,7 +154,7 @@ def _nothing(config: TrainConfig, search: Search, limit: float) -> str:
         ways.append("keep the frozen weights in 16 bits (--weights bfloat16)")
     if memory.states > limit / 8:
         ways.append("take an optimizer with smaller states (--trainer-args optim=adamw_bnb_8bit)")
-    ways.append("shard over more GPUs (--trainer-args fsdp=full_shard)")
+    ways.append("share it out over more GPUs (--parallel fsdp2)")
     said = " or ".join(ways) if len(ways) < 3 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
     return (
         f"Nothing fits in {gib(limit):.2f} GiB: weights, gradients and optimizer states take {gib(fixed):.2f}. "

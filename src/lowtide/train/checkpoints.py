@@ -13,14 +13,29 @@ from typing import Any
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.parallel import uses_deepspeed
+from lowtide.train.ranks import launched_ranks
+from lowtide.train.states import PARTS, WHOLE
 
 RUN_FILE = "run.json"
 MODEL = "model"
 MERGED = "merged"  # beside it, where adapters are merged into a copy
 LOG_FILE = "log.jsonl"
 BOARD = "tensorboard"
+SCHEDULER = "scheduler.pt"
+ZERO = "global_step"  # begins the name of DeepSpeed's folder in a checkpoint
 STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
-_TRAINING_ONLY = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state*", "data_position*", "*_fsdp_0")
+_TRAINING_ONLY = (
+    "optimizer*",
+    "scheduler*",
+    "scaler*",
+    "rng_state*",
+    "trainer_state*",
+    "data_position*",
+    "global_step*",
+    "latest",
+    "zero_to_*",
+)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -52,6 +67,29 @@ def log_history(checkpoint: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         got, hint = f"{checkpoint}, where {file.name} cannot be read", "Remove it, to take an older one."
         raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
+
+
+def check_states(checkpoint: Path, ranks: int) -> None:
+    """Raise where the optimizer's part of a checkpoint is missing: Trainer would begin with a new one, in silence.
+
+    Args:
+        checkpoint: to go on from.
+        ranks: that wrote it.
+
+    Raises:
+        ArgumentValueError: it is, or DeepSpeed wrote it for another engine or number of ranks than are here.
+    """
+    divided = any(checkpoint.glob(f"{ZERO}*"))
+    if divided != uses_deepspeed() or (divided and ranks != launched_ranks()):
+        by = f"DeepSpeed's on {ranks} ranks" if divided else "PyTorch's"
+        hint = "DeepSpeed divides states among ranks in a way of its own: go on with the same stage and ranks."
+        got = f"{launched_ranks()} ranks with DeepSpeed" if uses_deepspeed() else f"{launched_ranks()} ranks without it"
+        raise ArgumentValueError(message("parallel", f"an engine for {checkpoint}, {by}", got, hint))
+    missing = [] if divided or (checkpoint / PARTS).is_dir() or (checkpoint / WHOLE).exists() else [WHOLE]
+    missing += [] if (checkpoint / SCHEDULER).exists() else [SCHEDULER]
+    if missing:
+        got = f"{checkpoint}, which lacks {' and '.join(missing)}"
+        raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
 
 
 def publish(staged: Path, final: Path) -> None:

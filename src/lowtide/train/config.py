@@ -18,6 +18,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["float32", "bfloat16"]
 Packing = Literal["auto", "joined", "separate", "none"]
 TooLong = Literal["truncate", "drop"]
+Parallel = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager"]
 
 
@@ -144,6 +145,12 @@ class TrainConfig:
     )
     patch: bool = _setting(True, "use lowtide's loss; --no-patch trains the stock model")
     workspace_mib: float | None = _setting(None, "scratch memory of the loss in MiB; without it, chosen by lowtide")
+    parallel: Parallel = _setting(  # noqa: RUF009
+        "auto",
+        "how the processes that torchrun starts share the model. ddp: each has all of it; fsdp2: weights, gradients "
+        "and optimizer states are shared out (PyTorch's FSDP2); zero2: gradients and states, zero3: weights too "
+        "(DeepSpeed). auto: what accelerate launch was told, else ddp",
+    )
     output: str | None = _setting(
         None, f"folder for checkpoints and the model; without it, a new folder under {DEFAULT_ROOT}/", metavar="DIR"
     )
@@ -256,6 +263,7 @@ _CHOICES = {
     "packing": Packing,
     "too_long": TooLong,
     "attention": Attention,
+    "parallel": Parallel,
 }
 
 

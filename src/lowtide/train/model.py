@@ -10,6 +10,7 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.train.parallel import built_whole
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -62,12 +63,15 @@ def build_model(name: str, config: Any, *, seed: int, dtype: torch.dtype = torch
     lacking: list[str] = []
     try:
         if has_weights(name):
-            model, told = AutoModelForCausalLM.from_pretrained(
-                Path(name).expanduser().absolute(), dtype=dtype, local_files_only=True, output_loading_info=True
-            )
+            folder = Path(name).expanduser().absolute()
+            with built_whole():
+                model, told = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, local_files_only=True, output_loading_info=True
+                )
             lacking = sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]]))
         else:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            with built_whole():
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             _round_weights(model, dtype)
     except Exception as error:  # wrong shapes, missing or broken files, unknown architectures: no common base
         if is_out_of_memory(error):

@@ -11,6 +11,7 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.memory import offload_optimizer
 from lowtide.memory.offload import available
 from lowtide.train.config import TrainConfig
+from lowtide.train.parallel import uses_deepspeed, uses_fsdp
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def check_states(config: TrainConfig, args: Any) -> None:
     if not available():
         hint = "On a CPU there is nothing to offload from: leave it out."
         raise UnsupportedError(message("offload_states", "a CUDA GPU", f"a run on the {args.device.type}", hint))
-    if args.fsdp or args.deepspeed:
+    if uses_fsdp() or uses_deepspeed():
         hint = "FSDP and DeepSpeed offload by themselves, by settings of their own."
-        got = "sharded ones, by --trainer-args"
+        got = "sharded ones"
         raise UnsupportedError(message("offload_states", "parameters that are whole on each GPU", got, hint))

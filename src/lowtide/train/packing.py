@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.chat import ChatFormat
 from lowtide.train.corpus import Corpus
-from lowtide.train.streams import START, Block, Document, Position, Read, Stream, WholeStream
+from lowtide.train.streams import IGNORED, START, Block, Document, Position, Read, Stream, WholeStream
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -157,6 +157,31 @@ class PackedBlocks(IterableDataset[Block]):
         """Return how many conversations were read so far, and how many of them were cut and left out."""
         read_to = [stream.read_to for stream in self._streams]
         return [sum(getattr(at, name) for at in read_to) for name in ("seen", "cut", "left_out")]
+
+
+class Batches(IterableDataset[list[Block]]):
+    """A rank's blocks in batches: the sizes in turn, over and over.
+
+    Args:
+        blocks: the rank's.
+        sizes: blocks of each batch. One of 0 has a block in which nothing is predicted, for the ranks go step by step.
+        empty: that block.
+    """
+
+    def __init__(self, blocks: IterableDataset[Block], sizes: Sequence[int], empty: Block) -> None:
+        super().__init__()
+        self._blocks, self._sizes, self._empty = blocks, sizes, empty
+
+    def __iter__(self) -> Iterator[list[Block]]:
+        """Yield batches."""
+        blocks = iter(self._blocks)
+        for size in itertools.cycle(self._sizes):
+            yield [next(blocks) for _ in range(size)] or [self._empty]
+
+
+def nothing_predicted(block: Block) -> Block:
+    """Return the block without anything to predict."""
+    return {**block, "labels": torch.full_like(block["labels"], IGNORED)}
 
 
 def positions(state: Sequence[Mapping[str, Any]]) -> list[Position]:

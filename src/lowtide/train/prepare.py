@@ -39,7 +39,9 @@ from lowtide.train.packing import (
     split_corpus,
     text_documents,
 )
+from lowtide.train.parallel import uses_deepspeed, uses_fsdp
 from lowtide.train.planned import attention_of
+from lowtide.train.positions import shares_of
 from lowtide.train.streams import Block
 from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
 
@@ -110,7 +112,7 @@ def prepare(
     """
     box = box or ModelBox()
     check_states(config, args)
-    streams = config.batch_size * args.world_size
+    streams = shares_of(config, resume_from)[0].streams
     corpus = open_corpus(config.data, text_field=config.text_field, streams=streams, seq_len=config.seq_len)
     box.packing = packing = _packing(config, corpus)
     model_config(config.model, vocab_size=config.vocab_size)  # a wrong name is told before a tokenizer is trained
@@ -186,7 +188,7 @@ def _model(config: TrainConfig, args: Any, tokenizer: Any, packing: str, attenti
         check_separate(model, seq_len=config.seq_len)
     if attention is not None and attention.startswith("flash"):
         choose_attention(model, attention)  # which runs on a GPU alone
-        if not args.fsdp and not args.deepspeed:
+        if not uses_fsdp() and not uses_deepspeed():
             model.to(args.device)
             with torch.autocast(args.device.type, torch.float16 if args.fp16 else torch.bfloat16):
                 check_separate(model, seq_len=config.seq_len)

@@ -1,11 +1,68 @@
-"""Leaving a process group so that the interpreter can be torn down afterwards."""
+"""What the processes of a run share: its sequences, dealt out to however many there are, and a group to leave."""
 
 from __future__ import annotations
 
 import gc
 import os
+import time
+from dataclasses import dataclass
 
 import torch
+
+from lowtide.errors import ArgumentValueError, message
+
+_FIRST_SPEAKS_SECONDS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """How the streams of a run are dealt to its ranks, and a rank's to the batches of a step.
+
+    A run that begins with ``rows`` blocks on each of so many ranks has that many streams for good. On another number of
+    ranks each gets its part, some one more than others, and works on no more than ``rows`` at once: a step has the same
+    blocks as before, in other batches.
+
+    Attributes:
+        streams: of the run.
+        ranks: that share them now.
+        rank: whose part this is.
+        rows: the most blocks that a rank works on at once.
+
+    Raises:
+        ArgumentValueError: there are more ranks than streams.
+    """
+
+    streams: int
+    ranks: int
+    rank: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        if self.ranks > self.streams:
+            expected = f"at most {self.streams} ranks, one for each of the run's sequences in a batch"
+            hint = "Start fewer, or begin a new run with a larger --batch-size."
+            raise ArgumentValueError(message("resume", expected, self.ranks, hint))
+
+    @property
+    def count(self) -> int:
+        """This rank's streams."""
+        return self.streams // self.ranks + (self.rank < self.streams % self.ranks)
+
+    @property
+    def first(self) -> int:
+        """The first of them."""
+        return self.rank * (self.streams // self.ranks) + min(self.rank, self.streams % self.ranks)
+
+    @property
+    def batches(self) -> int:
+        """Batches that take one block of each stream: the same on all ranks, who meet after each."""
+        fullest = -(-self.streams // self.ranks)
+        return -(-fullest // self.rows)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Blocks of each of this rank's batches; 0 for one that it has nothing for."""
+        return [self.count // self.batches + (i < self.count % self.batches) for i in range(self.batches)]
 
 
 def launched_ranks() -> int:
@@ -13,9 +70,20 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def launched_rank() -> int:
+    """Return which of them this one is, also before there is a group."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_first_rank() -> bool:
     """Return whether this process is the launcher's first, also before there is a group."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return launched_rank() == 0
+
+
+def let_first_speak() -> None:
+    """Wait on other ranks than the first: it says the error that all have, and the launcher then ends the others."""
+    if not is_first_rank():
+        time.sleep(_FIRST_SPEAKS_SECONDS)
 
 
 def in_group() -> bool:

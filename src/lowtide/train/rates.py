@@ -7,6 +7,8 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
+from lowtide.train.parallel import uses_deepspeed
+
 
 class RatesAsGiven(TrainerCallback):  # type: ignore[misc]
     """Gives a resumed run's optimizer the learning rate, weight decay, betas and epsilon that it was given.
@@ -21,7 +23,7 @@ class RatesAsGiven(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Put them into the optimizer's groups of parameters."""
         del control
-        if state.global_step == 0 or args.deepspeed:  # whose engine has an optimizer of its own
+        if state.global_step == 0 or uses_deepspeed():  # whose engine has an optimizer of its own
             return
         groups = optimizer.param_groups
         own = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}

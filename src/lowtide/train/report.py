@@ -11,6 +11,7 @@ from rich.table import Table
 
 from lowtide.measure import mib
 from lowtide.train.checkpoints import MERGED
+from lowtide.train.parallel import engine_line
 
 if TYPE_CHECKING:
     from lowtide.train.comparison import Comparison
@@ -34,6 +35,8 @@ def show_start(console: Console, ready: Prepared, args: Any, resume_from: Path |
         f"steps    {config.max_steps:,} of {config.batch_size} x {config.grad_accum} x {config.seq_len} tokens "
         f"on {args.world_size} x {args.device.type}",
     ]
+    if engine := engine_line(config):
+        lines.append(engine)
     lines += [*ready.lines, *(ready.chosen.lines if ready.chosen else ())]
     if resume_from is not None:
         lines.append(f"resume   from {resume_from}")

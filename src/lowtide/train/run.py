@@ -19,21 +19,24 @@ from lowtide.train import checkpoints
 from lowtide.train.activations import states_away
 from lowtide.train.advice import advise
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
+from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
 from lowtide.train.lora import merge_adapter, stored_dtype
 from lowtide.train.metrics import Recorder, StepMetrics
 from lowtide.train.model import has_weights
 from lowtide.train.offloading import OffloadStates
 from lowtide.train.packing import PackedBlocks
+from lowtide.train.parallel import engine_of
+from lowtide.train.positions import ranks_at, shares_of
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
-from lowtide.train.ranks import in_group, is_first_rank, launched_ranks, leave_group
+from lowtide.train.ranks import Shares, in_group, is_first_rank, launched_ranks, leave_group
 from lowtide.train.rates import RatesAsGiven
 from lowtide.train.report import show_result, show_start
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
 from lowtide.train.tokenizer import load_tokenizer
-from lowtide.train.trainer import Collate, LowtideTrainer, read_positions, training_arguments
+from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +92,12 @@ def run(config: TrainConfig, *, console: Console | None = None, save: bool = Tru
         label: said in front of the progress.
     """
     group_was_there = in_group()
-    result = _Run(config, console or Console(), save=save, label=label).result()
+    with engine_of(config):
+        result = _Run(config, console or Console(), save=save, label=label).result()
     if not group_was_there:
         leave_group()  # here, where nothing of the run is left that its threads could hold
+    if isinstance(result, Terminated):
+        raise result
     return result
 
 
@@ -119,8 +125,8 @@ class _Run:
                 raise ArgumentValueError(message("output", "a folder that all ranks know", got, hint))
             self.output = checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
 
-    def result(self) -> TrainResult:
-        """Run, and return what was measured."""
+    def result(self) -> TrainResult | Terminated:
+        """Run, and return what was measured, or that it was ended."""
         try:
             return self._result()
         except KeyboardInterrupt as interrupt:
@@ -128,25 +134,33 @@ class _Run:
                 checkpoints.clear_staging(self.output)
             raise KeyboardInterrupt(self._how_to_go_on()) from interrupt
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._out_of_memory(error) from error
+            if is_out_of_memory(error):
+                raise self._out_of_memory(error) from error
+            if is_lost_rank(error):
+                raise RankLost(f"another process has ended ({_why(error)}). {self._how_to_go_on()}") from error
+            raise
 
-    def _result(self) -> TrainResult:
+    def _result(self) -> TrainResult | Terminated:
         config = self.config
-        self.args = args = training_arguments(config, self.output, save=self.save, resuming=config.resume)
+        shares, starts = shares_of(config, self.resume_from)  # before a model is built that cannot go on
+        self.args = args = training_arguments(
+            config, self.output, save=self.save, resuming=config.resume, batches=shares.batches
+        )
         if self.resume_from is not None:
-            read_positions(self.resume_from, args)  # before a model is built that cannot go on
+            checkpoints.check_states(self.resume_from, ranks_at(self.resume_from))
         ready = prepare(config, args, self.resume_from, self.box, self._say if args.should_log else None)
         if self.save and args.should_save:
             _open_run(self.output, ready, self.resume_from)
         if args.should_log:
             show_start(self.console, ready, args, self.resume_from)
-        metrics = StepMetrics(config.seq_len * config.batch_size * config.grad_accum * args.world_size)
-        callbacks = self._callbacks(metrics, ready)
+        metrics = StepMetrics(config.seq_len * shares.streams * config.grad_accum)
+        stop = SaveAndStop(saves=self.save)
+        callbacks = [*self._callbacks(metrics, ready), stop]
         try:
-            self.trainer = trainer = make_trainer(ready, args, self.resume_from, callbacks)
+            self.trainer = trainer = make_trainer(ready, args, shares, starts, callbacks)
             self._train(metrics)
+            if stop.stopped:
+                return Terminated(f"ended by SIGTERM after step {trainer.state.global_step}. {self._how_to_go_on()}")
             if trainer.state.global_step not in held_out_losses(trainer.state.log_history):
                 trainer.evaluate()
         finally:
@@ -210,7 +224,7 @@ class _Run:
         try:
             self.trainer.train(resume_from_checkpoint=resume)
         except Exception as error:
-            if isinstance(error, LowtideError) or is_out_of_memory(error):
+            if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
                 raise
             if self.resume_from is not None and not metrics.began:
                 got = f"{self.resume_from}, which cannot be read ({_why(error)})"
@@ -267,23 +281,19 @@ class _Run:
         return f"Go on with: lowtide train --resume --output {self.output}"
 
 
-def make_trainer(ready: Prepared, args: Any, resume_from: Path | None, callbacks: list[Any]) -> LowtideTrainer:
-    """Return the trainer, its data at the start or at the checkpoint's position."""
+def make_trainer(
+    ready: Prepared, args: Any, shares: Shares, starts: list[Position], callbacks: list[Any]
+) -> LowtideTrainer:
+    """Return the trainer, this rank's streams where they are to begin."""
     config = ready.config
-    streams = config.batch_size * args.world_size
-    first = config.batch_size * args.process_index
 
-    def pack(start: list[Position] | None) -> PackedBlocks:
-        start = [Position()] * config.batch_size if start is None else start
+    def order(stream: int) -> Any:
+        return lambda epoch: ready.split.share(stream, shares.streams, epoch)
 
-        def order(row: int) -> Any:
-            return lambda epoch: ready.split.share(first + row, streams, epoch)
-
-        return PackedBlocks([ready.layout.stream(order(row), position=at) for row, at in enumerate(start)])
-
+    streams = [ready.layout.stream(order(number), position=at) for number, at in enumerate(starts, shares.first)]
     return LowtideTrainer(
-        pack=pack,
-        resume_from=resume_from,
+        blocks=PackedBlocks(streams),
+        shares=shares,
         keep_best=config.early_stop > 0,
         model=ready.model,
         args=args,

@@ -5,21 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.train import checkpoints
+from lowtide.train import checkpoints, states
+from lowtide.train.checkpoints import SCHEDULER
 from lowtide.train.config import TrainConfig
-from lowtide.train.packing import PackedBlocks, positions
+from lowtide.train.ending import is_lost_rank
+from lowtide.train.packing import Batches, PackedBlocks, nothing_predicted
+from lowtide.train.parallel import check_precision, settle
+from lowtide.train.positions import write_positions
+from lowtide.train.ranks import Shares
 from lowtide.train.stopping import best_step
-from lowtide.train.streams import IGNORED, Block, Position
+from lowtide.train.streams import IGNORED, Block
 
 # What ``trainer_args`` may override: the usual choices for language models where Trainer has others.
 _USUAL = {
@@ -28,8 +34,6 @@ _USUAL = {
     # To find unused parameters, DDP looks into the model's outputs: that would build the logits.
     "ddp_find_unused_parameters": False,
 }
-
-PackFrom = Callable[[list[Position] | None], PackedBlocks]
 
 
 class LowtideTrainer(Trainer):  # type: ignore[misc]
@@ -41,8 +45,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
     whatever the model's loss takes as its denominator, of all batches and ranks of a step, or of all held-out text.
 
     Args:
-        pack: makes this rank's blocks, from the start or from positions.
-        resume_from: the checkpoint that `train` will be given, None at the start.
+        blocks: this rank's.
+        shares: how they are dealt to ranks and batches.
         keep_best: the checkpoint of the lowest held-out loss is never removed.
         args: Trainer's own.
         eval_dataset: held-out blocks.
@@ -52,8 +56,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        pack: PackFrom,
-        resume_from: Path | None,
+        blocks: PackedBlocks,
+        shares: Shares,
         args: TrainingArguments,
         eval_dataset: Sequence[Block],
         keep_best: bool = False,
@@ -62,15 +66,29 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
         super().__init__(args=args, eval_dataset=_evenly(eval_dataset, args), **kwargs)
         self.remove_callback(PrinterCallback)
         self._saving, self._keep_best = False, keep_best
-        start = None if resume_from is None else read_positions(resume_from, self.args)
-        self._blocks = pack(start)
+        self._blocks, self._shares = blocks, shares
         self._held_out_mean = sum(_targets(row["labels"]) for row in self.eval_dataset) / len(self.eval_dataset)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and see to it that it takes the engine that was asked for."""
+        super().create_accelerator_and_postprocess()
+        settle(self.accelerator)
+        self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        """Train, from a checkpoint where one is given."""
+        if resume_from_checkpoint is not None and self.is_fsdp_enabled:
+            # the stock format, read while the model is whole: any engine goes on from any other's checkpoint
+            self.is_fsdp_enabled = False
+            super()._load_from_checkpoint(resume_from_checkpoint)
+            self.is_fsdp_enabled = True
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this rank's blocks: no workers and nothing fetched ahead, so its position is exact."""
         return DataLoader(
-            self._blocks,
-            batch_size=self._train_batch_size,
+            Batches(self._blocks, self._shares.sizes, nothing_predicted(self.eval_dataset[0])),
+            batch_size=None,  # they come as batches
             collate_fn=self.data_collator,
             pin_memory=self.args.device.type == "cuda",
             # its iterator draws a number: from the global generator, whose state a resume has just restored for dropout
@@ -124,6 +142,42 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
         weight = tokens / (self._held_out_mean * len(inputs["labels"]))
         return torch.where(tokens > 0, loss, 0.0) * weight, None, None
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model in the stock format, from the first rank, also where all have but a part of it."""
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=whole)  # on the first rank; empty on the others
+        self._save(output_dir, state_dict=state)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None:  # gathered: a tied weight is there under each of its names, and would be saved twice
+            parameters = self.model.named_parameters(remove_duplicate=False)
+            names = {id(parameter): name for name, parameter in reversed(list(parameters))}
+            tied = {name for name, p in self.model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
+            state_dict = {name: value for name, value in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        states.save_parts(Path(output_dir), self.model, self.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.is_fsdp_enabled:  # else it was read before the model was shared out
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.is_deepspeed_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        states.load_optimizer(Path(checkpoint), self.model, self.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
     def _get_output_dir(self, trial: Any) -> str:
         output = super()._get_output_dir(trial)
         return str(Path(output) / checkpoints.STAGING) if self._saving else output
@@ -138,7 +192,7 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             self.accelerator.wait_for_everyone()
             self._saving = True
             super()._save_checkpoint(model, trial)
-            write_positions(staged, self._blocks, self.args)
+            write_positions(staged, self._blocks, self._shares)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 checkpoints.publish(staged, final)
@@ -146,6 +200,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
                 checkpoints.remove_old(final.parent, self.args.save_total_limit, best)
             self.accelerator.wait_for_everyone()
         except Exception as error:
+            if is_lost_rank(error):
+                raise
             shutil.rmtree(staged, ignore_errors=True)
             raise checkpoints.save_error(final, error) from error
         finally:
@@ -166,6 +222,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
                 checkpoints.publish(staged, final)
                 checkpoints.clear_staging(final.parent)
         except Exception as error:
+            if is_lost_rank(error):
+                raise
             shutil.rmtree(staged, ignore_errors=True)
             raise checkpoints.save_error(final, error) from error
         return final
@@ -177,8 +235,7 @@ def _evenly(blocks: Sequence[Block], args: TrainingArguments) -> list[Block]:
     What is added has nothing to predict. One process takes them as they are.
     """
     missing = -len(blocks) % (args.world_size * args.per_device_eval_batch_size) if args.world_size > 1 else 0
-    nothing = {**blocks[0], "labels": torch.full_like(blocks[0]["labels"], IGNORED)}
-    return [*blocks, *[nothing] * missing]
+    return [*blocks, *[nothing_predicted(blocks[0])] * missing]
 
 
 def _targets(labels: torch.Tensor) -> torch.Tensor:
@@ -210,40 +267,9 @@ class Collate:
         return batch
 
 
-def write_positions(checkpoint: Path, blocks: PackedBlocks, args: Any) -> None:
-    """Write where this rank's streams are into a checkpoint."""
-    told = {"ranks": args.world_size, "streams": blocks.state()}
-    _positions_file(checkpoint, args.process_index).write_text(json.dumps(told))
-
-
-def read_positions(checkpoint: Path, args: Any) -> list[Position]:
-    """Return where this rank's streams were at a checkpoint.
-
-    Raises:
-        ArgumentValueError: it was written by another number of ranks.
-    """
-    file = _positions_file(checkpoint, args.process_index)
-    try:
-        told = json.loads(file.read_text())
-        ranks, start = told["ranks"], positions(told["streams"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        got = f"{checkpoint}, where {file.name} cannot be read"
-        hint = "Start on as many ranks as wrote it, or take an older checkpoint: remove this one."
-        raise ArgumentValueError(message("resume", "a checkpoint of a lowtide run", got, hint)) from error
-    if len(start) != args.per_device_train_batch_size:
-        got = f"{checkpoint}, where {file.name} has {len(start)} streams"
-        raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
-    plain = not args.fsdp and not args.deepspeed
-    if plain and (missing := [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).exists()]):
-        got = f"{checkpoint}, which lacks {' and '.join(missing)}"
-        raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
-    if ranks != args.world_size:
-        hint = "The ranks share out the text: go on with as many as before."
-        raise ArgumentValueError(message("resume", f"{ranks} ranks, as before", args.world_size, hint))
-    return start
-
-
-def training_arguments(config: TrainConfig, output: Path, *, save: bool, resuming: bool) -> TrainingArguments:
+def training_arguments(
+    config: TrainConfig, output: Path, *, save: bool, resuming: bool, batches: int = 1
+) -> TrainingArguments:
     """Return Trainer's arguments for a run.
 
     Args:
@@ -251,6 +277,7 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
         output: its folder.
         save: write checkpoints.
         resuming: the run goes on from a checkpoint.
+        batches: of this rank, in the place of each that the run's settings have.
 
     Raises:
         ArgumentValueError: one of ``trainer_args`` is unknown or unusable, or the machine lacks the dtype.
@@ -260,7 +287,7 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
         "max_steps": config.max_steps,
         "per_device_train_batch_size": config.batch_size,
         "per_device_eval_batch_size": config.batch_size,
-        "gradient_accumulation_steps": config.grad_accum,
+        "gradient_accumulation_steps": config.grad_accum * batches,
         "learning_rate": config.lr,
         "warmup_steps": config.warmup_steps,
         "seed": config.seed,
@@ -283,6 +310,7 @@ def training_arguments(config: TrainConfig, output: Path, *, save: bool, resumin
     }
     extra = _trainer_args(config.trainer_args, set(own))
     own |= _precision(config)
+    check_precision(bf16=own["bf16"], fp16=own["fp16"])
     try:
         args = TrainingArguments(**{**_USUAL, **own, **extra})
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
@@ -332,6 +360,9 @@ _REFUSED = {
     "average_tokens_across_devices": "A step's loss is the mean over the tokens of all ranks.",
     "metric_for_best_model": "Use --early-stop, which knows the held-out loss alone.",
     "load_best_model_at_end": "Use --early-stop.",
+    "fsdp": "Use --parallel fsdp2, or accelerate launch with a configuration of your own.",
+    "fsdp_config": "Give accelerate launch a configuration of your own.",
+    "deepspeed": "Use --parallel zero2 or zero3, or accelerate launch with a configuration of your own.",
 }
 
 
@@ -355,7 +386,3 @@ def _trainer_args(pairs: tuple[str, ...], own: set[str]) -> dict[str, Any]:
         if isinstance(extra[key], str) and isinstance(known[key].default, int | float):
             raise ArgumentValueError(message("trainer_args", f"a number for {key}", repr(value)))
     return extra
-
-
-def _positions_file(checkpoint: Path, rank: int) -> Path:
-    return checkpoint / f"data_position_{rank}.json"

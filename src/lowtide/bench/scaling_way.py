@@ -1,0 +1,138 @@
+"""One rank of the weak-scaling benchmark: the steps of ``lowtide train`` on random tokens, with a model of some way."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from lowtide.bench.rows import reason_of, release
+from lowtide.bench.ways import LEARNING_RATE, Way, build_way
+from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes
+from lowtide.train.config import TrainConfig
+from lowtide.train.metrics import WARM_STEPS, Recorder, StepMetrics
+from lowtide.train.parallel import engine_of
+from lowtide.train.progress import quiet_transformers
+from lowtide.train.ranks import Shares, in_group, launched_rank, launched_ranks
+from lowtide.train.streams import Block
+from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
+
+VOCABULARY = 1000  # of the model that has none of its own
+
+
+class RandomBlocks(IterableDataset[Block]):
+    """Blocks of random tokens, without end; other ones on each rank."""
+
+    def __init__(self, vocabulary: int, tokens: int, seed: int) -> None:
+        super().__init__()
+        self._vocabulary, self._tokens, self._seed = vocabulary, tokens, seed
+
+    def __iter__(self) -> Iterator[Block]:
+        """Yield them."""
+        generator = torch.Generator().manual_seed(self._seed)
+        while True:
+            ids = torch.randint(0, self._vocabulary, (self._tokens,), generator=generator)
+            yield {"input_ids": ids, "labels": ids}
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Takes the time at each step's end, which Trainer knows by the loss that it has read from the device."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        """Take it."""
+        del args, state, control
+        if "loss" in logs:
+            self.times.append(time.perf_counter())
+
+
+def measure(
+    way: str, model: str, *, parallel: str, tokens: int, batch: int, steps: int, weights: str, seed: int
+) -> dict[str, Any]:
+    """Return seconds, tokens a second and GPU, and peak of a training step of this rank's run, layers checkpointed.
+
+    Args:
+        way: whose model: lowtide, liger or stock.
+        model: whose shape, as in ``lowtide train --model``.
+        parallel: the engine, as in ``lowtide train --parallel``; one rank has nothing to share.
+        tokens: of a sequence.
+        batch: sequences of a rank.
+        steps: that count; `WARM_STEPS` before them do not.
+        weights: the dtype of weights, gradients and states; float32 ones have products in bfloat16.
+        seed: of weights and tokens.
+    """
+    config: Any = {"weights": weights, "parallel": parallel, "lr": LEARNING_RATE}
+    config |= {"seq_len": tokens, "batch_size": batch, "max_steps": WARM_STEPS + 1 + steps, "save_every": 0}
+    if torch.cuda.is_available():
+        config |= {"dtype": "bfloat16"}
+    config = TrainConfig(**config)
+    ranks, rank = launched_ranks(), launched_rank()
+    with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
+        args = training_arguments(config, Path(folder), save=False, resuming=True)
+        built = build_way(Way(impl=way), model, getattr(torch, weights), args.device, seed=seed, vocab_size=VOCABULARY)
+        blocks = RandomBlocks(built.config.vocab_size, tokens, seed * 1000 + rank)
+        metrics, clock = StepMetrics(ranks * batch * tokens), Clock()
+        trainer: Any = LowtideTrainer(
+            blocks=blocks,  # type: ignore[arg-type]
+            shares=Shares(streams=batch * ranks, ranks=ranks, rank=rank, rows=batch),
+            model=built,
+            args=args,
+            eval_dataset=[next(iter(blocks))],
+            data_collator=Collate(bounds=False),
+            callbacks=[Recorder(metrics), clock],
+        )
+        parameters = sum(p.numel() for p in built.parameters())
+        trainer.train()
+        # the step after the warm ones resets the peak as it begins: its time is left out
+        times = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)][WARM_STEPS:]
+        seconds = statistics.median(times)
+        peak = torch.tensor(cuda_peak_bytes() if args.device.type == "cuda" else peak_resident_bytes()).to(args.device)
+        if in_group():
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return {
+            "parameters": parameters,
+            "seconds": seconds,
+            "times": [round(each, 5) for each in times],
+            "tokens_per_s_per_gpu": batch * tokens / seconds,
+            "peak_gib": gib(int(peak.item())),
+            "losses": list(metrics.losses.values()),
+        }
+
+
+def main() -> None:
+    """Be a rank that torchrun starts: measure a way with each model in turn, as one argument of JSON says."""
+    from accelerate.state import AcceleratorState
+
+    told = json.loads(sys.argv[1])
+    file, models, way = Path(told.pop("file")), told.pop("models"), told.pop("way")
+    quiet_transformers()
+    for model in models:
+        try:
+            row = measure(way, model, **told)
+        except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks
+            file.with_suffix(f".failed{launched_rank()}").write_text(reason_of(error))
+            raise
+        if launched_rank() == 0:
+            with file.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+        AcceleratorState._reset_state()
+        release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if in_group():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The weak-scaling benchmark on two ranks of a CPU, and what it makes of processes that die."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lowtide.bench import scaling
+from lowtide.errors import ArgumentValueError
+from lowtide.measure import ChildResult
+
+SETTINGS = {"parallel": "fsdp2", "tokens": 16, "batch": 1, "steps": 2, "weights": "float32", "seed": 0}
+
+
+def measured(folder: Path, **options: Any) -> tuple[list[dict[str, Any]], str]:
+    said: list[str] = []
+    given: dict[str, Any] = {"ranks": [2], "models": ["lowtide-small"], "ways": ["lowtide"], **options}
+    rows = scaling.run(settings=SETTINGS, output=str(folder), command="a command", say=said.append, **given)
+    return rows, "".join(said)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (row,), said = measured(tmp_path)
+    assert "failed" not in row, row
+    assert (row["ranks"], row["way"], row["model"]) == (2, "lowtide", "lowtide-small")
+    assert len(row["times"]) == SETTINGS["steps"]
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(16 / row["seconds"])
+    assert row["losses"][0] == pytest.approx(math.log(1000), rel=0.1)
+    assert said.count("lowtide-small") == 1
+    (file,) = tmp_path.glob("*-scaling-cpu.json")
+    told = json.loads(file.read_text())
+    assert told["rows"] == [row]
+    assert told["machine"]["accelerate"]
+    (picture,) = tmp_path.glob("*-scaling-cpu-lowtide-small.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_that_fails_is_a_row_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three models dies with a reason on one rank; a last process dies without a word."""
+    asked = []
+
+    def fake(command: Sequence[str], **_: Any) -> ChildResult:
+        told = json.loads(command[-1])
+        asked.append(told["models"])
+        file = Path(told["file"])
+        row = {"seconds": 2.0, "tokens_per_s_per_gpu": 8.0, "peak_gib": 1.0, "losses": [3.0]}
+        if told["models"][0] == "a":
+            file.write_text(json.dumps(row) + "\n")
+            file.with_suffix(".failed1").write_text("out of memory")
+        return ChildResult(returncode=-9, seconds=1.0, peak_bytes=0, stderr="Traceback\nSignal 9")
+
+    monkeypatch.setattr(scaling, "run_command", fake)
+    rows, said = measured(tmp_path, ranks=[1], models=["a", "b", "c"])
+    assert asked == [["a", "b", "c"], ["c"]]
+    assert [row.get("failed") for row in rows] == [None, "out of memory", "Signal 9"]
+    assert "1.000" in said
+    assert "out of memory" in said
+    assert len(list(tmp_path.glob("*.png"))) == 1
+
+
+def test_what_cannot_be_measured(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentValueError, match="ways"):
+        measured(tmp_path, ways=["unsloth"])
+    assert not list(tmp_path.iterdir())

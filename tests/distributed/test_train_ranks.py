@@ -1,0 +1,267 @@
+"""`lowtide train` on several processes: its steps are those of one, it goes on on any other number, and ends well."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import lowtide
+from distributed.train_ranks import Ranks
+from lowtide.cli import main
+from lowtide.train.checkpoints import checkpoints, log_history
+from lowtide.train.config import Parallel
+from lowtide.train.packing import Batches
+from lowtide.train.parallel import variables
+from lowtide.train.ranks import Shares
+from train.conftest import tiny_arguments
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+
+ENV = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+
+# Other batches add the same numbers up in another order: some float32 roundings of each value.
+REORDERED = 1e-5
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [*tiny_arguments(tmp_path_factory.mktemp("tiny")), "--keep", "5"]
+
+
+def history(folder: Path, step: int) -> dict[str, list[float]]:
+    logs = log_history(folder / f"checkpoint-{step}")
+    return {name: [entry[name] for entry in logs if name in entry] for name in ("loss", "grad_norm", "eval_loss")}
+
+
+def assert_same(folder: Path, other: Path, step: int) -> None:
+    got, want = history(folder, step), history(other, step)
+    for name, values in got.items():
+        assert len(values) == len(want[name]) > 0, name
+        assert values == pytest.approx(want[name], rel=REORDERED), name
+
+
+def wait_for(what: Callable[[], Any], process: Any = None, seconds: float = 120) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < until, "it did not come"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return found
+
+
+def steps_logged(output: Path) -> int:
+    file = output / "log.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+@pytest.mark.parametrize(
+    ("streams", "ranks", "rows"), [(4, 3, 2), (4, 1, 2), (3, 2, 1), (5, 2, 2), (7, 3, 1), (6, 6, 4), (1, 1, 1)]
+)
+def test_shares_deal_out_every_stream_once(streams: int, ranks: int, rows: int) -> None:
+    parts = [Shares(streams=streams, ranks=ranks, rank=rank, rows=rows) for rank in range(ranks)]
+    dealt = [number for part in parts for number in range(part.first, part.first + part.count)]
+    assert dealt == list(range(streams))
+    assert len({part.batches for part in parts}) == 1
+    for part in parts:
+        assert len(part.sizes) == part.batches
+        assert sum(part.sizes) == part.count
+        assert max(part.sizes) <= rows
+
+
+def test_batches_take_the_blocks_in_order_and_fill_none_up() -> None:
+    batches = iter(Batches(list(range(100)), [2, 1, 0], -1))  # type: ignore[arg-type]
+    assert [next(batches) for _ in range(5)] == [[0, 1], [2], [-1], [3, 4], [5]]
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process on four sequences: what all others are to be equal to."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    ended = ranks(1, *arguments, "--batch-size", 4, "--output", output)
+    assert ended.statuses == [0], ended
+    return output
+
+
+# as many sequences as the whole run has; then ranks that do not divide them, with batches that are empty on some
+GOES_ON = {
+    "ddp 2, then fsdp2 3": ("ddp", 2, 2, "fsdp2", 3),
+    "fsdp2 4, then fsdp2 3": ("fsdp2", 4, 1, "fsdp2", 3),
+    "fsdp2 2, then one process": ("fsdp2", 2, 2, "auto", 1),
+    "one process, then ddp 3": ("auto", 1, 4, "ddp", 3),
+}
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_goes_on_on_another_number_of_ranks(
+    name: str, ranks: Ranks, arguments: list[str], whole: Path, tmp_path: Path
+) -> None:
+    engine, before, rows, then, after = GOES_ON[name]
+    output = tmp_path / "run"
+    if before == 1:
+        shutil.copytree(whole, output)
+        shutil.rmtree(output / "checkpoint-6")
+    else:
+        size = ["--max-steps", 6, "--batch-size", rows]
+        ended = ranks(before, *arguments, *size, "--parallel", engine, "--output", output)
+        assert ended.statuses == [0] * before, ended
+        assert_same(output, whole, 6)
+        shutil.rmtree(output / "checkpoint-6")
+    ended = ranks(after, "train", "--resume", "--output", output, "--parallel", then)
+    assert ended.statuses == [0] * after, ended
+    assert ended.out[0].count("held-out loss") == 1
+    assert not any(ended.out[1:]), "one rank speaks"
+    assert re.search(r"losses +\d+ without logits, 0 with\s", ended.out[0]), ended.out[0]
+    assert_same(output, whole, 6)
+    got, want = (load_file(folder / "model" / "model.safetensors") for folder in (output, whole))
+    assert got.keys() == want.keys(), "a tied weight is saved once"
+    for weight, value in want.items():
+        torch.testing.assert_close(got[weight], value, rtol=0, atol=REORDERED)
+
+
+def test_fsdp2_reduces_in_float32_under_bfloat16(ranks: Ranks, arguments: list[str], tmp_path: Path) -> None:
+    """Its loss has more digits than bfloat16, and is stock's in the same engine to what bfloat16 products err."""
+    curves = []
+    for name, options in {"patched": [], "stock": ["--no-patch"]}.items():
+        output = ["--output", tmp_path / name]
+        ended = ranks(2, *arguments, "--parallel", "fsdp2", "--dtype", "bfloat16", *options, *output)
+        assert ended.statuses == [0, 0], ended
+        curves.append(history(tmp_path / name, 6)["loss"])
+    assert curves[0] == pytest.approx(curves[1], rel=2e-3)
+    for curve in curves:
+        losses = torch.tensor(curve, dtype=torch.float64)
+        assert (losses.bfloat16().double() != losses).any()
+
+
+def test_more_ranks_than_sequences_is_one_error(ranks: Ranks, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    ended = ranks(5, "train", "--resume", "--max-steps", 8, "--output", tmp_path / "run")
+    assert ended.statuses == [2] * 5
+    assert ended.err[0].count("\n") == 1
+    assert "at most 4 ranks" in ended.err[0]
+
+
+def test_sigterm_on_one_rank_saves_on_all(ranks: Ranks, arguments: list[str], whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    ranks.start(2, *arguments, "--max-steps", 10_000, "--save-every", 0, "--output", output)
+    wait_for(lambda: steps_logged(output) >= 2)
+    os.kill(ranks.pids()[1], signal.SIGTERM)
+    ended = ranks.end()
+    assert ended.statuses == [143, 143], ended
+    (checkpoint,) = checkpoints(output)
+    assert "--resume" in ended.err[0]
+    assert checkpoint.name.rpartition("-")[2] in ended.err[0]
+    step = int(checkpoint.name.rpartition("-")[2])
+    assert steps_logged(output) == step >= 2
+    assert not (output / "model").exists()
+    ended = ranks(1, "train", "--resume", "--output", output, "--max-steps", step + 2)
+    assert ended.statuses == [0], ended
+    assert history(output, step + 2)["loss"][:1] == pytest.approx(history(whole, 6)["loss"][:1], rel=REORDERED)
+
+
+@pytest.mark.parametrize("name", get_args(Parallel)[1:])
+def test_accelerate_launch_sets_what_the_option_sets(name: str, tmp_path: Path) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    file = tmp_path / "launch.yaml"
+    assert main(["train", "--parallel", name, "--write-launch-file", str(file)]) == 0
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), "--num_processes", "2", "script.py"])
+    arguments, told, _ = _validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(told.deepspeed_config)  # as launch_command does
+        env = prepare_deepspeed_cmd_env(arguments)[1]
+    else:
+        env = prepare_multi_gpu_env(arguments)
+    own = variables(name)
+    assert own.items() <= env.items()
+    assert bool(own) == (name != "ddp")
+    assert env["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+def test_accelerate_launch_runs_fsdp2(arguments: list[str], whole: Path, tmp_path: Path) -> None:
+    file, output = tmp_path / "fsdp2.yaml", tmp_path / "run"
+    assert main(["train", "--parallel", "fsdp2", "--write-launch-file", str(file)]) == 0
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
+    command = [sys.executable, *launch, "-m", "lowtide.cli", *arguments, "--output", str(output)]
+    ended = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert "FSDP2" in ended.stdout
+    assert (output / "checkpoint-6" / "optimizer").is_dir()
+    assert_same(output, whole, 6)
+
+
+WRONG = {
+    "ACCELERATE_USE_DEEPSPEED": ("true", ["parallel", "fsdp2", "accelerate"]),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("true", ["parallel", "DDP, FSDP2"]),
+    "ACCELERATE_MIXED_PRECISION": ("bf16", ["dtype", "--dtype"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_launcher_that_was_told_something_else_is_one_error(name: str, ranks: Ranks, arguments: list[str]) -> None:
+    value, words = WRONG[name]
+    ended = ranks(2, *arguments, "--output", "never-written", "--parallel", "fsdp2", **{name: value})
+    assert ended.statuses == [2, 2], ended
+    assert ended.err[0].count("\n") == 1, ended
+    assert all(word in ended.err[0] for word in words), ended
+    assert not Path("never-written").exists()
+
+
+def test_torchrun_ends_a_run_of_which_one_rank_was_killed(
+    ranks: Ranks, arguments: list[str], whole: Path, tmp_path: Path
+) -> None:
+    """Killed while it saves, more likely than not: there is a checkpoint after each step. One process goes on."""
+    output = tmp_path / "run"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    many = ["--max-steps", "100000", "--save-every", "1", "--parallel", "fsdp2", "--output", str(output)]
+    process = subprocess.Popen(
+        [*launch, "-m", "lowtide.cli", *arguments, *many], env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: checkpoints(output), process)
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 2
+    children[1].send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode != 0
+    assert not any(child.is_running() for child in children)
+    assert "Signal 9" in err
+    step = int(checkpoints(output)[-1].name.rpartition("-")[2])
+    ended = ranks(1, "train", "--resume", "--output", output, "--max-steps", step + 1, "--parallel", "auto")
+    assert ended.statuses == [0], ended
+    assert not (output / ".incoming").exists()
+    first = history(output, step + 1)
+    assert len(first["loss"]) == step + 1
+    assert first["loss"][0] == pytest.approx(history(whole, 6)["loss"][0], rel=REORDERED)
+
+
+def test_a_lost_rank_is_one_error(ranks: Ranks, arguments: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    ranks.start(2, *arguments, "--max-steps", 100_000, "--save-every", 0, "--output", output)
+    wait_for(lambda: steps_logged(output) >= 1)
+    os.kill(ranks.pids()[1], signal.SIGKILL)
+    ended = ranks.end()
+    assert ended.statuses == [2, -9], ended
+    assert ended.err[0].splitlines()[-1].startswith("lowtide train: another process has ended"), ended

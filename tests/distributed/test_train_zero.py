@@ -1,0 +1,71 @@
+"""`lowtide train` with DeepSpeed's ZeRO on two ranks of a CPU, where DeepSpeed is installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from distributed.train_ranks import Ranks
+from train.conftest import tiny_arguments
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+installed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+REORDERED = 1e-5  # of sums over ranks and batches: some float32 roundings of each value
+NAMES = ("loss", "grad_norm", "held_out_loss")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [*tiny_arguments(tmp_path_factory.mktemp("tiny")), "--grad-accum", "2", "--keep", "5"]
+
+
+def logged(output: Path) -> dict[str, list[float]]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return {name: [line[name] for line in lines if name in line] for name in NAMES}
+
+
+@installed
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_is_one_process_and_goes_on(engine: str, ranks: Ranks, arguments: list[str], tmp_path: Path) -> None:
+    alone, output = tmp_path / "alone", tmp_path / "run"
+    ended = ranks(1, *arguments, "--batch-size", 4, "--output", alone)
+    assert ended.statuses == [0], ended
+    ended = ranks(2, *arguments, "--parallel", engine, "--output", output)
+    assert ended.statuses == [0, 0], ended
+    got, want = logged(output), logged(alone)
+    for name in NAMES:
+        assert got[name] == pytest.approx(want[name], rel=REORDERED), name
+    whole = load_file(output / "model" / "model.safetensors")
+    assert whole.keys() == load_file(alone / "model" / "model.safetensors").keys()
+    shutil.rmtree(output / "checkpoint-6")
+    for wrong, said in ((3, ["--parallel", engine]), (2, ["--parallel", "ddp"])):
+        ended = ranks(wrong, "train", "--resume", "--output", output, *said)
+        assert ended.statuses == [2] * wrong, ended
+        assert "DeepSpeed's on 2 ranks" in ended.err[0]
+    ended = ranks(2, "train", "--resume", "--output", output)
+    assert ended.statuses == [0, 0], ended
+    assert logged(output) == got
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_without_deepspeed_is_one_error(ranks: Ranks, arguments: list[str]) -> None:
+    ended = ranks(2, *arguments, "--parallel", "zero3", "--output", "never-written")
+    assert ended.statuses == [2, 2]
+    assert ended.err[0].count("\n") == 1
+    assert "pip install deepspeed" in ended.err[0]
+    assert not Path("never-written").exists()

@@ -1,0 +1,152 @@
+"""`lowtide train` on several ranks without the start of torch for each: a process that has it all imported forks them.
+
+`Ranks` is for tests; run as a script, this file is the process that forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import lowtide
+
+TESTS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a run: of each rank its exit status (-9 where it was killed), output and errors."""
+
+    statuses: list[int]
+    out: list[str]
+    err: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.statuses}\n" + "\n".join(self.err)
+
+
+class Ranks:
+    """Runs the command line on ranks as torchrun starts them; one rank is a process without a launcher."""
+
+    def __init__(self, python: str = sys.executable) -> None:
+        path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu"}
+        self._process = subprocess.Popen(
+            [python, str(Path(__file__))], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def start(self, ranks: int, *arguments: object, **env: str) -> None:
+        """Start; `end` gives the result. One at a time."""
+        assert self._process.stdin is not None
+        told = {"ranks": ranks, "argv": list(map(str, arguments)), "env": env}
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+
+    def pids(self) -> list[int]:
+        """Return the processes of the ranks that run now, in order."""
+        return sorted(child.pid for child in psutil.Process(self._process.pid).children())
+
+    def end(self) -> Ended:
+        """Wait for what was started."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the process that forks has died"
+        return Ended(**json.loads(line))
+
+    def __call__(self, ranks: int, *arguments: object, **env: str) -> Ended:
+        """Run to the end."""
+        self.start(ranks, *arguments, **env)
+        return self.end()
+
+    def close(self) -> None:
+        """End the process that forks."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._process.stdout.close()
+
+
+def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
+    """Be one of the ranks: never returns."""
+    status = 1
+    try:
+        for name, number in (("out", 1), ("err", 2)):
+            os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), number)
+        os.environ.update(job["env"])
+        if job["ranks"] > 1:
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"]}
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in (world | place).items()})
+        from lowtide.cli import main
+
+        status = main(job["argv"])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)  # gloo's threads may still let tensors go, which aborts an interpreter being torn down
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def _run(job: dict[str, Any], seconds: float) -> Ended:
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), _free_port()
+        pids = []
+        for rank in range(job["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                _be(rank, job, port, folder)
+            pids.append(pid)
+        until, statuses = time.monotonic() + seconds, dict[int, int]()
+        while len(statuses) < len(pids):
+            for pid in pids:
+                if pid not in statuses and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                    statuses[pid] = os.waitstatus_to_exitcode(found[1])
+            if time.monotonic() > until:
+                for pid in set(pids) - set(statuses):
+                    os.kill(pid, 9)
+            time.sleep(0.02)
+        texts = [[(folder / f"{kind}{rank}").read_text() for rank in range(job["ranks"])] for kind in ("out", "err")]
+        return Ended([statuses[pid] for pid in pids], *texts)
+
+
+def _serve() -> None:
+    # what a run imports on its way
+    import accelerate.utils  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import lowtide.cli
+    import lowtide.train.run  # noqa: F401
+
+    for line in sys.stdin:
+        ended = _run(json.loads(line), seconds=120)
+        sys.stdout.write(json.dumps(vars(ended)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve()
