@@ -1,4 +1,4 @@
-"""FSDP2 on one axis of ranks and a sharded vocabulary on the other, with gloo: see mesh_cases.py, tensor_parallel_cases.py."""
+"""FSDP2 on one axis of ranks and the vocabulary, or all of a model, on the other, with gloo: see `*_cases.py`."""
 
 from pathlib import Path
 

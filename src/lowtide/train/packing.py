@@ -7,6 +7,7 @@ different places of the corpus, and ranks never overlap.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
