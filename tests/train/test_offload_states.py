@@ -104,15 +104,17 @@ def test_a_run_is_the_same_to_the_bit(
     assert_same(away)
 
 
-def test_what_it_cannot_be_had_with(tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide) -> None:
+def test_what_it_cannot_be_had_with(
+    tmp_path: Path, tiny: list[str], lowtide: Run, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     del side
     arguments = [*tiny, "--offload-states", "--output", tmp_path / "out"]
     status, _, err = lowtide(*arguments, "--memory-budget", "1GiB")
     assert (status, err.count("\n")) == (2, 1), err
     assert "--host-budget" in err
-    sharded = SimpleNamespace(fsdp=["full_shard"], deepspeed=None, device=torch.device("cpu"))
+    monkeypatch.setattr(offloading, "uses_fsdp", lambda: True)
     with pytest.raises(RuntimeError, match="whole on each GPU"):
-        offloading.check_states(TrainConfig(offload_states=True), sharded)
+        offloading.check_states(TrainConfig(offload_states=True), SimpleNamespace(device=torch.device("cpu")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

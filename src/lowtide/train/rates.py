@@ -42,4 +42,6 @@ class RatesAsGiven(TrainerCallback):  # type: ignore[misc]
 
 def _is_number_like(found: Any, value: Any) -> bool:
     """Return whether a group has a value of that kind: Adafactor's epsilon is two, SGD has none."""
-    return type(found) is type(value)
+    if isinstance(value, tuple):  # a checkpoint's is a list
+        return isinstance(found, tuple | list) and len(found) == len(value)
+    return isinstance(found, float)
