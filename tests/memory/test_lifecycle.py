@@ -187,6 +187,19 @@ def test_inside_torch_compile(how: str, policy: Any, llama: Any, ids: Tensor) ->
     assert ran == (5 if policy is ATTENTION else 10)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
+def test_a_patched_model_compiled_whole_with_numbers_as_variables(llama: Any, ids: Tensor) -> None:
+    """What layers share may not become a variable of the first one's checkpoint."""
+    torch._dynamo.reset()
+    model, stock = (llama(num_hidden_layers=2, use_cache=False) for _ in range(2))
+    lowtide.patch(model)
+    apply_policy(model, INPUT)
+    torch.compile(model.model, fullgraph=True, backend="eager", dynamic=True)(ids).last_hidden_state.sum().backward()
+    stock.model(ids).last_hidden_state.sum().backward()
+    for p, other in zip(model.model.parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("keep", ["attention", "input"])
 @pytest.mark.parametrize("order", ["policy-first", "shard-first"])
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")

@@ -253,8 +253,8 @@ def test_compiled(level: int, dynamic: bool | None) -> None:
 @pytest.mark.parametrize(("level", "dropout"), [(0, 0.0), (1, 0.25)])
 def test_operators(level: int, dropout: float) -> None:
     leaves, ab = ([t.detach() for t in ts] for ts in (mlp((2, 5), 7, 11), adapters_of(7, 11)))
-    rates = {f"{side}_dropout": dropout for side in SIDES}
-    fields = SwigluCall(*leaves, torch.float32, "silu", level, 4, *ab, **rates, seed=5)
+    scales, rates = (1.0, 0.5, 2.0), (dropout,) * 3
+    fields = SwigluCall(*leaves, torch.float32, "silu", level, 4, *ab, torch.float32, *scales, *rates, seed=5)
     torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(fields))
     kept = torch.ops.lowtide.swiglu_projections(*fields) if level == 0 else (leaves[0].new_empty(0),) * 2
     torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*fields, *kept))

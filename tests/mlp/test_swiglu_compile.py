@@ -119,7 +119,7 @@ def test_a_step_on_fake_tensors_and_on_meta() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operators(level: int, dtype: torch.dtype) -> None:
     leaves = [t.detach().to(dtype) for t in mlp((2, 5), 7, 11)]
-    fields = SwigluCall(*leaves, dtype=dtype, activation="silu", checkpoint_level=level, tile_tokens=4)
+    fields = SwigluCall.plain(tuple(leaves), dtype=dtype, activation="silu", checkpoint_level=level, tile_tokens=4)
     torch.library.opcheck(torch.ops.lowtide.swiglu_projections.default, tuple(fields))
     kept = torch.ops.lowtide.swiglu_projections(*fields) if level == 0 else (leaves[0].new_empty(0),) * 2
     torch.library.opcheck(torch.ops.lowtide.swiglu.default, (*fields, *kept))

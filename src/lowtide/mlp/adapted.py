@@ -20,6 +20,15 @@ class Adapter(NamedTuple):
     dropout: float  # the probability that a number of x is dropped, and the others are divided by what is left of 1
 
 
+class _Parts(NamedTuple):
+    """What stands for no adapter."""
+
+    a: None
+    b: None
+    scale: float
+    dropout: float
+
+
 class Projection(NamedTuple):
     """A projection of the MLP, and what is added to it."""
 
@@ -60,7 +69,8 @@ def adapted_mlp(
         Tensor: [..., D], in the dtype of ``input``, or autocast's.
     """
     adapters = [projection.adapter for projection in (gate, up, down)]
-    of_gate, of_up, of_down = (_NONE if adapter is None else adapter for adapter in adapters)
+    # Made here and not one for all calls: see `SwigluCall.plain`.
+    of_gate, of_up, of_down = (_Parts(None, None, 1.0, 0.0) if adapter is None else adapter for adapter in adapters)
     first = next((adapter.a for adapter in adapters if adapter is not None), input)
     dropped = any(adapter is not None and adapter.dropout for adapter in adapters)
     return run(
@@ -92,13 +102,3 @@ def adapted_mlp(
             seed=int(torch.randint(2**48, (), device="cpu")) if dropped else 0,
         )
     )
-
-
-class _NoAdapter(NamedTuple):
-    a: None = None
-    b: None = None
-    scale: float = 1.0
-    dropout: float = 0.0
-
-
-_NONE = _NoAdapter()

@@ -1,7 +1,7 @@
 """What `lowtide.swiglu_mlp` was asked, as its operators take it. N tokens, D hidden size, F intermediate size."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +22,64 @@ class SwigluCall(NamedTuple):
     checkpoint_level: int
     tile_tokens: int | None
     # of adapters (see `lowtide.mlp.low_rank`), None where a projection has none
-    gate_a: Tensor | None = None  # [r, D]
-    gate_b: Tensor | None = None  # [F, r]
-    up_a: Tensor | None = None  # [r, D]
-    up_b: Tensor | None = None  # [F, r]
-    down_a: Tensor | None = None  # [r, F]
-    down_b: Tensor | None = None  # [D, r]
-    low_rank_dtype: torch.dtype = torch.float32  # of their GEMMs' operands
-    gate_scale: float = 1.0
-    up_scale: float = 1.0
-    down_scale: float = 1.0
-    gate_dropout: float = 0.0
-    up_dropout: float = 0.0
-    down_dropout: float = 0.0
-    seed: int = 0  # of the dropouts
+    gate_a: Tensor | None  # [r, D]
+    gate_b: Tensor | None  # [F, r]
+    up_a: Tensor | None  # [r, D]
+    up_b: Tensor | None  # [F, r]
+    down_a: Tensor | None  # [r, F]
+    down_b: Tensor | None  # [D, r]
+    low_rank_dtype: torch.dtype  # of their GEMMs' operands
+    gate_scale: float
+    up_scale: float
+    down_scale: float
+    gate_dropout: float
+    up_dropout: float
+    down_dropout: float
+    seed: int  # of the dropouts
+
+    @classmethod
+    def plain(
+        cls,
+        tensors: tuple[Any, ...],
+        *,
+        dtype: torch.dtype,
+        activation: str,
+        checkpoint_level: int,
+        tile_tokens: int | None,
+    ) -> "SwigluCall":
+        """Return a call without adapters, of the tensors from the input to the down projection's bias.
+
+        The numbers stand here and are no defaults of the fields: of those torch.compile(dynamic=True) makes variables,
+        which belong to the checkpoint or autograd node that looks at them first, and which no other one can read.
+        """
+        input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = tensors
+        return cls(
+            input,
+            gate_weight,
+            up_weight,
+            down_weight,
+            gate_bias,
+            up_bias,
+            down_bias,
+            dtype=dtype,
+            activation=activation,
+            checkpoint_level=checkpoint_level,
+            tile_tokens=tile_tokens,
+            gate_a=None,
+            gate_b=None,
+            up_a=None,
+            up_b=None,
+            down_a=None,
+            down_b=None,
+            low_rank_dtype=torch.float32,
+            gate_scale=1.0,
+            up_scale=1.0,
+            down_scale=1.0,
+            gate_dropout=0.0,
+            up_dropout=0.0,
+            down_dropout=0.0,
+            seed=0,
+        )
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:

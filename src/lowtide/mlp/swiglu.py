@@ -79,8 +79,8 @@ def swiglu_mlp(
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(message("activation", " or ".join(map(repr, ACTIVATIONS)), repr(activation)))
     return run(
-        SwigluCall(
-            *tensors,
+        SwigluCall.plain(
+            tensors,
             dtype=dtype,
             activation=activation,
             checkpoint_level=check_level(checkpoint_level),

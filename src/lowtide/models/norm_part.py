@@ -81,11 +81,14 @@ def _computes(
 
 def overrides(base: Any, rounding: Any, offset: float, name: str) -> dict[str, Any]:
     """Return what a patched norm does differently from ``base``."""
+    plus_one = offset == 1.0
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not _is_ours(self.weight, args[0]):
             return base.forward(self, *args, **kwargs)
-        return rms_norm(args[0], self.weight, getattr(self, name), offset=offset, rounding=rounding)
+        # Written here: a number that layers share is a variable of the first one's checkpoint to compile(dynamic=True).
+        added = 1.0 if plus_one else 0.0
+        return rms_norm(args[0], self.weight, getattr(self, name), offset=added, rounding=rounding)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
