@@ -21,7 +21,7 @@ FOR_ALL = {
         "policies",
     ],
     "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
-    "mesh_cases": ["fsdp_and_vocabulary", "two_axes_at_once_are_refused"],
+    "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding", "two_axes_at_once_are_refused"],
     "vocab_cases": [
         "losses",
         "token_stats",
