@@ -247,6 +247,28 @@ def mixed_precision() -> None:
             assert error <= 1.3 * stock_error + 1e-3, (name, error, stock_error)
 
 
+def accumulation() -> None:
+    """Three batches a step, reduced with the last one alone: no step's gradient is lost or counted twice."""
+    rank = dist.get_rank()
+    for gradient in ("forward", "recompute"):
+        model = model_of("llama", tied=False)
+        alone = copy.deepcopy(model)
+        lowtide.patch(model, options=lowtide.HeadOptions(gradient=gradient))
+        shard(model, "own", True)
+        for _ in range(2):
+            for k in range(3):
+                model.set_requires_gradient_sync(k == 2)
+                model(**{name: x.roll(k, 1) for name, x in batch_of(rank).items()}).loss.backward()
+            got = {name: whole(p.grad) for name, p in model.named_parameters()}
+            model.zero_grad()
+            want = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
+            for r, k in itertools.product(range(dist.get_world_size()), range(3)):
+                _, found, _ = step(alone, {name: x.roll(k, 1) for name, x in batch_of(r).items()})
+                for name, grad in found.items():
+                    want[name] += grad / dist.get_world_size()
+            same(got, want)
+
+
 def policies() -> None:
     """Patched MLPs, norms and rotations at both checkpoint levels, with a policy around the layers, sharded."""
     rank = dist.get_rank()
@@ -285,6 +307,7 @@ CASES = named(
     functional_head,
     a_sharded_weight_is_refused,
     mixed_precision,
+    accumulation,
     policies,
     a_loss_that_never_comes,
 )

@@ -13,6 +13,7 @@ CASES = [
     "functional_head",
     "a_sharded_weight_is_refused",
     "mixed_precision",
+    "accumulation",
     "policies",
     "a_loss_that_never_comes",
 ]

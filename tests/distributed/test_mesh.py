@@ -11,7 +11,7 @@ FILE = Path(__file__).with_name("mesh_cases.py")
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
 
-@pytest.mark.parametrize("case", ["fsdp_and_vocabulary", "two_axes_at_once_are_refused"])
+@pytest.mark.parametrize("case", ["fsdp_and_vocabulary", "hybrid_sharding", "two_axes_at_once_are_refused"])
 def test_on_four_ranks(case: str) -> None:
     launch.check(FILE, 4, case)
 

@@ -83,8 +83,9 @@ def bfloat16() -> None:
 
 
 def edges() -> None:
-    """No token, fewer tokens than ranks, a target that is no class, ignored rows that are no numbers."""
+    """No token, fewer tokens or classes than ranks, a target that is no class, ignored rows that are no numbers."""
     for sequence in (False, True):
+        compare(40, 64, 3, torch.bfloat16, (1e-4, 1e-2, 1e-2), backend="exp", sequence=sequence, label_smoothing=0.1)
         for N in (0, 1):
             x, w, y = problem(N, 64, 300, torch.bfloat16)
             px, pw = in_parts(x, w, sequence=sequence)

@@ -12,9 +12,16 @@ from distributed import launch
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
 FOR_ALL = {
-    "fsdp_cases": ["patched_models", "functional_head", "a_sharded_weight_is_refused", "mixed_precision", "policies"],
+    "fsdp_cases": [
+        "patched_models",
+        "functional_head",
+        "a_sharded_weight_is_refused",
+        "mixed_precision",
+        "accumulation",
+        "policies",
+    ],
     "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
-    "mesh_cases": ["fsdp_and_vocabulary", "two_axes_at_once_are_refused"],
+    "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding", "two_axes_at_once_are_refused"],
     "vocab_cases": [
         "losses",
         "token_stats",

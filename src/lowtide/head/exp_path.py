@@ -299,6 +299,8 @@ def _pieces(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
 def _weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
     """Return ``sum_v q_v w_v`` in float32, without a float32 copy of the weight."""
     V, D = w_VD.shape
+    if not V:  # a rank without classes
+        return w_VD.new_zeros(D, dtype=torch.float32)
     if q_V is None:
         weights = w_VD.new_ones(1, V)
     else:

@@ -338,7 +338,9 @@ class ShardedExp:
             return False
         factor_GL = factor_GL.where(self.kept_GL, 0)
         mean_D = torch.zeros(self.job.weight_VD.shape[1], dtype=torch.float32, device=factor_GL.device)
-        for piece, x_CD in self._inputs(pieces):  # every rank, for all take part in gathering them
+        # where hidden states are gathered, all take part, also a rank whose weight is frozen
+        read = self.ranks.spread or into.weight_VD is not None
+        for piece, x_CD in self._inputs(pieces if read else []):
             self.head.thin.add_column_sums(x_CD, self.of(piece, factor_GL)[0], mean_D)
         if self.width:
             put_even_part(self.shares, self.width, factor_GL.sum(), mean_D, into, self.job.dtype)
