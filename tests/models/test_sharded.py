@@ -80,6 +80,29 @@ def test_fused_and_right(name, head, patch_first, one_process, pair, batch, monk
         assert type(model(**batch).logits) is torch.Tensor
 
 
+USES = {
+    "each token's loss": lambda z, y: nn.functional.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none"),
+    "classes second": lambda z, y: nn.functional.cross_entropy(z.transpose(1, 2), y, reduction="none"),
+    "log-probabilities": lambda z, y: z.log_softmax(-1).gather(-1, y[..., None]),
+    "logits gathered": lambda z, y: z.gather(-1, y[..., None]),
+    "summed": lambda z, y: z.log_softmax(-1).sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_a_sharded_head_computes_may_be_changed_in_place(use, one_process, pair, batch):
+    """FSDP2 warns where a module returns a view, and warnings are errors here."""
+    model, stock = pair("llama", tie_word_embeddings=False)
+    lowtide.patch(model)
+    shard(model, head=True)
+    for m in (model, stock):
+        result = USES[use](m(input_ids=batch["input_ids"], num_items_in_batch=3).logits, batch["input_ids"])
+        result += 1
+        result.square().sum().backward()
+    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-4, atol=1e-4 * q.grad.abs().max().item(), msg=key)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_a_saved_head_and_its_reference(patch_first, one_process, pair, batch):
