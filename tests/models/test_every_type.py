@@ -71,32 +71,32 @@ def no_gradient(loss):
 
 @pytest.mark.parametrize("wrong", [wrong_loss, wrong_gradient, no_gradient], ids=lambda f: f.__name__)
 def test_a_patch_that_is_wrong_is_found(wrong, monkeypatch):
-    from lowtide.models import lazy_operations
+    from lowtide.models import lazy_results
 
-    monkeypatch.setattr(lazy_operations, "linear_cross_entropy", wrong(lazy_operations.linear_cross_entropy))
+    monkeypatch.setattr(lazy_results, "linear_cross_entropy", wrong(lazy_results.linear_cross_entropy))
     told = check("causal", "opt")
     assert told["status"] == DIFFERENT
     assert told["why"].startswith("labels: different: ")
 
 
 def test_logits_that_nobody_reports_are_found(monkeypatch):
-    from lowtide.models import lazy_operations
+    from lowtide.models import lazy_results
 
     def with_logits(hidden, head, target, *, reduction, ignore_index, **_):
         return F.cross_entropy(F.linear(hidden, head), target, reduction=reduction, ignore_index=ignore_index)
 
-    monkeypatch.setattr(lazy_operations, "linear_cross_entropy", with_logits)
+    monkeypatch.setattr(lazy_results, "linear_cross_entropy", with_logits)
     told = check("causal", "gpt2")
     assert (told["status"], told["why"]) == (FELL_BACK, "logits were built that the report knows nothing of")
 
 
 def test_an_error_of_a_patched_model_is_a_difference(monkeypatch):
-    from lowtide.models import lazy_operations
+    from lowtide.models import lazy_results
 
     def broken(*_, **__):
         raise RuntimeError("none of it")
 
-    monkeypatch.setattr(lazy_operations, "linear_cross_entropy", broken)
+    monkeypatch.setattr(lazy_results, "linear_cross_entropy", broken)
     told = check("causal", "gpt2")
     assert told["status"] == DIFFERENT
     assert "none of it" in told["why"]

@@ -45,6 +45,18 @@ WITHOUT_LOGITS = {
     "negative, gathered": lambda z, y: (-F.log_softmax(-z, dim=-1)).gather(dim=-1, index=y.clamp(min=0)[..., None]),
     "summed": lambda z, y: (-F.log_softmax(z, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32),
     "logsumexp": lambda z, y: (z[:, 1:] * 0.5).logsumexp(-1, keepdim=True).square(),
+    "classes second": lambda z, y: F.cross_entropy(z[:, :-1].transpose(1, 2), y[:, 1:], label_smoothing=0.1),
+    "classes second, each": lambda z, y: F.cross_entropy(z.permute(0, 2, 1), y, reduction="none").square(),
+    "classes second, nll": lambda z, y: F.nll_loss(F.log_softmax(z * 0.5, -1).transpose(-1, 1), y, reduction="sum"),
+    "logits gathered": lambda z, y: (
+        z[:, 1:].gather(-1, y[:, 1:, None].clamp(min=0))[..., 0] - (z[:, 1:]).logsumexp(dim=-1)
+    ).square(),
+    "several logits gathered": lambda z, y: torch.gather(z, -1, torch.tensor([0, 96, 3, 3]).expand(2, 11, 4)).exp(),
+    "biased, a logit gathered": lambda z, y: (
+        (z + torch.linspace(-1, 1, V)).mul(3).gather(-1, y[..., None].clamp(min=0))
+    ),
+    "highest": lambda z, y: torch.cat([z.detach().max(-1)[0], z.detach().max(2, keepdim=True).indices[..., 0].float()]),
+    "some of the highest": lambda z, y: torch.cat([x.double() for x in torch.topk(z[:, 1:].detach(), 5)]),
     "argmax": lambda z, y: z[:, :-1].argmax(-1).float(),
     "argmax, kept": lambda z, y: torch.argmax(z, dim=2, keepdim=True).float(),
 }
@@ -75,6 +87,7 @@ def test_under_autocast_results_have_the_dtypes_of_stock(pair, batch):
             z, y = m(**batch).logits.view(-1, V), batch["labels"].view(-1)
             logprobs = z.log_softmax(-1)
             made = [F.cross_entropy(z, y), F.nll_loss(logprobs, y), logprobs, logprobs.sum(-1), z.logsumexp(-1)]
+            made += [z.gather(-1, y[:, None].clamp(min=0)), z.detach().max(-1).values, z.detach().topk(3).values]
         made.append(F.cross_entropy(z, y))
         dtypes.append([x.dtype for x in made])
     assert dtypes[0] == dtypes[1]
@@ -101,11 +114,15 @@ def test_a_loss_of_ones_own_without_logits(family, name, pair, batch, assert_sam
 # What the real logits are needed for, though it looks much the same.
 WITH_LOGITS = {
     "columns": lambda z, y: F.cross_entropy(z[..., :50].reshape(-1, 50), y.view(-1).clamp(0, 49)),
-    "classes second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "classes second, scaled": lambda z, y: F.cross_entropy(z.transpose(1, 2) * 2, y),
+    "classes second, of a part": lambda z, y: F.cross_entropy(z.transpose(1, 2)[:, :, 1:], y[:, 1:]),
+    "classes first": lambda z, y: F.cross_entropy(z[:, :2].transpose(0, 2), torch.zeros(97, 2, dtype=torch.long)),
+    "the highest, with its gradient": lambda z, y: z.max(-1).values,
+    "the lowest": lambda z, y: z.detach().topk(3, largest=False).values + z.sum(),
+    "many gathered": lambda z, y: z.gather(-1, torch.arange(11 * 7).remainder(V).view(1, 11, 7).expand(2, 11, 7)),
     "probabilities": lambda z, y: F.cross_entropy(z.view(-1, V), torch.full((22, V), 1 / V)),
     "a softmax over tokens": lambda z, y: z.log_softmax(1).gather(-1, y.clamp(min=0)[..., None]),
     "fewer rows gathered": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[:, :4, None]),
-    "logits gathered": lambda z, y: z.gather(-1, y.clamp(min=0)[..., None]),
     "log-softmax itself": lambda z, y: F.log_softmax(z, dim=-1),
     "scaled afterwards": lambda z, y: (F.log_softmax(z, dim=-1) * 0.5).gather(-1, y.clamp(min=0)[..., None]),
     "a bias for each token": lambda z, y: F.cross_entropy((z + torch.ones(2, 11, 1)).view(-1, V), y.view(-1)),

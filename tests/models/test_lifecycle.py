@@ -105,9 +105,9 @@ def test_options_are_checked_and_reach_the_loss(build, batch, monkeypatch):
     with pytest.raises(ArgumentTypeError, match="options: expected"):
         lowtide.patch(model, options={"workspace_mib": 1})
     seen = []
-    stock = lowtide.models.lazy_operations.linear_cross_entropy
+    stock = lowtide.models.lazy_results.linear_cross_entropy
     monkeypatch.setattr(
-        lowtide.models.lazy_operations,
+        lowtide.models.lazy_results,
         "linear_cross_entropy",
         lambda *args, **kwargs: (seen.append(kwargs["options"]), stock(*args, **kwargs))[1],
     )

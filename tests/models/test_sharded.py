@@ -22,15 +22,15 @@ def one_process():
 
 
 def shard(model, *, head):
+    for module in (*model.model.layers, *([model.lm_head] if head else []), model):
+        shard_one(module)
+
+
+def shard_one(module):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (1,))  # also where there is a GPU
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    if head:
-        fully_shard(model.lm_head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))  # also where there is a GPU
 
 
 def counted(monkeypatch):
@@ -80,7 +80,62 @@ def test_fused_and_right(name, head, patch_first, one_process, pair, batch, monk
         assert type(model(**batch).logits) is torch.Tensor
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+USES = {
+    "each token's loss": lambda z, y: nn.functional.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none"),
+    "classes second": lambda z, y: nn.functional.cross_entropy(z.transpose(1, 2), y, reduction="none"),
+    "log-probabilities": lambda z, y: z.log_softmax(-1).gather(-1, y[..., None]),
+    "logits gathered": lambda z, y: z.gather(-1, y[..., None]),
+    "summed": lambda z, y: z.log_softmax(-1).sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_a_sharded_head_computes_may_be_changed_in_place(use, one_process, pair, batch):
+    """FSDP2 warns where a module returns a view, and warnings are errors here."""
+    model, stock = pair("llama", tie_word_embeddings=False)
+    lowtide.patch(model)
+    shard(model, head=True)
+    for m in (model, stock):
+        result = USES[use](m(input_ids=batch["input_ids"], num_items_in_batch=3).logits, batch["input_ids"])
+        result += 1
+        result.square().sum().backward()
+    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-4, atol=1e-4 * q.grad.abs().max().item(), msg=key)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_a_saved_head_and_its_reference(patch_first, one_process, pair, batch):
+    """Two heads of one wrapper of peft's, each a unit of FSDP2, take turns."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    wrapped = []
+    for m in pair("llama", tie_word_embeddings=False):
+        torch.manual_seed(2)
+        wrapped.append(peft.get_peft_model(m, config).train())
+    model, stock = wrapped
+    base = model.get_base_model()
+    if patch_first:
+        report = lowtide.patch(model)
+    for head in (base.lm_head.original_module, base.lm_head.modules_to_save["default"]):
+        shard_one(head)
+    shard(base, head=False)
+    if not patch_first:
+        report = lowtide.patch(model)
+    call, ids = {"input_ids": batch["input_ids"], "num_items_in_batch": 3}, batch["input_ids"][..., None]
+    for m in (model, stock):
+        for _ in range(2):
+            policy = m(**call).logits
+            with torch.no_grad(), m.disable_adapter():
+                reference = m(**call).logits
+            own, other = (z.log_softmax(-1).gather(-1, ids).sum() for z in (policy, reference))
+            (own - other).square().backward()
+    assert (report.calls_fused, report.calls_materialised) == (4, 0), str(report)
+    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-4, atol=1e-5, msg=key)
+
+
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("own_loss", [False, True])
 def test_ddp_hands_logits_on_without_building_them(own_loss, settings, one_process, pair, batch, assert_same_gradients):

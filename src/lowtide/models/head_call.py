@@ -177,7 +177,7 @@ class HeadCall:
         assert hidden is not None
         return forward(hidden)
 
-    def without_logits(self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Any]) -> Any:
+    def without_logits(self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Tensor]) -> Any:
         """Return what ``function`` makes of the logits after ``steps``, without building them.
 
         Args:
@@ -198,7 +198,7 @@ class HeadCall:
             hidden = rows(hidden)
             for offset in folded.offsets:
                 bias = offset if bias is None else bias + offset
-            return function(
+            result = function(
                 hidden,
                 weight,
                 linear_bias=bias,
@@ -207,6 +207,8 @@ class HeadCall:
                 options=self.options,
                 **self.more(rows),
             )
+            # FSDP2 puts a hook on what its modules return, and warns of views: changes in place would go past it.
+            return result.clone() if result._is_view() else result
 
         with ExitStack() as modes:
             self._enter_autocast(modes)

@@ -6,7 +6,6 @@ have the real logits used after all: whenever it is not certain to give what the
 Legend: hidden [..., D], logits [..., V].
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,18 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.options import HeadOptions
-from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.models.adapted_loss import adapted_cross_entropy
-from lowtide.models.eligibility import is_autocast_on
-from lowtide.models.head_call import Folded, Step, fold
+from lowtide.models.head_call import Step
+from lowtide.models.lazy_results import (
+    argmax,
+    cross_entropy,
+    gather,
+    gives,
+    is_last,
+    logsumexp,
+    nll_loss,
+    row_max,
+    row_sum,
+    topk,
+)
 
 if TYPE_CHECKING:
     from lowtide.models.lazy_logits import LazyLogits
-
-_NO_CLASS = -(2**62)  # an ignore_index that no target has
-
 
 # Each logit by itself.
 
@@ -68,16 +71,10 @@ def _neg(input: "LazyLogits") -> Any:
 
 
 def _log_softmax(input: "LazyLogits", dim: Any = None, dtype: Any = None) -> Any:
-    if not _is_last(input, dim) or not (dtype is None or dtype.is_floating_point):
+    if not is_last(input, dim) or not (dtype is None or dtype.is_floating_point):
         return NotImplemented
-    gives = _gives(input, lambda z: z.log_softmax(-1, dtype))
-    return input.then(Step(Tensor.log_softmax, (-1, dtype)), input.meta().log_softmax(-1, gives))
-
-
-def _gives(input: "LazyLogits", function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype of what ``function`` makes of a row of logits, where autocast may have another one for it."""
-    on_device = is_autocast_on(input.device.type)
-    return function(torch.zeros(1, 1, dtype=input.dtype, device=input.device if on_device else "meta")).dtype
+    like = input.meta().log_softmax(-1, gives(input, lambda z: z.log_softmax(-1, dtype)))
+    return input.then(Step(Tensor.log_softmax, (-1, dtype)), like)
 
 
 def _alike(input: "LazyLogits") -> Tensor:
@@ -151,14 +148,23 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _transpose(input: "LazyLogits", dim0: int, dim1: int) -> Any:
-    if _is_last(input, dim0) or _is_last(input, dim1):
-        return NotImplemented
+    if is_last(input, dim0) or is_last(input, dim1):
+        swaps = type(dim0) is int and type(dim1) is int and {dim0 % input.dim(), dim1 % input.dim()} == {1, 2}
+        return _with_classes_second(input, Tensor.transpose, dim0, dim1) if swaps else NotImplemented
     return _moved(input, Tensor.transpose, dim0, dim1)
 
 
 def _permute(input: "LazyLogits", *dims: Any) -> Any:
     order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
-    return _moved(input, Tensor.permute, order) if order and _is_last(input, order[-1]) else NotImplemented
+    if order in ((0, 2, 1), (0, -1, 1), (0, -1, -2), (0, 2, -2)):
+        return _with_classes_second(input, Tensor.permute, order)
+    return _moved(input, Tensor.permute, order) if order and is_last(input, order[-1]) else NotImplemented
+
+
+def _with_classes_second(input: "LazyLogits", function: Callable[..., Tensor], *args: Any) -> Any:
+    """[B, V, T] of [B, T, V], as `F.cross_entropy` takes it; `fold` knows no such step, and nothing else fuses it."""
+    like = _shown(input.meta(), function, args, {}) if input.dim() == 3 else None
+    return NotImplemented if like is None else input.then(Step(function, args), like, view=True)
 
 
 def _moved(input: "LazyLogits", function: Callable[..., Tensor], *args: Any) -> Any:
@@ -205,171 +211,12 @@ def _is_int_slice(part: Any) -> bool:
     return isinstance(part, slice) and all(x is None or type(x) is int for x in (part.start, part.stop, part.step))
 
 
-def _is_last(input: "LazyLogits", dim: Any) -> bool:
-    return type(dim) is int and dim in (-1, input.dim() - 1)
-
-
 def _shown(meta: Tensor, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor | None:
     """Return what ``function`` gives, on no device; None where it is an error, which the real logits then raise."""
     try:
         return function(meta, *args, **kwargs)
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
-
-
-# What is computed without logits.
-
-
-def _cross_entropy(
-    input: "LazyLogits",
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """`F.cross_entropy`, argument by argument; what only it can do, or refuse, is left to it."""
-    folded = _loss_of(input, target, weight, size_average, reduce)
-    if folded is None or folded.normalised:
-        return NotImplemented
-    return _loss(input, folded, target, weight, ignore_index, reduction, label_smoothing)
-
-
-def _nll_loss(
-    input: "LazyLogits",
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    folded = _loss_of(input, target, weight, size_average, reduce)
-    if folded is None or not folded.normalised or folded.sign != 1:
-        return NotImplemented
-    return _loss(input, folded, target, weight, ignore_index, reduction, 0.0)
-
-
-def _loss_of(input: "LazyLogits", target: Any, weight: Any, size_average: Any, reduce: Any) -> Folded | None:
-    """Return the folded steps of logits whose loss is one of rows and class indices, None for any other."""
-    if size_average is not None or reduce is not None or type(target) is not Tensor:
-        return None
-    if input.dim() != 2 or target.dtype != torch.int64 or target.shape != input.shape[:1]:
-        return None
-    if target.device != input.device or (weight is not None and weight.dtype != input.dtype):
-        return None
-    return fold(input.steps)
-
-
-def _loss(
-    input: "LazyLogits",
-    folded: Folded,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
-    def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
-        return compute(
-            hidden,
-            head,
-            target,
-            weight=weight,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            **kwargs,
-        )
-
-    result: Tensor = input.call.without_logits(input.steps, folded, loss)
-    return result.to(_gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
-
-
-def _fold_rows(input: "LazyLogits") -> Folded | None:
-    """Return the folded steps of a linear layer's logits; None with adapters, for which there is the loss alone."""
-    return None if input.call.adapted else fold(input.steps)
-
-
-def _gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
-    """Log-probabilities of some classes of each row."""
-    folded = _fold_rows(input)
-    if folded is None or not folded.normalised or not _is_last(input, dim):
-        return NotImplemented
-    if type(index) is not Tensor or index.dtype != torch.int64 or index.device != input.device:
-        return NotImplemented
-    if index.dim() != input.dim() or index.shape[:-1] != input.shape[:-1] or index.shape[-1] == 0:
-        return NotImplemented
-    if not index.is_cuda and bool((index < 0).any()):  # an error of gather's own
-        return NotImplemented
-
-    def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        one = index.shape[-1] == 1
-        values = linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_NO_CLASS, **kwargs)
-        return values[..., None] if one else values
-
-    return _of_rows(input, folded, logprobs)
-
-
-def _sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """The sum of a row's log-probabilities, as label smoothing needs it."""
-    folded = _fold_rows(input)
-    if folded is None or not folded.normalised or not _is_last(input, _only(dim)):
-        return NotImplemented
-
-    def total(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        stats = linear_token_stats(hidden, head, want=("mean_logit", "lse"), **kwargs)
-        assert stats.mean_logit is not None
-        assert stats.lse is not None
-        values = (stats.mean_logit - stats.lse) * input.shape[-1]
-        return values[..., None] if keepdim else values
-
-    return _of_rows(input, folded, total, _gives(input, lambda z: z.sum(-1, dtype=dtype)))
-
-
-def _logsumexp(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
-    return _stat(input, "lse", _only(dim), keepdim)
-
-
-def _argmax(input: "LazyLogits", dim: Any = None, keepdim: bool = False) -> Any:
-    return _stat(input, "argmax", dim, keepdim)
-
-
-def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
-    folded = _fold_rows(input)
-    if folded is None or folded.normalised or not _is_last(input, dim):
-        return NotImplemented
-
-    def stat(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        stats: TokenStats = linear_token_stats(hidden, head, want=(name,), **kwargs)
-        values: Tensor = getattr(stats, name)
-        return values[..., None] if keepdim else values
-
-    return _of_rows(input, folded, stat, _gives(input, lambda z: z.logsumexp(-1)))
-
-
-def _of_rows(
-    input: "LazyLogits", folded: Folded, function: Callable[..., Tensor], dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return a value of each row, of the dtype that the real logits give it."""
-
-    def values(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-        if options is not None and options.gradient == "forward":  # which the loss alone can have
-            options = dataclasses.replace(options, gradient="auto")
-        return function(hidden, head, options=options, **kwargs)
-
-    result: Tensor = input.call.without_logits(input.steps, folded, values)
-    if not result.is_floating_point():
-        return result
-    return (result * float(folded.sign)).to(dtype or input.dtype)  # a tensor of its own: it may be changed in place
-
-
-def _only(dim: Any) -> Any:
-    """Return the one axis of those that a reduction may be given."""
-    return dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
 
 
 COMMUTATIVE = frozenset((
@@ -406,10 +253,12 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     )},
     **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes), _transpose),
     **dict.fromkeys((Tensor.permute, torch.permute), _permute),
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
-    **dict.fromkeys((Tensor.gather, torch.gather), _gather),
-    **dict.fromkeys((Tensor.sum, torch.sum), _sum),
-    **dict.fromkeys((Tensor.logsumexp, torch.logsumexp), _logsumexp),
-    **dict.fromkeys((Tensor.argmax, torch.argmax), _argmax),
+    F.cross_entropy: cross_entropy,
+    F.nll_loss: nll_loss,
+    **dict.fromkeys((Tensor.gather, torch.gather), gather),
+    **dict.fromkeys((Tensor.sum, torch.sum), row_sum),
+    **dict.fromkeys((Tensor.logsumexp, torch.logsumexp), logsumexp),
+    **dict.fromkeys((Tensor.argmax, torch.argmax), argmax),
+    **dict.fromkeys((Tensor.max, torch.max), row_max),
+    **dict.fromkeys((Tensor.topk, torch.topk), topk),
 }  # fmt: skip

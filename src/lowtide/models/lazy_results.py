@@ -1,0 +1,261 @@
+"""What is computed of lazy logits without building them: losses, log-probabilities and other values of each row.
+
+Each takes what PyTorch's function of that name takes, the lazy logits first, and returns NotImplemented as those of
+`lazy_operations` do.
+
+Legend: hidden [..., D], logits [..., V].
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.return_types import max as max_type
+from torch.return_types import topk as topk_type
+
+from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.options import HeadOptions
+from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
+from lowtide.models.adapted_loss import adapted_cross_entropy
+from lowtide.models.eligibility import is_autocast_on
+from lowtide.models.head_call import Folded, Step, fold
+
+if TYPE_CHECKING:
+    from lowtide.models.lazy_logits import LazyLogits
+
+_NO_CLASS = -(2**62)  # an ignore_index that no target has
+
+
+def cross_entropy(
+    input: "LazyLogits",
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`F.cross_entropy`, argument by argument; what only it can do, or refuse, is left to it."""
+    steps = _steps_of_rows(input)
+    folded = _loss_of(input, steps, target, weight, size_average, reduce)
+    if folded is None or folded.normalised:
+        return NotImplemented
+    return _loss(input, steps, folded, target, weight, ignore_index, reduction, label_smoothing)
+
+
+def nll_loss(
+    input: "LazyLogits",
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    """`F.nll_loss` of log-probabilities, likewise."""
+    steps = _steps_of_rows(input)
+    folded = _loss_of(input, steps, target, weight, size_average, reduce)
+    if folded is None or not folded.normalised or folded.sign != 1:
+        return NotImplemented
+    return _loss(input, steps, folded, target, weight, ignore_index, reduction, 0.0)
+
+
+def _steps_of_rows(input: "LazyLogits") -> tuple[Step, ...]:
+    """Return the steps of logits; where the last one moved their classes second, those before, of [B, T, V]."""
+    last = input.steps[-1] if input.steps and input.dim() == 3 else None
+    moved = last is not None and last.function in (Tensor.transpose, Tensor.permute) and last.of_hidden is None
+    return input.steps[:-1] if moved else input.steps
+
+
+def _loss_of(
+    input: "LazyLogits", steps: tuple[Step, ...], target: Any, weight: Any, size_average: Any, reduce: Any
+) -> Folded | None:
+    """Return the folded steps of logits whose loss is one of rows and class indices, None for any other."""
+    if size_average is not None or reduce is not None or type(target) is not Tensor:
+        return None
+    if target.dtype != torch.int64 or target.shape != (*input.shape[:1], *input.shape[2:]):
+        return None
+    if input.dim() != (2 if steps is input.steps else 3):
+        return None
+    if target.device != input.device or (weight is not None and weight.dtype != input.dtype):
+        return None
+    return fold(steps)
+
+
+def _loss(
+    input: "LazyLogits",
+    steps: tuple[Step, ...],
+    folded: Folded,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
+        return compute(
+            hidden,
+            head,
+            target,
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            **kwargs,
+        )
+
+    result: Tensor = input.call.without_logits(steps, folded, loss)
+    return result.to(gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
+
+
+def _fold_rows(input: "LazyLogits") -> Folded | None:
+    """Return the folded steps of a linear layer's logits; None with adapters, for which there is the loss alone."""
+    return None if input.call.adapted else fold(input.steps)
+
+
+def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
+    """Logits or log-probabilities of some classes of each row."""
+    folded = _fold_rows(input)
+    if folded is None or not is_last(input, dim):
+        return NotImplemented
+    if type(index) is not Tensor or index.dtype != torch.int64 or index.device != input.device:
+        return NotImplemented
+    if index.dim() != input.dim() or index.shape[:-1] != input.shape[:-1] or index.shape[-1] == 0:
+        return NotImplemented
+    if not index.is_cuda and bool(((index < 0) | (index >= input.shape[-1])).any()):  # an error of gather's own
+        return NotImplemented
+    if not folded.normalised:
+        few = index.shape[-1] * input.call.hidden.shape[-1] <= input.shape[-1]  # weights of less than the logits' size
+        return _of_rows(input, folded, functools.partial(_chosen, index)) if few else NotImplemented
+
+    def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        one = index.shape[-1] == 1
+        values = linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_NO_CLASS, **kwargs)
+        return values[..., None] if one else values
+
+    return _of_rows(input, folded, logprobs)
+
+
+def _chosen(
+    index: Tensor,
+    hidden: Tensor,
+    head: Tensor,
+    *,
+    linear_bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float | Tensor,
+    options: HeadOptions | None,  # noqa: ARG001 (of what has a choice)
+) -> Tensor:
+    """Return the logits of ``index`` [..., K]: a product of each row with the weights of its K classes."""
+    z = (F.embedding(index, head) @ hidden.unsqueeze(-1)).squeeze(-1)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    if linear_bias is not None:
+        z = z + F.embedding(index, linear_bias.unsqueeze(-1)).squeeze(-1)
+    z = z * logit_scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def row_sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The sum of a row's log-probabilities, as label smoothing needs it."""
+    folded = _fold_rows(input)
+    if folded is None or not folded.normalised or not is_last(input, _only(dim)):
+        return NotImplemented
+
+    def total(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        stats = linear_token_stats(hidden, head, want=("mean_logit", "lse"), **kwargs)
+        assert stats.mean_logit is not None
+        assert stats.lse is not None
+        values = (stats.mean_logit - stats.lse) * input.shape[-1]
+        return values[..., None] if keepdim else values
+
+    return _of_rows(input, folded, total, gives(input, lambda z: z.sum(-1, dtype=dtype)))
+
+
+def logsumexp(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
+    """`torch.logsumexp` of each row."""
+    return _stat(input, "lse", _only(dim), keepdim)
+
+
+def argmax(input: "LazyLogits", dim: Any = None, keepdim: bool = False) -> Any:
+    """`torch.argmax` of each row."""
+    return _stat(input, "argmax", dim, keepdim)
+
+
+def row_max(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
+    """`torch.max` of each row, without its gradient."""
+    found = _highest(input, 1, dim)
+    return found if found is NotImplemented else max_type(tuple(x if keepdim else x.squeeze(-1) for x in found))
+
+
+def topk(input: "LazyLogits", k: Any, dim: Any = -1, largest: Any = True, sorted: Any = True) -> Any:
+    """`torch.topk` of each row, without its gradient."""
+    found = _highest(input, k, dim) if largest is True and sorted is True else NotImplemented
+    return found if found is NotImplemented else topk_type(found)
+
+
+def _highest(input: "LazyLogits", k: Any, dim: Any) -> Any:
+    folded = _fold_rows(input)
+    if folded is None or folded.normalised or not is_last(input, dim) or type(k) is not int:
+        return NotImplemented
+    if not 1 <= k <= min(64, input.shape[-1]) or (torch.is_grad_enabled() and input.requires_grad):
+        return NotImplemented
+    ids: list[Tensor] = []
+
+    def values(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        found = linear_token_stats(hidden, head, topk=k, want=("topk",), **kwargs).topk
+        assert found is not None
+        ids.append(found.ids)
+        return found.values
+
+    return _of_rows(input, folded, values), *ids
+
+
+def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
+    folded = _fold_rows(input)
+    if folded is None or folded.normalised or not is_last(input, dim):
+        return NotImplemented
+
+    def stat(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+        stats: TokenStats = linear_token_stats(hidden, head, want=(name,), **kwargs)
+        values: Tensor = getattr(stats, name)
+        return values[..., None] if keepdim else values
+
+    return _of_rows(input, folded, stat, gives(input, lambda z: z.logsumexp(-1)))
+
+
+def _of_rows(
+    input: "LazyLogits", folded: Folded, function: Callable[..., Tensor], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a value of each row, of the dtype that the real logits give it."""
+
+    def values(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
+        if options is not None and options.gradient == "forward":  # which the loss alone can have
+            options = dataclasses.replace(options, gradient="auto")
+        return function(hidden, head, options=options, **kwargs)
+
+    result: Tensor = input.call.without_logits(input.steps, folded, values)
+    if not result.is_floating_point():
+        return result
+    return (result * float(folded.sign)).to(dtype or input.dtype)  # a tensor of its own: it may be changed in place
+
+
+def _only(dim: Any) -> Any:
+    """Return the one axis of those that a reduction may be given."""
+    return dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+
+
+def gives(input: "LazyLogits", function: Callable[[Tensor], Tensor]) -> torch.dtype:
+    """Return the dtype of what ``function`` makes of a row of logits, where autocast may have another one for it."""
+    on_device = is_autocast_on(input.device.type)
+    return function(torch.zeros(1, 1, dtype=input.dtype, device=input.device if on_device else "meta")).dtype
+
+
+def is_last(input: "LazyLogits", dim: Any) -> bool:
+    """Whether ``dim`` is the axis of the classes."""
+    return type(dim) is int and dim in (-1, input.dim() - 1)
