@@ -33,6 +33,7 @@ CODE = re.compile(r"<(pre|a|h\d)\b.*?</\1>|<code>(?P<name>[\w.]+)(\(\))?</code>"
 PAGES_OF_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 GENERATED = ("changelog.md", "contributing.md")
 REFERENCE = "reference/"
+OTHERS_WORDS = {"shift_labels", "train"}  # an argument of transformers' models, a room: no link where they stand alone
 
 # Where the names of `lowtide` itself come from, in the order in which a reader meets them.
 GROUPS = {
@@ -166,7 +167,7 @@ def reference_targets() -> dict[str, str]:
     values = [getattr(module, name) for module in modules for name in public_names(module)]
     arguments = {word for value in values if inspect.isfunction(value) for word in inspect.signature(value).parameters}
     short = {path.rpartition(".")[2]: target for path, target in targets.items()}
-    return targets | {name: target for name, target in short.items() if name not in arguments}
+    return targets | {name: target for name, target in short.items() if name not in arguments | OTHERS_WORDS}
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:

@@ -112,6 +112,15 @@ def test_figures_are_shown_and_result_files_are_there(site: Path, pages: dict[Pa
     assert "benchmarks/results/2026-11-21-head-h100.json" in pages[site / "head.html"].links
 
 
+def test_a_public_name_is_a_link_and_another_librarys_word_is_not(site: Path) -> None:
+    page = (site / "models.html").read_text()
+    assert '<a href="reference/lowtide.html#lowtide.patch"><code>patch</code></a>' in page
+    assert "<code>shift_labels</code>" in page
+    assert "<code>shift_labels</code></a>" not in page
+    reference = (site / "reference" / "lowtide.html").read_text()
+    assert reference.index('id="lowtide.linear_cross_entropy"') < reference.index('id="lowtide.HeadOptions"')
+
+
 def test_every_code_block_stands_as_one(site: Path) -> None:
     """A fence that Markdown does not take leaves its marks in the page."""
     for file in site.rglob("*.html"):
