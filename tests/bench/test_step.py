@@ -19,6 +19,7 @@ from lowtide.measure import ChildResult
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.search import name_of
 from lowtide.memory.policy_words import parse_policies, split_states
+from lowtide.train.shapes import SHAPES
 
 KEEP_ALL = ActivationPolicy()
 
@@ -100,6 +101,7 @@ def test_a_step_by_each_way_is_the_same_step(tmp_path: Path, capsys: pytest.Capt
         assert row["losses"][0] > row["losses"][1]
         assert row["seconds"] > 0
         assert row["peak_gib"] > 0
+        assert row["attention"] == "sdpa"
     assert "1.000" in capsys.readouterr().out
 
 
@@ -190,6 +192,18 @@ def test_a_row_says_what_the_allocator_held_and_how_it_was_set(
     command = [sys.executable, "-c", "from lowtide.measure.child import ALLOCATOR; print(ALLOCATOR)"]
     told_children = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert ("expandable_segments" in told_children) == (setting == ""), "whoever has set it is asked no more"
+
+
+def test_a_model_without_fused_attention_takes_its_own_and_says_so(tmp_path: Path) -> None:
+    """Gemma 2 caps its scores, which PyTorch's fused attention cannot."""
+    shape = {**SHAPES["lowtide-small"], "model_type": "gemma2", "vocab_size": 99, "head_dim": 32}
+    file = tmp_path / "gemma2.json"
+    file.write_text(json.dumps(shape))
+    settings = (str(file), [16], 1, 0, 1, "float32", "cpu")
+    (row,) = step_way.measure("lowtide:all", *settings, "auto", 0)
+    assert row["attention"] == "eager"
+    (row,) = step_way.measure("stock", *settings, "flash", 0)
+    assert "sdpa: expected auto for attention by eager, got flash" in row["failed"]
 
 
 def test_peers_keep_what_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,3 +262,13 @@ def test_compiled_layers_are_checkpointed_from_outside(settings: dict[str, Any])
         patch.setattr(way_run, "build_way", built)
         told = run("compile", "input", settings)
     assert parts(told) == AGAIN
+
+
+def test_attention_that_is_not_fused_is_said(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Gemma 2 caps its scores, which PyTorch's fused attention cannot: it runs with its own."""
+    file = tmp_path / "gemma2.json"
+    file.write_text(json.dumps({**CONFIG, "model_type": "gemma2", "head_dim": 12}))
+    told = run("lowtide", "input", {**settings, "model": str(file)})
+    assert "failed" not in told
+    assert told["attention"] == "eager"
+    assert "attention is the model's own (eager), not PyTorch's fused one" in told["note"]

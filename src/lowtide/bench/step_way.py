@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
-from lowtide.bench.ways import LOWTIDE, Way, build_way, make_optimizer
+from lowtide.bench.ways import LOWTIDE, SDPA, Way, attention_of, build_way, make_optimizer
+from lowtide.errors import UnsupportedError, message
 from lowtide.measure import (
     cuda_peak_bytes,
     cuda_reserved_bytes,
@@ -68,6 +69,8 @@ def measure(
     rows: list[dict[str, Any]] = []
     try:
         built = build(way, model, getattr(torch, dtype), torch.device(device), seed)
+        if sdpa != "auto" and attention_of(built) != SDPA:
+            raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(built)}", sdpa))
         optimizer = make_optimizer("adamw", list(built.parameters()))
         states = split_states(way)[1]
         if states is not None:
@@ -128,6 +131,7 @@ def steps(
         "tokens_per_s": batch * tokens / timing.median_ms * 1e3,
         **_memory(device),
         "losses": [loss.item() for loss in losses],
+        "attention": attention_of(model),
     }
 
 

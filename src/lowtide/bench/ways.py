@@ -25,6 +25,7 @@ from lowtide.memory.stack import find_stack
 from lowtide.models import patch
 from lowtide.train.model import model_config
 
+SDPA = "sdpa"
 STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
 IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, LOWTIDE)
 LEARNING_RATE = 1e-5
@@ -104,11 +105,16 @@ def build_way(
 
     torch.manual_seed(seed)
     with device:
-        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
         built.config.use_cache = False
         trained = with_lora(built, lora) if lora else built
     _set_way(built, way, compiler or partial(torch.compile, dynamic=False))
     return trained
+
+
+def attention_of(model: Any) -> str:
+    """Return transformers' name for a model's attention: `SDPA`, PyTorch's fused one, wherever the model has that."""
+    return str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "eager")
 
 
 def apply_liger(config: Any) -> None:

@@ -32,7 +32,7 @@ def step_flop(
     try:
         shape = read_shape(settings)
     except LowtideError as error:
-        return {}, str(error)
+        return {}, str(error).partition(". ")[0]  # what the planner would do instead is being done
     job = Job(  # the formulas do not look at GPU, dtype and optimizer
         shape=shape, seq_len=seq_len, batch_size=batch_size, gpu=GPUS[DEFAULT], dtype=torch.bfloat16, optimizer="adamw"
     )

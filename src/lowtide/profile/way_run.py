@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
-from lowtide.bench.ways import COMPILE, Way, build_way, make_optimizer
+from lowtide.bench.ways import COMPILE, SDPA, Way, attention_of, build_way, make_optimizer
 from lowtide.errors import UnsupportedError
 from lowtide.measure import (
     cuda_peak_bytes,
@@ -153,6 +153,10 @@ class Steps:
         files = settings["trace"] and self.rank == 0  # every rank takes the same steps, and the first one writes
         recorded = self._recorded(f"{stem}-snapshot.pickle" if files else None, timed)
         told = {**taken, **recorded, "losses": losses, "parameters": sum(p.numel() for p in self.model.parameters())}
+        told["attention"] = attention_of(self.model)
+        if told["attention"] != SDPA:
+            own = f"attention is the model's own ({told['attention']}), not PyTorch's fused one"
+            told["note"] = "; ".join([*([told["note"]] if "note" in told else []), own])
         told["trained_parameters"] = sum(p.numel() for p in self.trained)
         if failed:
             return {**told, "failed": failed}
