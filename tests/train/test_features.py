@@ -211,6 +211,7 @@ def test_when_a_run_is_over() -> None:
     assert is_over(history(1.0, 3.0, 2.0, 2.0, 2.5), 2)
     assert not is_over(history(1.0, 3.0, 2.0, 2.5, 1.9), 2)
     assert best_step([]) is None
+    assert best_step(history(1.0, float("nan"), 2.0, 3.0)) == 2, "a model that is broken is not the best"
 
 
 def test_the_log_has_a_line_for_each_step_and_evaluation(pretrained: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,7 +17,8 @@ def held_out_losses(history: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 def best_step(history: Iterable[Mapping[str, Any]]) -> int | None:
     """Return the step of the lowest held-out loss, the first of several; None before any evaluation."""
     losses = held_out_losses(history)
-    return min(losses, key=lambda step: (losses[step], step)) if losses else None
+    # nothing is smaller than a NaN, or larger
+    return min(losses, key=lambda step: (math.isnan(losses[step]), losses[step], step)) if losses else None
 
 
 def is_over(history: Iterable[Mapping[str, Any]], patience: int) -> bool:
