@@ -80,7 +80,8 @@ def _measured(ranks: int, way: str, models: Sequence[str], settings: Mapping[str
         with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
             file = Path(folder) / "rows.jsonl"
             said = json.dumps({**settings, "file": str(file), "models": left, "way": way})
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
             ended = run_command([sys.executable, *launch, "-m", "lowtide.bench.scaling_way", said], env=ALLOCATOR)
             found = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
             rows += [{"model": model, **row} for model, row in zip(left, found, strict=False)]
