@@ -117,8 +117,8 @@ def _draw(model: str, told: Mapping[str, Any], files: Files) -> None:
         return
     machine = told["machine"]
     title = (
-        f"{model}: training step on {told['batch']} x {told['tokens']} tokens a GPU, {told['parallel']}, "
-        f"{told['weights']}\n{machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
+        f"{model}: a step of {told['batch']} x {told['tokens']} tokens a GPU\n{told['parallel']}, {told['weights']}, "
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
     rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
     replace(files.picture(model), lambda at: draw_panels(at, title, rows, columns=["GPUs"]))
