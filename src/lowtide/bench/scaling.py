@@ -80,7 +80,8 @@ def _measured(ranks: int, way: str, models: Sequence[str], settings: Mapping[str
         with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
             file = Path(folder) / "rows.jsonl"
             said = json.dumps({**settings, "file": str(file), "models": left, "way": way})
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
             ended = run_command([sys.executable, *launch, "-m", "lowtide.bench.scaling_way", said], env=ALLOCATOR)
             found = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
             rows += [{"model": model, **row} for model, row in zip(left, found, strict=False)]
@@ -116,8 +117,8 @@ def _draw(model: str, told: Mapping[str, Any], files: Files) -> None:
         return
     machine = told["machine"]
     title = (
-        f"{model}: training step on {told['batch']} x {told['tokens']} tokens a GPU, {told['parallel']}, "
-        f"{told['weights']}\n{machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
+        f"{model}: a step of {told['batch']} x {told['tokens']} tokens a GPU\n{told['parallel']}, {told['weights']}, "
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}"
     )
     rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
     replace(files.picture(model), lambda at: draw_panels(at, title, rows, columns=["GPUs"]))

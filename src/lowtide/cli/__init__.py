@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: by argparse, after ``--help``, ``--version``, no argument, and arguments it does not know.
     """
     status = _status(argv)
-    if status and _in_group():  # its threads would abort an interpreter that is torn down, and hide the status
+    if argv is None and status and _in_group():
+        # the group's threads would abort an interpreter that is torn down, and hide the status
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -58,8 +59,9 @@ def _status(argv: Sequence[str] | None) -> int:
     try:
         return int(arguments.main(arguments))
     except LowtideError as error:
-        _let_first_rank_speak()
         status = getattr(error, "exit_status", USAGE_ERROR)
+        if not _may_speak(of_all=getattr(error, "of_all_ranks", False)):
+            return int(status)
         text = " ".join(str(error).split()) if status == USAGE_ERROR else str(error)
         argument, colon, rest = text.partition(":")
         argument = getattr(arguments, "options_of", {}).get(argument, argument)  # what Python calls otherwise
@@ -78,16 +80,21 @@ def _status(argv: Sequence[str] | None) -> int:
         sys.stderr.write(f"lowtide {arguments.subcommand}: {' '.join(str(error).split())}\n")
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:
-        _let_first_rank_speak()
-        sys.stderr.write(f"\nlowtide {arguments.subcommand}: interrupted. {interrupt}".rstrip() + "\n")
+        if _may_speak(of_all=True):
+            sys.stderr.write(f"\nlowtide {arguments.subcommand}: interrupted. {interrupt}".rstrip() + "\n")
         return INTERRUPTED
 
 
-def _let_first_rank_speak() -> None:
-    if "RANK" in os.environ:  # a launcher's
-        from lowtide.train.ranks import let_first_speak
+def _may_speak(*, of_all: bool) -> bool:
+    """Return whether this process is to say its error: not on another rank than the first, if it is that of all."""
+    if "RANK" not in os.environ:  # which launchers set
+        return True
+    from lowtide.train.ranks import is_first_rank, let_first_speak
 
-        let_first_speak()
+    if of_all:
+        return is_first_rank()
+    let_first_speak()
+    return True
 
 
 def _in_group() -> bool:

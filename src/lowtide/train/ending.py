@@ -22,6 +22,7 @@ class Terminated(LowtideError, InterruptedError):
     """The run was asked to end by SIGTERM; the text says what was saved and how to go on."""
 
     exit_status = 143  # 128 + SIGTERM, as shells have it
+    of_all_ranks = True  # one of them says it
 
 
 class RankLost(LowtideError, ConnectionError):
