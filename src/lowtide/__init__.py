@@ -12,12 +12,12 @@ from lowtide import distributed, errors, layers, losses, memory, nn
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
+from lowtide.head.divergences.plan import plan_divergence
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
-from lowtide.head.pair_plan import plan_divergence
 from lowtide.head.plan import plan_head
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.head.vocab_shard import VocabShard
+from lowtide.head.vocab.shard import VocabShard
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl

@@ -13,9 +13,9 @@ from torch import Tensor
 import lowtide
 from distributed.launch import main, named
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
-from lowtide.head import vocab_cross_entropy
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
+from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)

@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import lowtide
 from distributed.launch import DEVICE, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from lowtide.head import reference, vocab_cross_entropy, vocab_shard
+from lowtide.head import reference
 from lowtide.head.operators import Wanted
 from lowtide.head.softmax import LossTerms
-from lowtide.head.vocab_parallel import Ranks
+from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
+from lowtide.head.vocab import shard as vocab_shard
+from lowtide.head.vocab.parallel import Ranks
 from lowtide.measure import peak_above
 from support import head as head_on_host
 from support import oracle, relative_error, stats_oracle

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply
 from lowtide.errors import LowtideError
-from lowtide.head import apply_checks, apply_probe
+from lowtide.head.user_function import checks as apply_checks
+from lowtide.head.user_function import probe as apply_probe
 from support import head
 
 COUPLED: dict[str, Callable[[Tensor, Tensor], Any]] = {

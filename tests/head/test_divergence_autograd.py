@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
-from lowtide.head import divergence_autograd
+from lowtide.head.divergences import autograd as divergence_autograd
 from support import divergence_oracle, head, relative_error
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv", "top k")

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from lowtide import TeacherTopK, linear_divergence
-from lowtide.head.divergence_autograd import DivergenceCall
+from lowtide.head.divergences.autograd import DivergenceCall
 from support import head
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads

@@ -15,11 +15,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
-from lowtide.head import divergence_rows
 from lowtide.head.backends import choose_divergence_backend
+from lowtide.head.divergences import rows as divergence_rows
+from lowtide.head.divergences.plan import plan_pair
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
-from lowtide.head.pair_plan import plan_pair
 from support import divergence_of, divergence_oracle, head, relative_error
 
 if torch.cuda.is_available():

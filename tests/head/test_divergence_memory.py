@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide import HeadOptions, linear_divergence
-from lowtide.head.pair_plan import plan_pair
+from lowtide.head.divergences.plan import plan_pair
 from lowtide.measure import track_allocations
 from support import divergence_oracle, head
 

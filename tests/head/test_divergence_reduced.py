@@ -20,7 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide import HeadOptions, linear_divergence, plan_divergence
 from lowtide.errors import LowtideError
-from lowtide.head import divergence_autograd, divergence_rows, reference
+from lowtide.head import reference
+from lowtide.head.divergences import autograd as divergence_autograd
+from lowtide.head.divergences import rows as divergence_rows
 from support import divergence_of, head, relative_error
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3), ("jsd", 0.0), ("tv", 0.5)]

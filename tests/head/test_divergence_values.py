@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import HeadOptions, TeacherTopK, linear_divergence
-from lowtide.head import divergence_rows, reference
+from lowtide.head import reference
+from lowtide.head.divergences import rows as divergence_rows
 from support import divergence_of, divergence_oracle, head, in_float64, relative_error
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0), ("tv", 0.5)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head import operators, plan
-from lowtide.head.exp_path import ExpHead
+from lowtide.head.exponentials.path import ExpHead
 from lowtide.head.kernels import configs
 from lowtide.head.operators import Call, Wanted
 from lowtide.head.schedules import gradient_buffers, select_rows_at_once

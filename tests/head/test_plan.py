@@ -8,7 +8,7 @@ import torch
 from lowtide import HeadOptions, HeadPlan, plan_divergence, plan_head
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose_backend
-from lowtide.head.exp_plan import plan_exp_stats
+from lowtide.head.exponentials.plan import plan_exp_stats
 from lowtide.head.head_plan import MIB
 
 SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]

@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide import HeadOptions, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
-from lowtide.head import operators, token_stats_autograd, token_stats_rows
+from lowtide.head import operators
+from lowtide.head.statistics import autograd as token_stats_autograd
+from lowtide.head.statistics import rows as token_stats_rows
 from support import head, in_float64, relative_error, stats_oracle
 
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from lowtide import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.head.token_stats_autograd import Found, StatsCall
+from lowtide.head.statistics.autograd import Found, StatsCall
 from support import head
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads

@@ -14,10 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs, stats_rows
-from lowtide.head.logit_stats import Known, Upstream
 from lowtide.head.schedules import Gradients
-from lowtide.head.token_stats_exp import ExpStats
-from lowtide.head.token_stats_rows import StatsJob, of_targets
+from lowtide.head.statistics.exp import ExpStats
+from lowtide.head.statistics.of_logits import Known, Upstream
+from lowtide.head.statistics.rows import StatsJob, of_targets
 from support import relative_error
 
 if torch.cuda.is_available():

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
-from lowtide.head import reference, token_stats_rows
+from lowtide.head import reference
+from lowtide.head.statistics import rows as token_stats_rows
 from support import head, in_float64, relative_error, stats_oracle
 
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")

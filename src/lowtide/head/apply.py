@@ -8,9 +8,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head import apply_autograd
-from lowtide.head.apply_call import ApplyCall
-from lowtide.head.apply_function import TENSOR, UserFunction, compiled, current_autocast
 from lowtide.head.arguments import (
     check_device,
     check_head,
@@ -25,6 +22,9 @@ from lowtide.head.arguments import (
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.head.registration import scalar_on, undisturbed
+from lowtide.head.user_function import autograd as apply_autograd
+from lowtide.head.user_function.call import ApplyCall
+from lowtide.head.user_function.function import TENSOR, UserFunction, compiled, current_autocast
 
 OUT = ("token", "sum")
 

@@ -26,9 +26,9 @@ from lowtide.head.backends import choose_backend
 from lowtide.head.operators import Call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-from lowtide.head.vocab_cross_entropy import ShardedHead
-from lowtide.head.vocab_parallel import ranks_of
-from lowtide.head.vocab_shard import VocabShard
+from lowtide.head.vocab.cross_entropy import ShardedHead
+from lowtide.head.vocab.parallel import ranks_of
+from lowtide.head.vocab.shard import VocabShard
 
 
 def linear_cross_entropy(

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head import divergence_autograd
 from lowtide.head.arguments import (
     check_device,
     check_head,
@@ -22,10 +21,11 @@ from lowtide.head.arguments import (
     softcap_number,
 )
 from lowtide.head.backends import choose_divergence_backend
+from lowtide.head.divergences import autograd as divergence_autograd
+from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.pair_plan import choose_divergence_gradient
-from lowtide.head.vocab_parallel import Ranks, ranks_of
-from lowtide.head.vocab_shard import VocabShard
+from lowtide.head.vocab.parallel import Ranks, ranks_of
+from lowtide.head.vocab.shard import VocabShard
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 TAILS = ("bucket", "renormalise", "drop")

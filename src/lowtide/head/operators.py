@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.exp_path import ExpHead
+from lowtide.head.exponentials.path import ExpHead
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import fake_gradients, found_gradients, scalar_on, schema_of, undisturbed, watched
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks

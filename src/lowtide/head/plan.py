@@ -11,7 +11,7 @@ import torch
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.arguments import check_options, check_reduction
 from lowtide.head.backends import choose_backend, choose_backend_of_function
-from lowtide.head.exp_plan import plan_exp
+from lowtide.head.exponentials.plan import plan_exp
 from lowtide.head.head_plan import (
     BYTES_PER_TOKEN,
     GPU_TILE,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head import token_stats_autograd
 from lowtide.head.arguments import (
     check_head,
     check_index,
@@ -22,10 +21,11 @@ from lowtide.head.backends import choose_stats_backend
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.scaling import scaled_rows
-from lowtide.head.token_stats_rows import OF_TARGETS
-from lowtide.head.vocab_parallel import ranks_of
-from lowtide.head.vocab_shard import VocabShard
-from lowtide.head.vocab_token_stats import ShardedStats
+from lowtide.head.statistics import autograd as token_stats_autograd
+from lowtide.head.statistics.rows import OF_TARGETS
+from lowtide.head.vocab.parallel import ranks_of
+from lowtide.head.vocab.shard import VocabShard
+from lowtide.head.vocab.token_stats import ShardedStats
 
 
 class TopK(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.divergence_terms import Kind, RowNumbers
+from lowtide.head.divergences.terms import Kind, RowNumbers
 from lowtide.head.kernels.pair_rows import Logits, pair_gradient, pair_rows, pair_value_and_gradient
 from support import divergence_of, relative_error
 

@@ -3,7 +3,7 @@
 C rows of the chunk, V the student's vocabulary, U the teacher's. One program a row reads both sides once for their
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
 divergence's terms, the last two are one. s and t are the student's and the teacher's probabilities, a and b their
-logarithms, x = a - b. `divergence_terms` has the same in plain PyTorch.
+logarithms, x = a - b. `divergences/terms` has the same in plain PyTorch.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.divergence_terms import Kind, RowNumbers
+from lowtide.head.divergences.terms import Kind, RowNumbers
 from lowtide.head.kernels.elementary import tanh
 from lowtide.head.kernels.launch import Launcher
 from lowtide.head.kernels.pair_terms import above_mixture, gradient_terms, kl_terms, signs, times
@@ -257,7 +257,7 @@ def pair_rows(
     kept_C: Tensor | None = None,
     longest_block: int | None = None,
 ) -> RowNumbers:
-    """Return each row's divergence from both sides' products ``x @ w.T``, as `divergence_terms.dense_rows` defines it.
+    """Return each row's divergence from both sides' products ``x @ w.T``, as `divergences.terms.dense_rows` defines it.
 
     Classes that one side lacks have probability 0 there. A row that holds NaN, or +inf, or nothing but -inf, on either
     side, comes out as NaN. The products are left as they are, and nothing of their size is allocated.
@@ -323,7 +323,7 @@ def pair_gradient(
 ) -> None:
     """Write the gradient of ``sum(factor * value)`` with respect to the student's products.
 
-    That is what `divergence_terms.dense_gradient_` defines, times the logits' derivative by the products. What lies
+    That is what `divergences.terms.dense_gradient_` defines, times the logits' derivative by the products. What lies
     between V and the next multiple of 8 becomes 0. Arguments that `pair_rows` has too mean the same here; rows that are
     not kept become 0.
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head import vocab_exchange as exchange
 from lowtide.head.arguments import is_dtensor
-from lowtide.head.vocab_shard import Limits, VocabShard, limits_of, shard_of_dtensor
-from lowtide.head.vocab_tokens import SameTokens, SpreadTokens
+from lowtide.head.vocab import exchange as exchange
+from lowtide.head.vocab.shard import Limits, VocabShard, limits_of, shard_of_dtensor
+from lowtide.head.vocab.tokens import SameTokens, SpreadTokens
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
 
@@ -164,7 +164,7 @@ def ranks_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, s
         input: Hidden states, perhaps a DTensor.
         linear_weight: The weight: a DTensor, or with ``shard`` this rank's rows.
         linear_bias: Likewise.
-        shard: What the user gave as ``vocab_shard``.
+        shard: What the user gave as ``vocab/shard``.
 
     Raises:
         ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lowtide.errors import TargetIndexError, message
 from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.divergence_terms import (
+from lowtide.head.divergences.plan import plan_pair
+from lowtide.head.divergences.terms import (
     ALONE,
     Everyone,
     Kind,
@@ -24,11 +25,10 @@ from lowtide.head.divergence_terms import (
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
-from lowtide.head.pair_plan import plan_pair
 from lowtide.head.schedules import Gradients, drops_rows, gradient_buffers, positions, put_input_grad, take_rows
 from lowtide.head.softmax import finish_logits_
-from lowtide.head.vocab_parallel import Ranks
-from lowtide.head.vocab_products import add_products, plain_options
+from lowtide.head.vocab.parallel import Ranks
+from lowtide.head.vocab.products import add_products, plain_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ def teacher_rows(teacher: Teacher, index: Tensor | None, part: slice, kept_C: Te
 def pair_of(job: DivergenceJob, plan: HeadPlan, teacher_plan: HeadPlan) -> Pair:
     """Return what computes the chunks, as the plan says."""
     if plan.backend == "row":
-        from lowtide.head.divergence_kernels import KernelPair
+        from lowtide.head.divergences.kernel_loop import KernelPair
 
         assert isinstance(job.teacher, Teacher)
         return KernelPair(job, job.teacher, plan, teacher_plan)

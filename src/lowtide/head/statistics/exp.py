@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.exp_blocks import aligned_rows, operand_rows, rebuild_in_blocks, slices
+from lowtide.head.exponentials.blocks import aligned_rows, operand_rows, rebuild_in_blocks, slices
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.logit_stats import Known, Upstream
 from lowtide.head.schedules import Gradients, take_rows
-from lowtide.head.token_stats_rows import StatsJob
+from lowtide.head.statistics.of_logits import Known, Upstream
+from lowtide.head.statistics.rows import StatsJob
 
 FIELDS = {"entropy": "heat", "sum_sq_prob": "squares", "mean_logit": "total"}  # and the sums that each needs
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lowtide.head.apply_function import UserFunction
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.schedules import rows_are_viewable, take_leading
+from lowtide.head.user_function.function import UserFunction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
 from lowtide.head.schedules import Gradients, remembered_plan
-from lowtide.head.vocab_parallel import Ranks
+from lowtide.head.vocab.parallel import Ranks
 
 
 def chunks_of(ranks: Ranks, plan: HeadPlan) -> list[slice]:

@@ -1,6 +1,6 @@
 """The loops of `linear_apply`: a chunk of logits, the function over pieces of it, and the products of its gradient.
 
-The letters are those of `lowtide.head.apply_call`.
+The letters are those of `lowtide.head.user_function.call`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.apply_call import ApplyCall, Needs, Rows, Tensors, Totals, has_numbers, put_rows, summed_in
-from lowtide.head.apply_function import Caller, Results, vjp
-from lowtide.head.apply_random import RandomState, random_state, same_state, set_random_state
 from lowtide.head.backends import why_not_row
 from lowtide.head.head_plan import padded
 from lowtide.head.matmul import HeadMatmul, narrow_view
 from lowtide.head.schedules import put_input_grad
 from lowtide.head.softmax import finish_logits_
+from lowtide.head.user_function.call import ApplyCall, Needs, Rows, Tensors, Totals, has_numbers, put_rows, summed_in
+from lowtide.head.user_function.function import Caller, Results, vjp
+from lowtide.head.user_function.random import RandomState, random_state, same_state, set_random_state
 
 
 class Pass:

@@ -9,7 +9,7 @@ import torch
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.arguments import check_options, check_reduction
 from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.exp_plan import EXP_FEW_ASKED_CHUNKS, EXP_FEW_CHUNKS
+from lowtide.head.exponentials.plan import EXP_FEW_ASKED_CHUNKS, EXP_FEW_CHUNKS
 from lowtide.head.head_plan import BYTES_PER_TOKEN, GPU_TILE, HeadPlan, padded, workspace_bytes, workspace_note
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import block_rows_of, choose_gemms, choose_gradient, columns_of, plan_rows_of_logits

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.divergence_rows import (
+from lowtide.head.divergences.rows import (
     DivergenceJob,
     KnownClasses,
     Teacher,
@@ -20,7 +20,7 @@ from lowtide.head.divergence_rows import (
     forward_chunks,
     stored_chunks,
 )
-from lowtide.head.divergence_terms import Kind, RowNumbers
+from lowtide.head.divergences.terms import Kind, RowNumbers
 from lowtide.head.graph import in_places
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
@@ -41,7 +41,7 @@ from lowtide.head.stored import (
     multiplied,
     stored_gradients,
 )
-from lowtide.head.vocab_parallel import Ranks
+from lowtide.head.vocab.parallel import Ranks
 
 
 class DivergenceCall(NamedTuple):

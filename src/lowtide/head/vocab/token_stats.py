@@ -1,7 +1,7 @@
 """`linear_token_stats` where each rank holds a part of the vocabulary: the loop over chunks, on this rank's part.
 
 Each rank's sums are about its own highest logit; from everybody's come the row's, as from one pass over the whole. The
-names are those of `token_stats_rows` and `logit_stats`.
+names are those of `statistics/rows` and `statistics/of_logits`.
 """
 
 from typing import Any, NamedTuple
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.logit_stats import FLOOR, Known, RowSums, Upstream, row_sums, stats_gradient_
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
 from lowtide.head.schedules import Gradients, gradient_buffers
 from lowtide.head.softmax import finish_logits_
-from lowtide.head.token_stats_rows import StatsJob, of_targets, silenced, upstream_of_kept
-from lowtide.head.vocab_parallel import Ranks
-from lowtide.head.vocab_products import add_products, chunk_buffer, chunks_of, plan_part
+from lowtide.head.statistics.of_logits import FLOOR, Known, RowSums, Upstream, row_sums, stats_gradient_
+from lowtide.head.statistics.rows import StatsJob, of_targets, silenced, upstream_of_kept
+from lowtide.head.vocab.parallel import Ranks
+from lowtide.head.vocab.products import add_products, chunk_buffer, chunks_of, plan_part
 
 
 class ShardedStats:
-    """Both directions of a call, in the place of `token_stats_rows`.
+    """Both directions of a call, in the place of `statistics/rows`.
 
     Args:
         ranks: The others.

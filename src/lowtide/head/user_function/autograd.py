@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.head.apply_call import ApplyCall, Needs, Tensors, Totals
-from lowtide.head.apply_checks import check_rows_are_independent
-from lowtide.head.apply_function import own_saved_tensors
-from lowtide.head.apply_passes import Collected, Pass, run_backward, run_forward
 from lowtide.head.graph import differentiable_once, is_last_backward
 from lowtide.head.registration import undisturbed
 from lowtide.head.scaling import scaled
+from lowtide.head.user_function.call import ApplyCall, Needs, Tensors, Totals
+from lowtide.head.user_function.checks import check_rows_are_independent
+from lowtide.head.user_function.function import own_saved_tensors
+from lowtide.head.user_function.passes import Collected, Pass, run_backward, run_forward
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
 TWICE = (

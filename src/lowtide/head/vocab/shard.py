@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head import vocab_exchange as exchange
 from lowtide.head.arguments import check_tensor
 from lowtide.head.backends import why_not_exp
+from lowtide.head.vocab import exchange as exchange
 
 
 class Limits(NamedTuple):

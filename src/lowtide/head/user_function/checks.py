@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.apply_call import has_numbers
-from lowtide.head.apply_passes import Pass
-from lowtide.head.apply_probe import Probe, key_of
-from lowtide.head.apply_random import RandomState, random_state, same_state, set_random_state
+from lowtide.head.user_function.call import has_numbers
+from lowtide.head.user_function.passes import Pass
+from lowtide.head.user_function.probe import Probe, key_of
+from lowtide.head.user_function.random import RandomState, random_state, same_state, set_random_state
 
 # Which of the rows go into the second part, and which are replaced: for any number of rows from the start, one of the
 # two tears neighbours, pairs, halves and mirror images apart.

@@ -1,4 +1,4 @@
-"""The exponential path where each rank holds a part of the vocabulary: the GEMMs of `exp_path` on V_r classes.
+"""The exponential path where each rank holds a part of the vocabulary: the GEMMs of `exponentials/path` on V_r classes.
 
 The targets' logits are known to the ranks that have them, and told to all once. A chunk is cut in pieces. Of each
 piece E = exp(z - t) is built, and its sums, a few numbers a row, begin their way to all; what the exchange takes is
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.exp_blocks import aligned_rows, matmul_into, slices
-from lowtide.head.exp_path import ExpHead, put_even_part
+from lowtide.head.exponentials.blocks import aligned_rows, matmul_into, slices
+from lowtide.head.exponentials.path import ExpHead, put_even_part
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, input_is_copied, rows_are_aligned
-from lowtide.head.vocab_exchange import Reduced, Told
-from lowtide.head.vocab_parallel import Ranks
-from lowtide.head.vocab_products import chunks_of
+from lowtide.head.vocab.exchange import Reduced, Told
+from lowtide.head.vocab.parallel import Ranks
+from lowtide.head.vocab.products import chunks_of
 
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.exp_blocks import aligned_rows, matmul_into, operand_rows, rebuild_in_blocks, slices
+from lowtide.head.exponentials.blocks import aligned_rows, matmul_into, operand_rows, rebuild_in_blocks, slices
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, take_rows
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lowtide.head.graph import in_places
-from lowtide.head.logit_stats import Known, Upstream
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
     fake_gradients,
@@ -24,11 +23,12 @@ from lowtide.head.registration import (
     watched,
 )
 from lowtide.head.schedules import Gradients
-from lowtide.head.token_stats_rows import StatsJob, backward_chunks, forward_chunks
+from lowtide.head.statistics.of_logits import Known, Upstream
+from lowtide.head.statistics.rows import StatsJob, backward_chunks, forward_chunks
 
 
 class Engine(Protocol):
-    """What stands in the place of the two functions of `token_stats_rows`, where a rank holds a part of the classes."""
+    """What stands in the place of the two functions of `statistics/rows`, where a rank holds a part of the classes."""
 
     @property
     def classes(self) -> int:

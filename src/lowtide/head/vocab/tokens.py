@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head import vocab_exchange as exchange
 from lowtide.head.schedules import take_rows
-from lowtide.head.vocab_exchange import Reduced, Told
+from lowtide.head.vocab import exchange as exchange
+from lowtide.head.vocab.exchange import Reduced, Told
 
 
 class SameTokens:

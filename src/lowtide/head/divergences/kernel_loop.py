@@ -6,8 +6,8 @@ C rows of the chunk, V the student's vocabulary, U the teacher's. The kernels: `
 import torch
 from torch import Tensor
 
-from lowtide.head.divergence_rows import DivergenceJob, Teacher, teacher_rows
-from lowtide.head.divergence_terms import RowNumbers
+from lowtide.head.divergences.rows import DivergenceJob, Teacher, teacher_rows
+from lowtide.head.divergences.terms import RowNumbers
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.kernels.pair_rows import Logits, pair_gradient, pair_rows, pair_value_and_gradient

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lowtide.head.backends import choose_stats_backend
-from lowtide.head.exp_plan import plan_exp_stats
+from lowtide.head.exponentials.plan import plan_exp_stats
 from lowtide.head.head_plan import HeadPlan, padded
-from lowtide.head.logit_stats import Known, Upstream, row_sums, stats_gradient_
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
 from lowtide.head.schedules import (
@@ -29,6 +28,7 @@ from lowtide.head.schedules import (
     take_rows,
 )
 from lowtide.head.softmax import finish_logits_
+from lowtide.head.statistics.of_logits import Known, Upstream, row_sums, stats_gradient_
 
 OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
 NO_ROW = 1e30  # logsumexp of a row that nothing flows back to: makes its probabilities 0 whatever its logits are
@@ -158,7 +158,7 @@ def plan_stats(job: StatsJob, rows: int, options: HeadOptions, *, weight_frozen:
         options, weight.device, job.dtype, D, V, targets=K, topk=job.topk, weight_fits=fits
     )
     if backend == "exp":
-        from lowtide.head.token_stats_exp import topk_row_bytes
+        from lowtide.head.statistics.exp import topk_row_bytes
 
         return plan_exp_stats(
             rows,
@@ -201,7 +201,7 @@ def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
     y_NK = job.target_NK.where(job.is_class_NK, 0)
     found: dict[str, Tensor] = {}
     if plan.backend == "exp":
-        from lowtide.head.token_stats_exp import ExpStats
+        from lowtide.head.statistics.exp import ExpStats
 
         return of_targets(job, y_NK, ExpStats(job, plan).forward())
     chunks = TorchChunks(job, plan)
@@ -230,7 +230,7 @@ def backward_chunks(
     upstream = upstream_of_kept(job, upstream)
     plan = plan_stats(job, known.lse.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
     if plan.backend == "exp":
-        from lowtide.head.token_stats_exp import ExpStats
+        from lowtide.head.statistics.exp import ExpStats
 
         into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
         ExpStats(job, plan).backward(known, upstream, into)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import choose_backend
-from lowtide.head.exp_plan import plan_exp
+from lowtide.head.exponentials.plan import plan_exp
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Call, Stored, Wanted
@@ -30,9 +30,9 @@ from lowtide.head.schedules import (
 )
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
 from lowtide.head.stored import lacks_denominator, stored_gradients
-from lowtide.head.vocab_exp import ELSEWHERE, ShardedExp
-from lowtide.head.vocab_parallel import Ranks
-from lowtide.head.vocab_products import add_products, chunk_buffer, chunks_of, plan_part
+from lowtide.head.vocab.exp import ELSEWHERE, ShardedExp
+from lowtide.head.vocab.parallel import Ranks
+from lowtide.head.vocab.products import add_products, chunk_buffer, chunks_of, plan_part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""The exponential path: chunks of unnormalised exponentials in the place of logits."""
