@@ -355,3 +355,16 @@ def test_pictures_of_much_and_of_little(tmp_path: Path) -> None:
     for i, told in enumerate((WHOLE, many, profile(row("stock", "stock", 0.001, 0.2)))):
         draw_profile(tmp_path / f"{i}.png", told)
         assert (tmp_path / f"{i}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_is_missing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without matplotlib, which torch and transformers do not bring."""
+    earlier = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-profile-cpu.json"
+    monkeypatch.setattr("lowtide.profile.run.importlib.util.find_spec", lambda _: None)
+    assert main(["profile", "--impl", "none", "--include", str(earlier), "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert ".html" in out
+    assert "no picture: matplotlib is not installed. pip install 'lowtide[plot]'" in out
+    assert not list(tmp_path.glob("*.png"))

@@ -24,7 +24,7 @@ to begin with:
   lowtide COMMAND --help
       all options, with examples
 
-In a script of your own, lowtide.patch(model) is all there is to a Hugging Face model."""
+In a script of your own, lowtide.patch(model) does it for a Hugging Face model."""
 
 USAGE_ERROR = 2  # argparse's own; also for every error that the user can mend
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells have it
