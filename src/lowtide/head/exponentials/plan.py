@@ -68,7 +68,7 @@ def plan_exp(
     budget = workspace_bytes(options, device, device_bytes)
     room = max(0, budget - fixed)
     automatic = options.workspace_mib is None
-    wanted = min(max(_exp_rows(N, D), pieces * _wave_rows(D)), max(1, N))
+    wanted = max(_exp_rows(N, D), pieces * _wave_rows(D))
     rows = min(room // whole, wanted) if automatic else room // whole
     rows = max(1, min(_whole_tiles(rows), max(1, N)))
     rows = level(N, rows)
