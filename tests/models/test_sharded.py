@@ -144,6 +144,7 @@ def test_ddp_hands_logits_on_without_building_them(own_loss, settings, one_proce
     report = lowtide.patch(model)
     labels = batch.pop("labels") if own_loss else None
     engines = [nn.parallel.DistributedDataParallel(m, **settings) for m in (model, stock)]
+    metrics = []
     for _ in range(2):
         for engine in engines:
             outputs = engine(**batch, num_items_in_batch=7)
@@ -151,7 +152,14 @@ def test_ddp_hands_logits_on_without_building_them(own_loss, settings, one_proce
             if own_loss:
                 rows = outputs.logits[:, :-1].flatten(0, 1)
                 loss = nn.functional.cross_entropy(rows, labels[:, 1:].flatten())
+            metrics.append(
+                outputs.logits[:, 1:].detach().argmax(-1) if own_loss else outputs.logits.detach().argmax(-1)
+            )
+            with torch.no_grad():
+                metrics.append(outputs.logits[:, 1:].logsumexp(-1))
             loss.backward()
     assert_same_gradients(model, stock)
+    for ours, theirs in ((0, 2), (1, 3), (4, 6), (5, 7)):
+        torch.testing.assert_close(metrics[ours], metrics[theirs])
     if not own_loss:
         assert (report.calls_fused, report.calls_materialised) == (2, 0), str(report)

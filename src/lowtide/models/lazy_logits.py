@@ -15,7 +15,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.models.head_call import HeadCall, Step
 from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
 
-_COPY_OR_UNPATCH = (
+_RETAIN_OR_UNPATCH = (
     "Where you compute the loss, call logits.retain_grad() first, and they are built. Where the model does, call "
     "lowtide.unpatch(model)."
 )
@@ -133,7 +133,8 @@ class LazyLogits(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(lazy._has_another_graph() for lazy in _found(args, kwargs)):
+        has_no_graph = func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
+        if not has_no_graph and any(lazy._has_another_graph() for lazy in _found(args, kwargs)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))
         lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)
@@ -176,7 +177,7 @@ class _Anchor(torch.autograd.Function):
         if ctx.call.hooked:
             raise UnsupportedError(
                 "logits: expected operations of PyTorch on logits that have a hook, got a custom autograd function, "
-                f"whose gradient does not go through what was hooked. {_COPY_OR_UNPATCH}"
+                f"whose gradient does not go through what was hooked. {_RETAIN_OR_UNPATCH}"
             )
         return None, None, None, *ctx.call.vjp(ctx.steps, grad_logits)
 
@@ -213,7 +214,7 @@ def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if any(lazy._call.passed or lazy._has_children for lazy in lazies):
         raise UnsupportedError(
             f"logits: expected {expected}, got logits that something was computed from without building them, so that "
-            f"its gradient does not go through them. {_COPY_OR_UNPATCH}"
+            f"its gradient does not go through them. {_RETAIN_OR_UNPATCH}"
         )
     for lazy in lazies:
         lazy._call.hooked |= func in _GRADIENT_HOOKS
@@ -261,4 +262,5 @@ _METADATA: frozenset[Any] = frozenset(
 _BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
 _GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])
+_DETACH: frozenset[Any] = frozenset([Tensor.detach, torch.detach])
 _GRADIENTS: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
