@@ -81,8 +81,8 @@ def know(
     lines = [_CHANGED] if changed else []
     if check:
         if say is not None and corpus.bytes >= _LONG_BYTES:
-            size = gib(corpus.bytes)
-            say(f"data     reading all {size:.1f} GiB once, for what cannot be trained on (--no-check-data: not)")
+            what = f"all {gib(corpus.bytes):.1f} GiB are read once, for what cannot be trained on"
+            say(f"data     {what}; --no-check-data leaves that out")
         lines = [*lines, *_strangers(check_data(corpus, chat, args))]
     return Known(known.fingerprint, known.stamp, check, tuple(lines))
 
