@@ -172,7 +172,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.is_deepspeed_enabled:
+        in_parts = self.is_fsdp_enabled or (checkpoint is not None and (Path(checkpoint) / states.PARTS).is_dir())
+        if checkpoint is None or not in_parts or self.is_deepspeed_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         states.load_optimizer(Path(checkpoint), self.model, self.optimizer)
