@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from lowtide.bench import layers, step, step_way
 from lowtide.bench.config import LayersBenchConfig, StepBenchConfig
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import ChildResult
+from lowtide.measure import ChildResult, child
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.search import name_of
 from lowtide.memory.policy_words import parse_policies, split_states
@@ -189,9 +187,8 @@ def test_a_row_says_what_the_allocator_held_and_how_it_was_set(
     told = step_way._memory(torch.device("cuda"))
     assert told == {"peak_gib": 3.0, "reserved_gib": 5.0, "allocator": setting}
     assert step_way._memory(torch.device("cpu")).keys() == {"peak_gib"}
-    command = [sys.executable, "-c", "from lowtide.measure.child import ALLOCATOR; print(ALLOCATOR)"]
-    told_children = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert ("expandable_segments" in told_children) == (setting == ""), "whoever has set it is asked no more"
+    own = {} if setting else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert child._for_children() == own, "whoever has set it is asked no more"
 
 
 def test_a_model_without_fused_attention_takes_its_own_and_says_so(tmp_path: Path) -> None:

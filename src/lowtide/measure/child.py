@@ -25,8 +25,12 @@ def allocator_setting() -> str:
     return next((os.environ[name] for name in _ALLOCATOR_NAMES if name in os.environ), "")
 
 
-# Where the allocator's gaps would decide what fits; whoever has set it otherwise is asked no more.
-ALLOCATOR = {} if allocator_setting() else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+def _for_children() -> dict[str, str]:
+    """Return the setting that a child gets; none where this process has one of its own."""
+    return {} if allocator_setting() else {_ALLOCATOR_NAMES[-1]: "expandable_segments:True"}
+
+
+ALLOCATOR = _for_children()  # where the allocator's gaps would decide what fits
 # The child imports the function by name and writes its value and its own peak: os.wait4 would do for the peak alone,
 # but reports the parent's size where the child's is smaller (the high-water mark survives fork on Linux before exec).
 _CALL = "from lowtide.measure.child import _call_here; _call_here()"
