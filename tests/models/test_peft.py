@@ -372,6 +372,14 @@ def test_adaption_prompts_keep_the_forward_that_they_found(order, both, batch, a
     assert ("AdaptionPromptModel around the model keeps the forward" in str(report)) == (order == "peft first")
 
 
+def test_adaption_prompts_are_seen_from_inside_too(both):
+    model, _, _ = both(peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2))
+    lowtide.unpatch(model)
+    report = lowtide.patch(model.get_base_model())
+    assert not report.parts["loss"].patched
+    assert "adaption prompts inside keep the forward" in str(report)
+
+
 def test_other_parts_of_a_peft_model(both, batch, assert_same_gradients):
     model, stock, report = both(lora(target_modules=["q_proj", "v_proj"], modules_to_save=["norm"]), name="qwen3")
     assert all(report.parts[part].patched for part in ("mlp", "norm", "rope"))

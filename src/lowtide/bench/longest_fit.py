@@ -16,6 +16,7 @@ from lowtide.bench.longest_config import OFFLOADED, Train
 from lowtide.bench.ways import LIGER, LOWTIDE, STOCK
 from lowtide.head.options import HeadOptions
 from lowtide.memory.offload import ON_DEVICE
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_bytes import PAGES, checkpoint_bytes
@@ -31,6 +32,7 @@ HOST_RATE = 5e9  # parameters a second that AdamW updates on the host
 PEERS_MORE = 14  # bytes a token and hidden size that a peer's layer keeps beyond a patched one, when it runs again
 LOGIT = 12  # bytes of each logit that the stock loss has at once: measured, 24 GiB of 16384 x 131072
 OWN = LOWTIDE
+LORA = Adapters(16, ("q_proj", "v_proj"))  # what is trained where the model is not
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class Fit:
         return self.at(T)
 
     def _job(self, T: int) -> Job:
-        return Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions())
+        adapters = LORA if self.train == "lora" else None
+        return Job(self.shape, T, 1, self.gpu, self.dtype, "sgd", head=HeadOptions(), adapters=adapters)
 
     def _demand(self, job: Job, groups: Groups) -> Demand:
         T, memory = job.seq_len, Memory(job)

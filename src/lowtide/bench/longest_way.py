@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide.bench.longest_config import OFFLOADED
-from lowtide.bench.longest_fit import OWN
+from lowtide.bench.longest_fit import LORA, OWN
 from lowtide.bench.rows import reason_of
 from lowtide.bench.step_way import VOCABULARY, steps
 from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing, with_lora
@@ -35,7 +35,6 @@ from lowtide.train.model import model_config
 
 OUT_OF_HOST, OUT_OF_TIME = 75, 76  # statuses of a process that the watch has ended
 ON_GPU, ON_HOST = "GPU memory", "host memory"
-RANK, TARGETS = 16, ("q_proj", "v_proj")
 EVERY = 0.1  # seconds between looks at the host
 INIT_STD = 0.02
 
@@ -171,7 +170,7 @@ def build(
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         _finish(model, way)
-        return with_lora(model, RANK, TARGETS)
+        return with_lora(model, LORA.rank, LORA.targets)
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):

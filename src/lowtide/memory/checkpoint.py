@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import KeptAttention, Store, changed_in_place, contexts_under_compile, stay
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
-from lowtide.memory.steps import steps_of
+from lowtide.memory.versions import Versions
 
 Forward = Callable[..., Any]
 
@@ -145,8 +145,8 @@ def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: Any) -> F
     """
     if torch.compiler.is_compiling():
         return forward  # the compiler makes writes part of its graph
-    given = _Versions(x for x in tree_leaves(rest) if isinstance(x, Tensor))
-    parameters: list[_Versions] = []  # as forward left them: an embedding with max_norm writes to its own
+    given = Versions(x for x in tree_leaves(rest) if isinstance(x, Tensor))
+    parameters: list[Versions] = []  # as forward left them: an embedding with max_norm writes to its own
 
     def unchanged(*args: Any, **kwargs: Any) -> Any:
         if given.changed():
@@ -156,24 +156,10 @@ def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: Any) -> F
         outputs = forward(*args, **kwargs)
         if not parameters:
             # FSDP1 has other tensors in their places during forward, and looks after them itself.
-            parameters.append(_Versions(p for p in layer.parameters() if isinstance(p, nn.Parameter)))
+            parameters.append(Versions(p for p in layer.parameters() if isinstance(p, nn.Parameter)))
         return outputs
 
     return unchanged
-
-
-class _Versions:
-    """Tensors, and whether somebody has written to one of them since."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = [x for x in tensors if not x.is_inference()]
-        self._seen = self._now()
-
-    def changed(self) -> bool:
-        return self._now() != self._seen
-
-    def _now(self) -> list[tuple[int, int]]:
-        return [(x._version, steps_of(x)) for x in self._tensors]
 
 
 def _parameters_changed(name: str) -> UnsupportedError:

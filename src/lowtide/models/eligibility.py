@@ -29,11 +29,17 @@ def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:
     for module in outer.modules():  # peft's adaption prompts
         if getattr(vars(module).get("forward"), "__self__", None) is model:
             return f"a {type(module).__name__} around the model keeps the forward that it had: patch first, wrap then"
+    if outer is model and part_of(model) is None and any(map(_is_adapted_attention, model.modules())):
+        return "adaption prompts inside keep the forward that the model had: patch first, then wrap"
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     if not takes_any and not any(parameter.name in LABELS for parameter in parameters):
         return f"the model's forward takes none of {', '.join(LABELS)}, and so computes no loss"
     return None
+
+
+def _is_adapted_attention(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.tuners.adaption_prompt")
 
 
 def why_not_patch_head(head: nn.Module | None, why_not_linear: str | None) -> str | None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
+from lowtide.memory.versions import steps_taken
 from lowtide.models.eligibility import is_autocast_on, why_not_call
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
@@ -55,16 +55,6 @@ class Folded:
     sign: int
 
 
-# How often any optimizer has stepped in this process: fused ones change weights and leave no other trace.
-_steps_taken = [0]
-
-
-def _count_step(*_: Any) -> None:
-    _steps_taken[0] += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
 _KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.detach)  # detach: what follows has no graph
 
 # The stock forward of a head, and work that needs it.
@@ -104,7 +94,7 @@ class HeadCall:
         self.passed = False  # something with a graph was computed past the logits
         self.hooked = False  # a gradient hook is on logits that are built
         self._state = _state(self.tensors)
-        self._steps_taken = _steps_taken[0]
+        self._steps_taken = steps_taken()
         self._sample = _sample(self.tensors)
         self._inference = torch.is_inference_mode_enabled()
         self._autocast_dtype: torch.dtype | None = None
@@ -212,8 +202,8 @@ class HeadCall:
 
         with ExitStack() as modes:
             self._enter_autocast(modes)
-            result = self._run(work, later=self._steps_taken != _steps_taken[0])
-        self.passed |= torch.is_grad_enabled()
+            result = self._run(work, later=self._steps_taken != steps_taken())
+        self.passed |= result.requires_grad
         if not self.fused:
             self.fused = True
             self.report.count_fused()

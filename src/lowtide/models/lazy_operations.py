@@ -7,12 +7,14 @@ Legend: hidden [..., D], logits [..., V].
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _DDPSink
 
 from lowtide.models.head_call import Step
 from lowtide.models.lazy_results import (
@@ -117,9 +119,24 @@ def _contiguous(input: "LazyLogits") -> Any:
     return input.then(Step(Tensor.contiguous), input.meta().contiguous())
 
 
+_NEAR = 12  # frames between DDP's node and the operation in it, and some more
+
+
+def _called_by(function: Any) -> bool:
+    """Whether a function is among the callers that are nearest."""
+    frame = inspect.currentframe()
+    for _ in range(_NEAR):
+        if frame is None:
+            return False
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _clone(input: "LazyLogits") -> Any:
     """DDP's, inside a node of its own. Any other is a copy that is to outlast what the logits are computed from."""
-    if torch.is_grad_enabled() or not input.requires_grad:
+    if torch.is_grad_enabled() or not input.requires_grad or not _called_by(_DDPSink.forward):
         return NotImplemented
     return input.then(Step(Tensor.clone), _alike(input))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.return_types import max as max_type
 from torch.return_types import topk as topk_type
 
+from lowtide.head.arguments import operand_dtype
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
@@ -131,7 +132,8 @@ def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
     if not index.is_cuda and bool(((index < 0) | (index >= input.shape[-1])).any()):  # an error of gather's own
         return NotImplemented
     if not folded.normalised:
-        few = index.shape[-1] * input.call.hidden.shape[-1] <= input.shape[-1]  # weights of less than the logits' size
+        # The weights of these classes, in float32 and kept for backward, take less than the logits would.
+        few = 4 * index.shape[-1] * input.call.hidden.shape[-1] <= input.shape[-1]
         return _of_rows(input, folded, functools.partial(_chosen, index)) if few else NotImplemented
 
     def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
@@ -152,9 +154,14 @@ def _chosen(
     logit_scale: float | Tensor,
     options: HeadOptions | None,  # noqa: ARG001 (of what has a choice)
 ) -> Tensor:
-    """Return the logits of ``index`` [..., K]: a product of each row with the weights of its K classes."""
-    z = (F.embedding(index, head) @ hidden.unsqueeze(-1)).squeeze(-1)
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    """Return the logits of ``index`` [..., K]: a product of each row with the weights of its K classes.
+
+    Summed in float32 and not rounded, as what else is computed of a row: a log-probability is never above 0.
+    """
+    narrow = operand_dtype(hidden)
+    wide = torch.promote_types(narrow, torch.float32)
+    weights, row = F.embedding(index, head).to(narrow).to(wide), hidden.to(narrow).to(wide)
+    z = (weights * row.unsqueeze(-2)).sum(-1)
     if linear_bias is not None:
         z = z + F.embedding(index, linear_bias.unsqueeze(-1)).squeeze(-1)
     z = z * logit_scale

@@ -117,7 +117,9 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     width = shape.token_mlp_width()
     wide = 1 if level == 0 and job.fused_mlp else 3
     mlp = _at_a_time(job, policy) * width * wide * n + job.tokens * 2 * shape.hidden * job.element
-    if _at_a_time(job, policy) < job.tokens:  # the weights' gradients are summed in float32, and rounded one by one
+    if (
+        _at_a_time(job, policy) < job.tokens and job.adapters is None
+    ):  # the weights' gradients are summed in float32, and rounded one by one
         mlp += 4 * shape.mlp_params
     # gradients of keys and values for each query head, before those that share one are added
     each_query = 2 * shape.query_width if shape.kv_heads < shape.heads else 0

@@ -178,7 +178,8 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     if lighter:
         helps.append(f"optimizer {' or '.join(lighter)} fits")
     if states > budget:
-        way_out = "" if lighter else ": train adapters (LoRA), or take more GPUs"
+        ways = "take more GPUs" if job.adapters is not None else "train adapters (LoRA), or take more GPUs"
+        way_out = "" if lighter else f": {ways}"
         helps.append(f"parameters, gradients and optimizer states alone take {_said(states)} GiB{way_out}")
     else:
         sequence = longest_sequence(job, budget, search.host_bytes, offload_states=offload_states)

@@ -158,6 +158,10 @@ class MemoryPlan:
             "batch_size": job.batch_size,
             "dtype": str(job.dtype).removeprefix("torch."),
             "autocast": job.autocast,
+            "adapters": None if job.adapters is None else str(job.adapters),
+            "attention_mask": job.attention_mask,
+            "fused_mlp": job.fused_mlp,
+            "keep_gradients": job.keep_gradients,
             "optimizer": job.optimizer,
             "budget_gib": gib(self.budget_bytes),
             "host_budget_gib": gib(self.host_budget_bytes),
@@ -290,12 +294,13 @@ def _constructor(policy: ActivationPolicy) -> str:
 
 
 def _options(job: Job) -> str:
-    """Return the head's options as an argument of `lowtide.patch`, where the plan was made with some."""
+    """Return the arguments of `lowtide.patch`: what the plan was made with, where that is not the default."""
+    stock = "" if job.fused_mlp else ", mlp=False"
     if job.head is None or job.head == HeadOptions():
-        return ""
+        return stock
     said = [(f.name, getattr(job.head, f.name), f.default) for f in fields(job.head)]
     words = ", ".join(f"{name}={value!r}" for name, value, default in said if value != default)
-    return f", options=lowtide.HeadOptions({words})".replace("'", '"')
+    return stock + f", options=lowtide.HeadOptions({words})".replace("'", '"')
 
 
 def _candidate(one: Candidate) -> dict[str, Any]:

@@ -348,7 +348,7 @@ def _compare(shape: ModelShape, model: nn.Module) -> None:
     """Refuse a model whose parameters are not those that its config was read to have."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
-        hint = "Of a model with adapters give the config, and how many numbers they have as adapters=."
+        hint = "Of a model with adapters give the config, and adapters=lowtide.memory.Adapters(rank)."
         raise ArgumentValueError(message("model_or_config", "all parameters trained", f"{frozen[0]} frozen", hint))
     found = sum(parameter.numel() for parameter in model.parameters())
     if found != shape.params:
