@@ -79,7 +79,7 @@ def _without_autocast(device: torch.device) -> Iterator[None]:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which kernels go to ``device``; entered also where it is current, for autograd's threads."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
 Found = tuple[Tensor, Tensor, Tensor]  # gradients of input, weight and bias, empty where not wanted

@@ -5,6 +5,7 @@ and the products and gradients are what the next ones read.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ _CUBIC = 0.044715
 
 def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
     """Write ``act(gate) * up`` into ``out``, which may be one of the two; all contiguous [C, F] of one dtype."""
-    if why_no_triton(gate.device) is None:
+    if _has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
 
         kernels.gated(gate, up, activation, out)
@@ -41,7 +42,7 @@ def gated_backward(
 
     Each goes where it is told, None for nowhere, which may be over any one of the inputs. All contiguous [C, F].
     """
-    if why_no_triton(gate.device) is None:
+    if _has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
 
         kernels.gated_backward(gate, up, grad, activation, gate_grad, up_grad, product)
@@ -55,6 +56,11 @@ def gated_backward(
         for place, value in zip(into, (of_gate, of_up, p), strict=True):
             if value is not None:
                 place.copy_(value)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    return why_no_triton(device) is None
 
 
 def _act(a: Tensor, activation: str) -> Tensor:
