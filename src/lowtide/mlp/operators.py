@@ -28,10 +28,10 @@ TWICE = (
 _CALL = schema_of(SwigluCall)
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 _SEVERAL = ", ".join(["Tensor"] * len(Wanted._fields))
-# Where the tensors are among the fields: the MLP's own, and its adapters'.
-_OWN, _ADAPTERS = slice(0, 7), slice(11, 17)
+# Where the tensors are among the fields: the MLP's own to _OWN, its adapters' from _ADAPTERS to _END.
+_OWN, _ADAPTERS, _END = 7, 11, 17
 _TENSORS = tensor_fields(SwigluCall)
-assert (*range(len(SwigluCall._fields))[_OWN], *range(len(SwigluCall._fields))[_ADAPTERS]) == _TENSORS
+assert (*range(_OWN), *range(_ADAPTERS, _END)) == _TENSORS
 assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in _TENSORS)
 
 
@@ -171,7 +171,7 @@ class _SwigluMlp(torch.autograd.Function):
         ctx.save_for_backward(*tensors, gate, up)
         ctx.mark_non_differentiable(gate, up)
         ctx.set_materialize_grads(False)  # of gate and up there are none, and zeros would take as much memory
-        ctx.scalars = call[_OWN.stop : _ADAPTERS.start], call[_ADAPTERS.stop :]
+        ctx.scalars = call[_OWN:_ADAPTERS], call[_END:]
         # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
         ctx.shared = held_elsewhere()
         return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
@@ -185,8 +185,7 @@ class _SwigluMlp(torch.autograd.Function):
         if torch.is_grad_enabled() and not (ctx.input_kept or torch.compiler.is_compiling()):
             raise UnsupportedError(TWICE)  # the input is not there for a derivative by it to be refused later
         of_mlp, of_adapters = ctx.scalars
-        own = _OWN.stop
-        call = SwigluCall(*tensors[:own], *of_mlp, *tensors[own:], *of_adapters)
+        call = SwigluCall(*tensors[:_OWN], *of_mlp, *tensors[_OWN:], *of_adapters)
         wanted = _wanted(ctx)
         if watched((*tensors, upstream, *kept)):
             with torch.no_grad():
@@ -197,9 +196,9 @@ class _SwigluMlp(torch.autograd.Function):
             found = _backward(call, wanted, upstream, kept, in_place=last and not ctx.shared)
         grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
         grads = differentiable_once(grads, (*tensors, upstream), TWICE)
-        return *grads[:own], *[None] * len(of_mlp), *grads[own:], *[None] * len(of_adapters)
+        return *grads[:_OWN], *[None] * len(of_mlp), *grads[_OWN:], *[None] * len(of_adapters)
 
 
 def _wanted(ctx: Any) -> Wanted:
     flags = ctx.needs_input_grad
-    return Wanted(*flags[_OWN], *flags[_ADAPTERS])
+    return Wanted(*flags[:_OWN], *flags[_ADAPTERS:_END])

@@ -114,7 +114,7 @@ def module_name(model: nn.Module, module: nn.Module) -> str:
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook of the module's own looks at its calls."""
     before, after = module._forward_pre_hooks, module._forward_hooks  # written out: asked of many at each call
-    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
+    return any((before, after, module._backward_hooks, module._backward_pre_hooks))
 
 
 def plain_class(module: nn.Module) -> type:
