@@ -110,9 +110,9 @@ def test_level_1_computes_two_projections_again_and_no_more(monkeypatch: pytest.
     shapes: list[list[int]] = []
     original = passes._affine
 
-    def watch(x: Tensor, weight: Tensor, *rest: Any) -> None:
+    def watch(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         shapes.append(list(weight.shape))
-        original(x, weight, *rest)
+        return original(x, weight, *rest)
 
     monkeypatch.setattr(passes, "_affine", watch)
     leaves = mlp(5, 4, 6)

@@ -291,14 +291,13 @@ def refuse_transforms(
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(message(function, "reverse-mode autograd", "a torch.func transform", way_out))
-    for tensor in tensors:
-        if tensor is not None and _is_dual(tensor):
-            raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))
+    if _forward_level() >= 0 and any(tensor is not None and _is_dual(tensor) for tensor in tensors):
+        raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))
 
 
 def _is_dual(tensor: Tensor) -> bool:
     forward_ad: Any = torch.autograd.forward_ad
-    return _forward_level() >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _forward_level() -> int:

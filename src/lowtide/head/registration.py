@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.head.schedules import Gradients
@@ -28,11 +29,18 @@ def tensor_fields(call: type) -> tuple[int, ...]:
 
 def watched(args: Sequence[Any]) -> bool:
     """Return whether a compiler, a dispatch mode or a tensor without data has to see an operator."""
-    return (
-        torch.compiler.is_compiling()
-        or (torch._C._len_torch_dispatch_stack() > 0 and not all(map(_counts, _get_current_dispatch_mode_stack())))
-        or any(_is_unusual(arg) for arg in args if isinstance(arg, Tensor))
-    )
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0 and not all(map(_counts, _get_current_dispatch_mode_stack())):
+        return True
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter:
+            if arg.is_meta:
+                return True
+        elif isinstance(arg, Tensor):
+            return True
+    return False
 
 
 def _counts(mode: object) -> bool:
@@ -50,10 +58,6 @@ def held_elsewhere() -> bool:
     return any(not getattr(mode, "holds_no_outputs", False) for mode in _get_current_dispatch_mode_stack())
 
 
-def _is_unusual(tensor: Tensor) -> bool:
-    return tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
-
-
 def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a 0-d tensor on ``device``: a number that lies on the host is filled in, for a copy would wait."""
     if scalar.device.type == "cpu":
@@ -61,17 +65,21 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
     return scalar.to(device, dtype)
 
 
+def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
+    # Without autocast none is turned off: that takes the host as long as a launch.
+    return _without_autocast(device) if torch.is_autocast_enabled(device.type) else on_device(device)
+
+
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Enter a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
-    autocast = torch.is_autocast_enabled(device.type)  # else not entered: that takes the host as long as a launch
-    with torch.autocast(device_type=device.type, enabled=False) if autocast else nullcontext(), on_device(device):
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device_type=device.type, enabled=False), on_device(device):
         yield
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which kernels go to ``device``; entered also where it is current, for autograd's threads."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
 Found = tuple[Tensor, Tensor, Tensor]  # gradients of input, weight and bias, empty where not wanted

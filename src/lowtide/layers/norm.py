@@ -191,7 +191,8 @@ _FORWARD = "Tensor, Tensor, Tensor"  # result, sum (empty without a residual), r
 @torch.library.custom_op("lowtide::rms_norm", mutates_args=(), schema=f"({schema_of(_Call)}) -> ({_FORWARD})")
 def _operator(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise rows."""
-    return _normalized(_Call(*args))
+    with torch.no_grad():
+        return _normalized(_Call(*args))
 
 
 @_operator.register_fake
@@ -204,7 +205,8 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def _backward_operator(*args: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows and of the weight, empty where not wanted."""
-    return _gradients(_BackwardCall(*args))
+    with torch.no_grad():
+        return _gradients(_BackwardCall(*args))
 
 
 @_backward_operator.register_fake
@@ -237,11 +239,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _normalized(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_outputs` makes room for. Whoever calls has seen to it that nothing becomes a graph."""
     out, sum_, rstd = _outputs(call)
     if call.x.numel() == 0:
         return out, sum_, rstd
     if why_no_kernel(call.x, call.weight) is not None:
-        with torch.no_grad(), undisturbed(call.x.device):
+        with undisturbed(call.x.device):
             return _normalized_by_pytorch(call, out, sum_)
     from lowtide.layers.kernels.rms_norm import normalize_rows
 
@@ -278,7 +281,7 @@ def _gradients(call: _BackwardCall) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return dx, dw.zero_()
     if why_no_kernel(x, call.weight) is not None:
-        with torch.no_grad(), undisturbed(x.device):
+        with undisturbed(x.device):
             return _gradients_by_pytorch(call, dx, dw)
     from lowtide.layers.kernels.rms_norm import normalize_rows_backward
 

@@ -122,7 +122,8 @@ def _why_not_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_di
 @torch.library.custom_op("lowtide::rotary", mutates_args=(), schema=f"({schema_of(_Call)}) -> (Tensor, Tensor)")
 def _operator(*args: Any) -> tuple[Tensor, Tensor]:
     """Turn queries and keys, or take their gradients back."""
-    return _turned(_Call(*args))
+    with torch.no_grad():
+        return _turned(_Call(*args))
 
 
 @_operator.register_fake
@@ -142,9 +143,10 @@ def _last_beside(x: Tensor) -> Tensor:
 def _turned(call: _Call) -> tuple[Tensor, Tensor]:
     q_out, k_out = _like(call.q, call.dtype), _like(call.k, call.dtype)
     if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
-        with torch.no_grad(), undisturbed(call.q.device):
+        with undisturbed(call.q.device):
+            tables = _halves(call.cos.unsqueeze(1)) + _halves(call.sin.unsqueeze(1))
             for x, out in ((call.q, q_out), (call.k, k_out)):
-                _turn_into(out, x, call.cos.unsqueeze(1), call.sin.unsqueeze(1), inverse=call.inverse)
+                _turn_into(out, x, tables, inverse=call.inverse)
         return q_out, k_out
     from lowtide.layers.kernels.rotary import rotate_heads
 
@@ -168,17 +170,25 @@ def _why_no_kernel(device: torch.device, dtype: torch.dtype, table_dtype: torch.
     return why_not_row(device, dtype, 1) or why_not_row(device, table_dtype, 1)
 
 
-def _turn_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> None:
-    half = cos.shape[-1] // 2
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    cos_1, cos_2, sin_1, sin_2 = (part for table in (cos, sin) for part in (table[..., :half], table[..., half:]))
+def _halves(table: Tensor) -> tuple[Tensor, Tensor]:
+    half = table.shape[-1] // 2
+    return table[..., :half], table[..., half:]
+
+
+def _turn_into(out: Tensor, x: Tensor, tables: tuple[Tensor, ...], *, inverse: bool) -> None:
+    cos_1, cos_2, sin_1, sin_2 = tables
+    half, rest = cos_1.shape[-1], x.shape[-1] - 2 * cos_1.shape[-1]
+    sizes = [half, half, rest]
+    first, second, passed = x.split_with_sizes(sizes, -1)
+    into_first, into_second, into_passed = out.split_with_sizes(sizes, -1)
     if inverse:
-        out[..., :half] = first * cos_1 + second * sin_2
-        out[..., half : 2 * half] = second * cos_2 - first * sin_1
+        into_first.copy_(first * cos_1 + second * sin_2)
+        into_second.copy_(second * cos_2 - first * sin_1)
     else:
-        out[..., :half] = first * cos_1 - second * sin_1
-        out[..., half : 2 * half] = second * cos_2 + first * sin_2
-    out[..., 2 * half :] = rest
+        into_first.copy_(first * cos_1 - second * sin_1)
+        into_second.copy_(second * cos_2 + first * sin_2)
+    if rest:
+        into_passed.copy_(passed)
 
 
 def _run(call: _Call) -> tuple[Tensor, Tensor]:

@@ -105,8 +105,10 @@ class SwigluCall(NamedTuple):
     def tiles(self) -> list[slice]:
         """Return the rows of each tile, in order; one tile of none where there are no tokens."""
         N = self.tokens
-        step = max(1, min(N, self.tile_tokens or N))
-        return [slice(start, min(start + step, N)) for start in range(0, max(1, N), step)]
+        step = self.tile_tokens or N
+        if step >= N:
+            return [slice(0, N)]
+        return [slice(start, min(start + step, N)) for start in range(0, N, step)]
 
 
 class Wanted(NamedTuple):

@@ -5,6 +5,8 @@ and the products and gradients are what the next ones read.
 """
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +20,13 @@ _CUBIC = 0.044715
 
 def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
     """Write ``act(gate) * up`` into ``out``, which may be one of the two; all contiguous [C, F] of one dtype."""
-    if why_no_triton(gate.device) is None:
+    if _has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
 
         kernels.gated(gate, up, activation, out)
         return
-    for part in _pieces(gate):
-        out[part] = _act(gate[part].to(_wide(gate)), activation).mul_(up[part])
+    for a, u, into in _pieces(gate, up, out):
+        into.copy_(_act(_widened(a), activation).mul_(u))
 
 
 def gated_backward(
@@ -40,20 +42,25 @@ def gated_backward(
 
     Each goes where it is told, None for nowhere, which may be over any one of the inputs. All contiguous [C, F].
     """
-    if why_no_triton(gate.device) is None:
+    if _has_kernels(gate.device):
         from lowtide.mlp.kernels import gated as kernels
 
         kernels.gated_backward(gate, up, grad, activation, gate_grad, up_grad, product)
         return
-    for part in _pieces(gate):
-        a, u, dp = (t[part].to(_wide(gate)) for t in (gate, up, grad))
+    for a, u, dp, *into in _pieces(gate, up, grad, gate_grad, up_grad, product):
+        a, u, dp = _widened(a), _widened(u), _widened(dp)
         act = _act(a, activation)
         of_gate = None if gate_grad is None else _act_backward(dp * u, a, activation)
         of_up = None if up_grad is None else dp * act
         p = None if product is None else act.mul_(u)
-        for into, value in ((gate_grad, of_gate), (up_grad, of_up), (product, p)):
-            if into is not None and value is not None:
-                into[part] = value
+        for place, value in zip(into, (of_gate, of_up, p), strict=True):
+            if value is not None:
+                place.copy_(value)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    return why_no_triton(device) is None
 
 
 def _act(a: Tensor, activation: str) -> Tensor:
@@ -66,7 +73,7 @@ def _act(a: Tensor, activation: str) -> Tensor:
 def _act_backward(grad: Tensor, a: Tensor, activation: str) -> Tensor:
     """Return ``grad`` times the activation's derivative at ``a``."""
     if activation == "silu":
-        result: Tensor = torch.ops.aten.silu_backward(grad, a)
+        result: Tensor = torch.ops.aten.silu_backward.default(grad, a)
         return result
     s, bend = _gelu_sigmoid(a)
     return (1 - s).mul_(bend).add_(1).mul_(s).mul_(grad)
@@ -83,12 +90,16 @@ def _gelu_sigmoid(a: Tensor) -> tuple[Tensor, Tensor]:
     return square.mul_(_TWO_ROOTS * _CUBIC).add_(_TWO_ROOTS).mul_(c).sigmoid_(), bend
 
 
-def _pieces(rows_CF: Tensor) -> Iterator[slice]:
+def _pieces(rows_CF: Tensor, *others: Tensor | None) -> Iterator[Any]:
+    """Yield the same few rows of each, themselves where these are all."""
     C, F = rows_CF.shape
-    step = max(1, PIECE // max(1, F)) if rows_CF.device.type == "cpu" else max(1, C)
+    step = max(1, PIECE // max(1, F)) if rows_CF.is_cpu else C
+    if step >= C:
+        yield rows_CF, *others
+        return
     for start in range(0, C, step):
-        yield slice(start, min(start + step, C))
+        yield [t if t is None else t[start : start + step] for t in (rows_CF, *others)]
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -40,6 +40,8 @@ class LowRank:
     @classmethod
     def of(cls, call: SwigluCall) -> "tuple[LowRank | None, LowRank | None, LowRank | None]":
         """Return the adapters of gate, up and down, None where there is none."""
+        if call.gate_a is None and call.up_a is None and call.down_a is None:
+            return None, None, None
 
         def make(a: Tensor | None, b: Tensor | None, scale: float, dropout: float, place: int) -> LowRank | None:
             if a is None or b is None:
@@ -68,7 +70,7 @@ class LowRank:
             dx: The gradient of x, to be added to; None: likewise, or nobody wants it.
             start: The first row's number among all.
         """
-        of_a, of_b = (total if x is not None and total is not None and total.wanted else None for total in self.sums)
+        of_a, of_b = self.sums if x is not None else (None, None)
         for part in self._pieces(grad, grad):
             dy = grad[part].to(self.a.dtype)
             first = start + part.start

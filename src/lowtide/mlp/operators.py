@@ -25,17 +25,21 @@ TWICE = (
     f" without a graph of their own; for second derivatives write it out: {WRITTEN_OUT}."
 )
 
-_TENSORS = tensor_fields(SwigluCall)
 _CALL = schema_of(SwigluCall)
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 _SEVERAL = ", ".join(["Tensor"] * len(Wanted._fields))
+# Where the tensors are among the fields: the MLP's own to _OWN, its adapters' from _ADAPTERS to _END.
+_OWN, _ADAPTERS, _END = 7, 11, 17
+_TENSORS = tensor_fields(SwigluCall)
+assert (*range(_OWN), *range(_ADAPTERS, _END)) == _TENSORS
 assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in _TENSORS)
 
 
 @torch.library.custom_op("lowtide::swiglu_projections", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
 def swiglu_projections(*args: Any) -> tuple[Tensor, Tensor]:
     """Compute gate and up [N, F]."""
-    return _project(SwigluCall(*args))
+    with torch.no_grad():
+        return _project(SwigluCall(*args))
 
 
 @swiglu_projections.register_fake
@@ -49,7 +53,8 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 def swiglu(*args: Any) -> Tensor:
     """Compute the output [..., D] from gate and up, or where these are empty from the input."""
     *fields, gate, up = args
-    return _forward(SwigluCall(*fields), gate, up)
+    with torch.no_grad():
+        return _forward(SwigluCall(*fields), gate, up)
 
 
 @swiglu.register_fake
@@ -66,7 +71,8 @@ def _(*args: Any) -> Tensor:
 def swiglu_backward(*args: Any) -> tuple[Tensor, ...]:
     """Compute the gradients that are wanted from the output's, and from what forward kept."""
     call, wanted, upstream, gate, up = _split(args)
-    return _backward(call, wanted, upstream, [gate, up], in_place=False)
+    found = _backward(call, wanted, upstream, [gate, up], in_place=False)
+    return tuple(call.input.new_empty(0) if grad is None else grad for grad in found)
 
 
 @swiglu_backward.register_fake
@@ -84,19 +90,20 @@ def _split(args: Sequence[Any]) -> tuple[SwigluCall, Wanted, Tensor, Tensor, Ten
     return SwigluCall(*args[:fields]), Wanted(*args[fields : fields + flags]), upstream, gate, up
 
 
+# Of forward's two, whoever calls has seen to it that nothing of theirs becomes a graph.
 def _project(call: SwigluCall) -> tuple[Tensor, Tensor]:
-    with torch.no_grad(), undisturbed(call.input.device):
+    with undisturbed(call.input.device):
         return project_tiles(call)
 
 
 def _forward(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
-    with torch.no_grad(), undisturbed(call.input.device):
+    with undisturbed(call.input.device):
         return forward_tiles(call, gate, up)
 
 
 def _backward(
     call: SwigluCall, wanted: Wanted, upstream: Tensor, kept: list[Tensor], *, in_place: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     with torch.no_grad(), undisturbed(call.input.device):
         return backward_tiles(call, wanted, upstream, kept, in_place=in_place)
 
@@ -111,8 +118,11 @@ def run(call: SwigluCall) -> Tensor:
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in call.trained):
         none = call.input.new_empty(0)
         return _run(call, none, none)
-    # First: torch.compile(dynamic=True) has variables for numbers, which belong to the node that looks at them first.
-    fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
+    fields: list[Any] = [call]  # as one, autograd does not see its tensors, which belong to the first node
+    if torch.compiler.is_compiling():
+        # First: torch.compile(dynamic=True) has variables for numbers, which belong to the node that looks at them
+        # first.
+        fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
     stand_in, gate, up = _SwigluMlp.apply(*call)  # type: ignore[no-untyped-call]
     y: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
     return y
@@ -120,7 +130,7 @@ def run(call: SwigluCall) -> Tensor:
 
 def _run(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
     """Run `swiglu`: as an operator where something watches operators, else without that detour."""
-    if watched(call):
+    if watched(call.trained):
         y: Tensor = swiglu(*call, gate, up)
         return y
     return _forward(call, gate, up)
@@ -131,11 +141,12 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, gate: Tensor, up: Tensor, *fields: Any) -> Tensor:  # noqa: ARG004
-        return _run(SwigluCall(*fields), gate, up)
+        ctx.count = len(fields)
+        return _run(fields[0] if len(fields) == 1 else SwigluCall(*fields), gate, up)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:  # noqa: ARG004
-        return upstream, None, None, *[None] * len(SwigluCall._fields)
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        return upstream, None, None, *[None] * ctx.count
 
 
 class _SwigluMlp(torch.autograd.Function):
@@ -147,10 +158,10 @@ class _SwigluMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         call = SwigluCall(*args)
-        wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TENSORS))
+        wanted = _wanted(ctx)
         keep = call.checkpoint_level == 0 and wanted.projections
         if keep:
-            gate, up = swiglu_projections(*call) if watched(call) else _project(call)
+            gate, up = swiglu_projections(*call) if watched(call.trained) else _project(call)
         else:
             gate, up = call.input.new_empty(0), call.input.new_empty(0)
         tensors = list(call.trained)
@@ -160,7 +171,7 @@ class _SwigluMlp(torch.autograd.Function):
         ctx.save_for_backward(*tensors, gate, up)
         ctx.mark_non_differentiable(gate, up)
         ctx.set_materialize_grads(False)  # of gate and up there are none, and zeros would take as much memory
-        ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
+        ctx.scalars = call[_OWN:_ADAPTERS], call[_END:]
         # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
         ctx.shared = held_elsewhere()
         return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
@@ -173,12 +184,10 @@ class _SwigluMlp(torch.autograd.Function):
         del gate, up
         if torch.is_grad_enabled() and not (ctx.input_kept or torch.compiler.is_compiling()):
             raise UnsupportedError(TWICE)  # the input is not there for a derivative by it to be refused later
-        fields = list(ctx.scalars)
-        for i, tensor in zip(_TENSORS, tensors, strict=True):
-            fields[i] = tensor
-        call = SwigluCall(*fields)
-        wanted = Wanted(*(ctx.needs_input_grad[i] for i in _TENSORS))
-        if watched((*call, upstream, *kept)):
+        of_mlp, of_adapters = ctx.scalars
+        call = SwigluCall(*tensors[:_OWN], *of_mlp, *tensors[_OWN:], *of_adapters)
+        wanted = _wanted(ctx)
+        if watched((*tensors, upstream, *kept)):
             with torch.no_grad():
                 found = swiglu_backward(*call, *wanted, upstream, *kept)
         else:
@@ -186,7 +195,10 @@ class _SwigluMlp(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()  # in the last backward: gate and up are not held until the node is done
             found = _backward(call, wanted, upstream, kept, in_place=last and not ctx.shared)
         grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
-        placed: list[Tensor | None] = [None] * len(fields)
-        for i, grad in zip(_TENSORS, differentiable_once(grads, (*tensors, upstream), TWICE), strict=True):
-            placed[i] = grad
-        return tuple(placed)
+        grads = differentiable_once(grads, (*tensors, upstream), TWICE)
+        return *grads[:_OWN], *[None] * len(of_mlp), *grads[_OWN:], *[None] * len(of_adapters)
+
+
+def _wanted(ctx: Any) -> Wanted:
+    flags = ctx.needs_input_grad
+    return Wanted(*flags[:_OWN], *flags[_ADAPTERS:_END])

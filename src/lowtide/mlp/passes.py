@@ -4,9 +4,9 @@ C rows of a tile (all N tokens, or ``tile_tokens`` of them), D hidden size, F in
 """
 
 import math
-from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.mlp.call import SwigluCall, Wanted
@@ -19,8 +19,11 @@ def project_tiles(call: SwigluCall) -> tuple[Tensor, Tensor]:
     """Return gate and up [N, F]."""
     weights = _Weights(call)
     x_ND = _rows(call.input)
+    tiles = call.tiles()
+    if len(tiles) == 1:
+        return weights.projections(_operand(x_ND, call.dtype), None, None, 0)
     gate_NF, up_NF = (x_ND.new_empty((call.tokens, len(call.gate_weight)), dtype=call.dtype) for _ in range(2))
-    for tile in call.tiles():
+    for tile in tiles:
         weights.projections(_operand(x_ND[tile], call.dtype), gate_NF[tile], up_NF[tile], tile.start)
     return gate_NF, up_NF
 
@@ -34,21 +37,21 @@ def forward_tiles(call: SwigluCall, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     y_ND = _rows(y)
     for tile in call.tiles():
         if kept:
-            gate, up = gate_NF[tile], up_NF[tile]
+            gate, up = _part(gate_NF, tile), _part(up_NF, tile)
         else:
-            gate, up = weights.projections(_operand(x_ND[tile], call.dtype), None, None, tile.start)
+            gate, up = weights.projections(_operand(_part(x_ND, tile), call.dtype), None, None, tile.start)
         p = torch.empty_like(gate) if kept else gate
         gated(gate, up, call.activation, p)
         del gate, up
-        weights.output(p, y_ND[tile], tile.start)
+        weights.output(p, _part(y_ND, tile), tile.start)
         del p
     return y  # itself, not a view: FSDP2 warns of views that a module returns
 
 
 def backward_tiles(
     call: SwigluCall, wanted: Wanted, upstream: Tensor, kept: list[Tensor], *, in_place: bool
-) -> tuple[Tensor, ...]:
-    """Return the gradients of the call's tensors in their shapes and dtypes, empty where not wanted.
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the call's tensors in their shapes and dtypes, None where not wanted.
 
     Args:
         call: What was asked.
@@ -62,21 +65,24 @@ def backward_tiles(
     weights = _Weights(call)
     tiles = call.tiles()
     sums = [
-        Sum(t, flag, call.wide if len(tiles) > 1 or t.dim() == 1 or i >= 6 else t.dtype) if t is not None else None
+        Sum(t, call.wide if len(tiles) > 1 or t.dim() == 1 or i >= 6 else t.dtype) if flag and t is not None else None
         for i, (t, flag) in enumerate(zip(call.trained[1:], wanted[1:], strict=True))
     ]
     weights.take_sums(sums[6:])
     x_ND, dy_ND = _rows(call.input), _rows(upstream)
     dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wanted.input else None
     for tile in tiles:
-        sides = [t[tile] for t in kept] if kept_any else []
+        sides = [_part(t, tile) for t in kept] if kept_any else []
         if tile is tiles[-1]:
             kept.clear()
-        dx = None if dx_ND is None else dx_ND[tile]
-        _backward_tile(call, wanted, weights, sums[:6], x_ND[tile], dy_ND[tile], sides, dx, in_place, tile.start)
-    dx = x_ND.new_empty(0) if dx_ND is None else dx_ND.view(call.input.shape)
+        x, dy = _part(x_ND, tile), _part(dy_ND, tile)
+        dx = None if dx_ND is None else _part(dx_ND, tile)
+        _backward_tile(call, wanted, weights, sums[:6], x, dy, sides, dx, in_place, tile.start)
     weights.scale_sums()
-    return (dx, *(x_ND.new_empty(0) if total is None else total.finished() for total in sums))
+    return (
+        None if dx_ND is None else dx_ND.view(call.input.shape),
+        *[None if total is None else total.finished() for total in sums],
+    )
 
 
 def _backward_tile(
@@ -98,7 +104,7 @@ def _backward_tile(
     """
     gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = sums
     dy = _operand(dy, call.dtype)
-    if wanted.down_bias and down_bias is not None:
+    if down_bias is not None:
         down_bias.add_rows(dy)
     if not wanted.projections:
         return
@@ -125,7 +131,7 @@ def _backward_tile(
         p = gate if in_place else torch.empty_like(gate)
         gated(gate, up, call.activation, p)
     del gate, up
-    if down_weight is not None and wanted.down_weight and p is not None:
+    if down_weight is not None and p is not None:
         down_weight.add_product(dy.T, p)
     if weights.down_adapter is not None and p is not None:
         weights.down_adapter.backward(dy, p, None, start)
@@ -154,9 +160,9 @@ def _add_side(
 
     ``back`` is the projection's weight, and the input's gradient.
     """
-    if weight_sum is not None and weight_sum.wanted:
+    if weight_sum is not None:
         weight_sum.add_product(grad.T, x)
-    if bias_sum is not None and bias_sum.wanted:
+    if bias_sum is not None:
         bias_sum.add_rows(grad)
     if back is not None:
         multiply(grad, *back, add=not first)
@@ -167,32 +173,38 @@ class _Weights:
 
     def __init__(self, call: SwigluCall) -> None:
         self._call = call
+        self._gate: Tensor | None = None
+        self._up: Tensor | None = None
+        self._down: Tensor | None = None
         self.gate_adapter, self.up_adapter, self.down_adapter = LowRank.of(call)
 
-    @cached_property
+    @property
     def gate(self) -> Tensor:
         """Return Wg; not cast before it is read, as the others, so that the first GEMM need not wait for all."""
-        return _operand(self._call.gate_weight, self._call.dtype)
+        if self._gate is None:
+            self._gate = _operand(self._call.gate_weight, self._call.dtype)
+        return self._gate
 
-    @cached_property
+    @property
     def up(self) -> Tensor:
         """Return Wu."""
-        return _operand(self._call.up_weight, self._call.dtype)
+        if self._up is None:
+            self._up = _operand(self._call.up_weight, self._call.dtype)
+        return self._up
 
-    @cached_property
+    @property
     def down(self) -> Tensor:
         """Return Wd."""
-        return _operand(self._call.down_weight, self._call.dtype)
+        if self._down is None:
+            self._down = _operand(self._call.down_weight, self._call.dtype)
+        return self._down
 
     def projections(self, x_CD: Tensor, gate: Tensor | None, up: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
-        """Return gate and up [C, F] of the rows from ``start`` on, in the memory that is given."""
-        shape = (x_CD.shape[0], self.gate.shape[0])
-        gate = x_CD.new_empty(shape) if gate is None else gate
-        _affine(x_CD, self.gate, self._call.gate_bias, gate)
+        """Return gate and up [C, F] of the rows from ``start`` on, in the memory that is given, or in their own."""
+        gate = _affine(x_CD, self.gate, self._call.gate_bias, gate)
         if self.gate_adapter is not None:
             self.gate_adapter.add_output(x_CD, gate, start)
-        up = x_CD.new_empty(shape) if up is None else up
-        _affine(x_CD, self.up, self._call.up_bias, up)
+        up = _affine(x_CD, self.up, self._call.up_bias, up)
         if self.up_adapter is not None:
             self.up_adapter.add_output(x_CD, up, start)
         return gate, up
@@ -216,21 +228,29 @@ class _Weights:
                 adapter.scale_sums()
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.T, out=out)
-    else:
-        torch.addmm(bias.to(x.dtype), x, weight.T, out=out)
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Return ``x W^T + b``, in ``out`` where there is one."""
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return [..., D] as [N, D], a view where its strides allow."""
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    """Return [..., D] as [N, D], itself or a view where its strides allow."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _part(tensor: Tensor, tile: slice) -> Tensor:
+    """Return the rows of a tile: where it is all of them, what was given, which takes the host less than a view."""
+    return tensor if tile.stop - tile.start == tensor.shape[0] else tensor[tile]
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a matrix as a GEMM reads it without a copy of its own: its dtype, rows or columns one after another."""
-    tensor = tensor.to(dtype)
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
     (rows, columns), (along, across) = tensor.shape, tensor.stride()
     read_as_it_is = (across == 1 and along >= columns) or (along == 1 and across >= rows)
     return tensor if read_as_it_is else tensor.contiguous()

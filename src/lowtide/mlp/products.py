@@ -11,16 +11,18 @@ class Sum:
     """A gradient that tiles add up to, in ``dtype``: for one tile the weight's own, for several and biases the wide."""
 
     of: Tensor
-    wanted: bool
     dtype: torch.dtype
     total: Tensor | None = None
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add ``a @ b``, a weight's gradient."""
-        first = self.total is None
-        if self.total is None:
+        if self.total is not None:
+            multiply(a, b, self.total, add=True)
+        elif a.dtype == self.dtype:
+            self.total = a @ b
+        else:
             self.total = torch.empty(self.of.shape, dtype=self.dtype, device=self.of.device)
-        multiply(a, b, self.total, add=not first)
+            multiply(a, b, self.total, add=False)
 
     def add_rows(self, rows: Tensor) -> None:
         """Add the sum of all rows, a bias's gradient."""
@@ -28,9 +30,10 @@ class Sum:
         self.total = part if self.total is None else self.total.add_(part)
 
     def finished(self) -> Tensor:
-        """Return the sum in the dtype of what it is the gradient of, empty where it is not wanted."""
+        """Return the sum, of which there was a part, in the dtype of what it is the gradient of."""
         total, self.total = self.total, None
-        return self.of.new_empty(0) if total is None else total.to(self.of.dtype)
+        assert total is not None
+        return total if total.dtype == self.of.dtype else total.to(self.of.dtype)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:

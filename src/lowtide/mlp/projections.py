@@ -15,8 +15,8 @@ def why_not_plain(projection: object) -> str | None:
         return f"it is a {type(projection).__name__}"
     if type(projection).forward is not nn.Linear.forward or "forward" in projection.__dict__:
         return f"it is a {type(projection).__name__} with a forward of its own"
-    hooks = (projection._forward_hooks, projection._forward_pre_hooks, projection._backward_hooks)
-    if any(hooks) or projection._backward_pre_hooks:
+    before, after = projection._forward_pre_hooks, projection._forward_hooks
+    if before or after or projection._backward_hooks or projection._backward_pre_hooks:
         return "it has hooks, which would not run"
     return None
 

@@ -70,12 +70,11 @@ def swiglu_mlp(
         >>> swiglu_mlp(x, gate, up, down, checkpoint_level=1).sum().backward()
     """
     tensors = (input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    given = {name: tensor for name, tensor in zip(_NAMES, tensors, strict=True) if tensor is not None}
-    for name in _NAMES[:4]:
-        check_tensor(name, given.get(name))
-    refuse_transforms("swiglu_mlp", *given.values(), instead=WRITTEN_OUT, way="write it out for this one")
-    dtype = _check_tensors(given)
-    _check_shapes(given)
+    for i in range(4):
+        check_tensor(_NAMES[i], tensors[i])
+    refuse_transforms("swiglu_mlp", *tensors, instead=WRITTEN_OUT, way="write it out for this one")
+    dtype = _check_tensors(*tensors)
+    _check_shapes(*tensors)
     if activation not in ACTIVATIONS:
         raise ArgumentValueError(message("activation", " or ".join(map(repr, ACTIVATIONS)), repr(activation)))
     return run(
@@ -118,35 +117,44 @@ def check_tile(tile_tokens: object) -> int | None:
     return value
 
 
-def _check_tensors(given: dict[str, Tensor]) -> torch.dtype:
+def _check_tensors(input: Tensor, *others: Tensor | None) -> torch.dtype:
     """Check types, dtypes and devices, and return the dtype that the GEMMs' operands take."""
-    input = given["input"]
     dtype = operand_dtype(input)
-    for name, tensor in given.items():
+    for name, tensor in zip(_NAMES, (input, *others), strict=True):
+        if tensor is None:
+            continue
         if check_tensor(name, tensor).dtype not in _DTYPES:
             raise ArgumentTypeError(message(name, "float64, float32, bfloat16 or float16", str(tensor.dtype)))
         _refuse_sharded(name, tensor)
         check_device(name, tensor, input)
-        if operand_dtype(tensor) != dtype:
+        if tensor.dtype != input.dtype and operand_dtype(tensor) != dtype:
             hint = "Cast one of them, or run under torch.autocast."
             raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as input has", str(tensor.dtype), hint))
     return dtype
 
 
-def _check_shapes(given: dict[str, Tensor]) -> None:
-    gate_shape = given["gate_weight"].shape
+def _check_shapes(
+    input: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> None:
+    gate_shape = gate_weight.shape
     if len(gate_shape) != 2:
         raise ArgumentValueError(message("gate_weight", "shape [F, D]", str(list(gate_shape))))
     F, D = gate_shape
-    input = given["input"]
     if input.dim() == 0 or input.shape[-1] != D:
         expected = f"shape [..., {D}], as gate_weight is [{F}, {D}]"
         raise ArgumentValueError(message("input", expected, str(list(input.shape))))
-    shapes = {"up_weight": (F, D), "down_weight": (D, F), "gate_bias": (F,), "up_bias": (F,), "down_bias": (D,)}
-    for name, shape in shapes.items():
-        if name in given and given[name].shape != shape:
+    others = (up_weight, down_weight, gate_bias, up_bias, down_bias)
+    for i, shape in enumerate(((F, D), (D, F), (F,), (F,), (D,))):
+        tensor = others[i]
+        if tensor is not None and tensor.shape != shape:
             expected = f"shape {list(shape)}, as gate_weight is [{F}, {D}]"
-            raise ArgumentValueError(message(name, expected, str(list(given[name].shape))))
+            raise ArgumentValueError(message(_NAMES[2 + i], expected, str(list(tensor.shape))))
 
 
 def _refuse_sharded(name: str, tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.models.eligibility import MODULE_HOOKS, plain_class
+from lowtide.models.eligibility import has_hooks, plain_class
 from lowtide.models.instance import BASE
 from lowtide.models.probe import agree, outcome, random, twin_of
 
@@ -46,6 +46,8 @@ class AdaptedLinear(NamedTuple):
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
         """Return every linear layer that is called."""
+        if not self.adapters:
+            return (self.base,)
         return (self.base, *(linear for adapter in self.adapters for linear in (adapter.a, adapter.b)))
 
 
@@ -69,12 +71,12 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | str:
 
 def saved_module(module: nn.Module) -> nn.Module | str:
     """Return what a layer of modules_to_save would call now, or why that is not known; any other module itself."""
-    if not {"original_module", "modules_to_save"} <= module._modules.keys():
+    if "original_module" not in module._modules or "modules_to_save" not in module._modules:
         return module
     why_not = _why_not_class(module, _SAVED, _why_not_saved)
     if why_not is not None:
         return why_not
-    if any(getattr(module, kind) for kind in MODULE_HOOKS) or "forward" in vars(module):
+    if has_hooks(module) or "forward" in vars(module):
         return "is a layer of modules_to_save with hooks or a forward of its own"
     layer: Any = module
     active = list(layer.active_adapters)

@@ -117,6 +117,12 @@ def module_name(model: nn.Module, module: nn.Module) -> str:
     return next((name for name, child in model.named_modules() if child is module), "")
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook of the module's own looks at its calls."""
+    before, after = module._forward_pre_hooks, module._forward_hooks  # written out: asked of many at each call
+    return any((before, after, module._backward_hooks, module._backward_pre_hooks))
+
+
 def plain_class(module: nn.Module) -> type:
     """Return the class of ``module`` beneath FSDP2's, which adds hooks and leaves the forward alone."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

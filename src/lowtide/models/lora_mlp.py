@@ -12,6 +12,8 @@ from lowtide.models.adapters import AdaptedLinear, LowRankAdapter
 def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
     """Return why the adapters of an MLP's projections cannot run along with its products."""
     adapters = [adapter for layer in layers for adapter in layer.adapters]
+    if not adapters:
+        return None
     if len({linear.weight.dtype for adapter in adapters for linear in (adapter.a, adapter.b)}) > 1:
         return "its LoRA weights are of several dtypes"
     if any(adapter.drops for adapter in adapters):

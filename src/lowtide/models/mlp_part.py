@@ -84,14 +84,19 @@ def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
 
 
 def _are_plain(layers: tuple[AdaptedLinear, ...], others: tuple[nn.Module, ...]) -> bool:
-    linears = tuple(linear for layer in layers for linear in layer.linears)
-    around = tuple(module for layer in layers for module in layer.around)
-    return are_plain_linears(linears, (*others, *around))
+    gate, up, down = layers
+    return are_plain_linears(_linears(layers), (*others, *gate.around, *up.around, *down.around))
+
+
+def _linears(layers: tuple[AdaptedLinear, ...]) -> tuple[nn.Linear, ...]:
+    gate, up, down = layers
+    return (*gate.linears, *up.linears, *down.linears)
 
 
 def _others(module: nn.Module) -> tuple[nn.Module, ...]:
     """Return the children beside the projections: the activation, as a rule."""
-    return tuple(child for name, child in module.named_children() if name not in _PROJECTIONS)
+    children = module._modules.items()
+    return tuple(child for name, child in children if name not in _PROJECTIONS and child is not None)
 
 
 def _state(module: nn.Module, *, recurse: bool) -> Iterator[Tensor]:
@@ -174,9 +179,8 @@ def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLi
     layers = _layers(mlp)
     if isinstance(layers, str) or tuple(map(type, others)) != other_types or not _are_plain(layers, others):
         return None
-    linears = tuple(linear for layer in layers for linear in layer.linears)
-    biases = tuple(linear.bias for linear in linears if linear.bias is not None)
-    if not is_ordinary((x,), (*(linear.weight for linear in linears), *biases)):
+    parameters = [p for linear in _linears(layers) for p in (linear.weight, linear.bias) if p is not None]
+    if not is_ordinary((x,), parameters):
         return None
     if why_not_together(layers) is not None:
         return None

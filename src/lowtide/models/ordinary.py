@@ -1,25 +1,29 @@
 """Whether a call is one that operators of ours may take over: pure functions, asked at each call."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
-from lowtide.models.eligibility import LINEAR_FORWARD, MODULE_HOOKS, is_function_mode_active, plain_class
+from lowtide.models.eligibility import LINEAR_FORWARD, has_hooks, is_function_mode_active, plain_class
 
 
-def is_ordinary(tensors: tuple[object, ...], parameters: tuple[object, ...]) -> bool:
+def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bool:
     """Whether these are plain tensors and Parameters, and no transform, mode, trace or export is at work on them.
 
     Exact types: DTensor, quantised tensors and other subclasses have rules of their own. Nor is a call on a CPU without
     gradients, see `has_nothing_to_save`.
     """
-    if any(type(x) is not Tensor and type(x) is not nn.Parameter for x in tensors):
-        return False
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not nn.Parameter:
+            return False
     if has_nothing_to_save(*tensors):  # type: ignore[arg-type]
         return False
-    if any(type(p) is not nn.Parameter for p in parameters):
-        return False
+    for p in parameters:
+        if type(p) is not nn.Parameter:
+            return False
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return (
@@ -45,12 +49,12 @@ def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, .
         linears: The linear layers.
         others: Modules between them, whose hooks, and forwards put on the instance, count as well.
     """
-    if any(plain_class(linear) is not nn.Linear for linear in linears):
-        return False
-    if any("forward" in vars(module) for module in (*linears, *others)):
-        return False
-    if any(getattr(module, kind) for module in (*linears, *others) for kind in MODULE_HOOKS):
-        return False
+    for linear in linears:
+        if plain_class(linear) is not nn.Linear:
+            return False
+    for module in (*linears, *others):
+        if "forward" in vars(module) or has_hooks(module):
+            return False
     if torch.compiler.is_compiling():
         return True
     return nn.Linear.forward is LINEAR_FORWARD and not nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]

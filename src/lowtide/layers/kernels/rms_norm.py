@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.launch import Launcher
+from lowtide.head.kernels.launch import Launcher, blocks_of, power_of_2
 
 LONGEST = 32768  # columns: a row lies in the registers of one program
 TILE = 2048  # values of a tile: short rows are taken several at a time
@@ -70,7 +70,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def _tile(D: int) -> dict[str, int]:
-    block = triton.next_power_of_2(D)
+    block = power_of_2(D)
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
 
@@ -103,7 +103,7 @@ def normalize_rows(
     """
     N, D = x_ND.shape
     tile = _tile(D)
-    _forward[(triton.cdiv(N, tile["ROWS"]),)](
+    _forward[(blocks_of(N, tile["ROWS"]),)](
         x_ND, x_ND.stride(0), residual_ND, 0 if residual_ND is None else residual_ND.stride(0), sum_ND, weight_D,
         out_ND, rstd_N, N, D, float(eps), float(offset), ROUND=round_first, **tile,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def normalize_rows_backward(
     """
     N, D = x_ND.shape
     tile = _tile(D)
-    blocks = triton.cdiv(N, tile["ROWS"])
+    blocks = blocks_of(N, tile["ROWS"])
     programs = min(blocks, PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(x_ND.device))
     partial = None if dw_D is None else torch.empty((programs, D), dtype=torch.float32, device=x_ND.device)
     _backward[(programs,)](

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.launch import Launcher
+from lowtide.head.kernels.launch import Launcher, power_of_2
 
 TILE = 1024  # values of half a tile
 
@@ -86,12 +86,12 @@ def rotate_heads(
     """
     B, Hq, T, d = q.shape
     r = cos.shape[-1]
-    half = triton.next_power_of_2(r // 2)
+    half = power_of_2(r // 2)
     heads = max(1, TILE // half)
     per_batch = [0 if table.shape[0] == 1 else table.stride(0) for table in (cos, sin)]
     _rotary[(B * T,)](
         q, *q.stride()[:3], k, *k.stride()[:3], q_out, *q_out.stride()[:3], k_out, *k_out.stride()[:3],
         cos, per_batch[0], cos.stride(1), sin, per_batch[1], sin.stride(1), T, Hq, k.shape[1], r // 2, d,
-        Q_HEADS=min(heads, triton.next_power_of_2(Hq)), K_HEADS=min(heads, triton.next_power_of_2(k.shape[1])),
-        HALF=half, REST=0 if r == d else triton.next_power_of_2(d - r), INVERSE=inverse, num_warps=4,
+        Q_HEADS=min(heads, power_of_2(Hq)), K_HEADS=min(heads, power_of_2(k.shape[1])),
+        HALF=half, REST=0 if r == d else power_of_2(d - r), INVERSE=inverse, num_warps=4,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float64
 
-from lowtide.head.kernels.launch import Launcher
+from lowtide.head.kernels.launch import Launcher, blocks_of
 
 BLOCK = 4096
 WARPS = 8
@@ -71,7 +71,7 @@ def gated(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
     """Write ``act(gate) * up`` into ``out``, which may be one of the two; all contiguous, of one shape and dtype."""
     n = gate.numel()
     if n:
-        _gated[(triton.cdiv(n, BLOCK),)](
+        _gated[(blocks_of(n, BLOCK),)](
             gate, up, out, n, ACTIVATION=activation, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS
         )
 
@@ -92,7 +92,7 @@ def gated_backward(
     """
     n = gate.numel()
     if n:
-        _gated_backward[(triton.cdiv(n, BLOCK),)](
+        _gated_backward[(blocks_of(n, BLOCK),)](
             gate, up, grad, gate if gate_grad is None else gate_grad, up if up_grad is None else up_grad,
             grad if product is None else product, n, ACTIVATION=activation, WIDE=_wide(gate),
             GATE=gate_grad is not None, UP=up_grad is not None, PRODUCT=product is not None, BLOCK=BLOCK,
