@@ -149,7 +149,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             return
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=whole)  # on the first rank; empty on the others
-        self._save(output_dir, state_dict=state)
+        if self.args.should_save:  # an older Trainer's _save lets every rank write
+            self._save(output_dir, state_dict=state)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is not None:  # gathered: a tied weight is there under each of its names, and would be saved twice
