@@ -168,7 +168,7 @@ def test_more_ranks_than_sequences_is_one_error(ranks: Ranks, whole: Path, tmp_p
     assert "at most 4 ranks" in ended.err[0]
 
 
-def test_sigterm_saves_on_all_ranks_also_if_it_comes_twice(ranks: Ranks, arguments: list[str], whole: Path, tmp_path: Path) -> None:
+def test_sigterm_twice_saves_on_all_ranks(ranks: Ranks, arguments: list[str], whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     ranks.start(2, *arguments, "--max-steps", 10_000, "--save-every", 0, "--output", output)
     wait_for(lambda: steps_logged(output) >= 2)

@@ -345,3 +345,19 @@ def test_a_damaged_checkpoint_is_named(
     if name == "optimizer.pt":
         shutil.rmtree(run / "checkpoint-12")
         assert lowtide("train", "--resume", "--output", run, "--max-steps", 13)[0] == 0
+
+
+@pytest.mark.parametrize("given", ["adam_beta1=1.5", "adam_epsilon=-1", 'lr_scheduler_kwargs={"colour": 1}'])
+def test_a_resume_with_a_bad_argument_blames_no_checkpoint(
+    given: str, finished: Path, tmp_path: Path, lowtide: Run
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = [(run / name).read_text() for name in ("run.json", "log.jsonl")]
+    status, _, err = lowtide("train", "--resume", "--output", run, "--max-steps", 13, "--trainer-args", given)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "trainer_args" in err
+    assert given in err
+    assert "Remove it" not in err
+    assert [(run / name).read_text() for name in ("run.json", "log.jsonl")] == before
+    assert lowtide("train", "--resume", "--output", run, "--max-steps", 13)[0] == 0

@@ -44,8 +44,8 @@ examples:
   torchrun --nproc-per-node 4 --no-python lowtide train --resume --output my-run
       go on with it on four GPUs: the steps stay as they were
 
-SIGTERM, as clusters send it before they take a machine away, ends a run after the step it is in, with a checkpoint. More
-of them change nothing; SIGKILL ends it at once.
+SIGTERM, as clusters send it before they take a machine away, ends a run after the step it is in, with a checkpoint.
+More of them change nothing; SIGKILL ends it at once.
 
 Exit status: 0; 1: --compare found a difference; 2: an error, in one line; 3: out of memory, with what would fit; 130:
 Ctrl-C; 143: SIGTERM.

@@ -8,11 +8,16 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.ending import is_lost_rank
 from lowtide.train.parallel import uses_deepspeed
 from lowtide.train.ranks import launched_ranks
 from lowtide.train.states import PARTS, WHOLE
@@ -77,8 +82,10 @@ def check_states(checkpoint: Path, ranks: int) -> None:
         ranks: that wrote it.
 
     Raises:
-        ArgumentValueError: it is, or DeepSpeed wrote it for another engine or number of ranks than are here.
+        ArgumentValueError: it is, Trainer's own state cannot be read, or DeepSpeed wrote it for another engine or number
+            of ranks than are here.
     """
+    log_history(checkpoint)
     divided = any(checkpoint.glob(f"{ZERO}*"))
     if divided != uses_deepspeed() or (divided and ranks != launched_ranks()):
         by = f"DeepSpeed's on {ranks} ranks" if divided else "PyTorch's"
@@ -90,6 +97,22 @@ def check_states(checkpoint: Path, ranks: int) -> None:
     if missing:
         got = f"{checkpoint}, which lacks {' and '.join(missing)}"
         raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
+
+
+@contextlib.contextmanager
+def reading(checkpoint: str | None) -> Iterator[None]:
+    """Let what fails while a checkpoint is read name it.
+
+    Raises:
+        ArgumentValueError: it cannot be read. Errors of lowtide's own, of memory and of a lost rank stay as they are.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
+            raise
+        got, hint = f"{checkpoint}, which cannot be read ({why(error)})", "Remove it, to take an older one."
+        raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
 
 
 def publish(staged: Path, final: Path) -> None:
@@ -249,6 +272,11 @@ def save_error(path: Path, error: Exception) -> SaveError:
         else "No checkpoint is there yet: start again"
     )
     return SaveError(f"could not write {path} ({why}). Make room or choose another --output. {kept}.")
+
+
+def why(error: BaseException) -> str:
+    """Return an error of whatever kind in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _flush(path: Path) -> None:

@@ -39,8 +39,8 @@ def is_lost_rank(error: BaseException) -> bool:
 class SaveAndStop(TrainerCallback):  # type: ignore[misc]
     """Ends training after the step in which SIGTERM came to any of the ranks, with a checkpoint.
 
-    Further signals change nothing until then: clusters signal the ranks and the launcher, which signals the ranks again.
-    SIGKILL ends a process at once.
+    Further signals change nothing until then: clusters signal the ranks and the launcher, which signals the ranks
+    again. SIGKILL ends a process at once.
 
     Args:
         saves: whether the run writes checkpoints at all.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import TrainerCallback
 
 import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
@@ -18,6 +19,7 @@ from lowtide.measure.failures import is_out_of_memory
 from lowtide.train import checkpoints
 from lowtide.train.activations import states_away
 from lowtide.train.advice import advise
+from lowtide.train.checkpoints import why
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
@@ -26,7 +28,7 @@ from lowtide.train.metrics import Recorder, StepMetrics
 from lowtide.train.model import has_weights
 from lowtide.train.offloading import OffloadStates
 from lowtide.train.packing import PackedBlocks
-from lowtide.train.parallel import engine_of
+from lowtide.train.parallel import engine_of, uses_deepspeed
 from lowtide.train.positions import ranks_at, shares_of
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
@@ -137,7 +139,7 @@ class _Run:
             if is_out_of_memory(error):
                 raise self._out_of_memory(error) from error
             if is_lost_rank(error):
-                raise RankLost(f"another process has ended ({_why(error)}). {self._how_to_go_on()}") from error
+                raise RankLost(f"another process has ended ({why(error)}). {self._how_to_go_on()}") from error
             raise
 
     def _result(self) -> TrainResult | Terminated:
@@ -149,8 +151,8 @@ class _Run:
         if self.resume_from is not None:
             checkpoints.check_states(self.resume_from, ranks_at(self.resume_from))
         ready = prepare(config, args, self.resume_from, self.box, self._say if args.should_log else None)
-        if self.save and args.should_save:
-            _open_run(self.output, ready, self.resume_from)
+        if self.save and args.should_save and self.resume_from is None:
+            _open_run(self.output, ready, None)
         if args.should_log:
             show_start(self.console, ready, args, self.resume_from)
         metrics = StepMetrics(config.seq_len * shares.streams * config.grad_accum)
@@ -198,6 +200,8 @@ class _Run:
         """Return what measures, shows, logs and ends the run, and what offloads the optimizer's states."""
         config = self.config
         callbacks: list[Any] = [Recorder(metrics)]
+        if self.save and self.args.should_save and self.resume_from is not None:
+            callbacks.append(_GoesOn(self.output, ready, self.resume_from))
         if self.resume_from is not None:
             callbacks.append(RatesAsGiven())
         if away := states_away(config, ready.chosen):
@@ -217,7 +221,7 @@ class _Run:
         """Let Trainer train.
 
         Raises:
-            ArgumentValueError: it could not read the checkpoint, or end a first step with the ``trainer_args`` given.
+            ArgumentValueError: the checkpoint cannot be read, or no first step ended with the ``trainer_args`` given.
         """
         assert self.trainer is not None
         resume = str(self.resume_from) if self.resume_from else None
@@ -226,13 +230,13 @@ class _Run:
         except Exception as error:
             if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
                 raise
-            if self.resume_from is not None and not metrics.began:
-                got = f"{self.resume_from}, which cannot be read ({_why(error)})"
-                hint = "Remove it, to take an older one."
+            if self.resume_from is not None and uses_deepspeed() and not metrics.began:  # which reads it by itself
+                got = f"{self.resume_from}, from which DeepSpeed does not go on ({why(error)})"
+                hint = "If it is damaged, remove it, to take an older one."
                 raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
             if self.config.trainer_args and not metrics.step_seconds:
                 expected = "arguments that transformers.Trainer can train a step with"
-                got = f"{' '.join(self.config.trainer_args)} ({_why(error)})"
+                got = f"{' '.join(self.config.trainer_args)} ({why(error)})"
                 hint = "Leave them out to see whether they are the cause."
                 raise ArgumentValueError(message("trainer_args", expected, got, hint)) from error
             raise
@@ -347,6 +351,18 @@ def finish_complete_run(config: TrainConfig) -> Path | None:
     return model
 
 
+class _GoesOn(TrainerCallback):  # type: ignore[misc]
+    """Writes a resumed run's file once its checkpoint has been read: what cannot go on leaves it as it was."""
+
+    def __init__(self, output: Path, ready: Prepared, resume_from: Path) -> None:
+        self._told = (output, ready, resume_from)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write it."""
+        del args, state, control
+        _open_run(*self._told)
+
+
 def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
     """Write the run's file, and clear what was left half written before."""
     config = ready.config.absolute()
@@ -396,7 +412,3 @@ def _optimizer(settings: dict[str, Any]) -> str:
     """Return the ``--trainer-args`` that name the optimizer."""
     pairs = settings.get("trainer_args") or ()
     return " ".join(sorted(p for p in pairs if p.startswith(("optim=", "optim_args=")))) or "Trainer's own optimizer"
-
-
-def _why(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

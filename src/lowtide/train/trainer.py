@@ -80,7 +80,7 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is not None and self.is_fsdp_enabled:
             # the stock format, read while the model is whole: any engine goes on from any other's checkpoint
             self.is_fsdp_enabled = False
-            super()._load_from_checkpoint(resume_from_checkpoint)
+            self._load_from_checkpoint(resume_from_checkpoint)
             self.is_fsdp_enabled = True
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -170,15 +170,27 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.is_fsdp_enabled:  # else it was read before the model was shared out
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with checkpoints.reading(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        in_parts = self.is_fsdp_enabled or (checkpoint is not None and (Path(checkpoint) / states.PARTS).is_dir())
-        if checkpoint is None or not in_parts or self.is_deepspeed_enabled:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
             return
-        states.load_optimizer(Path(checkpoint), self.model, self.optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        with checkpoints.reading(checkpoint):
+            in_parts = self.is_fsdp_enabled or (Path(checkpoint) / states.PARTS).is_dir()
+            if not in_parts or self.is_deepspeed_enabled:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                states.load_optimizer(Path(checkpoint), self.model, self.optimizer)
+                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
         output = super()._get_output_dir(trial)
