@@ -82,8 +82,8 @@ def check_states(checkpoint: Path, ranks: int) -> None:
         ranks: that wrote it.
 
     Raises:
-        ArgumentValueError: it is, Trainer's own state cannot be read, or DeepSpeed wrote it for another engine or number
-            of ranks than are here.
+        ArgumentValueError: it is, Trainer's own state cannot be read, or DeepSpeed wrote it for another engine or
+            number of ranks than are here.
     """
     log_history(checkpoint)
     divided = any(checkpoint.glob(f"{ZERO}*"))
