@@ -127,7 +127,7 @@ def test_without_a_gpu_it_is_refused_before_anything_is_written(tmp_path: Path, 
 
 def test_a_plan_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.train.planned.has_levels", lambda model: True)
-    args = SimpleNamespace(optim="adamw_torch_fused", bf16=True, fp16=False)
+    args = SimpleNamespace(optim="adamw_torch_fused", bf16=True, fp16=False, gradient_accumulation_steps=1)
     shape = SimpleNamespace(config=model_config("llama-3.2-1b", vocab_size=0))
     settings: dict[str, Any] = {"model": "llama-3.2-1b", "seq_len": 16_384, "batch_size": 1, "memory_budget": "24GiB"}
     settings["host_budget"] = "64GiB"

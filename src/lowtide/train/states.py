@@ -53,5 +53,5 @@ def load_optimizer(checkpoint: Path, model: Any, optimizer: Any) -> None:
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return what accelerate's wrapper is around: PyTorch makes empty states by a step, which a gradient scaler refuses."""
+    """Return what accelerate wraps: PyTorch makes empty states by a step, which a gradient scaler refuses."""
     return getattr(optimizer, "optimizer", optimizer)
