@@ -194,6 +194,21 @@ def test_a_resumed_run_is_given_another_rate_and_decay(finished: Path, tmp_path:
         assert rates[step] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * share))), step
 
 
+@pytest.mark.parametrize("optim", ["adagrad", "adafactor", "rmsprop"])
+def test_a_resume_that_is_given_nothing_leaves_the_optimizer_as_it_was(
+    optim: str, tmp_path: Path, tiny: list[str], lowtide: Run
+) -> None:
+    """Not every optimizer has AdamW's epsilon, or takes Trainer's."""
+    output = tmp_path / "out"
+    given = ["--trainer-args", f"optim={optim}", "weight_decay=0.25"]
+    assert lowtide(*tiny, "--max-steps", 3, "--output", output, *given)[0] == 0
+    before = torch.load(output / "checkpoint-3" / "optimizer.pt")["param_groups"]
+    assert lowtide("train", "--resume", "--output", output, "--max-steps", 4)[0] == 0
+    after = torch.load(output / "checkpoint-4" / "optimizer.pt")["param_groups"]
+    for group, was in zip(after, before, strict=True):
+        assert {**group, "lr": 0} == {**was, "lr": 0}
+
+
 def test_a_resumed_run_keeps_its_optimizer(finished: Path, tmp_path: Path, lowtide: Run) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)

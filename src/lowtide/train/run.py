@@ -33,7 +33,6 @@ from lowtide.train.positions import ranks_at, shares_of
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.ranks import Shares, in_group, is_first_rank, launched_ranks, leave_group
-from lowtide.train.rates import RatesAsGiven
 from lowtide.train.report import show_result, show_start
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
@@ -202,8 +201,6 @@ class _Run:
         callbacks: list[Any] = [Recorder(metrics)]
         if self.save and self.args.should_save and self.resume_from is not None:
             callbacks.append(_GoesOn(self.output, ready, self.resume_from))
-        if self.resume_from is not None:
-            callbacks.append(RatesAsGiven())
         if away := states_away(config, ready.chosen):
             callbacks.append(OffloadStates(away))
         if config.progress:

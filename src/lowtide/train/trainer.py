@@ -24,6 +24,7 @@ from lowtide.train.packing import Batches, PackedBlocks, nothing_predicted
 from lowtide.train.parallel import check_precision, settle
 from lowtide.train.positions import write_positions
 from lowtide.train.ranks import Shares
+from lowtide.train.rates import Rates
 from lowtide.train.stopping import best_step
 from lowtide.train.streams import IGNORED, Block
 
@@ -176,6 +177,7 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        rates = None if self.is_deepspeed_enabled else Rates.of(self.optimizer, self.lr_scheduler)
         with checkpoints.reading(checkpoint):
             in_parts = self.is_fsdp_enabled or (Path(checkpoint) / states.PARTS).is_dir()
             if not in_parts or self.is_deepspeed_enabled:
@@ -183,6 +185,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             else:
                 states.load_optimizer(Path(checkpoint), self.model, self.optimizer)
                 self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        if rates is not None:  # DeepSpeed has loaded an optimizer of its own by now
+            rates.restore(self.optimizer, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         with checkpoints.reading(checkpoint):
