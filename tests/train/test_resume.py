@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lowtide.train import checkpoints
 from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.resuming import resumed_config
 
 Run = Callable[..., tuple[int, str, str]]
 STEPS = 12  # as the fixture `finished`
@@ -216,3 +217,25 @@ def test_a_resumed_run_keeps_its_optimizer(finished: Path, tmp_path: Path, lowti
     assert (status, err.count("\n")) == (2, 1)
     assert "optim=sgd" in err
     assert "as the run began" in err
+
+
+GIVEN = {
+    "lr": {"lr": 0.5},
+    "weight_decay": {"trainer_args": ("weight_decay=0.5",)},
+    "adam_beta2": {"trainer_args": ("adam_beta2=0.9",)},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_deepspeed_would_not_heed_is_refused(
+    name: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    given = {"resume": True, "output": str(run), "parallel": "zero2", "max_steps": 20}
+    assert resumed_config({**given, **GIVEN[name]}).max_steps == 20, "one process has PyTorch's optimizer"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resumed_config(given).lr == 2e-3
+    assert resumed_config({**given, "lr": 2e-3}).max_steps == 20, "the same is nothing new"
+    with pytest.raises(ValueError, match=f"{name} as the run began"):
+        resumed_config({**given, **GIVEN[name]})

@@ -14,7 +14,7 @@ import pytest
 from lowtide.errors import ArgumentValueError
 from lowtide.train import TrainConfig
 from lowtide.train.config import fixed_settings
-from lowtide.train.run import resumed_config
+from lowtide.train.resuming import resumed_config
 from lowtide.train.trainer import training_arguments
 
 Run = Callable[..., tuple[int, str, str]]

@@ -111,7 +111,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _train(given: dict[str, Any], console: Any) -> int:
     from lowtide.train import train
     from lowtide.train.ranks import is_first_rank
-    from lowtide.train.run import finish_complete_run, resumed_config
+    from lowtide.train.resuming import resumed_config
+    from lowtide.train.run import finish_complete_run
 
     if not given.get("resume"):
         config = TrainConfig(**given)

@@ -88,6 +88,16 @@ def uses_deepspeed() -> bool:
     return _is_on(_USE_DEEPSPEED)
 
 
+def shares_with_deepspeed(name: str) -> bool:
+    """Return whether a run of the engine ``name`` would use DeepSpeed, before `engine_of` has said so."""
+    return uses_deepspeed() or (launched_ranks() > 1 and name != AUTO and _USE_DEEPSPEED in variables(name))
+
+
+def shares_with_fsdp(name: str) -> bool:
+    """Return the same of FSDP."""
+    return uses_fsdp() or (launched_ranks() > 1 and name != AUTO and _USE_FSDP in variables(name))
+
+
 @contextlib.contextmanager
 def built_whole() -> Iterator[None]:
     """Let transformers build models whole while this lasts, as ZeRO-3 would not have it.

@@ -30,10 +30,10 @@ class Rates:
         """Return them of an optimizer into which nothing has been loaded."""
         groups = tuple({name: group[name] for name in _OWN if name in group} for group in optimizer.param_groups)
         inner = _inner(schedule)
-        return cls(groups, tuple(inner.base_lrs) if isinstance(inner, LambdaLR) else None)
+        return cls(groups, tuple(map(float, inner.base_lrs)) if isinstance(inner, LambdaLR) else None)
 
     def restore(self, optimizer: Any, schedule: Any) -> None:
-        """Put them into the optimizer, once it is loaded; the next step's rate is the schedule's, which may be longer."""
+        """Put them into the optimizer, once it is loaded; a step's rate is the schedule's, which may be longer now."""
         for group, own in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(own)
         inner = _inner(schedule)

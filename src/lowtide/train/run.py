@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from lowtide.train import checkpoints
 from lowtide.train.activations import states_away
 from lowtide.train.advice import advise
 from lowtide.train.checkpoints import why
-from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
+from lowtide.train.config import TrainConfig
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
 from lowtide.train.lora import merge_adapter, stored_dtype
@@ -370,42 +369,3 @@ def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
     else:
         checkpoints.clear_logs(output)
     checkpoints.write_run_file(output, content)
-
-
-def resumed_config(given: dict[str, Any]) -> TrainConfig:
-    """Return the settings of a run to go on with: those it began with, and over them the ones given now.
-
-    Args:
-        given: settings named by the user now, ``resume`` and ``output`` among them.
-
-    Raises:
-        ArgumentValueError: there is no such run, or a setting that fixes its model or data order is another one now.
-    """
-    output = checkpoints.run_to_resume(given.get("output"))
-    before = checkpoints.read_run_file(output)["config"]
-    kept = dict(before)
-    if any(given.get(name) for name in ACTIVATIONS):  # one of these takes the place of what the run began with
-        kept = {name: value for name, value in before.items() if name not in (*ACTIVATIONS, "host_budget")}
-    given = {**given, "output": str(output)}
-    if "trainer_args" in given:
-        given["trainer_args"] = _merged(before.get("trainer_args") or (), given["trainer_args"])
-    now = TrainConfig.from_json({**kept, **given}).absolute().to_json()
-    if (kind := _optimizer(now)) != (began := _optimizer(before)):
-        hint = "Its states are another optimizer's: leave it out, or begin a new run."
-        raise ArgumentValueError(message("trainer_args", f"{began}, as the run began", kind, hint))
-    for name in fixed_settings():
-        if name in given and now[name] != before.get(name):
-            hint = "A run keeps what fixes its model and data order: leave the option out, or begin a new run."
-            raise ArgumentValueError(message(name, f"{before.get(name)!r}, as the run began", repr(now[name]), hint))
-    return TrainConfig.from_json(now)
-
-
-def _merged(before: Iterable[str], now: Iterable[str]) -> tuple[str, ...]:
-    """Return KEY=VALUE pairs, those given now in place of earlier ones of the same key."""
-    return tuple({pair.partition("=")[0]: pair for pair in (*before, *now)}.values())
-
-
-def _optimizer(settings: dict[str, Any]) -> str:
-    """Return the ``--trainer-args`` that name the optimizer."""
-    pairs = settings.get("trainer_args") or ()
-    return " ".join(sorted(p for p in pairs if p.startswith(("optim=", "optim_args=")))) or "Trainer's own optimizer"
