@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
@@ -42,6 +43,10 @@ _TRAINING_ONLY = (
     "zero_to_*",
 )
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+# how PyTorch's archives say that the disk is full or the folder gone
+_NOT_WRITTEN = ("PytorchStreamWriter", "iostream error", "file write failed", "Parent directory", "unexpected pos")
 
 
 class SaveError(LowtideError, OSError):
@@ -259,10 +264,21 @@ def read_run_file(output: Path) -> dict[str, Any]:
         raise ArgumentValueError(message("resume", "a run.json as lowtide writes it", f"{path} ({error})")) from error
 
 
-def save_error(path: Path, error: Exception) -> SaveError:
+def is_not_written(error: BaseException) -> bool:
+    """Return whether an error is of files that could not be written; none of lowtide's own, and no want of memory."""
+    if isinstance(error, LowtideError) or is_out_of_memory(error):
+        return False
+    if isinstance(error, CheckpointException):  # of all ranks
+        return any(is_not_written(one) for one, _ in error.failures.values())
+    if isinstance(error, RuntimeError):  # as torch.save says it
+        return any(sign in str(error) for sign in _NOT_WRITTEN)
+    return isinstance(error, OSError | SafetensorError)
+
+
+def save_error(path: Path, error: BaseException) -> SaveError:
     """Return the error for something that could not be written.
 
-    safetensors and torch.save raise errors of their own for a full disk, so any kind is taken.
+    safetensors and torch.save raise errors of their own for a full disk: `is_not_written` knows them.
     """
     why = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
     whole = checkpoints(path.parent)

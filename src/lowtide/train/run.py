@@ -321,7 +321,9 @@ def merge(config: TrainConfig, adapter: Path) -> Path:
         tokenizer.save_pretrained(staged)
         checkpoints.publish(staged, final)
         checkpoints.clear_staging(output)
-    except Exception as error:  # safetensors has errors of its own for a full disk
+    except Exception as error:
+        if not checkpoints.is_not_written(error):
+            raise
         raise checkpoints.save_error(final, error) from error
     return final
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -217,10 +218,12 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
                 best = best_step(self.state.log_history) if self._keep_best else None
                 checkpoints.remove_old(final.parent, self.args.save_total_limit, best)
             self.accelerator.wait_for_everyone()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             if is_lost_rank(error):
                 raise
             shutil.rmtree(staged, ignore_errors=True)
+            if not checkpoints.is_not_written(error):
+                raise
             raise checkpoints.save_error(final, error) from error
         finally:
             self._saving = False
@@ -243,6 +246,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             if is_lost_rank(error):
                 raise
             shutil.rmtree(staged, ignore_errors=True)
+            if not checkpoints.is_not_written(error):
+                raise
             raise checkpoints.save_error(final, error) from error
         return final
 
