@@ -19,7 +19,7 @@ from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.config import DEFAULT_ROOT
 from lowtide.train.ending import is_lost_rank
-from lowtide.train.parallel import uses_deepspeed
+from lowtide.train.parallel import uses_deepspeed, zero_stage
 from lowtide.train.ranks import launched_ranks
 from lowtide.train.states import PARTS, WHOLE
 
@@ -97,6 +97,11 @@ def check_states(checkpoint: Path, ranks: int) -> None:
         hint = "DeepSpeed divides states among ranks in a way of its own: go on with the same stage and ranks."
         got = f"{launched_ranks()} ranks with DeepSpeed" if uses_deepspeed() else f"{launched_ranks()} ranks without it"
         raise ArgumentValueError(message("parallel", f"an engine for {checkpoint}, {by}", got, hint))
+    wrote, now = 3 if any(checkpoint.glob(f"{ZERO}*/zero_pp_rank_*_model_states.pt")) else 2, zero_stage()
+    if divided and now is not None and (now == 3) != (wrote == 3):
+        hint = "DeepSpeed's states are of one stage: go on with the same."
+        expected = f"the stage for {checkpoint}, written by " + ("ZeRO-3" if wrote == 3 else "ZeRO-2 or less")
+        raise ArgumentValueError(message("parallel", expected, f"ZeRO-{now}", hint))
     missing = [] if divided or (checkpoint / PARTS).is_dir() or (checkpoint / WHOLE).exists() else [WHOLE]
     missing += [] if (checkpoint / SCHEDULER).exists() else [SCHEDULER]
     if missing:

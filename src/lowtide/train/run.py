@@ -152,7 +152,7 @@ class _Run:
         if self.save and args.should_save and self.resume_from is None:
             _open_run(self.output, ready, None)
         if args.should_log:
-            show_start(self.console, ready, args, self.resume_from)
+            show_start(self.console, ready, args, shares.streams, self.resume_from)
         metrics = StepMetrics(config.seq_len * shares.streams * config.grad_accum)
         stop = SaveAndStop(saves=self.save)
         callbacks = [*self._callbacks(metrics, ready), stop]

@@ -325,6 +325,7 @@ def training_arguments(
         "eval_on_start": not resuming,
         "ignore_data_skip": True,  # the streams begin where the checkpoint says
         "disable_tqdm": True,
+        "log_on_each_node": False,  # the first rank speaks, not the first of each machine
         "report_to": "none",
         "use_cpu": not torch.accelerator.is_available(),  # else bfloat16 is refused where there is no GPU
         "push_to_hub": False,
