@@ -75,9 +75,7 @@ class HostPool:
             UnsupportedError: It may not: the bytes, the budget and what to do.
         """
         free = available_bytes()
-        sharers = (
-            _processes() if self._limit_bytes is None else 1
-        )  # without limits the others take theirs of it as well
+        sharers = _processes() if self._limit_bytes is None else 1  # the others take of it too
         host = max(self.nbytes + (free - _LEFT_FREE) // sharers, 0) if free else None
         limits = [limit for limit in (self._limit_bytes, host) if limit is not None]
         if not limits or needed <= min(limits):
