@@ -13,6 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from distributed.train_ranks import Ranks
+from lowtide.train.checkpoints import check_states
+from lowtide.train.parallel import variables
 from train.conftest import tiny_arguments
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
@@ -69,3 +71,22 @@ def test_without_deepspeed_is_one_error(ranks: Ranks, arguments: list[str]) -> N
     assert ended.err[0].count("\n") == 1
     assert "pip install deepspeed" in ended.err[0]
     assert not Path("never-written").exists()
+
+
+@pytest.mark.parametrize(("wrote", "now"), [(2, 3), (3, 2), (2, 2), (3, 3)])
+def test_another_stage_is_one_error(wrote: int, now: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's files of weights are named by the rank where each rank has a part of them."""
+    checkpoint = tmp_path / "checkpoint-3"
+    (checkpoint / "global_step3").mkdir(parents=True)
+    names = ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    for name in names if wrote == 3 else [names[0], "mp_rank_00_model_states.pt"]:
+        (checkpoint / "global_step3" / name).touch()
+    (checkpoint / "scheduler.pt").touch()
+    (checkpoint / "trainer_state.json").write_text('{"log_history": []}')
+    for name, value in {"WORLD_SIZE": "2", **variables(f"zero{now}")}.items():
+        monkeypatch.setenv(name, value)
+    if wrote == now:
+        check_states(checkpoint, 2)
+        return
+    with pytest.raises(ValueError, match=rf"parallel: .*written by ZeRO-{wrote}.*got ZeRO-{now}"):
+        check_states(checkpoint, 2)

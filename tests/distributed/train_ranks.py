@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -92,6 +93,8 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
             os.environ.update({name: str(value) for name, value in (world | place).items()})
         from lowtide.cli import main
 
+        if spy := job["env"].get("SPY"):
+            importlib.import_module(spy)
         status = main(job["argv"])
     except SystemExit as ended:
         status = int(ended.code or 0)

@@ -380,3 +380,15 @@ def test_an_error_of_the_driver_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnsupportedError, match=r"^offload: expected 5000 bytes of memory to lock, got CUDA error 2"):
         side.pin(5000)
     assert behind == []
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 250), (700, 700)])
+def test_processes_of_a_machine_share_what_is_free(
+    limit: int | None, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(pinned, "available_bytes", lambda: (1 << 30) + 1000)
+    pool = pinned.HostPool(limit, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), lambda memory: None)
+    pool.check(most, "it")
+    with pytest.raises(UnsupportedError, match="host_gib" if limit else "each of 4 processes"):
+        pool.check(most + 1, "it")

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lowtide.errors import UnsupportedError
+from lowtide.train import checkpoints, train, trainer
+from lowtide.train.resuming import resumed_config
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -261,8 +267,6 @@ def test_a_disk_that_fills_up_later_leaves_the_last_whole_checkpoint(
 ) -> None:
     import errno
 
-    from lowtide.train import checkpoints
-
     publish, published = checkpoints.publish, []
 
     def full(staged: Path, final: Path) -> None:
@@ -345,3 +349,59 @@ def test_a_damaged_checkpoint_is_named(
     if name == "optimizer.pt":
         shutil.rmtree(run / "checkpoint-12")
         assert lowtide("train", "--resume", "--output", run, "--max-steps", 13)[0] == 0
+
+
+@pytest.mark.parametrize("given", ["adam_beta1=1.5", "adam_epsilon=-1", 'lr_scheduler_kwargs={"colour": 1}'])
+def test_a_resume_with_a_bad_argument_blames_no_checkpoint(
+    given: str, finished: Path, tmp_path: Path, lowtide: Run
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = [(run / name).read_text() for name in ("run.json", "log.jsonl")]
+    status, _, err = lowtide("train", "--resume", "--output", run, "--max-steps", 13, "--trainer-args", given)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert "trainer_args" in err
+    assert given in err
+    assert "Remove it" not in err
+    assert [(run / name).read_text() for name in ("run.json", "log.jsonl")] == before
+    assert lowtide("train", "--resume", "--output", run, "--max-steps", 13)[0] == 0
+
+
+NOT_OF_THE_DISK = {
+    "bug": (RuntimeError("shapes differ"), RuntimeError),
+    "memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), MemoryError),
+    "own": (UnsupportedError("not here"), UnsupportedError),
+}
+
+
+@pytest.mark.parametrize("part", ["write_positions", "save_whole_model"])
+@pytest.mark.parametrize("kind", NOT_OF_THE_DISK)
+def test_an_error_while_saving_that_is_not_of_the_disk_stays_what_it_is(
+    kind: str, part: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, expected = NOT_OF_THE_DISK[kind]
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    if part == "write_positions":
+        monkeypatch.setattr(trainer, part, fail)
+    else:
+        monkeypatch.setattr(trainer.LowtideTrainer, "save_model", lambda self, folder, _internal_call: fail())
+        monkeypatch.setattr(trainer.LowtideTrainer, "_save_checkpoint", lambda self, model, trial: None)
+    with pytest.raises(expected) as raised:
+        train(resumed_config({"resume": True, "output": str(run), "max_steps": 13, "progress": False}))
+    assert not isinstance(raised.value, checkpoints.SaveError)
+    assert not list(run.rglob("checkpoint-13"))
+
+
+def test_which_errors_are_of_files(tmp_path: Path) -> None:
+    full = OSError(28, "No space left on device")
+    for error in (full, SafetensorError("I/O error"), CheckpointException("", {1: (full, None)})):  # type: ignore[dict-item]
+        assert checkpoints.is_not_written(error)
+    with pytest.raises(RuntimeError) as raised:
+        torch.save([torch.zeros(3)], tmp_path / "none" / "file")
+    assert checkpoints.is_not_written(raised.value)
+    assert not checkpoints.is_not_written(CheckpointException("", {1: (ValueError("x"), None)}))  # type: ignore[dict-item]

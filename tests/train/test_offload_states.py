@@ -5,6 +5,7 @@ The host is one beside the host here: what is used before its copy has come is N
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from lowtide.train.activations import plan_run, states_away
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
 from lowtide.train.offloading import StatesAway
+from lowtide.train.resuming import resumed_config
 from memory.models import LazySide
 from train.test_features import assert_same_weights, losses, weights
 
@@ -127,7 +129,7 @@ def test_without_a_gpu_it_is_refused_before_anything_is_written(tmp_path: Path, 
 
 def test_a_plan_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.train.planned.has_levels", lambda model: True)
-    args = SimpleNamespace(optim="adamw_torch_fused", bf16=True, fp16=False)
+    args = SimpleNamespace(optim="adamw_torch_fused", bf16=True, fp16=False, gradient_accumulation_steps=1)
     shape = SimpleNamespace(config=model_config("llama-3.2-1b", vocab_size=0))
     settings: dict[str, Any] = {"model": "llama-3.2-1b", "seq_len": 16_384, "batch_size": 1, "memory_budget": "24GiB"}
     settings["host_budget"] = "64GiB"
@@ -145,3 +147,53 @@ def test_a_plan_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert away == StatesAway(plan.states_gib, 64, plan.chosen.late)
     assert states_away(TrainConfig(), None) is None
     assert states_away(TrainConfig(offload_states=True, host_budget="3GiB"), None) == StatesAway(None, 3.0, False)
+
+
+def begun(folder: Path, **settings: Any) -> None:
+    """Write what a resume reads of a run, with settings of its own."""
+    (folder / "checkpoint-3").mkdir(parents=True)
+    config = TrainConfig(**settings).absolute().to_json()
+    (folder / "run.json").write_text(json.dumps({"config": config, "data": "x"}))
+
+
+def test_another_policy_keeps_the_host_memory_of_the_states(tmp_path: Path, side: LazySide) -> None:
+    del side
+    begun(tmp_path, offload_states=True, host_budget="3GiB")
+    given = {"resume": True, "output": str(tmp_path)}
+    assert resumed_config({**given, "policy": "input"}).host_budget == "3GiB"
+    config = resumed_config({**given, "memory_budget": "9GiB"})
+    assert (config.host_budget, config.offload_states) == ("3GiB", True)
+
+
+@pytest.mark.parametrize("budget", [None, "9GiB"])
+@pytest.mark.parametrize("engine", ["auto", "fsdp2", "zero3"])
+def test_a_resume_that_cannot_have_it_goes_on_without(
+    engine: str, budget: str | None, tmp_path: Path, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del side
+    begun(tmp_path, offload_states=True, host_budget="3GiB", memory_budget=budget)
+    given = {"resume": True, "output": str(tmp_path), "parallel": engine}
+    if engine == "auto":
+        monkeypatch.setattr(offloading, "available", lambda: False)
+    else:
+        assert resumed_config(given).offload_states, "one process has all of it"
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    config = resumed_config(given)
+    assert not config.offload_states
+    assert config.host_budget == (budget and "3GiB"), "which has a use with a plan alone"
+    assert resumed_config({**given, "offload_states": True}).offload_states, "asked for by name it is refused later on"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_resume_without_a_gpu_says_that_the_states_stay(finished: Path, tmp_path: Path, lowtide: Run) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(finished, output)
+    told = json.loads((output / "run.json").read_text())
+    told["config"]["offload_states"] = True
+    (output / "run.json").write_text(json.dumps(told))
+    status, out, err = lowtide("train", "--resume", "--output", output, "--max-steps", 13)
+    assert (status, err) == (0, "")
+    assert "cannot be offloaded here" in out
+    status, _, err = lowtide("train", "--resume", "--output", output, "--max-steps", 14, "--offload-states")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "expected a CUDA GPU" in err

@@ -97,6 +97,7 @@ def advice(
     device: str = "cpu",
     adapters: Adapters | int | None = None,
     packing: str = "joined",
+    batches: int = 1,
     **settings: Any,
 ) -> str:
     """The advice for a Llama-3.2-1B on a GPU with so much memory left, without any GPU or weights."""
@@ -111,6 +112,7 @@ def advice(
         fsdp=[],
         deepspeed=None,
         device=torch.device(device),
+        gradient_accumulation_steps=batches * settings.get("grad_accum", 1),
     )
     shape = SimpleNamespace(config=model_config(config.model, vocab_size=0))
     shape.config._attn_implementation = "sdpa"
@@ -148,6 +150,13 @@ def test_what_just_failed_is_never_advised(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(sizes) == 3
     assert all(float(size) < 0.96 * expected for size in sizes)
     assert "--policy all/0 " not in advice(1000, monkeypatch, policy="all/0")
+
+
+def test_what_a_run_adds_up_on_fewer_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run has more batches a step than it was asked for: its gradients are there all along."""
+    told, asked = advice(40, monkeypatch, batches=2), advice(40, monkeypatch, grad_accum=2)
+    assert takes(told) == takes(asked) > takes(advice(40, monkeypatch))
+    assert "--grad-accum 2" in told.rpartition("The numbers:")[2]
 
 
 def test_a_model_without_fused_mlps_is_told_no_levels(monkeypatch: pytest.MonkeyPatch) -> None:

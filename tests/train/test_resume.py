@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lowtide.train import checkpoints
 from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.resuming import resumed_config
 
 Run = Callable[..., tuple[int, str, str]]
 STEPS = 12  # as the fixture `finished`
@@ -194,6 +195,21 @@ def test_a_resumed_run_is_given_another_rate_and_decay(finished: Path, tmp_path:
         assert rates[step] == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * share))), step
 
 
+@pytest.mark.parametrize("optim", ["adagrad", "adafactor", "rmsprop"])
+def test_a_resume_that_is_given_nothing_leaves_the_optimizer_as_it_was(
+    optim: str, tmp_path: Path, tiny: list[str], lowtide: Run
+) -> None:
+    """Not every optimizer has AdamW's epsilon, or takes Trainer's."""
+    output = tmp_path / "out"
+    given = ["--trainer-args", f"optim={optim}", "weight_decay=0.25"]
+    assert lowtide(*tiny, "--max-steps", 3, "--output", output, *given)[0] == 0
+    before = torch.load(output / "checkpoint-3" / "optimizer.pt")["param_groups"]
+    assert lowtide("train", "--resume", "--output", output, "--max-steps", 4)[0] == 0
+    after = torch.load(output / "checkpoint-4" / "optimizer.pt")["param_groups"]
+    for group, was in zip(after, before, strict=True):
+        assert {**group, "lr": 0} == {**was, "lr": 0}
+
+
 def test_a_resumed_run_keeps_its_optimizer(finished: Path, tmp_path: Path, lowtide: Run) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)
@@ -201,3 +217,25 @@ def test_a_resumed_run_keeps_its_optimizer(finished: Path, tmp_path: Path, lowti
     assert (status, err.count("\n")) == (2, 1)
     assert "optim=sgd" in err
     assert "as the run began" in err
+
+
+GIVEN = {
+    "lr": {"lr": 0.5},
+    "weight_decay": {"trainer_args": ("weight_decay=0.5",)},
+    "adam_beta2": {"trainer_args": ("adam_beta2=0.9",)},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_deepspeed_would_not_heed_is_refused(
+    name: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    given = {"resume": True, "output": str(run), "parallel": "zero2", "max_steps": 20}
+    assert resumed_config({**given, **GIVEN[name]}).max_steps == 20, "one process has PyTorch's optimizer"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resumed_config(given).lr == 2e-3
+    assert resumed_config({**given, "lr": 2e-3}).max_steps == 20, "the same is nothing new"
+    with pytest.raises(ValueError, match=f"{name} as the run began"):
+        resumed_config({**given, **GIVEN[name]})

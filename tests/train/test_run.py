@@ -14,7 +14,7 @@ import pytest
 from lowtide.errors import ArgumentValueError
 from lowtide.train import TrainConfig
 from lowtide.train.config import fixed_settings
-from lowtide.train.run import resumed_config
+from lowtide.train.resuming import resumed_config
 from lowtide.train.trainer import training_arguments
 
 Run = Callable[..., tuple[int, str, str]]
@@ -124,6 +124,14 @@ def test_trainer_arguments_follow_the_config(tmp_path: Path) -> None:
     config = TrainConfig(max_steps=40, warmup=0.25, dtype="bfloat16", trainer_args=("weight_decay=0.5",))
     args = training_arguments(config, tmp_path, save=True, resuming=False)
     assert (args.max_steps, args.warmup_steps, args.bf16, args.weight_decay) == (40, 10, True, 0.5)
+
+
+def test_the_first_rank_speaks_and_no_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = training_arguments(TrainConfig(), tmp_path, save=True, resuming=False)
+    for rank, speaks in ((0, True), (8, False)):  # the first of its machine both times
+        monkeypatch.setattr(type(args), "process_index", rank)
+        monkeypatch.setattr(type(args), "local_process_index", 0)
+        assert args.should_log == speaks
 
 
 def test_float16_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

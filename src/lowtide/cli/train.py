@@ -45,6 +45,7 @@ examples:
       go on with it on four GPUs: the steps stay as they were
 
 SIGTERM, as clusters send it before they take a machine away, ends a run after the step it is in, with a checkpoint.
+More of them change nothing; SIGKILL ends it at once.
 
 Exit status: 0; 1: --compare found a difference; 2: an error, in one line; 3: out of memory, with what would fit; 130:
 Ctrl-C; 143: SIGTERM.
@@ -110,7 +111,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _train(given: dict[str, Any], console: Any) -> int:
     from lowtide.train import train
     from lowtide.train.ranks import is_first_rank
-    from lowtide.train.run import finish_complete_run, resumed_config
+    from lowtide.train.resuming import resumed_config
+    from lowtide.train.run import finish_complete_run
 
     if not given.get("resume"):
         config = TrainConfig(**given)

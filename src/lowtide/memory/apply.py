@@ -55,7 +55,8 @@ def apply_policy(
         model: A module with decoder layers: of transformers, peft, or any other.
         policy: One `ActivationPolicy` for all layers, or a sequence with one for each.
         host_gib: The most pinned host memory that ``offload=True`` may take in this process, in GiB, or as a text with
-            a unit such as ``"64GiB"``. None: whatever the host has free.
+            a unit such as ``"64GiB"``. None: whatever the host has free, or this
+            process's part of that where a launcher has started several on it.
 
     Returns:
         A `PolicyReport`: print it for a table.

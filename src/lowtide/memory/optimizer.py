@@ -65,7 +65,8 @@ def offload_optimizer(
         model: The model that it trains: its decoder layers, found as by `lowtide.memory.apply_policy`, say when.
         gib: The most that leaves the GPU, in GiB: what the layers' forward has time for
             (`lowtide.memory.plan_memory` tells). None: all.
-        host_gib: The most pinned host memory that this may take, in GiB. None: whatever the host has free.
+        host_gib: The most pinned host memory that this may take, in GiB. None: whatever the host has free,
+            or this process's part of that where a launcher has started several on it.
         backwards_per_step: Backward passes of a step: the states come back in the last one.
         late: Whether they come back only behind backward, so that the step waits for the copies: for sequences so long
             that a layer's backward leaves no room beside it.

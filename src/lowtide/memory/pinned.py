@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -15,6 +16,11 @@ from lowtide.measure.units import gib
 
 _LEFT_FREE = 1 << 30  # of what the host has free, for everything else
 _LAYERS_HINT = "Offload fewer layers, keep='input' instead of 'attention', train on fewer tokens, or raise the budget."
+
+
+def _processes() -> int:
+    """Return how many processes the launcher has started on this machine."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 class Buffer:
@@ -69,11 +75,13 @@ class HostPool:
             UnsupportedError: It may not: the bytes, the budget and what to do.
         """
         free = available_bytes()
-        host = max(self.nbytes + free - _LEFT_FREE, 0) if free else None
+        sharers = _processes() if self._limit_bytes is None else 1  # the others take of it too
+        host = max(self.nbytes + (free - _LEFT_FREE) // sharers, 0) if free else None
         limits = [limit for limit in (self._limit_bytes, host) if limit is not None]
         if not limits or needed <= min(limits):
             return
         whose = "host_gib" if min(limits) == self._limit_bytes else "what the host has free, less 1 GiB"
+        whose += f", for each of {sharers} processes" if sharers > 1 else ""
         got = f"{gib(min(limits)):.3f} GiB ({whose})"
         raise UnsupportedError(message("host_gib", f"{gib(needed):.3f} GiB of host memory for {what}", got, self._hint))
 

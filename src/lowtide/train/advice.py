@@ -168,8 +168,8 @@ def plan_line(config: TrainConfig, args: Any, job: Job, limit: float) -> str:
     words += [f"--batch-size {config.batch_size}", f"--budget {gib(limit):.2f}GiB"]
     words.append("--autocast" if job.autocast else f"--dtype {str(job.dtype).removeprefix('torch.')}")
     words.append(f"--optimizer {planned_optimizer(args)}")
-    if config.grad_accum > 1:
-        words.append(f"--grad-accum {config.grad_accum}")
+    if args.gradient_accumulation_steps > 1:
+        words.append(f"--grad-accum {args.gradient_accumulation_steps}")
     if config.workspace_mib is not None:
         words.append(f"--workspace-mib {config.workspace_mib:g}")
     if config.host_budget:

@@ -8,12 +8,18 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
 from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.config import DEFAULT_ROOT
-from lowtide.train.parallel import uses_deepspeed
+from lowtide.train.ending import is_lost_rank
+from lowtide.train.parallel import uses_deepspeed, zero_stage
 from lowtide.train.ranks import launched_ranks
 from lowtide.train.states import PARTS, WHOLE
 
@@ -37,6 +43,10 @@ _TRAINING_ONLY = (
     "zero_to_*",
 )
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+# how PyTorch's archives say that the disk is full or the folder gone
+_NOT_WRITTEN = ("PytorchStreamWriter", "iostream error", "file write failed", "Parent directory", "unexpected pos")
 
 
 class SaveError(LowtideError, OSError):
@@ -77,19 +87,42 @@ def check_states(checkpoint: Path, ranks: int) -> None:
         ranks: that wrote it.
 
     Raises:
-        ArgumentValueError: it is, or DeepSpeed wrote it for another engine or number of ranks than are here.
+        ArgumentValueError: it is, Trainer's own state cannot be read, or DeepSpeed wrote it for another engine or
+            number of ranks than are here.
     """
+    log_history(checkpoint)
     divided = any(checkpoint.glob(f"{ZERO}*"))
     if divided != uses_deepspeed() or (divided and ranks != launched_ranks()):
         by = f"DeepSpeed's on {ranks} ranks" if divided else "PyTorch's"
         hint = "DeepSpeed divides states among ranks in a way of its own: go on with the same stage and ranks."
         got = f"{launched_ranks()} ranks with DeepSpeed" if uses_deepspeed() else f"{launched_ranks()} ranks without it"
         raise ArgumentValueError(message("parallel", f"an engine for {checkpoint}, {by}", got, hint))
+    wrote, now = 3 if any(checkpoint.glob(f"{ZERO}*/zero_pp_rank_*_model_states.pt")) else 2, zero_stage()
+    if divided and now is not None and (now == 3) != (wrote == 3):
+        hint = "DeepSpeed's states are of one stage: go on with the same."
+        expected = f"the stage for {checkpoint}, written by " + ("ZeRO-3" if wrote == 3 else "ZeRO-2 or less")
+        raise ArgumentValueError(message("parallel", expected, f"ZeRO-{now}", hint))
     missing = [] if divided or (checkpoint / PARTS).is_dir() or (checkpoint / WHOLE).exists() else [WHOLE]
     missing += [] if (checkpoint / SCHEDULER).exists() else [SCHEDULER]
     if missing:
         got = f"{checkpoint}, which lacks {' and '.join(missing)}"
         raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
+
+
+@contextlib.contextmanager
+def reading(checkpoint: str | None) -> Iterator[None]:
+    """Let what fails while a checkpoint is read name it.
+
+    Raises:
+        ArgumentValueError: it cannot be read. Errors of lowtide's own, of memory and of a lost rank stay as they are.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
+            raise
+        got, hint = f"{checkpoint}, which cannot be read ({why(error)})", "Remove it, to take an older one."
+        raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
 
 
 def publish(staged: Path, final: Path) -> None:
@@ -236,10 +269,21 @@ def read_run_file(output: Path) -> dict[str, Any]:
         raise ArgumentValueError(message("resume", "a run.json as lowtide writes it", f"{path} ({error})")) from error
 
 
-def save_error(path: Path, error: Exception) -> SaveError:
+def is_not_written(error: BaseException) -> bool:
+    """Return whether an error is of files that could not be written; none of lowtide's own, and no want of memory."""
+    if isinstance(error, LowtideError) or is_out_of_memory(error):
+        return False
+    if isinstance(error, CheckpointException):  # of all ranks
+        return any(is_not_written(one) for one, _ in error.failures.values())
+    if isinstance(error, RuntimeError):  # as torch.save says it
+        return any(sign in str(error) for sign in _NOT_WRITTEN)
+    return isinstance(error, OSError | SafetensorError)
+
+
+def save_error(path: Path, error: BaseException) -> SaveError:
     """Return the error for something that could not be written.
 
-    safetensors and torch.save raise errors of their own for a full disk, so any kind is taken.
+    safetensors and torch.save raise errors of their own for a full disk: `is_not_written` knows them.
     """
     why = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
     whole = checkpoints(path.parent)
@@ -249,6 +293,11 @@ def save_error(path: Path, error: Exception) -> SaveError:
         else "No checkpoint is there yet: start again"
     )
     return SaveError(f"could not write {path} ({why}). Make room or choose another --output. {kept}.")
+
+
+def why(error: BaseException) -> str:
+    """Return an error of whatever kind in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _flush(path: Path) -> None:

@@ -129,7 +129,8 @@ class TrainConfig:
     host_budget: str | None = _setting(
         None,
         "with --memory-budget: pinned host memory that layers may be offloaded into, and with --offload-states the "
-        "optimizer's states; with --offload-states alone: the most that it may take",
+        "optimizer's states; with --offload-states alone: the most that it may take. For each process: several of one "
+        "machine take as much each",
         metavar="SIZE",
     )
     offload_states: bool = _setting(

@@ -39,7 +39,8 @@ def is_lost_rank(error: BaseException) -> bool:
 class SaveAndStop(TrainerCallback):  # type: ignore[misc]
     """Ends training after the step in which SIGTERM came to any of the ranks, with a checkpoint.
 
-    A second signal ends the process at once, as it would without this.
+    Further signals change nothing until then: clusters signal the ranks and the launcher, which signals the ranks
+    again. SIGKILL ends a process at once.
 
     Args:
         saves: whether the run writes checkpoints at all.
@@ -86,4 +87,3 @@ class SaveAndStop(TrainerCallback):  # type: ignore[misc]
     def _take(self, number: int, frame: Any) -> None:
         del number, frame
         self._told = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

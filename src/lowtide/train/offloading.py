@@ -11,7 +11,7 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.memory import offload_optimizer
 from lowtide.memory.offload import available
 from lowtide.train.config import TrainConfig
-from lowtide.train.parallel import uses_deepspeed, uses_fsdp
+from lowtide.train.parallel import shares_with_deepspeed, shares_with_fsdp, uses_deepspeed, uses_fsdp
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class OffloadStates(TrainerCallback):  # type: ignore[misc]
             late=self._away.late,
             backwards_per_step=args.gradient_accumulation_steps,
         )
+
+
+def can_offload(parallel: str) -> bool:
+    """Return whether ``--offload-states`` can be had here with an engine, before `engine_of` has made it known."""
+    return available() and not shares_with_fsdp(parallel) and not shares_with_deepspeed(parallel)
 
 
 def check_states(config: TrainConfig, args: Any) -> None:

@@ -88,6 +88,22 @@ def uses_deepspeed() -> bool:
     return _is_on(_USE_DEEPSPEED)
 
 
+def zero_stage() -> int | None:
+    """Return DeepSpeed's stage; None where a configuration of its own has it."""
+    stage = os.environ.get(f"ACCELERATE_{_DEEPSPEED['zero_stage']}", "")
+    return int(stage) if stage.isdecimal() and not os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") else None
+
+
+def shares_with_deepspeed(name: str) -> bool:
+    """Return whether a run of the engine ``name`` would use DeepSpeed, before `engine_of` has said so."""
+    return uses_deepspeed() or (launched_ranks() > 1 and name != AUTO and _USE_DEEPSPEED in variables(name))
+
+
+def shares_with_fsdp(name: str) -> bool:
+    """Return the same of FSDP."""
+    return uses_fsdp() or (launched_ranks() > 1 and name != AUTO and _USE_FSDP in variables(name))
+
+
 @contextlib.contextmanager
 def built_whole() -> Iterator[None]:
     """Let transformers build models whole while this lasts, as ZeRO-3 would not have it.
@@ -113,8 +129,8 @@ def engine_line(config: TrainConfig) -> str | None:
     if ranks == 1:
         return None if config.parallel == AUTO else f"parallel one process, so nothing is shared ({config.parallel})"
     if uses_deepspeed():
-        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
-        return f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage else "")
+        stage = zero_stage()
+        return f"parallel {ranks} processes, DeepSpeed ZeRO" + ("" if stage is None else f"-{stage}")
     if uses_fsdp():
         return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are shared out"
     return f"parallel {ranks} processes, DDP: each has the whole model"

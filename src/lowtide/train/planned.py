@@ -40,7 +40,7 @@ def planned_settings(model: Any, config: TrainConfig, args: Any, packing: str) -
     """
     return {
         "optimizer": planned_optimizer(args),
-        "keep_gradients": config.grad_accum > 1,
+        "keep_gradients": args.gradient_accumulation_steps > 1,  # more than asked for, on fewer ranks than at the start
         "adapters": planned_adapters(model) if config.lora_rank else None,
         "attention_mask": packing == "separate" and attention_of(model) in _MASKED,
         "fused_mlp": has_levels(model),

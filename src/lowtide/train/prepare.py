@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def prepare(
     known = know(corpus, chat, args, before, check=config.check_data, say=say)
     layout = _layout(config, corpus, chat, tokenizer, packing)
     blocks = held_out_blocks(split, layout, limit=config.eval_blocks)
-    lines = [*known.lines, *_chat_lines(corpus, split, chat)]
+    lines = [*_stay(config, before), *known.lines, *_chat_lines(corpus, split, chat)]
     attention = _attention(config, args, packing)
     box.model = model = _model(config, args, tokenizer, packing, attention)
     patched = None
@@ -254,6 +254,15 @@ def _chat_lines(corpus: Corpus, split: Split, chat: ChatFormat | None) -> Iterab
     pieces = (*split.held_out_pieces(), *range(len(corpus)))
     first = itertools.islice((one for piece in pieces for one in corpus.conversations(piece)), _LOOKED_AT)
     return [f"chat     trained: {chat.describe(first)}"]
+
+
+def _stay(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterable[str]:
+    """Return that a resumed run's optimizer states are offloaded no more."""
+    if before is not None and before["config"].get("offload_states") and not config.offload_states:
+        yield (
+            "states   the optimizer's stay: they cannot be offloaded here, as they were before; where they can, give "
+            "--offload-states again"
+        )
 
 
 def _model_lines(config: TrainConfig, model: Any, packing: str, attention: str | None) -> Iterable[str]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
 
 
-def show_start(console: Console, ready: Prepared, args: Any, resume_from: Path | None) -> None:
-    """Say what is about to be trained on what."""
+def show_start(console: Console, ready: Prepared, args: Any, streams: int, resume_from: Path | None) -> None:
+    """Say what is about to be trained on what; ``streams``: sequences of all processes in a batch."""
     config, corpus, shape = ready.config, ready.corpus, ready.model.config.get_text_config()
     parameters = sum(p.numel() for p in ready.model.parameters())
     source = "Python's standard library" if not config.data else ", ".join(config.data)
@@ -32,7 +32,7 @@ def show_start(console: Console, ready: Prepared, args: Any, resume_from: Path |
     lines = [
         f"model    {config.model}: {parameters / 1e6:,.1f} M parameters, vocabulary {shape.vocab_size:,}, {loss}",
         f"data     {source}: {len(corpus.files):,} files, {mib(corpus.bytes):,.1f} MiB{left_out}",
-        f"steps    {config.max_steps:,} of {config.batch_size} x {config.grad_accum} x {config.seq_len} tokens "
+        f"steps    {config.max_steps:,} of {streams} x {config.grad_accum} x {config.seq_len} tokens in all, "
         f"on {args.world_size} x {args.device.type}",
     ]
     if engine := engine_line(config):

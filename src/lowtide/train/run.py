@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import TrainerCallback
 
 import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
@@ -18,7 +18,8 @@ from lowtide.measure.failures import is_out_of_memory
 from lowtide.train import checkpoints
 from lowtide.train.activations import states_away
 from lowtide.train.advice import advise
-from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
+from lowtide.train.checkpoints import why
+from lowtide.train.config import TrainConfig
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
 from lowtide.train.lora import merge_adapter, stored_dtype
@@ -26,12 +27,11 @@ from lowtide.train.metrics import Recorder, StepMetrics
 from lowtide.train.model import has_weights
 from lowtide.train.offloading import OffloadStates
 from lowtide.train.packing import PackedBlocks
-from lowtide.train.parallel import engine_of
+from lowtide.train.parallel import engine_of, uses_deepspeed
 from lowtide.train.positions import ranks_at, shares_of
 from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.ranks import Shares, in_group, is_first_rank, launched_ranks, leave_group
-from lowtide.train.rates import RatesAsGiven
 from lowtide.train.report import show_result, show_start
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
@@ -137,7 +137,7 @@ class _Run:
             if is_out_of_memory(error):
                 raise self._out_of_memory(error) from error
             if is_lost_rank(error):
-                raise RankLost(f"another process has ended ({_why(error)}). {self._how_to_go_on()}") from error
+                raise RankLost(f"another process has ended ({why(error)}). {self._how_to_go_on()}") from error
             raise
 
     def _result(self) -> TrainResult | Terminated:
@@ -149,10 +149,10 @@ class _Run:
         if self.resume_from is not None:
             checkpoints.check_states(self.resume_from, ranks_at(self.resume_from))
         ready = prepare(config, args, self.resume_from, self.box, self._say if args.should_log else None)
-        if self.save and args.should_save:
-            _open_run(self.output, ready, self.resume_from)
+        if self.save and args.should_save and self.resume_from is None:
+            _open_run(self.output, ready, None)
         if args.should_log:
-            show_start(self.console, ready, args, self.resume_from)
+            show_start(self.console, ready, args, shares.streams, self.resume_from)
         metrics = StepMetrics(config.seq_len * shares.streams * config.grad_accum)
         stop = SaveAndStop(saves=self.save)
         callbacks = [*self._callbacks(metrics, ready), stop]
@@ -198,8 +198,8 @@ class _Run:
         """Return what measures, shows, logs and ends the run, and what offloads the optimizer's states."""
         config = self.config
         callbacks: list[Any] = [Recorder(metrics)]
-        if self.resume_from is not None:
-            callbacks.append(RatesAsGiven())
+        if self.save and self.args.should_save and self.resume_from is not None:
+            callbacks.append(_GoesOn(self.output, ready, self.resume_from))
         if away := states_away(config, ready.chosen):
             callbacks.append(OffloadStates(away))
         if config.progress:
@@ -217,7 +217,7 @@ class _Run:
         """Let Trainer train.
 
         Raises:
-            ArgumentValueError: it could not read the checkpoint, or end a first step with the ``trainer_args`` given.
+            ArgumentValueError: the checkpoint cannot be read, or no first step ended with the ``trainer_args`` given.
         """
         assert self.trainer is not None
         resume = str(self.resume_from) if self.resume_from else None
@@ -226,13 +226,13 @@ class _Run:
         except Exception as error:
             if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
                 raise
-            if self.resume_from is not None and not metrics.began:
-                got = f"{self.resume_from}, which cannot be read ({_why(error)})"
-                hint = "Remove it, to take an older one."
+            if self.resume_from is not None and uses_deepspeed() and not metrics.began:  # which reads it by itself
+                got = f"{self.resume_from}, from which DeepSpeed does not go on ({why(error)})"
+                hint = "If it is damaged, remove it, to take an older one."
                 raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
             if self.config.trainer_args and not metrics.step_seconds:
                 expected = "arguments that transformers.Trainer can train a step with"
-                got = f"{' '.join(self.config.trainer_args)} ({_why(error)})"
+                got = f"{' '.join(self.config.trainer_args)} ({why(error)})"
                 hint = "Leave them out to see whether they are the cause."
                 raise ArgumentValueError(message("trainer_args", expected, got, hint)) from error
             raise
@@ -321,7 +321,9 @@ def merge(config: TrainConfig, adapter: Path) -> Path:
         tokenizer.save_pretrained(staged)
         checkpoints.publish(staged, final)
         checkpoints.clear_staging(output)
-    except Exception as error:  # safetensors has errors of its own for a full disk
+    except Exception as error:
+        if not checkpoints.is_not_written(error):
+            raise
         raise checkpoints.save_error(final, error) from error
     return final
 
@@ -347,6 +349,18 @@ def finish_complete_run(config: TrainConfig) -> Path | None:
     return model
 
 
+class _GoesOn(TrainerCallback):  # type: ignore[misc]
+    """Writes a resumed run's file once its checkpoint has been read: what cannot go on leaves it as it was."""
+
+    def __init__(self, output: Path, ready: Prepared, resume_from: Path) -> None:
+        self._told = (output, ready, resume_from)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write it."""
+        del args, state, control
+        _open_run(*self._told)
+
+
 def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
     """Write the run's file, and clear what was left half written before."""
     config = ready.config.absolute()
@@ -357,46 +371,3 @@ def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
     else:
         checkpoints.clear_logs(output)
     checkpoints.write_run_file(output, content)
-
-
-def resumed_config(given: dict[str, Any]) -> TrainConfig:
-    """Return the settings of a run to go on with: those it began with, and over them the ones given now.
-
-    Args:
-        given: settings named by the user now, ``resume`` and ``output`` among them.
-
-    Raises:
-        ArgumentValueError: there is no such run, or a setting that fixes its model or data order is another one now.
-    """
-    output = checkpoints.run_to_resume(given.get("output"))
-    before = checkpoints.read_run_file(output)["config"]
-    kept = dict(before)
-    if any(given.get(name) for name in ACTIVATIONS):  # one of these takes the place of what the run began with
-        kept = {name: value for name, value in before.items() if name not in (*ACTIVATIONS, "host_budget")}
-    given = {**given, "output": str(output)}
-    if "trainer_args" in given:
-        given["trainer_args"] = _merged(before.get("trainer_args") or (), given["trainer_args"])
-    now = TrainConfig.from_json({**kept, **given}).absolute().to_json()
-    if (kind := _optimizer(now)) != (began := _optimizer(before)):
-        hint = "Its states are another optimizer's: leave it out, or begin a new run."
-        raise ArgumentValueError(message("trainer_args", f"{began}, as the run began", kind, hint))
-    for name in fixed_settings():
-        if name in given and now[name] != before.get(name):
-            hint = "A run keeps what fixes its model and data order: leave the option out, or begin a new run."
-            raise ArgumentValueError(message(name, f"{before.get(name)!r}, as the run began", repr(now[name]), hint))
-    return TrainConfig.from_json(now)
-
-
-def _merged(before: Iterable[str], now: Iterable[str]) -> tuple[str, ...]:
-    """Return KEY=VALUE pairs, those given now in place of earlier ones of the same key."""
-    return tuple({pair.partition("=")[0]: pair for pair in (*before, *now)}.values())
-
-
-def _optimizer(settings: dict[str, Any]) -> str:
-    """Return the ``--trainer-args`` that name the optimizer."""
-    pairs = settings.get("trainer_args") or ()
-    return " ".join(sorted(p for p in pairs if p.startswith(("optim=", "optim_args=")))) or "Trainer's own optimizer"
-
-
-def _why(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

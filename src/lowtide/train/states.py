@@ -26,7 +26,7 @@ _KEY = "optimizer"
 
 def save_parts(checkpoint: Path, model: Any, optimizer: Any) -> None:
     """Write each rank's part of the optimizer's states."""
-    states = get_optimizer_state_dict(model, optimizer)
+    states = get_optimizer_state_dict(model, _inner(optimizer))
     save({_KEY: states}, checkpoint_id=checkpoint / PARTS, no_dist=not in_group())
 
 
@@ -38,6 +38,7 @@ def load_optimizer(checkpoint: Path, model: Any, optimizer: Any) -> None:
         model: as the engine has made it.
         optimizer: over the parameters of that.
     """
+    optimizer = _inner(optimizer)
     if (checkpoint / PARTS).is_dir():
         told = {_KEY: get_optimizer_state_dict(model, optimizer)}
         load(told, checkpoint_id=checkpoint / PARTS, no_dist=not in_group())
@@ -49,3 +50,8 @@ def load_optimizer(checkpoint: Path, model: Any, optimizer: Any) -> None:
     groups = [{**group, "params": [order[i] for i in group["params"]]} for group in whole["param_groups"]]
     named: Any = {"state": {order[i]: state for i, state in whole["state"].items()}, "param_groups": groups}
     set_optimizer_state_dict(model, optimizer, named, options=StateDictOptions(full_state_dict=True))
+
+
+def _inner(optimizer: Any) -> Any:
+    """Return what accelerate wraps: PyTorch makes empty states by a step, which a gradient scaler refuses."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -24,6 +25,7 @@ from lowtide.train.packing import Batches, PackedBlocks, nothing_predicted
 from lowtide.train.parallel import check_precision, settle
 from lowtide.train.positions import write_positions
 from lowtide.train.ranks import Shares
+from lowtide.train.rates import Rates
 from lowtide.train.stopping import best_step
 from lowtide.train.streams import IGNORED, Block
 
@@ -80,7 +82,7 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is not None and self.is_fsdp_enabled:
             # the stock format, read while the model is whole: any engine goes on from any other's checkpoint
             self.is_fsdp_enabled = False
-            super()._load_from_checkpoint(resume_from_checkpoint)
+            self._load_from_checkpoint(resume_from_checkpoint)
             self.is_fsdp_enabled = True
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -149,7 +151,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             return
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=whole)  # on the first rank; empty on the others
-        self._save(output_dir, state_dict=state)
+        if self.args.should_save:  # an older Trainer's _save lets every rank write
+            self._save(output_dir, state_dict=state)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is not None:  # gathered: a tied weight is there under each of its names, and would be saved twice
@@ -169,15 +172,30 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.is_fsdp_enabled:  # else it was read before the model was shared out
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with checkpoints.reading(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        in_parts = self.is_fsdp_enabled or (checkpoint is not None and (Path(checkpoint) / states.PARTS).is_dir())
-        if checkpoint is None or not in_parts or self.is_deepspeed_enabled:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
             return
-        states.load_optimizer(Path(checkpoint), self.model, self.optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        rates = None if self.is_deepspeed_enabled else Rates.of(self.optimizer, self.lr_scheduler)
+        with checkpoints.reading(checkpoint):
+            in_parts = self.is_fsdp_enabled or (Path(checkpoint) / states.PARTS).is_dir()
+            if not in_parts or self.is_deepspeed_enabled:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                states.load_optimizer(Path(checkpoint), self.model, self.optimizer)
+                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        if rates is not None:  # DeepSpeed has loaded an optimizer of its own by now
+            rates.restore(self.optimizer, self.lr_scheduler)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with checkpoints.reading(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
         output = super()._get_output_dir(trial)
@@ -200,10 +218,12 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
                 best = best_step(self.state.log_history) if self._keep_best else None
                 checkpoints.remove_old(final.parent, self.args.save_total_limit, best)
             self.accelerator.wait_for_everyone()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             if is_lost_rank(error):
                 raise
             shutil.rmtree(staged, ignore_errors=True)
+            if not checkpoints.is_not_written(error):
+                raise
             raise checkpoints.save_error(final, error) from error
         finally:
             self._saving = False
@@ -226,6 +246,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             if is_lost_rank(error):
                 raise
             shutil.rmtree(staged, ignore_errors=True)
+            if not checkpoints.is_not_written(error):
+                raise
             raise checkpoints.save_error(final, error) from error
         return final
 
@@ -303,6 +325,7 @@ def training_arguments(
         "eval_on_start": not resuming,
         "ignore_data_skip": True,  # the streams begin where the checkpoint says
         "disable_tqdm": True,
+        "log_on_each_node": False,  # the first rank speaks, not the first of each machine
         "report_to": "none",
         "use_cpu": not torch.accelerator.is_available(),  # else bfloat16 is refused where there is no GPU
         "push_to_hub": False,
