@@ -142,6 +142,42 @@ def edges() -> None:
             torch.testing.assert_close(in_full, true, rtol=2e-5, atol=2e-6, msg=lambda m, w=(i, way): f"{w} {m}")
 
 
+def trained_on_one_rank() -> None:
+    """Hidden states that need no gradient, and a weight that one rank trains: all ask for the same exchanges."""
+    global SCHEDULE
+    with_small_plans()
+    ways = itertools.product(("replicated", "sequence"), ("chunks", "blocks"), (0.0, 0.1), ("auto", "recompute"))
+    for i, (way, schedule, smoothing, gradient) in enumerate(ways):
+        if way == "sequence" and gradient == "recompute":
+            continue  # the others have no backward to gather hidden states in
+        SCHEDULE = schedule
+        x, w, _, y = head((1, N), D, V, seed=i, bias=False)
+        px, pw = spread(way, x.detach(), of_vocab=False), spread(way, w.detach(), of_vocab=True)
+        options = lowtide.HeadOptions(gradient=gradient)
+        trained = dist.get_rank() == 0
+        with exchanged() as seen:
+            pw.requires_grad_(trained)
+            loss = plain(lowtide.linear_cross_entropy(px, pw, y, label_smoothing=smoothing, options=options))
+            if trained:
+                loss.backward()
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, seen)
+        assert all(other == seen for other in asked), (way, schedule, smoothing, gradient, asked)
+        want = oracle(x, w, y, label_smoothing=smoothing)
+        want.backward()
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
+        assert w.grad is not None
+        if trained:
+            mine = pw.grad.to_local()
+            torch.testing.assert_close(mine, w.grad[: len(mine)], rtol=2e-5, atol=2e-6)
+        with torch.no_grad(), exchanged() as seen:  # nobody trains: nothing is exchanged for gradients
+            lowtide.linear_cross_entropy(px, pw, y, label_smoothing=smoothing)
+        tokens = -(-N // dist.get_world_size())
+        gathered = sum(size for name, size in seen if name.startswith("all_gather"))
+        numbers = (3 + (smoothing > 0)) * (tokens * dist.get_world_size() if way == "sequence" else N)
+        assert gathered == numbers + (tokens * D if way == "sequence" else 0), (way, schedule, smoothing, seen)
+
+
 def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, Any]) -> None:
     """Check what was exchanged: three numbers a token, one more for either option, and the input's gradient."""
     ranks = dist.get_world_size()
@@ -158,7 +194,7 @@ def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, 
     assert max((size for _, size in seen), default=0) <= max(2, D) * max(tokens, 1)
 
 
-CASES = named(values_and_gradients, edges)
+CASES = named(values_and_gradients, edges, trained_on_one_rank)
 
 if __name__ == "__main__":
     main(CASES)

@@ -80,15 +80,21 @@ class _Rows:
 
 
 class ShardedHead:
-    """Stands in the place of `operators` in autograd's graph: the same calls, on this rank's part of the vocabulary."""
+    """Stands in the place of `operators` in autograd's graph: the same calls, on this rank's part of the vocabulary.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    Args:
+        ranks: The others.
+        stores: Whether the ranks on which something is trained compute its gradients in `run`.
+    """
+
+    def __init__(self, ranks: Ranks, *, stores: bool) -> None:
+        self.ranks, self.stores = ranks, stores
 
     def run(self, *args: Any) -> Stored:
         """Compute the loss, the same on every rank, and the gradients that are wanted."""
         *fields, keep_rows = args
         call, wanted = Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
+        others_train = self.stores and torch.is_grad_enabled()  # under no_grad, of all ranks, nobody does
         with torch.no_grad(), undisturbed(call.input.device):
             job = call.job()
             plan = _plan(job, self.ranks, call.options(), wanted)
@@ -99,7 +105,8 @@ class ShardedHead:
                 return rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
 
             if plan.backend == "exp":
-                numbers = self._exp(job, rows, plan).run(factor if any(wanted) else None, into)
+                exp = self._exp(job, rows, plan)
+                numbers = exp.run(factor if any(wanted) else None, into, others_train=others_train)
             else:
                 numbers = _run_chunks(job, rows, plan, self.ranks, factor() if any(wanted) else None, into, None)
             loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
