@@ -221,9 +221,11 @@ def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Want
         return plan_part(ranks, job.weight_VD, job.dtype, options, job.reduction, weight_frozen=frozen)
     gradient = choose_gradient(options, job.reduction, weight_frozen=False)
     tokens = ranks.tokens.groups * ranks.tokens.length
+    # Hidden states are gathered ahead, or rounded, in which a rank must not differ: of sums alone four pieces live at
+    # once, of gradients three; with these also the product, in float32, whose sum over the ranks is under way.
     return plan_exp(
         tokens, D, most, device, options, reason, gradient, job.weight_VD.dtype, frozen, input_is_copied=True,
-        device_bytes=ranks.limits.gpu_bytes, row_bytes=(8 if ranks.spread else 4) * D, pieces=2,
+        device_bytes=ranks.limits.gpu_bytes, sum_row_bytes=3 * 2 * D, row_bytes=(2 * 2 + 4) * D, pieces=2,
     )  # fmt: skip
 
 
