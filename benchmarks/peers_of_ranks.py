@@ -74,3 +74,16 @@ def liger_function() -> Callable[..., Tensor] | None:
     except (ImportError, AttributeError):
         return None
     return lambda x, w, y, group: function.apply(x, w, y, group)
+
+
+def liger_implementation(losses: Tensor) -> str:
+    """Return which of Liger's implementations computed losses: it takes its fallback where it cannot load the other."""
+    nodes: list[Any] = [losses.grad_fn]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [after for after, _ in node.next_functions]
+    native = any("NativeTPFunction" in type(node).__name__ for node in seen)
+    return "native" if native else "fallback"

@@ -21,13 +21,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers_of_ranks import liger_function, megatron_loss
+from peers_of_ranks import liger_function, liger_implementation, megatron_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -43,11 +44,15 @@ from lowtide.measure import peak_above, time_side_by_side
 
 SHAPES = (Shape("llama-8b, 8192 tokens", 8192, 4096, 128256), Shape("qwen-4k", 8192, 4096, 151936))
 RESULTS = Path(__file__).parent / "results"
+PATIENCE = timedelta(seconds=180)  # that a rank waits for the others, which may compile kernels
 Runs = dict[str, Callable[[], Any]]
 
 
-def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> Runs:
-    """Return what is measured with a sharded vocabulary, by name: loss and both gradients."""
+def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> tuple[Runs, dict[str, dict[str, Any]]]:
+    """Return what is measured with a sharded vocabulary, by name: loss and both gradients.
+
+    And what is to be said of some of them, which is known when they have run.
+    """
     mesh = meshes[""]
     ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
@@ -76,6 +81,7 @@ def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> 
         return inside
 
     found: Runs = {}
+    notes: dict[str, dict[str, Any]] = {}
     for priority, its in meshes.items():
         shard = lowtide.VocabShard.of(w.detach(), its.get_group())
         found[f"lowtide{priority}"] = step(ours, x, w, shard=shard)
@@ -91,8 +97,16 @@ def sharded_ways(x: Tensor, w: Tensor, y: Tensor, meshes: Mapping[str, Any]) -> 
     found["Megatron-style"] = step(lambda x, w: megatron_loss(x, w, y, group), x, w)
     liger = liger_function() if x.is_cuda else None
     if liger is not None:
-        found["Liger"] = step(lambda x, w: liger(x, w, y, group).mean(), x, w)
-    return found
+        of_liger = notes.setdefault("Liger", {})
+
+        def ligers(input: Tensor, weight: Tensor) -> Tensor:
+            losses: Tensor = liger(input, weight, y, group)
+            if "implementation" not in of_liger:
+                of_liger["implementation"] = liger_implementation(losses)
+            return losses.mean()
+
+        found["Liger"] = step(ligers, x, w)
+    return found, notes
 
 
 class Root(nn.Module):
@@ -157,26 +171,38 @@ def counted() -> Iterator[Counter[str]]:
             setattr(dist, name, function)
 
 
-def measure(runs: Runs, bare: Runs, device: torch.device, warm: int, reps: int) -> dict[str, dict[str, Any]]:
-    """Return a row for each of ``runs``: milliseconds, share of the limit, peak, collectives; or why it failed."""
+def measure(
+    runs: Runs, bare: Runs, device: torch.device, warm: int, reps: int, notes: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return a row for each of ``runs``: milliseconds, share of the limit, peak, collectives; or why it failed.
+
+    A way that fails on some rank is measured on none. Where others wait for that rank inside of it, they fail when the
+    process group's patience ends, and NCCL's end with them. ``notes`` are what to say of some ways.
+    """
     rows: dict[str, dict[str, Any]] = {}
     expected: float | None = None  # all have the same tokens: who computes something else is not measured
+    speaking = dist.new_group(backend="gloo", timeout=3 * PATIENCE)  # apart from what a failed way left unanswered
     for name in list(runs):
+        said: str | None = None
+        row: dict[str, Any] = {}
         try:
             runs[name]()
             with counted() as collectives:
                 loss = float(runs[name]())
             if not math.isclose(loss, expected := loss if expected is None else expected, rel_tol=2e-2):
                 raise ValueError(f"its loss is {loss}, not {expected}")
-            rows[name] = {"loss": loss, "peak_mib": highest(peak_above(runs[name], device) / 2**20, device)}
-            rows[name]["collectives"] = dict(collectives)
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:  # on every rank alike: all hold as much, all ask the same
-            rows[name] = {"failed": str(error).splitlines()[0]}
+            row = {"loss": loss, "peak_mib": peak_above(runs[name], device) / 2**20, "collectives": dict(collectives)}
+        except Exception as error:
+            said = f"rank {dist.get_rank()}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        of_ranks: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, said, group=speaking)
+        failures = [other for other in of_ranks if other is not None]
+        if failures:
+            rows[name] = {"failed": "; ".join(failures)}
             del runs[name]
+            continue
+        rows[name] = row | {"peak_mib": highest(row["peak_mib"], device)} | dict((notes or {}).get(name, {}))
+    dist.destroy_process_group(speaking)
     times: dict[str, list[float]] = {name: [] for name in (*runs, *bare)}
     for round_ in range(warm + reps):
         for name, run in {**runs, **bare}.items():
@@ -210,7 +236,8 @@ def measure_shape(
     dist.broadcast(x, 0)
     y = torch.randint(0, rows * ranks, (N,), generator=torch.Generator().manual_seed(1)).to(device)
     bare: Runs = {f"products, {c} rows": bare_gemms(local, c) for c in limit_rows(N, rows * dtype.itemsize)}
-    found = measure(sharded_ways(x, local.w, y, meshes), bare, device, args.warm, args.reps)
+    ways, notes = sharded_ways(x, local.w, y, meshes)
+    found = measure(ways, bare, device, args.warm, args.reps, notes)
     found |= measure(fsdp_ways(shape, dtype, device, meshes[""]), {}, device, 1, max(1, args.reps // 3))
     return {"N": N, "D": D, "V": rows * ranks, "ranks": ranks, "dtype": str(dtype), "rows": found}
 
@@ -255,9 +282,9 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=PATIENCE)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=PATIENCE)
     meshes = meshes_of(device)
     shapes = [Shape(text, *map(int, text.split(","))) for text in args.shape or []] or SHAPES
     results: list[dict[str, Any]] = []

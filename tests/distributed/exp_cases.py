@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +18,11 @@ from distributed.launch import main, named
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
+from lowtide.head.operators import Wanted
+from lowtide.head.softmax import LossTerms
 from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
+from lowtide.head.vocab import tokens
+from lowtide.head.vocab.shard import Limits
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
@@ -31,15 +38,16 @@ NEAR = 2e-5  # beside what plain PyTorch in float32 errs
 
 def small_plan(job: Any, ranks: Any, options: lowtide.HeadOptions, wanted: Any) -> HeadPlan:
     blocks = options.gradient == "recompute" or SCHEDULE == "blocks"
-    tokens = ranks.tokens.groups * ranks.tokens.length
+    rows = ranks.tokens.groups * ranks.tokens.length
     return HeadPlan(
-        backend="exp", reason="", gradient="forward", accumulate="input", rows=tokens, chunks=-(-tokens // 16),
+        backend="exp", reason="", gradient="forward", accumulate="input", rows=rows, chunks=-(-rows // 16),
         chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks" if blocks else "chunks",
         block_columns=24 if blocks else V, sum_rows=19, product_rows=6,
     )  # fmt: skip
 
 
 SCHEDULE = "chunks"
+REAL_PLAN = vocab_cross_entropy._plan
 
 
 def with_small_plans() -> None:
@@ -142,23 +150,110 @@ def edges() -> None:
             torch.testing.assert_close(in_full, true, rtol=2e-5, atol=2e-6, msg=lambda m, w=(i, way): f"{w} {m}")
 
 
+def trained_on_one_rank() -> None:
+    """Hidden states that need no gradient, and a weight that one rank trains: all ask for the same exchanges."""
+    global SCHEDULE
+    with_small_plans()
+    ways = itertools.product(("replicated", "sequence"), ("chunks", "blocks"), (0.0, 0.1), ("auto", "recompute"))
+    for i, (way, schedule, smoothing, gradient) in enumerate(ways):
+        if way == "sequence" and gradient == "recompute":
+            continue  # the others have no backward to gather hidden states in
+        SCHEDULE = schedule
+        x, w, _, y = head((1, N), D, V, seed=i, bias=False)
+        px, pw = spread(way, x.detach(), of_vocab=False), spread(way, w.detach(), of_vocab=True)
+        options = lowtide.HeadOptions(gradient=gradient)
+        trained = dist.get_rank() == 0
+        with exchanged() as seen:
+            pw.requires_grad_(trained)
+            loss = plain(lowtide.linear_cross_entropy(px, pw, y, label_smoothing=smoothing, options=options))
+            if trained:
+                loss.backward()
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, seen)
+        assert all(other == seen for other in asked), (way, schedule, smoothing, gradient, asked)
+        want = oracle(x, w, y, label_smoothing=smoothing)
+        want.backward()
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
+        assert w.grad is not None
+        if trained:
+            mine = pw.grad.to_local()
+            torch.testing.assert_close(mine, w.grad[: len(mine)], rtol=2e-5, atol=2e-6)
+        with torch.no_grad(), exchanged() as seen:  # nobody trains: nothing is exchanged for gradients
+            lowtide.linear_cross_entropy(px, pw, y, label_smoothing=smoothing)
+        held = -(-N // dist.get_world_size())
+        gathered = sum(size for name, size in seen if name.startswith("all_gather"))
+        numbers = (3 + (smoothing > 0)) * (held * dist.get_world_size() if way == "sequence" else N)
+        assert gathered == numbers + (held * D if way == "sequence" else 0), (way, schedule, smoothing, seen)
+
+
+def plans_of_what_is_fetched_ahead() -> None:
+    """As many pieces of hidden states live at once as plans count, with sums alone and with gradients."""
+    global SCHEDULE
+    with_small_plans()
+    SCHEDULE = "blocks"
+    ranks = dist.get_world_size()
+    x, w, _, y = head((1, 114), D, V, seed=0, bias=False)
+    px, pw = spread("sequence", x, of_vocab=False), spread("sequence", w, of_vocab=True)
+    live: list[Any] = []
+    most = []
+    begin_rows = tokens.SpreadTokens.begin_rows
+
+    def watched(*args: Any) -> Any:
+        told = begin_rows(*args)
+        live.append(weakref.ref(told.value))
+        most.append(sum(storage() is not None for storage in live))
+        return told
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tokens.SpreadTokens, "begin_rows", watched)
+        with torch.no_grad():
+            lowtide.linear_cross_entropy(px, pw, y)
+        of_sums = max(most)
+        most.clear()
+        plain(lowtide.linear_cross_entropy(px, pw, y, options=lowtide.HeadOptions(gradient="recompute"))).backward()
+        rebuilding = max(most[len(most) // 2 :])
+    assert (of_sums, rebuilding) == (4, 3), (of_sums, rebuilding)
+
+    hidden, classes, mib = 4096, 32064, 160
+    terms = LossTerms(class_weight=None, label_smoothing=0.0, z_loss=0.0)
+    job: Any = SimpleNamespace(
+        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16, softcap=None, terms=terms,
+        weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"), reduction="mean",
+    )  # fmt: skip
+    for is_spread in (False, True):  # hidden states are copied also where autocast rounds them
+        theirs: Any = SimpleNamespace(
+            shard=SimpleNamespace(most_rows=classes), limits=Limits(80 << 30, True), spread=is_spread,
+            tokens=SimpleNamespace(groups=ranks, length=30000 // ranks),
+        )  # fmt: skip
+        options = lowtide.HeadOptions(gradient="recompute", workspace_mib=mib)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(vocab_cross_entropy, "_exp_or_torch", lambda *_, **__: ("exp", ""))
+            plan = REAL_PLAN(job, theirs, options, Wanted(True, True, False))
+        assert plan.schedule == "blocks"
+        of_x = 2 * hidden
+        in_sums = plan.sum_rows * (of_sums * of_x + 4 * classes // 128)
+        # hidden states, s x, and the products in float32 of this chunk and of the one whose sum is under way
+        in_gradients = plan.chunk_rows * ((rebuilding + 1) * of_x + 2 * 4 * hidden + 2 * plan.block_columns)
+        assert max(in_sums, in_gradients) <= mib * 2**20, (is_spread, in_sums / 2**20, in_gradients / 2**20)
+
+
 def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, Any]) -> None:
     """Check what was exchanged: three numbers a token, one more for either option, and the input's gradient."""
     ranks = dist.get_world_size()
-    tokens, times = n, 1
+    count, times = n, 1
     if way == "sequence":
-        tokens = -(-n // ranks) * ranks  # parts are filled up
+        count = -(-n // ranks) * ranks  # parts are filled up
         # smoothing's share of the weight's gradient reads the hidden states first; blocks read them a second time
         times = 1 + ("label_smoothing" in options) + (SCHEDULE == "blocks")
     numbers = sum(size for name, size in seen if name.startswith("all_gather"))
-    want = tokens * (3 + ("label_smoothing" in options)) + (tokens + 1) * ("weight" in options)
-    want += times * tokens // ranks * D if way == "sequence" else 0
+    want = count * (3 + ("label_smoothing" in options)) + (count + 1) * ("weight" in options)
+    want += times * count // ranks * D if way == "sequence" else 0
     assert numbers == want, (way, n, options, seen)
-    assert sum(size for name, size in seen if name.startswith(("all_reduce", "reduce_scatter"))) == tokens * D
-    assert max((size for _, size in seen), default=0) <= max(2, D) * max(tokens, 1)
+    assert sum(size for name, size in seen if name.startswith(("all_reduce", "reduce_scatter"))) == count * D
+    assert max((size for _, size in seen), default=0) <= max(2, D) * max(count, 1)
 
 
-CASES = named(values_and_gradients, edges)
+CASES = named(values_and_gradients, edges, trained_on_one_rank, plans_of_what_is_fetched_ahead)
 
 if __name__ == "__main__":
     main(CASES)

@@ -36,15 +36,17 @@ def named(*cases: Case) -> dict[str, Case]:
 
 @cache
 def outcomes(
-    file: Path, ranks: int, only: tuple[str, ...] = (), device: str = "cpu", seconds: float = 300
+    file: Path, ranks: int, only: tuple[str, ...] = (), device: str = "cpu", seconds: float | None = None
 ) -> dict[str, str]:
     """Run the cases of ``file``, all or ``only`` some, and return for each one begun "right" or what went wrong.
 
     On "cpu" the ranks speak gloo, on "cuda" each has a GPU, and they speak NCCL.
 
     Raises:
-        AssertionError: A rank died, or all of them took more than ``seconds``.
+        AssertionError: A rank died, or all of them took more than ``seconds``. None: 300, on GPUs 900, where kernels
+            are compiled.
     """
+    seconds = (300 if device == "cpu" else 900) if seconds is None else seconds
     path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD": str(ranks), "RANKS_DEVICE": device}
     if device == "cpu":

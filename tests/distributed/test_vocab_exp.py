@@ -12,6 +12,9 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs tests/gpu runs this path")
-def test_on_three_ranks() -> None:
+@pytest.mark.parametrize(
+    "case", ["values_and_gradients", "edges", "trained_on_one_rank", "plans_of_what_is_fetched_ahead"]
+)
+def test_on_three_ranks(case: str) -> None:
     pytest.importorskip("triton")
-    launch.check(Path(__file__).with_name("exp_cases.py"), 3, "values_and_gradients")
+    launch.check(Path(__file__).with_name("exp_cases.py"), 3, case)

@@ -18,6 +18,7 @@ CASES = [
     "what_is_exchanged",
     "memory",
     "unlike_gpus",
+    "kinds_of_devices",
     "errors",
     "a_rank_that_never_comes",
 ]

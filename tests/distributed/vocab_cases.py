@@ -392,12 +392,11 @@ def what_is_exchanged() -> None:
         counts = []
         for target in (y, torch.full_like(y, -100), y % 3):
             px, pw = spread(way, x[None], of_vocab=False), spread(way, w, of_vocab=True)
-            shard = shard_of(way, pw)
+            kwargs = {**shard_of(way, pw), "num_items": 7.0, "options": lowtide.HeadOptions(workspace_mib=0.1)}
+            if not counts:  # at a group's first call its ranks tell each other what they can do
+                lowtide.linear_cross_entropy(px, pw, target[None], **kwargs)
             with exchanged() as seen:
-                loss = lowtide.linear_cross_entropy(
-                    px, pw, target[None], num_items=7.0, options=lowtide.HeadOptions(workspace_mib=0.1), **shard
-                )
-                plain(loss).backward()
+                plain(lowtide.linear_cross_entropy(px, pw, target[None], **kwargs)).backward()
             counts.append(sorted(seen))
         assert counts[0] == counts[1] == counts[2]
         numbers = sum(size for name, size in counts[0] if name.startswith("all_gather"))
@@ -537,6 +536,31 @@ def unlike_gpus() -> None:
             dist.destroy_process_group(group)
 
 
+def kinds_of_devices() -> None:
+    """What a weight on the host tells of the ranks does not stand for their GPUs; None is the group of all ranks."""
+    group = dist.new_group()
+    numbers_of_all = vocab_shard.exchange.numbers_of_all
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(vocab_shard, "_limits_here", lambda device: (80 << 30, 1) if device.type == "cuda" else (0, 0))
+        patched.setattr(
+            vocab_shard.exchange, "numbers_of_all", lambda numbers, its, _: numbers_of_all(numbers, its, DEVICE)
+        )
+        lowtide.VocabShard.of(torch.empty(4, 6), group)
+        on_gpus = vocab_shard.limits_of(group, torch.device("cuda"))
+        assert on_gpus == (80 << 30, True)
+        lowtide.VocabShard.of(torch.empty(4, 6), group)
+        assert vocab_shard.limits_of(group, torch.device("cuda")) == on_gpus
+        assert vocab_shard.limits_of(group, torch.device("cpu")) == (None, False)
+    dist.destroy_process_group(group)
+
+    x, w, _, y = head(LEADING, D, V, dtype=torch.float64, bias=False)
+    part = part_of(w)
+    here = lowtide.VocabShard.of(part)
+    given = lowtide.VocabShard(group=None, first=here.first, rows=here.rows, vocab=V, largest=here.largest)
+    assert given == here
+    near(lowtide.linear_cross_entropy(x, part, y, vocab_shard=given), oracle(x, w, y), "group=None")
+
+
 def a_rank_that_never_comes() -> None:
     """Nobody waits for ever: the others' call ends with the process group's error, after its patience."""
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -560,6 +584,7 @@ CASES = named(
     what_is_exchanged,
     memory,
     unlike_gpus,
+    kinds_of_devices,
     errors,
     a_rank_that_never_comes,
 )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowtide
 from distributed.launch import main, named
+from distributed.vocab_cases import WAYS, plain, shard_of, spread, whole
 from support import head, in_float64, oracle, relative_error
 
 OPTIONS: list[dict[str, Any]] = [
@@ -37,47 +38,63 @@ def in_parts(x: Tensor, w: Tensor, *, sequence: bool) -> tuple[Any, Any]:
 
 def compare(
     N: int, D: int, V: int, dtype: torch.dtype, most: tuple[float, float, float], *, huge: bool = False,
-    sequence: bool = False, gradient: Any = "auto", backend: Any = "auto", workspace_mib: float | None = None,
-    **kwargs: Any,
+    way: str = "replicated", gradient: Any = "auto", backend: Any = "auto", workspace_mib: float | None = None,
+    bias: bool = False, autocast: bool = False, **kwargs: Any,
 ) -> None:  # fmt: skip
-    """Loss, dX and dW of all ranks together against float64 autograd, as norms."""
+    """Loss, dX, dW and the bias's gradient of all ranks together against float64 autograd, as norms.
+
+    Ways are those of vocab_cases: DTensors, or ("local") plain tensors with vocab_shard, in parts of uneven sizes.
+    """
     x, w, y = problem(N, D, V, dtype)
     y[0, 1::7] = -100
     if huge:
         x[:, ::3] *= 300
-    px, pw = in_parts(x, w, sequence=sequence)
+    leaves = [x, w]
+    if bias:
+        leaves.append(torch.randn(V, generator=torch.Generator().manual_seed(4)).to("cuda", dtype))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    parts = [spread(way, leaf, of_vocab=k > 0) for k, leaf in enumerate(leaves)]
     options = lowtide.HeadOptions(backend=backend, gradient=gradient, workspace_mib=workspace_mib)
     if "weight" in kwargs:
         kwargs["weight"] = torch.rand(V, generator=torch.Generator().manual_seed(3)).cuda() + 0.1
-    loss = lowtide.linear_cross_entropy(px, pw, y, options=options, **kwargs).to_local()
-    truth = in_float64({"input": x.requires_grad_(), "linear_weight": w.requires_grad_(), "target": y, **kwargs})
+    names = ("input", "linear_weight", "linear_bias")
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        loss = plain(
+            lowtide.linear_cross_entropy(
+                **dict(zip(names, parts, strict=False)), target=y, options=options, **shard_of(way, parts[1]), **kwargs
+            )
+        )
+    truth = in_float64({**dict(zip(names, leaves, strict=False)), "target": y, **kwargs})
     want = oracle(**truth)
-    got = torch.autograd.grad(loss.sum(), (px, pw))
-    true = torch.autograd.grad(want.sum(), (truth["input"], truth["linear_weight"]))
-    errors = [relative_error(loss, want), *(relative_error(g.full_tensor(), t) for g, t in zip(got, true, strict=True))]
-    assert all(error <= bound for error, bound in zip(errors, most, strict=True)), (
-        errors,
-        most,
-        kwargs,
-        huge,
-        sequence,
-    )
+    got = torch.autograd.grad(loss.sum(), parts)
+    true = torch.autograd.grad(want.sum(), [truth[name] for name in names[: len(leaves)]])
+    assert [g.dtype for g in got] == [leaf.dtype for leaf in leaves]
+    errors = [relative_error(loss, want)]
+    errors += [relative_error(whole(way, g, of_vocab=k > 0), t) for k, (g, t) in enumerate(zip(got, true, strict=True))]
+    bounds = (*most, most[2])[: len(errors)]
+    what = (errors, bounds, kwargs, huge, way, gradient, autocast)
+    assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), what
 
 
 def bfloat16() -> None:
-    """Odd shapes, each option, both gradients, ordinary and huge losses, hidden states replicated and sharded."""
-    for options, huge, sequence in itertools.product(OPTIONS, (False, True), (False, True)):
+    """Odd shapes, each option, both gradients, ordinary and huge losses, every way of holding the tensors."""
+    most = (2e-5, 3.4e-3, 4.5e-3)
+    for options, huge, way in itertools.product(OPTIONS, (False, True), WAYS):
         gradient = "auto" if options.get("reduction") == "none" else "forward"
         compare(
-            1301, 256, 5003, torch.bfloat16, (2e-5, 3.4e-3, 4.5e-3), huge=huge and "softcap" not in options,
-            sequence=sequence, gradient=gradient, backend="exp", **options,
+            1301, 256, 5003, torch.bfloat16, most, huge=huge and "softcap" not in options, way=way, gradient=gradient,
+            backend="exp", **options,
         )  # fmt: skip
-    compare(1301, 256, 5003, torch.bfloat16, (2e-5, 3.4e-3, 4.5e-3), gradient="recompute", backend="exp")
+    for way in WAYS:
+        compare(1301, 256, 5003, torch.bfloat16, most, way=way, gradient="recompute", backend="exp", bias=True)
+        compare(1301, 256, 5003, torch.bfloat16, most, way=way, backend="exp", bias=True, label_smoothing=0.1)
+        # the truth's operands are not rounded to bfloat16, which alone errs 2e-3
+        compare(1301, 256, 5003, torch.float32, (2e-4, 5e-3, 6e-3), way=way, backend="exp", autocast=True)
     compare(1, 64, 300, torch.bfloat16, (2e-5, 5e-3, 6e-3), backend="exp")
-    compare(4097, 128, 50257, torch.bfloat16, (2e-5, 3.4e-3, 4.5e-3), backend="exp", sequence=True)
-    for sequence, workspace in itertools.product((False, True), (64.0, 512.0)):  # few rows, in blocks; many chunks
+    compare(4097, 128, 50257, torch.bfloat16, most, backend="exp", way="sequence")
+    for way, workspace in itertools.product(WAYS, (64.0, 512.0)):  # few rows, in blocks; many chunks
         compare(
-            9001, 512, 50257, torch.bfloat16, (2e-5, 3.4e-3, 9e-3), backend="exp", sequence=sequence, huge=True,
+            9001, 512, 50257, torch.bfloat16, (2e-5, 3.4e-3, 9e-3), backend="exp", way=way, huge=True,
             workspace_mib=workspace,
         )  # fmt: skip
 
@@ -85,7 +102,8 @@ def bfloat16() -> None:
 def edges() -> None:
     """No token, fewer tokens or classes than ranks, a target that is no class, ignored rows that are no numbers."""
     for sequence in (False, True):
-        compare(40, 64, 3, torch.bfloat16, (1e-4, 1e-2, 1e-2), backend="exp", sequence=sequence, label_smoothing=0.1)
+        way = "sequence" if sequence else "replicated"
+        compare(40, 64, 3, torch.bfloat16, (1e-4, 1e-2, 1e-2), backend="exp", way=way, label_smoothing=0.1)
         for N in (0, 1):
             x, w, y = problem(N, 64, 300, torch.bfloat16)
             px, pw = in_parts(x, w, sequence=sequence)
@@ -109,15 +127,20 @@ def edges() -> None:
 
 
 def no_host_waits() -> None:
-    """Nothing between call and end of backward waits for the device."""
-    x, w, y = problem(600, 256, 5003, torch.bfloat16)
-    for sequence in (False, True):
-        px, pw = in_parts(x, w, sequence=sequence)
-        for _ in range(2):  # the first call compiles, and sets up the ranks' connections
+    """Nothing between call and end of backward waits for the device, with any option and either gradient."""
+    V = 5003
+    x, w, y = problem(600, 256, V, torch.bfloat16)
+    class_weight = torch.rand(V, generator=torch.Generator().manual_seed(3)).cuda() + 0.1
+    for options, gradient, way in itertools.product(OPTIONS, ("auto", "recompute"), WAYS):
+        kwargs = {**options, "weight": class_weight} if "weight" in options else dict(options)
+        px, pw = (spread(way, t.requires_grad_(), of_vocab=k > 0) for k, t in enumerate((x, w)))
+        kwargs |= {**shard_of(way, pw), "options": lowtide.HeadOptions(gradient=gradient)}
+        upstream = torch.ones((1, 600) if options.get("reduction") == "none" else (), device="cuda")
+        for again in (False, True):  # the first call compiles, and sets up the ranks' connections
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if _ else "default")
+            torch.cuda.set_sync_debug_mode("error" if again else "default")
             try:
-                lowtide.linear_cross_entropy(px, pw, y).backward()
+                plain(lowtide.linear_cross_entropy(px, pw, y, **kwargs)).backward(upstream)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 

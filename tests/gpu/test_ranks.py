@@ -21,6 +21,7 @@ FOR_ALL = {
         "policies",
     ],
     "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
+    "tensor_parallel_cases": ["two_axes"],
     "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding", "two_axes_at_once_are_refused"],
     "vocab_cases": [
         "losses",
@@ -34,11 +35,15 @@ FOR_ALL = {
 }
 
 
+FOR_FOUR = ("mesh_cases", "tensor_parallel_cases")  # whose meshes are two by two
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(2), pytest.param(4)])
 @pytest.mark.parametrize(("file", "case"), [(file, case) for file, cases in FOR_ALL.items() for case in cases])
 def test_cases_of_the_cpu(file: str, case: str, ranks: int) -> None:
-    if ranks > GPUS or (ranks < 4 and file == "mesh_cases"):
-        pytest.skip(f"needs {max(ranks, 4 if file == 'mesh_cases' else 0)} GPUs")
+    needed = 4 if file in FOR_FOUR else ranks
+    if needed > GPUS or ranks < needed:
+        pytest.skip(f"runs on {needed} GPUs")
     launch.check(CASES / f"{file}.py", ranks, case, tuple(FOR_ALL[file]), device="cuda")
 
 

@@ -1,29 +1,110 @@
-"""PyTorch's own counter of operations sees the head's products, where these are PyTorch's."""
+"""PyTorch's own counter of operations is told what the operators compute, whatever they compute it with."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.head import operators, plan, schedules
+from lowtide.head.divergences import autograd as divergence_autograd
+from lowtide.head.exponentials.blocks import matmul_into
+from lowtide.head.kernels import configs
+from lowtide.head.registration import undisturbed
+from lowtide.head.statistics import autograd as token_stats_autograd
 from support import head
+
+N, D, V = 12, 6, 31
 
 
 def entropy(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return lowtide.linear_token_stats(x, w, y, want=("entropy",)).entropy
 
 
-@pytest.mark.parametrize(
-    ("function", "products"), [(lowtide.linear_cross_entropy, 3), (lowtide.linear_logprobs, 4), (entropy, 4)]
-)
-def test_products_are_counted(function: Callable[..., Any], products: int) -> None:
+def rebuilt(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return lowtide.linear_cross_entropy(x, w, y, options=lowtide.HeadOptions(gradient="recompute"))
+
+
+def divergence(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
+    teacher = torch.randn(N, 4), torch.randn(V, 4)
+    return lowtide.linear_divergence(x, w, *teacher, **kwargs)
+
+
+def mean_divergence(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return divergence(x, w, y, reduction="mean")
+
+
+def counted(run: Callable[[], Any]) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # it imports Triton where there is one
 
-    N, D, V = 12, 6, 31
-    x, w, _, y = head(N, D, V, bias=False)
     with FlopCounterMode(display=False) as counter:
-        function(x, w, y).sum().backward()
-    assert counter.get_total_flops() == products * 2 * N * D * V
+        run()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("function", "products"),
+    [(lowtide.linear_cross_entropy, 3), (rebuilt, 4), (lowtide.linear_logprobs, 4), (entropy, 4)],
+)
+def test_products_are_counted(function: Callable[..., Any], products: int) -> None:
+    x, w, _, y = head(N, D, V, bias=False)
+    assert counted(lambda: function(x, w, y).sum().backward()) == products * 2 * N * D * V
+
+
+@pytest.mark.parametrize(
+    "function", [lowtide.linear_cross_entropy, rebuilt, lowtide.linear_logprobs, entropy, divergence, mean_divergence]
+)
+def test_formulas_say_what_is_inside(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for of_x, of_w, of_b in itertools.product((False, True), repeat=3):
+        x, w, b, y = head(N, D, V)
+        for leaf, flag in ((x, of_x), (w, of_w), (b, of_b)):
+            leaf.requires_grad_(flag)
+
+        def run(x: Tensor = x, w: Tensor = w, y: Tensor = y) -> None:
+            value = function(x, w, y).sum()
+            if value.requires_grad:
+                value.backward()
+
+        with monkeypatch.context() as inside:
+            told = counted(run)
+            for module in (operators, token_stats_autograd, divergence_autograd):
+                inside.setattr(module, "watched", lambda _: False)
+            assert told == counted(run) > 0, (of_x, of_w)
+
+
+def test_products_into_a_wider_dtype() -> None:
+    """Where ranks share the vocabulary there is no operator: its products are PyTorch's, also with an out_dtype."""
+    a, b, out = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((4, 8), (8, 5), (4, 5)))
+
+    def run() -> None:
+        with undisturbed(torch.device("cpu")):
+            for add in (False, True):
+                matmul_into(a, b, out.float(), add=add)
+                matmul_into(a, b, out, add=add)
+
+    assert counted(run) == 4 * 2 * 4 * 8 * 5
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run by Triton's interpreter")
+@pytest.mark.parametrize("schedule", ["chunks", "blocks"])
+def test_triton_kernels_count(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    small = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
+    monkeypatch.setattr(configs, "of_device", lambda device: small)
+
+    def exponentials(job: Any, n: int, *_args: Any) -> plan.HeadPlan:
+        return plan.HeadPlan(
+            backend="exp", reason="", gradient="forward", accumulate="input", rows=n, chunks=2, chunk_rows=8,
+            scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="chunks" if schedule == "chunks" else "blocks",
+            block_columns=V if schedule == "chunks" else 24, sum_rows=7, product_rows=5,
+        )  # fmt: skip
+
+    monkeypatch.setattr(schedules, "_plan", exponentials)
+    x, w, _, y = head(N, 8, V, bias=False)
+    assert counted(lambda: lowtide.linear_cross_entropy(x, w, y).backward()) == 6 * N * 8 * V

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from lowtide.head.exponentials.path import ExpHead
 from lowtide.head.options import HeadOptions
-from lowtide.head.registration import fake_gradients, found_gradients, scalar_on, schema_of, undisturbed, watched
+from lowtide.head.registration import (
+    fake_gradients,
+    flop_formula,
+    found_gradients,
+    head_flop,
+    scalar_on,
+    schema_of,
+    undisturbed,
+    watched,
+)
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
 from lowtide.head.stored import StoredGradients, fake_stored_gradients, lacks_denominator, stored_gradients
@@ -165,6 +174,18 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *fields, _upstream, _lse, _miss = args
     call, wanted = _split(fields)
     return fake_gradients(wanted, call.input, call.linear_weight, call.wide)
+
+
+@flop_formula("cross_entropy")
+def _(*args: Any) -> int:
+    call, wanted = _split(args[:-1])
+    return head_flop(call.input, call.linear_weight, wanted)
+
+
+@flop_formula("cross_entropy_backward")
+def _(*args: Any) -> int:
+    call, wanted = _split(args[:-3])
+    return head_flop(call.input, call.linear_weight, wanted)
 
 
 def run(*args: Any) -> Stored:

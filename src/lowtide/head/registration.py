@@ -1,6 +1,8 @@
-"""What the head's registered operators share: schemas, when to be an operator, scalars on devices, gradients."""
+"""What the head's registered operators share: schemas, when to be an operator, scalars on devices, gradients, FLOP."""
 
-from collections.abc import Iterator, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, get_type_hints
 
@@ -31,7 +33,8 @@ def watched(args: Sequence[Any]) -> bool:
     """Return whether a compiler, a dispatch mode or a tensor without data has to see an operator."""
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() > 0 and not all(map(_counts, _get_current_dispatch_mode_stack())):
+    if torch._C._len_torch_dispatch_stack() > 0:
+        _tell_counters()
         return True
     for arg in args:
         kind = type(arg)
@@ -43,9 +46,39 @@ def watched(args: Sequence[Any]) -> bool:
     return False
 
 
-def _counts(mode: object) -> bool:
-    """Return whether a mode is FlopCounterMode's: it knows PyTorch's products, which are inside our operators."""
-    return type(mode).__module__ == "torch.utils.flop_counter"
+_FLOP: dict[Any, Callable[..., int]] = {}
+
+
+def flop_formula(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return what registers a formula of the operator ``name`` of lowtide: its FLOP, from its arguments.
+
+    The operator's own products are hidden from `torch.utils.flop_counter.FlopCounterMode`, whatever they run on.
+    """
+
+    def register(formula: Callable[..., int]) -> Callable[..., int]:
+        _FLOP[getattr(torch.ops.lowtide, name)] = lambda *args, out_val=None: formula(*args)  # noqa: ARG005
+        return formula
+
+    return register
+
+
+def _tell_counters() -> None:
+    """Tell FlopCounterModes at work our formulas: they copied PyTorch's table, whose module is slow to import."""
+    counting = sys.modules.get("torch.utils.flop_counter")
+    if counting is None:
+        return
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, counting._FlopCounterMode):
+            table, addmm = mode.counter.flop_registry, torch.ops.aten.addmm
+            for operator, formula in _FLOP.items():
+                table.setdefault(operator, formula)
+            if table.get(addmm) is counting.flop_registry[addmm]:
+                table[addmm] = _flop_of_addmm
+
+
+def _flop_of_addmm(_out: Tensor, a: Tensor, b: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    """Return what PyTorch's formula does, which takes no out_dtype: where we are no operator, it would be an error."""
+    return 2 * a.numel() * b.shape[1]
 
 
 def held_elsewhere() -> bool:
@@ -67,6 +100,8 @@ def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tenso
 
 def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
+    if torch._C._len_torch_dispatch_stack() > 0 and not torch.compiler.is_compiling():
+        _tell_counters()
     # Without autocast none is turned off: that takes the host as long as a launch.
     return _without_autocast(device) if torch.is_autocast_enabled(device.type) else on_device(device)
 
@@ -80,6 +115,11 @@ def _without_autocast(device: torch.device) -> Iterator[None]:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which kernels go to ``device``; entered also where it is current, for autograd's threads."""
     return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
+
+
+def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ()) -> int:
+    """Return the FLOP of one product for the logits, and one for each gradient that is ``wanted`` of the two."""
+    return 2 * (1 + sum(wanted[:2])) * math.prod(input.shape[:-1]) * linear_weight.numel()
 
 
 Found = tuple[Tensor, Tensor, Tensor]  # gradients of input, weight and bias, empty where not wanted

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError
 from lowtide.head.graph import differentiable_once, is_last_backward, refuse_batched
-from lowtide.head.registration import held_elsewhere, schema_of, tensor_fields, undisturbed, watched
+from lowtide.head.registration import flop_formula, held_elsewhere, schema_of, tensor_fields, undisturbed, watched
 from lowtide.mlp.call import SwigluCall, Wanted
+from lowtide.mlp.flop import backward_flop, forward_flop, projections_flop
 from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
 
 WRITTEN_OUT = (
@@ -88,6 +89,22 @@ def _split(args: Sequence[Any]) -> tuple[SwigluCall, Wanted, Tensor, Tensor, Ten
     fields, flags = len(SwigluCall._fields), len(Wanted._fields)
     upstream, gate, up = args[fields + flags :]
     return SwigluCall(*args[:fields]), Wanted(*args[fields : fields + flags]), upstream, gate, up
+
+
+@flop_formula("swiglu_projections")
+def _(*args: Any) -> int:
+    return projections_flop(SwigluCall(*args))
+
+
+@flop_formula("swiglu")
+def _(*args: Any) -> int:
+    return forward_flop(SwigluCall(*args[:-2]), kept=args[-1].dim() == 2)
+
+
+@flop_formula("swiglu_backward")
+def _(*args: Any) -> int:
+    call, wanted, _upstream, gate, _up = _split(args)
+    return backward_flop(call, wanted, kept=gate.dim() == 2)
 
 
 # Of forward's two, whoever calls has seen to it that nothing of theirs becomes a graph.

@@ -25,7 +25,9 @@ from lowtide.head.graph import in_places
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
     fake_gradients,
+    flop_formula,
     found_gradients,
+    head_flop,
     scalar_on,
     schema_of,
     tensor_fields,
@@ -203,6 +205,29 @@ def _(*args: Any) -> Stored:
         call.input.new_empty(() if tokens is None else (tokens,), dtype=call.wide),
         *fake_stored_gradients(wanted, call.input, call.linear_weight, call.wide, tokens),
     )
+
+
+@flop_formula("divergence")
+def _(*args: Any) -> int:
+    return _flop(DivergenceCall(*args))
+
+
+@flop_formula("divergence_backward")
+def _(*args: Any) -> int:
+    call, wanted, *_ = _split(args)
+    return _flop(call, wanted)
+
+
+@flop_formula("divergence_stored")
+def _(*args: Any) -> int:
+    return _flop(DivergenceCall(*args[:-3]), args[-3:])
+
+
+def _flop(call: DivergenceCall, wanted: Sequence[bool] = ()) -> int:
+    of_teacher = 0
+    if call.teacher_input is not None and call.teacher_weight is not None:
+        of_teacher = head_flop(call.teacher_input, call.teacher_weight)
+    return head_flop(call.input, call.linear_weight, wanted) + of_teacher
 
 
 def _split(args: Sequence[Any]) -> tuple[DivergenceCall, tuple[bool, bool, bool], Tensor, Sequence[Tensor]]:

@@ -14,7 +14,9 @@ from lowtide.head.graph import in_places
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
     fake_gradients,
+    flop_formula,
     found_gradients,
+    head_flop,
     scalar_on,
     schema_of,
     tensor_fields,
@@ -156,6 +158,18 @@ def token_stats_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, wanted, *_ = _split(args)
     return fake_gradients(wanted, call.input, call.linear_weight, call.wide)
+
+
+@flop_formula("token_stats")
+def _(*args: Any) -> int:
+    call = StatsCall(*args)
+    return head_flop(call.input, call.linear_weight)
+
+
+@flop_formula("token_stats_backward")
+def _(*args: Any) -> int:
+    call, wanted, *_ = _split(args)
+    return head_flop(call.input, call.linear_weight, wanted)
 
 
 def _split(args: Sequence[Any]) -> tuple[StatsCall, tuple[bool, bool, bool], list[Any], list[Any]]:

@@ -80,15 +80,21 @@ class _Rows:
 
 
 class ShardedHead:
-    """Stands in the place of `operators` in autograd's graph: the same calls, on this rank's part of the vocabulary."""
+    """Stands in the place of `operators` in autograd's graph: the same calls, on this rank's part of the vocabulary.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    Args:
+        ranks: The others.
+        stores: Whether the ranks on which something is trained compute its gradients in `run`.
+    """
+
+    def __init__(self, ranks: Ranks, *, stores: bool) -> None:
+        self.ranks, self.stores = ranks, stores
 
     def run(self, *args: Any) -> Stored:
         """Compute the loss, the same on every rank, and the gradients that are wanted."""
         *fields, keep_rows = args
         call, wanted = Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
+        others_train = self.stores and torch.is_grad_enabled()  # under no_grad, of all ranks, nobody does
         with torch.no_grad(), undisturbed(call.input.device):
             job = call.job()
             plan = _plan(job, self.ranks, call.options(), wanted)
@@ -99,7 +105,8 @@ class ShardedHead:
                 return rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
 
             if plan.backend == "exp":
-                numbers = self._exp(job, rows, plan).run(factor if any(wanted) else None, into)
+                exp = self._exp(job, rows, plan)
+                numbers = exp.run(factor if any(wanted) else None, into, others_train=others_train)
             else:
                 numbers = _run_chunks(job, rows, plan, self.ranks, factor() if any(wanted) else None, into, None)
             loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
@@ -214,9 +221,11 @@ def _plan(job: CrossEntropyJob, ranks: Ranks, options: HeadOptions, wanted: Want
         return plan_part(ranks, job.weight_VD, job.dtype, options, job.reduction, weight_frozen=frozen)
     gradient = choose_gradient(options, job.reduction, weight_frozen=False)
     tokens = ranks.tokens.groups * ranks.tokens.length
+    # Hidden states are gathered ahead, or rounded, in which a rank must not differ: of sums alone four pieces live at
+    # once, of gradients three; with these also the product, in float32, whose sum over the ranks is under way.
     return plan_exp(
         tokens, D, most, device, options, reason, gradient, job.weight_VD.dtype, frozen, input_is_copied=True,
-        device_bytes=ranks.limits.gpu_bytes, row_bytes=(8 if ranks.spread else 4) * D, pieces=2,
+        device_bytes=ranks.limits.gpu_bytes, sum_row_bytes=3 * 2 * D, row_bytes=(2 * 2 + 4) * D, pieces=2,
     )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ class ShardedExp:
         # where a share of smoothing is divided by the classes that are here, so that it is one of all
         self.shares = replace(self.terms, smoothing=self.terms.smoothing * self.width / self.V)
 
-    def run(self, factor: Callable[[], Tensor] | None, into: Gradients) -> Tensor:
+    def run(self, factor: Callable[[], Tensor] | None, into: Gradients, *, others_train: bool) -> Tensor:
         """Return each row's loss, logsumexp and that minus the target's logit [3, groups, length].
 
         With a factor also the gradients: from the same E, or from one built once more, as the plan says.
@@ -100,12 +100,18 @@ class ShardedExp:
             factor: Makes what each row's loss is multiplied with on its way to the gradients, or None. It is called
                 when the first GEMM is under way: the host should not keep the device waiting.
             into: Takes the gradients.
+            others_train: Whether other ranks may have a factor where this one has none.
         """
         found = torch.empty(3, *self.y_GL.shape, dtype=torch.float32, device=self.y_GL.device)
-        if factor is not None and self.plan.schedule == "chunks":
+        plan, in_chunks = self.plan, self.plan.schedule == "chunks"
+        if factor is not None and in_chunks:
             _Products(self, factor, into, found).run()
             return found
-        pieces = self._pieces(self.plan.sum_rows, self.plan.sum_rows)
+        # the same on every rank, also where others compute gradients and this one does not
+        sizes = (plan.chunk_rows, plan.product_rows) if in_chunks else (plan.sum_rows, plan.sum_rows)
+        pieces = self._pieces(*sizes)
+        if factor is None and others_train and in_chunks and self.terms.smoothing:
+            self._help_gather(pieces)
         before: _Summed | None = None
         for taken in self._ahead(pieces):
             summed = self.sum(taken, found, None, None)
@@ -116,7 +122,17 @@ class ShardedExp:
             self.finish(before, found)
         if factor is not None:
             self.rebuild(factor(), found[1], found[2], into)
+        elif others_train and not in_chunks:
+            pieces = self._pieces(plan.chunk_rows, plan.chunk_rows)
+            for _ in range(2 if self.terms.smoothing else 1):
+                self._help_gather(pieces)
         return found
+
+    def _help_gather(self, pieces: list[_Piece]) -> None:
+        """Gather hidden states once, as ranks do that compute gradients: this one has no use for them."""
+        if self.ranks.spread:
+            for _ in self._inputs(pieces):
+                pass
 
     def rebuild(self, factor_GL: Tensor, lse_GL: Tensor, miss_GL: Tensor, into: Gradients) -> None:
         """Compute the gradients from what `run` found: E once more, a block of this rank's classes at a time."""

@@ -23,21 +23,22 @@ class Limits(NamedTuple):
     exponentials: bool  # whether the kernels of "exp" run on each
 
 
-_KNOWN: "WeakKeyDictionary[Any, Limits]" = WeakKeyDictionary()
+_KNOWN: "WeakKeyDictionary[Any, dict[str, Limits]]" = WeakKeyDictionary()  # a group's by its tensors' type of device
 
 
 def limits_of(group: Any, device: torch.device) -> Limits:
     """Return what the ranks of ``group`` can do. They tell each other once, at their first call: the host waits."""
-    if group not in _KNOWN:
+    if device.type not in _KNOWN.get(group, {}):
         _tell([], group, device)
-    return _KNOWN[group]
+    return _KNOWN[group][device.type]
 
 
 def _tell(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
     """Return the numbers of each rank; what it can do is exchanged beside them."""
     told = exchange.numbers_of_all([*_limits_here(device), *numbers], group, device)
     gpu_bytes, exponentials = (min(rank[i] for rank in told) for i in range(2))
-    _KNOWN[group] = Limits(gpu_bytes=gpu_bytes or None, exponentials=bool(exponentials))
+    limits = Limits(gpu_bytes=gpu_bytes or None, exponentials=bool(exponentials))
+    _KNOWN.setdefault(group, {})[device.type] = limits
     return [rank[2:] for rank in told]
 
 
@@ -56,7 +57,7 @@ class VocabShard:
     Made once by `VocabShard.of`, or from known numbers; ranks may hold different numbers of classes, or none.
 
     Args:
-        group: The ranks that together hold the vocabulary.
+        group: The ranks that together hold the vocabulary. None: all ranks.
         first: This rank's first class.
         rows: How many it holds: rows of its ``linear_weight``.
         vocab: V, the classes of all ranks.
@@ -74,6 +75,8 @@ class VocabShard:
     largest: int | None = None
 
     def __post_init__(self) -> None:
+        if self.group is None:
+            object.__setattr__(self, "group", exchange.everyone())
         if min(self.first, self.rows) < 0 or self.first + self.rows > self.vocab:
             got = f"first={self.first}, rows={self.rows}, vocab={self.vocab}"
             raise ArgumentValueError(message("VocabShard", "first and rows of 0 or more that end within vocab", got))
