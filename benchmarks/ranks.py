@@ -18,9 +18,7 @@ import math
 import os
 import shlex
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,7 @@ from lowtide.bench.problem import make_problem
 from lowtide.bench.results import begin
 from lowtide.bench.shapes import Shape
 from lowtide.measure import peak_above, time_side_by_side
+from lowtide.measure.collectives import counted_collectives
 
 SHAPES = (Shape("llama-8b, 8192 tokens", 8192, 4096, 128256), Shape("qwen-4k", 8192, 4096, 151936))
 RESULTS = Path(__file__).parent / "results"
@@ -148,29 +147,6 @@ def fsdp_ways(shape: Shape, dtype: torch.dtype, device: torch.device, mesh: Any)
     return {"FSDP2, stock": way(stock=True), "FSDP2, lowtide": way(stock=False)}
 
 
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count the collectives that Python asks torch.distributed for, as FSDP2 and lowtide do."""
-    counts: Counter[str] = Counter()
-    words = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-    stock = {name: value for name, value in vars(dist).items() if name.startswith(words) and callable(value)}
-
-    def count(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return stock[name](*args, **kwargs)
-
-        return call
-
-    for name in stock:
-        setattr(dist, name, count(name))
-    try:
-        yield counts
-    finally:
-        for name, function in stock.items():
-            setattr(dist, name, function)
-
-
 def measure(
     runs: Runs, bare: Runs, device: torch.device, warm: int, reps: int, notes: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -187,7 +163,7 @@ def measure(
         row: dict[str, Any] = {}
         try:
             runs[name]()
-            with counted() as collectives:
+            with counted_collectives() as collectives:
                 loss = float(runs[name]())
             if not math.isclose(loss, expected := loss if expected is None else expected, rel_tol=2e-2):
                 raise ValueError(f"its loss is {loss}, not {expected}")

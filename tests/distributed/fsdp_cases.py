@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 import lowtide
 from distributed.launch import DEVICE, main, named
+from lowtide.measure.collectives import counted_collectives
 from support import relative_error
 
 VOCAB = 97
@@ -27,32 +27,6 @@ SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count the collectives that Python asks torch.distributed for, as FSDP2 does.
-
-    A dispatch mode would make lowtide go another way, and the profiler takes a second each time.
-    """
-    counts: Counter[str] = Counter()
-    words = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier")
-    stock = {name: value for name, value in vars(dist).items() if name.startswith(words) and callable(value)}
-
-    def count(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return stock[name](*args, **kwargs)
-
-        return call
-
-    for name in stock:
-        setattr(dist, name, count(name))
-    try:
-        yield counts
-    finally:
-        for name, function in stock.items():
-            setattr(dist, name, function)
 
 
 def model_of(family: str, *, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
@@ -91,7 +65,7 @@ def shard(model: Any, how: str, reshard: bool | None, **settings: Any) -> Any:
 
 
 def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Counter[str]]:
-    with counted() as counts:
+    with counted_collectives() as counts:
         loss = model(**batch).loss
         loss.backward()
     found = {name: whole(p.grad) for name, p in model.named_parameters()}

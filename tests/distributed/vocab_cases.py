@@ -29,6 +29,7 @@ from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
 from lowtide.head.vocab import shard as vocab_shard
 from lowtide.head.vocab.parallel import Ranks
 from lowtide.measure import peak_above
+from lowtide.measure.collectives import seen_collectives
 from support import head as head_on_host
 from support import oracle, relative_error, stats_oracle
 
@@ -410,23 +411,13 @@ def what_is_exchanged() -> None:
 def exchanged() -> Iterator[list[tuple[str, int]]]:
     """Record collectives, and how many numbers each takes from this rank (or from all, where each keeps its part)."""
     seen: list[tuple[str, int]] = []
-    words = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-    stock = {name: value for name, value in vars(dist).items() if name.startswith(words) and callable(value)}
 
-    def record(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        if name != "barrier":
             seen.append((name, args[0 if name == "all_reduce" else 1].numel()))
-            return stock[name](*args, **kwargs)
 
-        return call
-
-    for name in stock:
-        setattr(dist, name, record(name))
-    try:
+    with seen_collectives(see):
         yield seen
-    finally:
-        for name, function in stock.items():
-            setattr(dist, name, function)
 
 
 def memory() -> None:

@@ -1,0 +1,44 @@
+"""Which collectives a call makes, on this rank: benchmarks count them, tests hold them to what stock models make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+_WORDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier")
+
+
+@contextmanager
+def seen_collectives(see: Callable[[str, tuple[Any, ...]], object]) -> Iterator[None]:
+    """Call ``see`` with name and positional arguments of each collective that Python asks torch.distributed for.
+
+    FSDP2 and lowtide ask in this way. A dispatch mode would make lowtide go another one, and a profiler takes a second.
+    """
+    stock = {name: value for name, value in vars(dist).items() if name.startswith(_WORDS) and callable(value)}
+
+    def seen(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            see(name, args)
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    for name in stock:
+        setattr(dist, name, seen(name))
+    try:
+        yield
+    finally:
+        for name, function in stock.items():
+            setattr(dist, name, function)
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Counter[str]]:
+    """Count collectives by name: see `seen_collectives`."""
+    counts: Counter[str] = Counter()
+    with seen_collectives(lambda name, _: counts.update([name])):
+        yield counts
