@@ -8,6 +8,7 @@ import torch
 
 import lowtide
 from lowtide.models import mlp_part
+from lowtide.models.ordinary import FEW, has_nothing_to_save
 
 transformers = pytest.importorskip("transformers")
 
@@ -181,6 +182,18 @@ def test_generating_on_a_cpu_looks_at_nothing(pair, batch, monkeypatch):
         model(**batch)
     with pytest.raises(pytest.fail.Exception):
         model(**batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_calls_of_few_values_without_gradients_are_stock_codes(device):
+    """A device that is no CPU stands for a GPU."""
+    few, many = (torch.empty(n, 8, device=device) for n in (FEW // 8, FEW // 8 + 1))
+    with torch.no_grad():
+        assert has_nothing_to_save(few, many)
+        assert has_nothing_to_save(many, few) == (device == "cpu")
+    with torch.inference_mode():
+        assert has_nothing_to_save(few)
+    assert not has_nothing_to_save(few)
 
 
 def test_generation_takes_no_longer(build, batch):

@@ -9,12 +9,14 @@ from torch.nn.modules import module as nn_module
 
 from lowtide.models.eligibility import LINEAR_FORWARD, has_hooks, is_function_mode_active, plain_class
 
+FEW = 2**23  # values: 2048 tokens of 4096
+
 
 def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bool:
     """Whether these are plain tensors and Parameters, and no transform, mode, trace or export is at work on them.
 
-    Exact types: DTensor, quantised tensors and other subclasses have rules of their own. Nor is a call on a CPU without
-    gradients, see `has_nothing_to_save`.
+    Exact types: DTensor, quantised tensors and other subclasses have rules of their own. Nor is a call that
+    `has_nothing_to_save`.
     """
     for x in tensors:
         if type(x) is not Tensor and type(x) is not nn.Parameter:
@@ -35,11 +37,12 @@ def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bo
 
 
 def has_nothing_to_save(*tensors: Tensor) -> bool:
-    """Whether this is a call on a CPU without gradients.
+    """Whether this is a call without gradients on a CPU, or of few values anywhere: what generation consists of.
 
-    There our operators only save what is kept for backward, and generating token by token would be slower.
+    On a CPU our operators only save what is kept for backward. On a GPU a call of few values takes as long as the host
+    takes to launch it, and generating token by token would be slower.
     """
-    return not torch.is_grad_enabled() and all(x.is_cpu for x in tensors)
+    return not torch.is_grad_enabled() and (tensors[0].numel() <= FEW or all(x.is_cpu for x in tensors))
 
 
 def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...] = ()) -> bool:

@@ -20,6 +20,7 @@ from lowtide.profile.phases import END, Phase, PhaseMarks, mended
 
 _MARK = "lowtide phase: "
 _WEIGHTS = "lowtide weights: "
+_STEP = "lowtide step"
 _ENGINE = "autograd::engine::evaluate_function: "
 
 
@@ -118,7 +119,8 @@ def record(marks: PhaseMarks, device: torch.device) -> Iterator[Recording]:
     # Without the CUDA activity: both allocators report to the CPU side, and what kernels do is for the trace.
     profiler = profile(use_kineto=True, profile_memory=True)
     try:
-        with profiler:
+        # The tree of some versions lacks an event that no operation surrounds: what Python frees between two of them.
+        with profiler, torch._C._profiler._RecordFunctionFast(_STEP):
             yield found
     finally:
         marks.tell, marks.see_weights = before, lambda _: None
@@ -194,5 +196,5 @@ def _events(tree: list[Any], outer: str) -> Iterator[tuple[int, str, Any]]:
         if name.startswith((_MARK, _WEIGHTS)):
             yield node.start_time_ns, name, None
             continue
-        inside = operation or name.removeprefix(_ENGINE)
+        inside = operation or ("" if name == _STEP else name.removeprefix(_ENGINE))
         stack += [(child, inside) for child in reversed(node.children)]

@@ -273,7 +273,9 @@ def _snapshot(file: str | None, files: dict[str, str]) -> Iterator[None]:
     if file is None:
         yield
         return
-    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
+    # No stacks of frees: the one of a tensor that is freed while an exception ends an autograd function, as it does
+    # where a checkpoint has computed enough again, makes PyTorch lose the exception.
+    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, context="alloc", stacks="python")
     try:
         yield
     finally:
