@@ -143,9 +143,11 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Asked first: all else takes as long as the MLP of a token.
+        ours = len(args) == 1 and not kwargs and not has_nothing_to_save(args[0])
         # None: not patched. Somebody made it from this class, or holds this method of one that was unpatched since.
-        level: Any = getattr(self, LEVEL, None)
-        layers = None if level is None or len(args) != 1 or kwargs else _ours(self, args[0], other_types)
+        level: Any = getattr(self, LEVEL, None) if ours else None
+        layers = None if level is None else _ours(self, args[0], other_types)
         if layers is None:
             return base.forward(self, *args, **kwargs)
         if any(layer.adapters for layer in layers):
@@ -173,8 +175,6 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
 
 def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLinear, ...] | None:
     """Return the projections of a call that is ours to run, None where it is not."""
-    if has_nothing_to_save(x):  # asked first: all else takes as long as the MLP of a token
-        return None
     others = _others(mlp)
     layers = _layers(mlp)
     if isinstance(layers, str) or tuple(map(type, others)) != other_types or not _are_plain(layers, others):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.layers import rms_norm
-from lowtide.models.ordinary import is_ordinary
+from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
 from lowtide.models.probe import ROW_SCALES, outcome, random, rows, twin_of
 
 _EPSILONS = ("variance_epsilon", "eps")
@@ -84,7 +84,7 @@ def overrides(base: Any, rounding: Any, offset: float, name: str) -> dict[str, A
     plus_one = offset == 1.0
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not _is_ours(self.weight, args[0]):
+        if len(args) != 1 or kwargs or has_nothing_to_save(args[0]) or not _is_ours(self.weight, args[0]):
             return base.forward(self, *args, **kwargs)
         # Written here: a number that layers share is a variable of the first one's checkpoint to compile(dynamic=True).
         added = 1.0 if plus_one else 0.0

@@ -42,7 +42,9 @@ def has_nothing_to_save(*tensors: Tensor) -> bool:
     On a CPU our operators only save what is kept for backward. On a GPU a call of few values takes as long as the host
     takes to launch it, and generating token by token would be slower.
     """
-    return not torch.is_grad_enabled() and (tensors[0].numel() <= FEW or all(x.is_cpu for x in tensors))
+    if torch.is_grad_enabled():
+        return False
+    return tensors[0].numel() <= FEW or all(x.is_cpu for x in tensors)
 
 
 def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...] = ()) -> bool:
