@@ -1,0 +1,91 @@
+"""Measure `generate` of a patched model beside the stock one, in turns: greedy, random weights.
+
+    python benchmarks/generate.py [--model llama-3.2-1b] [--dtype bfloat16] [--output DIR]
+
+A call of a step decodes one token, so what is measured is mostly the host's launches, whose speed moves by some percent
+from call to call: a second copy of the stock model in the same turns shows by how much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowtide
+from lowtide.bench.results import begin
+from lowtide.train.model import model_config
+
+CASES = ((1, 16, 17, 31), (8, 512, 17, 22), (1, 8192, 9, 10))  # sequences, tokens of the prompt, new ones, turns
+STOCK = "stock"
+
+
+def measure(models: dict[str, Any], batch: int, prompt: int, new: int, turns: int, device: torch.device) -> Any:
+    """Return the seconds of a call of each model, the median and the least of all turns but the first."""
+    vocabulary = models[STOCK].config.vocab_size
+    ids = torch.randint(3, vocabulary, (batch, prompt), device=device)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    tokens = {}
+    for turn in range(turns):
+        first = turn % len(models)
+        for name in [*models][first:] + [*models][:first]:
+            _wait(device)
+            start = time.perf_counter()
+            tokens[name] = models[name].generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False
+            )
+            _wait(device)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    row: dict[str, Any] = {"batch": batch, "prompt": prompt, "new": new, "turns": turns - 1}
+    for name, each in seconds.items():
+        same = float((tokens[name] == tokens[STOCK]).float().mean())
+        row[name] = {"median_s": statistics.median(each), "least_s": min(each), "same_tokens": same}
+    return row
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.2-1b", help="whose shape: a built-in name or a config.json")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights")
+    parser.add_argument("--output", default=str(Path(__file__).parent / "results"), help="folder of the result")
+    given = parser.parse_args()
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    with device:
+        config = model_config(given.model, vocab_size=32_000)
+        config.eos_token_id, config.pad_token_id = None, 0
+        stock = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, given.dtype)).eval()
+    models = {STOCK: stock, "stock again": copy.deepcopy(stock), "patched": copy.deepcopy(stock)}
+    lowtide.patch(models["patched"])
+    command = shlex.join(["python", "benchmarks/generate.py", *sys.argv[1:]])
+    files, told = begin(given.output, "generate", command, device, ["transformers"])
+    told |= {"model": given.model, "dtype": given.dtype, "rows": []}
+    for case in CASES:
+        row = measure(models, *case, device)
+        told["rows"].append(row)
+        files.write_json(told)
+        batch, prompt, new, _ = case
+        sys.stdout.write(f"{batch} x {prompt} tokens, {new} new\n")
+        for name in models:
+            sys.stdout.write(f"  {name:12}{row[name]['median_s']:9.4f} s, at least {row[name]['least_s']:.4f}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
