@@ -109,6 +109,8 @@ def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_
     assert (free.backend, free.schedule, free.chunk_rows, free.accumulate) == ("exp", "chunks", 2048, "input")
     assert plan(32768, 768, 32000).chunk_rows == 4096, "short rows: more of them, or the thin kernels show"
     assert plan(8192, 4096, 151936).chunk_rows == 1024, "never more than an eighth without need"
+    assert plan(16384, 2048, 8192).chunks == 4, "fewer chunks where one is shorter than its launches"
+    assert plan(65536, 2048, 8192).chunks == 8, "an eighth is long enough"
     short = plan(16384, 2048, 131072, 64)
     assert (short.schedule, short.chunk_rows) == ("blocks", 2048)
     assert 2048 <= short.block_columns < 131072

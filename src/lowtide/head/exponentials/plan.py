@@ -28,6 +28,7 @@ EXP_WORK = 3 * 2**20  # rows times hidden size below which the thin kernels betw
 EXP_PIECES = 8  # chunks, where memory allows: dW may be rounded that often
 EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
 EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
+EXP_CHUNK_WORK = 10**11  # the same with some room, for a slow host: a millisecond of the device's
 EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often
 EXP_FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
 EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
@@ -68,7 +69,7 @@ def plan_exp(
     budget = workspace_bytes(options, device, device_bytes)
     room = max(0, budget - fixed)
     automatic = options.workspace_mib is None
-    wanted = max(_exp_rows(N, D), pieces * _wave_rows(D))
+    wanted = max(_exp_rows(N, D, V), pieces * _wave_rows(D))
     rows = min(room // whole, wanted) if automatic else room // whole
     rows = max(1, min(_whole_tiles(rows), max(1, N)))
     rows = level(N, rows)
@@ -137,9 +138,9 @@ def plan_exp_stats(
     )  # fmt: skip
 
 
-def _exp_rows(N: int, D: int) -> int:
+def _exp_rows(N: int, D: int, V: int) -> int:
     """Return the rows of a chunk where memory is no matter: few enough to be small beside N, enough to be fast."""
-    fast = max(N // EXP_PIECES, -(-EXP_WORK // max(1, D)))
+    fast = max(N // EXP_PIECES, -(-EXP_WORK // max(1, D)), -(-EXP_CHUNK_WORK // max(1, D * V)))
     power = 1 << max(0, fast - 1).bit_length()
     return max(1, min(power, max(N // 4, EXP_ROWS)))
 
