@@ -137,7 +137,7 @@ def test_goes_on_on_another_number_of_ranks(
 
 def assert_same_run(ended: Ended, output: Path, whole: Path) -> None:
     assert ended.out[0].count("held-out loss") == 1
-    assert re.search(r"steps +6 of 4 x 1 x 32 tokens in all, on", ended.out[0]), "whatever the ranks are"
+    assert re.search(r"steps +6 of 4 sequences of 32 tokens, on", ended.out[0]), "whatever the ranks are"
     assert not any(ended.out[1:]), "one rank speaks"
     assert re.search(r"losses +\d+ without logits, 0 with\s", ended.out[0]), ended.out[0]
     assert_same(output, whole, 6)

@@ -53,6 +53,17 @@ def test_prints_what_a_person_wants(tmp_path: Path, tiny: list[str], lowtide: Ru
     assert re.search(r"peak memory +[\d,]+ MiB", out)
     assert re.search(r"losses +\d+ without logits, 0 with", out)
     assert str(tmp_path / "out" / "model") in out
+    lines = [line for line in out.splitlines() if re.match("peak memory |time |saved ", line)]
+    values = {len(re.match(r"\w+( \w+)? {2,}", line)[0]) for line in lines}  # type: ignore[index]
+    assert (len(lines), len(values)) == (3, 1), "in one column"
+
+
+def test_says_what_it_assumes_before_it_trains(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    _, out, _ = lowtide(*tiny, "--grad-accum", 2, "--max-steps", 1, "--output", tmp_path / "out")
+    start = out[: out.index("step 1/")]
+    sequences, tokens = (tiny[tiny.index(name) + 1] for name in ("--batch-size", "--seq-len"))
+    assert re.search(rf"steps +1 of 2 x {sequences} sequences of {tokens} tokens, on 1 x (cpu|cuda)\n", start)
+    assert re.search(r"weights float32, products (float32|bfloat16), learning rate [\d.e-]+ at most\n", start)
 
 
 def test_no_progress_prints_the_result_alone(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:

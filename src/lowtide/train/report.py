@@ -12,6 +12,7 @@ from rich.table import Table
 from lowtide.measure import mib
 from lowtide.train.checkpoints import MERGED
 from lowtide.train.parallel import engine_line
+from lowtide.train.trainer import product_dtype
 
 if TYPE_CHECKING:
     from lowtide.train.comparison import Comparison
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lowtide.train.prepare import Prepared
     from lowtide.train.run import TrainResult
 
+_NAMES = 15  # letters of the longest name of a result; what lies in lines of their own stands two further on
 _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
 
 
@@ -32,8 +34,9 @@ def show_start(console: Console, ready: Prepared, args: Any, streams: int, resum
     lines = [
         f"model    {config.model}: {parameters / 1e6:,.1f} M parameters, vocabulary {shape.vocab_size:,}, {loss}",
         f"data     {source}: {len(corpus.files):,} files, {mib(corpus.bytes):,.1f} MiB{left_out}",
-        f"steps    {config.max_steps:,} of {streams} x {config.grad_accum} x {config.seq_len} tokens in all, "
+        f"steps    {config.max_steps:,} of {_sequences(config, streams)} of {config.seq_len:,} tokens, "
         f"on {args.world_size} x {args.device.type}",
+        f"numbers  weights {config.weights}, products {product_dtype(config)}, learning rate {config.lr:g} at most",
     ]
     if engine := engine_line(config):
         lines.append(engine)
@@ -44,9 +47,14 @@ def show_start(console: Console, ready: Prepared, args: Any, streams: int, resum
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def _sequences(config: TrainConfig, streams: int) -> str:
+    return f"{streams} sequences" if config.grad_accum == 1 else f"{config.grad_accum} x {streams} sequences"
+
+
 def show_result(console: Console, result: TrainResult, config: TrainConfig) -> None:
     """Print a run's numbers."""
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(min_width=_NAMES)
     for name, value in result_rows(result):
         table.add_row(name, value)
     console.print()
