@@ -199,12 +199,15 @@ def test_sigterm_twice_saves_on_all_ranks(ranks: Ranks, arguments: list[str], wh
 
 
 @pytest.mark.parametrize("name", get_args(Parallel)[1:])
-def test_accelerate_launch_sets_what_the_option_sets(name: str, tmp_path: Path) -> None:
+def test_accelerate_launch_sets_what_the_option_sets(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     file = tmp_path / "launch.yaml"
     assert main(["train", "--parallel", name, "--write-launch-file", str(file)]) == 0
+    assert f"accelerate launch --config_file {file} --num_processes N -m lowtide.cli train" in capsys.readouterr().out
     arguments = launch_command_parser().parse_args(["--config_file", str(file), "--num_processes", "2", "script.py"])
     arguments, told, _ = _validate_launch_command(arguments)
     if arguments.use_deepspeed:

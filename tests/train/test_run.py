@@ -47,7 +47,7 @@ def test_prints_what_a_person_wants(tmp_path: Path, tiny: list[str], lowtide: Ru
     status, out, err = lowtide(*tiny, "--output", tmp_path / "out")
     assert (status, err) == (0, "")
     assert re.search(r"step 6/6 +loss \d\.\d+ +[\d,]+ tokens/s +[\d,]+ MiB", out)
-    assert re.search(r"training loss +\d\.\d+ -> \d\.\d+", out)
+    assert re.search(r"training loss +\d\.\d+ -> \d\.\d+ \(mean of the last 6 steps\)", out), "there are no more"
     before, after = map(float, re.search(r"held-out loss +(\d\.\d+) -> (\d\.\d+)", out).groups())  # type: ignore[union-attr]
     assert after < before
     assert re.search(r"peak memory +[\d,]+ MiB", out)
@@ -63,7 +63,17 @@ def test_says_what_it_assumes_before_it_trains(tmp_path: Path, tiny: list[str], 
     start = out[: out.index("step 1/")]
     sequences, tokens = (tiny[tiny.index(name) + 1] for name in ("--batch-size", "--seq-len"))
     assert re.search(rf"steps +1 of 2 x {sequences} sequences of {tokens} tokens, on 1 x (cpu|cuda)\n", start)
-    assert re.search(r"weights float32, products (float32|bfloat16), learning rate [\d.e-]+ at most\n", start)
+    assert re.search(r"weights float32, products (float32|bfloat16), learning rate up to [\d.e-]+\n", start)
+
+
+@pytest.mark.parametrize(("rate", "high"), [([], True), (["--lr", "1e-5"], False)])
+def test_the_small_runs_rate_on_a_pretrained_model_is_pointed_out(
+    rate: list[str], high: bool, finished: Path, tmp_path: Path, tiny: list[str], lowtide: Run
+) -> None:
+    run = [*tiny, "--model", str(finished / "model"), *rate, "--max-steps", "1", "--output", tmp_path / "out"]
+    status, out, _ = lowtide(*run)
+    assert status == 0
+    assert (": a pretrained model wants far less, such as --lr 1e-5\n" in out) == high
 
 
 def test_no_progress_prints_the_result_alone(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:

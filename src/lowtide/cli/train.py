@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,8 @@ def _write_launch_file(file: Path, given: dict[str, Any]) -> int:
     if name == AUTO:
         raise _usage("write_launch_file", "--parallel with the name of an engine beside it", "none")
     file.write_text(launch_file(name))
+    start = f"accelerate launch --config_file {shlex.quote(str(file))} --num_processes N -m lowtide.cli train ..."
+    sys.stdout.write(f"written: {file}. To start a run with it: {start}\n")
     return 0
 
 
