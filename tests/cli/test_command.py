@@ -208,7 +208,7 @@ def test_a_benchmark_without_a_gpu_names_a_small_one(
     monkeypatch.setattr("lowtide.bench.head.run", lambda *_: [])
     assert main(["bench", "head", *more]) == 0
     err = capsys.readouterr().err
-    assert ("A small run: lowtide bench head --shape 256,64,4096 --skip compile --device cpu\n" in err) == says
+    assert ("A small run: lowtide bench head --shape 1024,256,8192 --skip compile --device cpu\n" in err) == says
 
 
 def test_help_imports_nothing_heavy() -> None:

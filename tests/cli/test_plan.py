@@ -98,7 +98,9 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*SMALL, "--png", str(picture), "--json", str(numbers)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(numbers.read_text())["gpu"] == "h100"
-    assert "keep 16 x all/0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "keep 16 x all/0" in out
+    assert out.endswith(f"\nwritten: {picture}\nwritten: {numbers}\n")
 
 
 def test_a_config_is_read_and_its_layers_counted_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ BENCH_EXAMPLES = """\
 examples:
   lowtide bench head
       the loss at sizes for a GPU
-  lowtide bench head --shape 256,64,4096 --skip compile --device cpu
+  lowtide bench head --shape 1024,256,8192 --skip compile --device cpu
       a small one, on any machine
   lowtide bench WHAT --help
       all options of one, with examples"""
@@ -33,7 +33,7 @@ examples:
       other uses of the loss, each beside its own limit
   lowtide bench head --no-table --tokens all
       from 1024 to 262144 tokens
-  lowtide bench head --shape 256,64,4096 --skip compile --device cpu
+  lowtide bench head --shape 1024,256,8192 --skip compile --device cpu
       a look at it without a GPU"""
 
 SWEEP = """\

@@ -172,12 +172,14 @@ def main(arguments: argparse.Namespace) -> int:
             sys.stdout.write(f"\n{checked}\n")
     if arguments.png is not None:
         _draw(arguments.png, plan)
+    text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+    if quiet:
+        sys.stdout.write(text)
+        return status
     if arguments.json is not None:
-        text = json.dumps(told, indent=1, allow_nan=False) + "\n"
-        if quiet:
-            sys.stdout.write(text)
-        else:
-            Path(arguments.json).write_text(text)
+        Path(arguments.json).write_text(text)
+    for file in (arguments.png, arguments.json):
+        sys.stdout.write("" if file is None else f"written: {file}\n")
     return status
 
 
