@@ -137,7 +137,7 @@ def test_what_is_known_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert head(*arguments) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"lowtide bench: {says}")
+    assert err.startswith(f"lowtide bench head: {says}")
     assert err.count("\n") == 1
 
 
@@ -161,7 +161,7 @@ def test_tune_without_a_gpu_or_with_bad_input_is_one_line(
     assert main(["bench", "tune", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"lowtide bench: {says}")
+    assert err.startswith(f"lowtide bench tune: {says}")
     assert err.count("\n") == 1
 
 

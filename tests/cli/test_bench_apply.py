@@ -130,7 +130,7 @@ def test_two_chunks_are_two(N: int) -> None:
 def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(*arguments) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"lowtide bench: {says}")
+    assert err.startswith(f"lowtide bench apply: {says}")
     assert err.count("\n") == 1
 
 

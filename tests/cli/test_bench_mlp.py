@@ -143,7 +143,7 @@ def test_one_that_fails_is_a_row_and_lowtides_own_is_status_1(tmp_path: Path, mo
 def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(*arguments) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"lowtide bench: {says}")
+    assert err.startswith(f"lowtide bench mlp: {says}")
     assert err.count("\n") == 1
 
 

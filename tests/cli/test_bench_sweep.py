@@ -231,7 +231,7 @@ def test_lines_are_powers_of_two_around_the_shape() -> None:
 def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(*arguments) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"lowtide bench: {says}")
+    assert err.startswith(f"lowtide bench sweep: {says}")
     assert err.count("\n") == 1
 
 

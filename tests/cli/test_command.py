@@ -99,6 +99,9 @@ def test_the_first_help_says_how_to_begin(capsys: pytest.CaptureFixture[str]) ->
         (["train", "--modle", "x"], "Is --model meant?"),
         (["plan", "--model", "x", "--seq-len", "4", "--budgets=4"], "Is --budget meant?"),
         (["train", "--xyzzy"], "unknown arguments: --xyzzy (see"),
+        (["tarin"], "Is train meant?"),
+        (["bench", "haed"], "Is head meant?"),
+        (["plan", "--optimizer", "adamv"], "Is adamw meant?"),
     ],
 )
 def test_an_option_that_is_not_known_names_its_nearest(
@@ -126,6 +129,34 @@ def test_a_negative_size_is_read_as_one(arguments: list[str], says: str, capsys:
     assert says in capsys.readouterr().err
 
 
+def test_an_error_begins_with_the_command_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "head", "--tokens", "0"]) == 2
+    assert capsys.readouterr().err.startswith("lowtide bench head: tokens: expected")
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "profile", "bench"])
+def test_the_examples_of_a_help_are_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each in lines that end in a backslash where it goes on, none with a pretrained model at the small run's rate."""
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    _, _, examples = capsys.readouterr().out.partition("examples:\n")
+    examples = examples.partition("\n\n")[0]
+    commands = re.findall(r"(?m)^  (?! )((?:.*\\\n)*.*)$", examples)
+    assert len(commands) >= 3
+    for command in commands:
+        assert not re.search(r"\S {2,}\S", command), command
+        words = shlex.split(command.replace("\\\n", " "))
+        if "WHAT" in words:
+            continue
+        arguments = words[max(words.index(each) for each in ("lowtide", "lowtide.cli") if each in words) + 1 :]
+        parsed, unknown = _parser().parse_known_args(arguments)
+        assert not unknown, command
+        if name == "train" and str(getattr(parsed, "model", "")).startswith("./"):
+            assert parsed.lr < TrainConfig.lr, command
+    if name == "train":
+        assert any(command.startswith("accelerate launch") for command in commands)
+
+
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
@@ -150,7 +181,8 @@ def test_a_package_that_is_missing_is_one_line(
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert f"lowtide {arguments[0]}: expected {module.partition('.')[0]}" in err
+    typed = " ".join(word for word in arguments[:2] if not word.startswith("-"))
+    assert f"lowtide {typed}: expected {module.partition('.')[0]}" in err
     assert "pip install 'lowtide[train]'" in err
 
 
@@ -176,7 +208,7 @@ def test_a_benchmark_without_a_gpu_names_a_small_one(
     monkeypatch.setattr("lowtide.bench.head.run", lambda *_: [])
     assert main(["bench", "head", *more]) == 0
     err = capsys.readouterr().err
-    assert ("A small run: lowtide bench head --shape 256,64,4096 --skip compile --device cpu\n" in err) == says
+    assert ("A small run: lowtide bench head --shape 1024,256,8192 --skip compile --device cpu\n" in err) == says
 
 
 def test_help_imports_nothing_heavy() -> None:

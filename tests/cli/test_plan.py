@@ -61,13 +61,46 @@ def test_adapters_and_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 4
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--lora-targets", "q_proj"], "lora_targets: expected --lora-rank beside it, got none."),
+        (["--lora-rank", "4", "--lora-targets", "zz"], "lora_targets: expected names of q_proj"),
+    ],
+)
+def test_targets_go_with_a_rank_and_are_called_as_they_were_typed(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, *given]) == 2
+    assert capsys.readouterr().err.startswith(f"lowtide plan: {said}")
+
+
+def test_a_folder_without_a_config_is_called_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(tmp_path), "--seq-len", "4"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("lowtide plan: model: expected a config.json, a folder with one, or one of lowtide-small")
+    assert f"got '{tmp_path}'. Nothing is fetched" in err
+
+
+def test_what_is_printed_says_what_its_words_mean_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    out = capsys.readouterr().out
+    ladder = next(block for block in out.split("\n\n") if block.startswith("a layer keeps"))
+    for word in ("all:", "(/0)", "(/1)", "attention:", "input:"):
+        assert word in ladder.split("input/1")[1], word
+    assert "--gpu cuda" in out, "an option, not only an argument of Python"
+    assert "\n\nin a script that has the model:\n\nimport lowtide\n" in out
+
+
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture, numbers = tmp_path / "plan.png", tmp_path / "plan.json"
     assert main([*SMALL, "--png", str(picture), "--json", str(numbers)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(numbers.read_text())["gpu"] == "h100"
-    assert "keep 16 x all/0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "keep 16 x all/0" in out
+    assert out.endswith(f"\nwritten: {picture}\nwritten: {numbers}\n")
 
 
 def test_a_config_is_read_and_its_layers_counted_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +178,7 @@ def test_adapters_by_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*run, "16"]) == 0
     assert "41,943,040 numbers of adapters are trained" in capsys.readouterr().out, "as peft counts them"
     assert main([*run, "0"]) == 2
-    assert "lowtide plan: rank: expected at least 1" in capsys.readouterr().err
+    assert "lowtide plan: lora_rank: expected at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--json", "--png"])

@@ -137,7 +137,7 @@ def test_goes_on_on_another_number_of_ranks(
 
 def assert_same_run(ended: Ended, output: Path, whole: Path) -> None:
     assert ended.out[0].count("held-out loss") == 1
-    assert re.search(r"steps +6 of 4 x 1 x 32 tokens in all, on", ended.out[0]), "whatever the ranks are"
+    assert re.search(r"steps +6 of 4 sequences of 32 tokens, on", ended.out[0]), "whatever the ranks are"
     assert not any(ended.out[1:]), "one rank speaks"
     assert re.search(r"losses +\d+ without logits, 0 with\s", ended.out[0]), ended.out[0]
     assert_same(output, whole, 6)
@@ -199,12 +199,15 @@ def test_sigterm_twice_saves_on_all_ranks(ranks: Ranks, arguments: list[str], wh
 
 
 @pytest.mark.parametrize("name", get_args(Parallel)[1:])
-def test_accelerate_launch_sets_what_the_option_sets(name: str, tmp_path: Path) -> None:
+def test_accelerate_launch_sets_what_the_option_sets(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     file = tmp_path / "launch.yaml"
     assert main(["train", "--parallel", name, "--write-launch-file", str(file)]) == 0
+    assert f"accelerate launch --config_file {file} --num_processes N -m lowtide.cli train" in capsys.readouterr().out
     arguments = launch_command_parser().parse_args(["--config_file", str(file), "--num_processes", "2", "script.py"])
     arguments, told, _ = _validate_launch_command(arguments)
     if arguments.use_deepspeed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,12 @@ def test_public_names_are_reachable_and_documented() -> None:
         assert hasattr(lowtide, name)
         if not name.startswith("__"):
             assert (getattr(lowtide, name).__doc__ or "").strip(), name
+
+
+def test_every_file_that_is_no_module_is_in_the_wheel() -> None:
+    """What the package reads beside its modules: the profile's page, launch files, the mark of typed code."""
+    told = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    others = [file for file in ROOT.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")]
+    assert len(others) >= 8
+    left_out = set(others) - {file for pattern in told["lowtide"] for file in ROOT.glob(pattern)}
+    assert not left_out

@@ -47,12 +47,33 @@ def test_prints_what_a_person_wants(tmp_path: Path, tiny: list[str], lowtide: Ru
     status, out, err = lowtide(*tiny, "--output", tmp_path / "out")
     assert (status, err) == (0, "")
     assert re.search(r"step 6/6 +loss \d\.\d+ +[\d,]+ tokens/s +[\d,]+ MiB", out)
-    assert re.search(r"training loss +\d\.\d+ -> \d\.\d+", out)
+    assert re.search(r"training loss +\d\.\d+ -> \d\.\d+ \(mean of the last 6 steps\)", out), "there are no more"
     before, after = map(float, re.search(r"held-out loss +(\d\.\d+) -> (\d\.\d+)", out).groups())  # type: ignore[union-attr]
     assert after < before
     assert re.search(r"peak memory +[\d,]+ MiB", out)
     assert re.search(r"losses +\d+ without logits, 0 with", out)
     assert str(tmp_path / "out" / "model") in out
+    lines = [line for line in out.splitlines() if re.match("peak memory |time |saved ", line)]
+    values = {len(re.match(r"\w+( \w+)? {2,}", line)[0]) for line in lines}  # type: ignore[index]
+    assert (len(lines), len(values)) == (3, 1), "in one column"
+
+
+def test_says_what_it_assumes_before_it_trains(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+    _, out, _ = lowtide(*tiny, "--grad-accum", 2, "--max-steps", 1, "--output", tmp_path / "out")
+    start = out[: out.index("step 1/")]
+    sequences, tokens = (tiny[tiny.index(name) + 1] for name in ("--batch-size", "--seq-len"))
+    assert re.search(rf"steps +1 of 2 x {sequences} sequences of {tokens} tokens, on 1 x (cpu|cuda)\n", start)
+    assert re.search(r"weights float32, products (float32|bfloat16), learning rate up to [\d.e-]+\n", start)
+
+
+@pytest.mark.parametrize(("rate", "high"), [([], True), (["--lr", "1e-5"], False)])
+def test_the_small_runs_rate_on_a_pretrained_model_is_pointed_out(
+    rate: list[str], high: bool, finished: Path, tmp_path: Path, tiny: list[str], lowtide: Run
+) -> None:
+    run = [*tiny, "--model", str(finished / "model"), *rate, "--max-steps", "1", "--output", tmp_path / "out"]
+    status, out, _ = lowtide(*run)
+    assert status == 0
+    assert (": a pretrained model wants far less, such as --lr 1e-5\n" in out) == high
 
 
 def test_no_progress_prints_the_result_alone(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:

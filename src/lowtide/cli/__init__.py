@@ -65,23 +65,23 @@ def _status(argv: Sequence[str] | None) -> int:
         text = " ".join(str(error).split()) if status == USAGE_ERROR else str(error)
         argument, colon, rest = text.partition(":")
         argument = getattr(arguments, "options_of", {}).get(argument, argument)  # what Python calls otherwise
-        sys.stderr.write(f"lowtide {arguments.subcommand}: {argument}{colon}{rest}\n")
+        sys.stderr.write(f"{arguments.parser.prog}: {argument}{colon}{rest}\n")
         return int(status)
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in OF_TRAIN:
             raise
         needs = f"expected {error.name} to be installed, got none. pip install 'lowtide[train]'"
-        sys.stderr.write(f"lowtide {arguments.subcommand}: {needs}\n")
+        sys.stderr.write(f"{arguments.parser.prog}: {needs}\n")
         return USAGE_ERROR
     except BrokenPipeError:  # whoever read our output is gone: no more can be said, not even by the interpreter
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except OSError as error:
-        sys.stderr.write(f"lowtide {arguments.subcommand}: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"{arguments.parser.prog}: {' '.join(str(error).split())}\n")
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:
         if _may_speak(of_all=True):
-            sys.stderr.write(f"\nlowtide {arguments.subcommand}: interrupted. {interrupt}".rstrip() + "\n")
+            sys.stderr.write(f"\n{arguments.parser.prog}: interrupted. {interrupt}".rstrip() + "\n")
         return INTERRUPTED
 
 

@@ -44,7 +44,11 @@ OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # 
 def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
-        "bench", help="measure lowtide beside its peers", description="Measure lowtide beside its peers."
+        "bench",
+        help="measure lowtide beside its peers",
+        description=texts.BENCH,
+        epilog=texts.BENCH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
 

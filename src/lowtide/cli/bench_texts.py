@@ -1,5 +1,18 @@
 """The help of ``lowtide bench``: what each benchmark measures, and examples."""
 
+BENCH = """\
+Measure lowtide beside its peers: those that can be imported here, in one run. The figures are printed and written to a
+json file in the folder at hand (--output), with the hardware and the versions."""
+
+BENCH_EXAMPLES = """\
+examples:
+  lowtide bench head
+      the loss at sizes for a GPU
+  lowtide bench head --shape 1024,256,8192 --skip compile --device cpu
+      a small one, on any machine
+  lowtide bench WHAT --help
+      all options of one, with examples"""
+
 HEAD = """\
 Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and of everyone who can be
 imported, in one process and in turns with the limit: the bare matrix products over chunks of 2048, 4096 or all rows,
@@ -20,7 +33,7 @@ examples:
       other uses of the loss, each beside its own limit
   lowtide bench head --no-table --tokens all
       from 1024 to 262144 tokens
-  lowtide bench head --shape 256,64,4096 --skip compile --device cpu
+  lowtide bench head --shape 1024,256,8192 --skip compile --device cpu
       a look at it without a GPU"""
 
 SWEEP = """\

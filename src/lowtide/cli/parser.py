@@ -35,6 +35,15 @@ class OneLineParser(argparse.ArgumentParser):
         meant = f". Is {', '.join(near)} meant?" if near else ""
         self.error(f"unknown arguments: {' '.join(unknown)}{meant}")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in action.choices or ()], n=1)
+            if near:
+                error.message += f". Is {near[0]} meant?"
+            raise
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and end with status 2."""
         sys.stderr.write(f"{self.prog}: {message} (see `{self.prog} --help`)\n")

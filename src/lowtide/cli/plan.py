@@ -34,6 +34,8 @@ _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "host_gib": "host, in GiB",
     "device": "gpu",
     "model_or_config": "model",
+    "rank": "lora_rank",
+    "targets": "lora_targets",
 }
 
 _EXAMPLES = """\
@@ -94,8 +96,7 @@ def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
         "--lora-targets",
         nargs="+",
         metavar="NAME",
-        default=list(PROJECTIONS),
-        help=f"the projections that get them (default: {' '.join(PROJECTIONS)})",
+        help=f"with --lora-rank: the projections that get them (default: {' '.join(PROJECTIONS)})",
     )
     add(
         "--attention-mask",
@@ -132,7 +133,7 @@ def main(arguments: argparse.Namespace) -> int:
     for name, file in (("json", arguments.json), ("png", arguments.png)):  # before minutes of a check are spent
         if file is not None and not Path(file).absolute().parent.is_dir():
             raise ArgumentValueError(message(name, "a file in a folder that exists", str(file)))
-    adapters = None if arguments.lora_rank is None else Adapters(arguments.lora_rank, tuple(arguments.lora_targets))
+    adapters = _adapters(arguments)
     others = {"--lora-rank": adapters, "--attention-mask": arguments.attention_mask}
     others["--no-fused-mlp"] = not arguments.fused_mlp
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
@@ -171,13 +172,24 @@ def main(arguments: argparse.Namespace) -> int:
             sys.stdout.write(f"\n{checked}\n")
     if arguments.png is not None:
         _draw(arguments.png, plan)
+    text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+    if quiet:
+        sys.stdout.write(text)
+        return status
     if arguments.json is not None:
-        text = json.dumps(told, indent=1, allow_nan=False) + "\n"
-        if quiet:
-            sys.stdout.write(text)
-        else:
-            Path(arguments.json).write_text(text)
+        Path(arguments.json).write_text(text)
+    for file in (arguments.png, arguments.json):
+        sys.stdout.write("" if file is None else f"written: {file}\n")
     return status
+
+
+def _adapters(arguments: argparse.Namespace) -> Adapters | None:
+    targets = arguments.lora_targets
+    if arguments.lora_rank is None:
+        if targets is not None:
+            raise ArgumentValueError(message("lora_targets", "--lora-rank beside it", "none"))
+        return None
+    return Adapters(arguments.lora_rank, PROJECTIONS if targets is None else tuple(targets))
 
 
 def _settings(name: str, layers: int | None) -> dict[str, Any]:
@@ -186,8 +198,8 @@ def _settings(name: str, layers: int | None) -> dict[str, Any]:
         settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})
     elif name in SHAPES:
         settings = read_settings(SHAPES[name])
-    elif Path(name).expanduser().exists():
-        settings = read_settings(Path(name))
+    elif (path := Path(name).expanduser()).is_file() or (path / "config.json").is_file():
+        settings = read_settings(path)
     else:
         expected = f"a config.json, a folder with one, or one of {', '.join(SHAPES)}"
         hint = "Nothing is fetched from the network: download the model's config.json first."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,23 @@ examples:
       the small run
   lowtide train --compare --json compare.json
       the same with and without lowtide, side by side; exit status 1 where the losses differ
-  lowtide train --model ./Llama-3.2-1B --data books/ --seq-len 8192 --batch-size 2 --dtype bfloat16 --output my-run
+  lowtide train --model ./Llama-3.2-1B --data books/ --seq-len 8192 --batch-size 2 --lr 1e-5 --output my-run
       go on training a downloaded model on the text files in a folder
   lowtide train --model qwen3-0.6b --tokenizer ./Qwen3-0.6B --data part-1.jsonl part-2.jsonl --max-steps 10000
       a built-in shape with random weights
-  lowtide train --model ./Llama-3.2-1B-Instruct --data chats.jsonl --seq-len 4096 --lr 2e-4 \
+  lowtide train --model ./Llama-3.2-1B-Instruct --data chats.jsonl --seq-len 4096 --lr 2e-4 \\
       --lora-rank 16 --lora-merge --weights bfloat16 --output my-adapter
       adapters on conversations, loss on the assistant's turns alone
-  lowtide train --model ./Llama-3.1-8B --data books/ --seq-len 16384 --memory-budget 75GiB --output my-run
+  lowtide train --model ./Llama-3.1-8B --data books/ --seq-len 16384 --lr 1e-5 --memory-budget 75GiB \\
+      --output my-run
       each layer keeps for backward what fits; `lowtide plan` shows why
   lowtide train --resume --output my-run
       go on from the last whole checkpoint, after a crash or Ctrl-C; the settings are those it began with
   torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
-      --parallel fsdp2 --trainer-args weight_decay=0.1
+      --parallel fsdp2 --lr 1e-5 --trainer-args weight_decay=0.1
       eight GPUs that share out weights, gradients and optimizer
-
-  accelerate launch --config_file fsdp2.yaml --num_processes 8 -m lowtide.cli train --data books/ --output my-run
+  accelerate launch --config_file fsdp2.yaml --num_processes 8 -m lowtide.cli train --model ./Llama-3.1-8B \\
+      --data books/ --output my-run --lr 1e-5
       the same by accelerate, after lowtide train --parallel fsdp2 --write-launch-file fsdp2.yaml
   torchrun --nproc-per-node 4 --no-python lowtide train --resume --output my-run
       go on with it on four GPUs: the steps stay as they were
@@ -133,6 +136,8 @@ def _write_launch_file(file: Path, given: dict[str, Any]) -> int:
     if name == AUTO:
         raise _usage("write_launch_file", "--parallel with the name of an engine beside it", "none")
     file.write_text(launch_file(name))
+    start = f"accelerate launch --config_file {shlex.quote(str(file))} --num_processes N -m lowtide.cli train ..."
+    sys.stdout.write(f"written: {file}. To start a run with it: {start}\n")
     return 0
 
 

@@ -11,14 +11,17 @@ from rich.table import Table
 
 from lowtide.measure import mib
 from lowtide.train.checkpoints import MERGED
+from lowtide.train.config import TrainConfig
+from lowtide.train.model import has_weights
 from lowtide.train.parallel import engine_line
+from lowtide.train.trainer import product_dtype
 
 if TYPE_CHECKING:
     from lowtide.train.comparison import Comparison
-    from lowtide.train.config import TrainConfig
     from lowtide.train.prepare import Prepared
     from lowtide.train.run import TrainResult
 
+_NAMES = 15  # letters of the longest name of a result; what lies in lines of their own stands two further on
 _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
 
 
@@ -29,11 +32,15 @@ def show_start(console: Console, ready: Prepared, args: Any, streams: int, resum
     source = "Python's standard library" if not config.data else ", ".join(config.data)
     left_out = f", {corpus.skipped} files that are not text left out" if corpus.skipped else ""
     loss = "patched by lowtide" if ready.patched else "stock"
+    high = has_weights(config.model) and config.lr >= TrainConfig.lr
+    wants = ": a pretrained model wants far less, such as --lr 1e-5" if high else ""
     lines = [
         f"model    {config.model}: {parameters / 1e6:,.1f} M parameters, vocabulary {shape.vocab_size:,}, {loss}",
         f"data     {source}: {len(corpus.files):,} files, {mib(corpus.bytes):,.1f} MiB{left_out}",
-        f"steps    {config.max_steps:,} of {streams} x {config.grad_accum} x {config.seq_len} tokens in all, "
+        f"steps    {config.max_steps:,} of {_sequences(config, streams)} of {config.seq_len:,} tokens, "
         f"on {args.world_size} x {args.device.type}",
+        f"numbers  weights {config.weights}, products {product_dtype(config)}, "
+        f"learning rate up to {config.lr:g}{wants}",
     ]
     if engine := engine_line(config):
         lines.append(engine)
@@ -44,9 +51,14 @@ def show_start(console: Console, ready: Prepared, args: Any, streams: int, resum
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def _sequences(config: TrainConfig, streams: int) -> str:
+    return f"{streams} sequences" if config.grad_accum == 1 else f"{config.grad_accum} x {streams} sequences"
+
+
 def show_result(console: Console, result: TrainResult, config: TrainConfig) -> None:
     """Print a run's numbers."""
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(min_width=_NAMES)
     for name, value in result_rows(result):
         table.add_row(name, value)
     console.print()
@@ -68,8 +80,10 @@ def show_result(console: Console, result: TrainResult, config: TrainConfig) -> N
 
 def result_rows(result: TrainResult) -> list[tuple[str, str]]:
     """Return a run's numbers as a person reads them."""
+    last = min(_LAST, len(result.losses))
+    mean = f"mean of the last {last} steps" if last > 1 else "one step"
     rows = [
-        ("training loss", f"{first_loss(result):.3f} -> {last_loss(result):.3f} (mean of the last {_LAST} steps)"),
+        ("training loss", f"{first_loss(result):.3f} -> {last_loss(result):.3f} ({mean})"),
         ("held-out loss", f"{_number(result.held_out_before)} -> {_number(result.held_out_after)}"),
         ("speed", f"{result.tokens_per_second:,.0f} tokens/s, {result.step_seconds * 1e3:,.0f} ms a step (median)"),
         ("peak memory", f"{mib(result.peak_resident_bytes):,.0f} MiB resident"),

@@ -214,7 +214,8 @@ def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
     shape, peak = job.shape, chosen.peak
     found = [f"head: {str(job.head_plan).splitlines()[0]}"]
     if not job.gpu.measured:
-        found.append(f"rates of the {job.gpu.name} from a table; device='cuda' measures the GPU at hand")
+        measured = "`lowtide plan --gpu cuda`, in Python device='cuda', measures the GPU at hand"
+        found.append(f"rates of the {job.gpu.name} from a table; {measured}")
     if job.adapters is not None:
         what, left_out = ("", "keep and compute") if isinstance(job.adapters, int) else (f", {job.adapters}", "compute")
         numbers = f"{job.trained_adapters:,} numbers of adapters are trained{what}"

@@ -18,6 +18,9 @@ CHART_WIDTH, CHART_HEIGHT = 60, 12
 LEAST_CHART, BESIDE_CHART = 30, 12  # letters: the narrowest chart, and what stands left of one
 FRONT_LINES = 10
 FRONT_INDENT = 30  # letters before the last column of the front's table
+RUNGS = """\
+all: what backward reads but the MLP's product (/0), or but its gate and up too (/1);
+attention: the layer's input and attention's output; input: its input; backward computes the rest again"""
 _KINDS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -195,8 +198,9 @@ class MemoryPlan:
         """Return all of it, for a terminal of so many letters across; None: as wide as it comes, as for a file."""
         across = CHART_WIDTH if width is None else max(LEAST_CHART, min(CHART_WIDTH, width - BESIDE_CHART))
         front = folded(self._front(), width, indent=FRONT_INDENT)
-        parts = [folded(self._headline(), width), self._parts(), self._ladder(), front, self.chart(across)]
-        return "\n\n".join([*parts, folded(self._limits(), width), self.lines()])
+        ladder = f"{self._ladder()}\n{folded(RUNGS, width)}"
+        parts = [folded(self._headline(), width), self._parts(), ladder, front, self.chart(across)]
+        return "\n\n".join([*parts, folded(self._limits(), width), "in a script that has the model:", self.lines()])
 
     def _headline(self) -> str:
         job, host = self.job, ""
