@@ -279,13 +279,16 @@ def _token_stats(
         ),
         None if ranks is None else ShardedStats(ranks),
     )
-    if ranks is not None:
-        found = type(found)(*map(ranks.result, found))
-    fields: dict[str, Any] = {name: getattr(found, name).view(leading) for name in names - {*OF_TARGETS, "topk"}}
+
+    def shaped(x: Tensor, *shape: int) -> Tensor:
+        x = x.view(shape)  # before it is a DTensor, which cannot view nothing
+        return x if ranks is None else ranks.result(x)
+
+    fields: dict[str, Any] = {name: shaped(getattr(found, name), *leading) for name in names - {*OF_TARGETS, "topk"}}
     if target is not None:
-        fields |= {name: getattr(found, name).view(target.shape) for name in names & {*OF_TARGETS}}
+        fields |= {name: shaped(getattr(found, name), *target.shape) for name in names & {*OF_TARGETS}}
     if "topk" in names:
-        fields["topk"] = TopK(found.topk_values.view(*leading, topk), found.topk_ids.view(*leading, topk))
+        fields["topk"] = TopK(shaped(found.topk_values, *leading, topk), shaped(found.topk_ids, *leading, topk))
     return TokenStats(**fields)
 
 
