@@ -14,6 +14,7 @@ CASES = [
     "divergences",
     "edges",
     "uses_of_autograd",
+    "trained_on_one_rank",
     "the_same_on_every_rank",
     "what_is_exchanged",
     "memory",

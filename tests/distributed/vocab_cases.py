@@ -372,6 +372,69 @@ def uses_of_autograd() -> None:
         assert relative_error(whole(way, got[1], of_vocab=True), true[1]) < 3e-2
 
 
+def trained_on_one_rank() -> None:
+    """A weight that one rank trains on frozen hidden states: the others, which have no backward, keep step with it."""
+    x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=12, bias=False)
+    tx, tw, _, _ = head(LEADING, D + 1, V, dtype=torch.float64, seed=13, bias=False)
+    logp = F.linear(tx, tw).log_softmax(-1).detach().topk(4)
+    known = (logp.indices, logp.values, "bucket")
+    trained = dist.get_rank() == 0
+
+    def functions(x: Any, w: Any, tx: Any, tw: Any, **kwargs: Any) -> list[Any]:
+        once, again = (
+            lowtide.HeadOptions(workspace_mib=0.001, gradient=g, backend="torch") for g in ("auto", "recompute")
+        )
+        stats = {"want": ("entropy", "logprob")}
+        return [
+            lambda: lowtide.linear_cross_entropy(x, w, y, label_smoothing=0.1, options=once, **kwargs),
+            lambda: lowtide.linear_cross_entropy(x, w, y, shift=True, options=again, **kwargs),
+            lambda: lowtide.linear_logprobs(x, w, y, options=once, **kwargs),
+            lambda: lowtide.linear_token_stats(x, w, y, **stats, options=once, **kwargs).entropy,
+            lambda: lowtide.linear_divergence(x, w, tx, tw, kind="jsd", options=once, **kwargs),
+            lambda: lowtide.linear_divergence(
+                x, w, None, None, teacher_topk=known, softcap=3.0, options=again, **kwargs
+            ),
+            lambda: lowtide.linear_divergence(
+                x, w, None, None, teacher_topk=known, reduction="mean", options=once, **kwargs
+            ),
+        ]
+
+    of_tokens, x = stats_oracle(x.detach(), w, y), x.detach()
+    divergence = functools.partial(reference.linear_divergence, x, w)
+    want = [
+        oracle(x, w, y, label_smoothing=0.1),
+        oracle(x, w, y, shift=True),
+        of_tokens["logprob"],
+        of_tokens["entropy"],
+        divergence(tx, tw, kind="jsd"),
+        divergence(None, None, teacher_topk=known, softcap=3.0),
+        divergence(None, None, teacher_topk=known, reduction="mean"),
+    ]
+    for way, recording in itertools.product(WAYS, (True, False)):
+        parts = [spread(way, t.detach(), of_vocab=k % 2 > 0) for k, t in enumerate((x, w, tx, tw))]
+        kwargs = shard_of(way, parts[1])
+        parts[1].requires_grad_(trained)
+        for i, call in enumerate(functions(*parts, **kwargs)):
+            what = (way, recording, i)
+            with exchanged() as seen, torch.set_grad_enabled(trained or recording):
+                got = plain(call())
+                assert got.requires_grad == trained
+                for _ in range(2 if trained else 0):
+                    (grad,) = torch.autograd.grad(got.sum(), parts[1], retain_graph=True)
+            near(got.detach(), want[i].detach(), what)
+            if trained:
+                (true,) = torch.autograd.grad(want[i].sum(), w, retain_graph=True)
+                mine = plain_part(grad)
+                near(mine, true[: len(mine)], what)
+            asked: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(asked, seen)
+            assert all(other == seen for other in asked), (what, asked)
+
+
+def plain_part(x: Any) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def the_same_on_every_rank() -> None:
     """Loss and hidden states' gradient, bit for bit; otherwise replicas would drift apart."""
     x, w, _, y = head(LEADING, D, V, seed=2, bias=False)
@@ -571,6 +634,7 @@ CASES = named(
     divergences,
     edges,
     uses_of_autograd,
+    trained_on_one_rank,
     the_same_on_every_rank,
     what_is_exchanged,
     memory,

@@ -29,6 +29,7 @@ FOR_ALL = {
         "divergences",
         "edges",
         "uses_of_autograd",
+        "trained_on_one_rank",
         "the_same_on_every_rank",
         "what_is_exchanged",
     ],

@@ -176,7 +176,7 @@ def linear_cross_entropy(
     )
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
     recompute = choose_gradient(options, reduction, frozen and ranks is None) == "recompute"
-    engine = None if ranks is None else ShardedHead(ranks, stores=not recompute)
+    engine = None if ranks is None else ShardedHead(ranks)
     loss = autograd.cross_entropy(call, recompute=recompute, engine=engine)
     if reduction == "none":
         loss = loss.view(target.shape)

@@ -178,7 +178,7 @@ def linear_divergence(
         V, given = linear_weight.shape[0], teacher_topk is not None
         choose_divergence_backend(options, input.device, dtype, V, topk=given)
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
-    recompute = choose_divergence_gradient(options, reduction, frozen) == "recompute"
+    recompute = choose_divergence_gradient(options, reduction, frozen and ranks is None) == "recompute"
     leading = input.shape[:-1]
     if ranks is not None:
         input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
