@@ -18,10 +18,11 @@ from distributed.launch import main, named
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
+from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Wanted
 from lowtide.head.softmax import LossTerms
 from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
-from lowtide.head.vocab import tokens
+from lowtide.head.vocab import exchange, exp_gradients, tokens
 from lowtide.head.vocab.shard import Limits
 from support import head, oracle, relative_error
 
@@ -185,6 +186,43 @@ def trained_on_one_rank() -> None:
             torch.testing.assert_close(mine, w.grad[: len(mine)], rtol=2e-5, atol=2e-6)
 
 
+def sums_beside_products() -> None:
+    """The hidden states' gradient begins to be summed before a product of the weight's, and is waited for after it."""
+    global SCHEDULE
+    with_small_plans()
+    x, w, _, y = head((1, N), D, V, seed=0, bias=False)
+    for way, kind in itertools.product(("replicated", "sequence"), ("chunks", "blocks", "logits")):
+        SCHEDULE = kind
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        events: list[str] = []
+
+        def noted(event: str, function: Any, events: list[str] = events) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if event != "product" or args[0].stride(0) == 1:  # E^T: the weight's, not the input's
+                    events.append(event)
+                return function(*args, **kwargs)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patched:
+            for tokens_of in (tokens.SameTokens, tokens.SpreadTokens):
+                patched.setattr(tokens_of, "reduce", noted("begun", tokens_of.reduce))
+            patched.setattr(exchange.Reduced, "write", noted("waited", exchange.Reduced.write))
+            patched.setattr(exp_gradients, "matmul_into", noted("product", exp_gradients.matmul_into))
+            patched.setattr(HeadMatmul, "weight_grad", noted("weight's", HeadMatmul.weight_grad))
+            if kind == "logits":
+                options = lowtide.HeadOptions(workspace_mib=0.01)
+                plain(lowtide.linear_token_stats(px, pw, want=("entropy",), options=options).entropy.sum()).backward()
+            else:
+                plain(lowtide.linear_cross_entropy(px, pw, y)).backward()
+        sums = [i for i, event in enumerate(events) if event == "begun"]
+        assert len(sums) > 1
+        assert events.count("waited") == len(sums)
+        for k, i in enumerate(sums):  # the k-th that is waited for is the k-th that was begun
+            waited = [j for j, event in enumerate(events) if event == "waited"][k]
+            assert {"product", "weight's"} & {*events[i:waited]}, (way, kind, events)
+
+
 def plans_of_what_is_fetched_ahead() -> None:
     """As many pieces of hidden states live at once as plans count, with sums alone and with gradients."""
     global SCHEDULE
@@ -251,7 +289,7 @@ def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, 
     assert max((size for _, size in seen), default=0) <= max(2, D) * max(count, 1)
 
 
-CASES = named(values_and_gradients, edges, trained_on_one_rank, plans_of_what_is_fetched_ahead)
+CASES = named(values_and_gradients, edges, trained_on_one_rank, sums_beside_products, plans_of_what_is_fetched_ahead)
 
 if __name__ == "__main__":
     main(CASES)
