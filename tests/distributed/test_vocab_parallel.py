@@ -15,6 +15,7 @@ CASES = [
     "edges",
     "uses_of_autograd",
     "trained_on_one_rank",
+    "unlike_grad_modes",
     "the_same_on_every_rank",
     "what_is_exchanged",
     "memory",

@@ -431,6 +431,28 @@ def trained_on_one_rank() -> None:
             assert all(other == seen for other in asked), (what, asked)
 
 
+def unlike_grad_modes() -> None:
+    """Hidden states that get a gradient on some ranks alone, by no_grad or by themselves: an error on every rank."""
+    x, w, _, y = head(LEADING, D, V, bias=False)
+    tx, tw, _, _ = head(LEADING, D, V, bias=False)
+    calls: list[Any] = [
+        lambda x, w, _t, **shard: lowtide.linear_cross_entropy(x, w, y, **shard),
+        lambda x, w, _t, **shard: lowtide.linear_cross_entropy(x, w, y, weight=torch.ones(V), **shard),
+        lambda x, w, _t, **shard: lowtide.linear_logprobs(x, w, y, **shard),
+        lambda x, w, _t, **shard: lowtide.linear_token_stats(x, w, y, want=("entropy", "logprob"), **shard),
+        lambda x, w, t, **shard: lowtide.linear_divergence(x, w, *t, reduction="mean", **shard),
+    ]
+    for way, call in itertools.product(WAYS, calls):
+        px, pw, qx, qw = (spread(way, t, of_vocab=k % 2 > 0) for k, t in enumerate((x, w, tx, tw)))
+        shard, first = shard_of(way, pw), dist.get_rank() == 0
+        for hidden, recording in ((px, first), (px if first else px.detach(), True)):
+            with (
+                torch.set_grad_enabled(recording),
+                pytest.raises(ArgumentValueError, match=r"input: .*every rank.*it on ranks \[0\] of"),
+            ):
+                call(hidden, pw, (qx.detach(), qw.detach()), **shard)
+
+
 def plain_part(x: Any) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -465,7 +487,11 @@ def what_is_exchanged() -> None:
         assert counts[0] == counts[1] == counts[2]
         numbers = sum(size for name, size in counts[0] if name.startswith("all_gather"))
         gradient = sum(size for name, size in counts[0] if name.startswith(("all_reduce", "reduce_scatter")))
-        assert numbers == 2 * N + (N * D // dist.get_world_size() if way == "sequence" else 0), (way, counts[0])
+        looked_at = DEVICE == "cpu"  # one number more: whether a rank trains the hidden states
+        assert numbers == 2 * N + looked_at + (N * D // dist.get_world_size() if way == "sequence" else 0), (
+            way,
+            counts[0],
+        )
         assert gradient == N * D, (way, counts[0])
         assert max(size for _, size in counts[0]) < N * classes // 8, "logits"
 
@@ -635,6 +661,7 @@ CASES = named(
     edges,
     uses_of_autograd,
     trained_on_one_rank,
+    unlike_grad_modes,
     the_same_on_every_rank,
     what_is_exchanged,
     memory,
