@@ -16,6 +16,7 @@ CASES = [
     "uses_of_autograd",
     "trained_on_one_rank",
     "unlike_grad_modes",
+    "compiled",
     "the_same_on_every_rank",
     "what_is_exchanged",
     "memory",

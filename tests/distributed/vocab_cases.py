@@ -453,6 +453,28 @@ def unlike_grad_modes() -> None:
                 call(hidden, pw, (qx.detach(), qw.detach()), **shard)
 
 
+def compiled() -> None:
+    """A compiler ends its graph before ranks exchange, and says why where it may not."""
+    x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=21, bias=False)
+    want = oracle(x, w, y)
+    want.backward()
+
+    def score(x: Any, w: Any, labels: Tensor, shard: Any) -> Any:
+        return lowtide.linear_cross_entropy(x * 1.0, w, labels, vocab_shard=shard)
+
+    way = ("sequence", "local")[dist.get_world_size() % 2]
+    px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+    shard = shard_of(way, pw).get("vocab_shard")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="exchanges_between_ranks"):
+        torch.compile(score, backend="eager", fullgraph=True)(px, pw, y, shard)
+    torch._dynamo.reset()
+    loss = plain(torch.compile(score, backend="eager")(px, pw, y, shard))
+    loss.backward()
+    near(loss, want, way)
+    near(whole(way, px.grad, of_vocab=False), x.grad, way)
+    near(whole(way, pw.grad, of_vocab=True), w.grad, way)
+
+
 def plain_part(x: Any) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -662,6 +684,7 @@ CASES = named(
     uses_of_autograd,
     trained_on_one_rank,
     unlike_grad_modes,
+    compiled,
     the_same_on_every_rank,
     what_is_exchanged,
     memory,

@@ -24,7 +24,7 @@ from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.divergences import autograd as divergence_autograd
 from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.vocab.parallel import Ranks, ranks_of
+from lowtide.head.vocab.parallel import Ranks, ranks_of, with_ranks
 from lowtide.head.vocab.shard import VocabShard
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
@@ -185,7 +185,9 @@ def linear_divergence(
         teacher_input, mask = ranks.whole(teacher_input), ranks.whole(mask)
         teacher_weight, teacher_bias = ranks.local(teacher_weight), ranks.local(teacher_bias)
         ids, logprobs = ranks.whole(ids), ranks.whole(logprobs)
-    value = divergence_autograd.run(
+    value = with_ranks(
+        ranks,
+        divergence_autograd.run,
         divergence_autograd.DivergenceCall(
             input=input,
             linear_weight=linear_weight,

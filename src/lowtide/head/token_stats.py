@@ -23,7 +23,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.scaling import scaled_rows
 from lowtide.head.statistics import autograd as token_stats_autograd
 from lowtide.head.statistics.rows import OF_TARGETS
-from lowtide.head.vocab.parallel import ranks_of
+from lowtide.head.vocab.parallel import ranks_of, with_ranks
 from lowtide.head.vocab.shard import VocabShard
 from lowtide.head.vocab.token_stats import ShardedStats
 
@@ -259,7 +259,9 @@ def _token_stats(
         linear_bias = None if linear_bias is None else linear_bias * of_bias
         scale = None
     N = math.prod(leading)
-    found = token_stats_autograd.run(
+    found = with_ranks(
+        ranks,
+        token_stats_autograd.run,
         token_stats_autograd.StatsCall(
             input=input,
             linear_weight=linear_weight,

@@ -9,11 +9,12 @@ The hidden states are the same on every rank, or each rank holds its part of the
 whole one on every rank, summed here, or each rank's part of it: never a part of the sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import is_dtensor
@@ -22,6 +23,7 @@ from lowtide.head.vocab.shard import Limits, VocabShard, limits_of, shard_of_dte
 from lowtide.head.vocab.tokens import SameTokens, SpreadTokens
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
+_Result = TypeVar("_Result")
 
 
 class Ranks:
@@ -161,6 +163,22 @@ class Ranks:
 
         replicated: Tensor = DTensor.from_local(value, self.mesh, [_replicate()], run_check=False)
         return replicated
+
+
+def with_ranks(ranks: Ranks | None, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result:
+    """Return ``function(*args, **kwargs)``; where ranks exchange in it, a compiler ends its graph and begins anew.
+
+    Exchanges are no operators of a graph here: with ``fullgraph=True`` the compiler's error names the function below.
+    """
+    if ranks is not None and torch.compiler.is_compiling():
+        return exchanges_between_ranks_run_in_eager(function, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+@_disable_dynamo  # torch.compiler.disable, without importing the compiler
+def exchanges_between_ranks_run_in_eager(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Call ``function``; its name is what the compiler says."""
+    return function(*args, **kwargs)
 
 
 def _replicate() -> Any:
