@@ -8,7 +8,8 @@ logits as Megatron-LM computes it (written here, in peers_of_ranks.py), Liger's 
 installed, and the three local products alone, which are the limit. "high priority" is the same on a group whose NCCL
 stream has priority over the products. Under FSDP2 each rank has tokens of its own, and the head is in the root's unit.
 
-Times are of loss and all gradients on the slowest rank, bytes of the fullest.
+Times are of loss and all gradients on the slowest rank, bytes of the fullest. What is known is in the result file at
+once: a run that is cut off leaves what it has found.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from lowtide.measure.collectives import counted_collectives
 
 SHAPES = (Shape("llama-8b, 8192 tokens", 8192, 4096, 128256), Shape("qwen-4k", 8192, 4096, 151936))
 RESULTS = Path(__file__).parent / "results"
-PATIENCE = timedelta(seconds=180)  # that a rank waits for the others, which may compile kernels
+PATIENCE = timedelta(seconds=60)  # that a rank waits for the others, which compile the same kernels as it does
 Runs = dict[str, Callable[[], Any]]
 
 
@@ -148,14 +149,22 @@ def fsdp_ways(shape: Shape, dtype: torch.dtype, device: torch.device, mesh: Any)
 
 
 def measure(
-    runs: Runs, bare: Runs, device: torch.device, warm: int, reps: int, notes: Mapping[str, Any] | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return a row for each of ``runs``: milliseconds, share of the limit, peak, collectives; or why it failed.
+    rows: dict[str, dict[str, Any]],
+    runs: Runs,
+    bare: Runs,
+    device: torch.device,
+    warm: int,
+    reps: int,
+    *,
+    notes: Mapping[str, Any] | None = None,
+    save: Callable[[], object] = lambda: None,
+) -> None:
+    """Add a row for each of ``runs``: milliseconds, share of the limit, peak, collectives; or why it failed.
 
     A way that fails on some rank is measured on none. Where others wait for that rank inside of it, they fail when the
-    process group's patience ends, and NCCL's end with them. ``notes`` are what to say of some ways.
+    process group's patience ends, and NCCL's end with them. ``notes`` are what to say of some ways. ``save`` is called
+    whenever there is more to be read in ``rows``.
     """
-    rows: dict[str, dict[str, Any]] = {}
     expected: float | None = None  # all have the same tokens: who computes something else is not measured
     speaking = dist.new_group(backend="gloo", timeout=3 * PATIENCE)  # apart from what a failed way left unanswered
     for name in list(runs):
@@ -176,8 +185,9 @@ def measure(
         if failures:
             rows[name] = {"failed": "; ".join(failures)}
             del runs[name]
-            continue
-        rows[name] = row | {"peak_mib": highest(row["peak_mib"], device)} | dict((notes or {}).get(name, {}))
+        else:
+            rows[name] = row | {"peak_mib": highest(row["peak_mib"], device)} | dict((notes or {}).get(name, {}))
+        save()
     dist.destroy_process_group(speaking)
     times: dict[str, list[float]] = {name: [] for name in (*runs, *bare)}
     for round_ in range(warm + reps):
@@ -190,7 +200,8 @@ def measure(
     limit = min((ms[name] for name in bare), default=None)
     for name in runs:
         rows[name] |= {"ms": ms[name], "share_of_limit": None if limit is None else limit / ms[name]}
-    return rows | {name: {"ms": ms[name]} for name in bare}
+    rows |= {name: {"ms": ms[name]} for name in bare}
+    save()
 
 
 def highest(value: float, device: torch.device) -> float:
@@ -200,22 +211,31 @@ def highest(value: float, device: torch.device) -> float:
     return round(told.item(), 3)
 
 
-def measure_shape(
-    shape: Shape, device: torch.device, meshes: Mapping[str, Any], args: argparse.Namespace
-) -> dict[str, Any]:
-    """Return the rows of a shape, sharded and under FSDP2."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    N, D, ranks = shape.N, shape.D, meshes[""].size()
-    rows = shape.V // ranks
-    local = make_problem(Shape(shape.name, N, D, rows), dtype, device, seed=dist.get_rank())
+def measure_sharded(
+    result: dict[str, Any], device: torch.device, meshes: Mapping[str, Any], args: argparse.Namespace, save: Any
+) -> None:
+    """Add the rows of a shape whose vocabulary is sharded."""
+    ranks, dtype = result["ranks"], dtype_on(device)
+    N, rows = result["N"], result["V"] // ranks
+    local = make_problem(Shape("", N, result["D"], rows), dtype, device, seed=dist.get_rank())
     x = local.x.detach()
     dist.broadcast(x, 0)
     y = torch.randint(0, rows * ranks, (N,), generator=torch.Generator().manual_seed(1)).to(device)
     bare: Runs = {f"products, {c} rows": bare_gemms(local, c) for c in limit_rows(N, rows * dtype.itemsize)}
     ways, notes = sharded_ways(x, local.w, y, meshes)
-    found = measure(ways, bare, device, args.warm, args.reps, notes)
-    found |= measure(fsdp_ways(shape, dtype, device, meshes[""]), {}, device, 1, max(1, args.reps // 3))
-    return {"N": N, "D": D, "V": rows * ranks, "ranks": ranks, "dtype": str(dtype), "rows": found}
+    measure(result["rows"], ways, bare, device, args.warm, args.reps, notes=notes, save=save)
+
+
+def measure_whole(
+    result: dict[str, Any], device: torch.device, meshes: Mapping[str, Any], args: argparse.Namespace, save: Any
+) -> None:
+    """Add the rows of a shape under FSDP2."""
+    ways = fsdp_ways(Shape("", result["N"], result["D"], result["V"]), dtype_on(device), device, meshes[""])
+    measure(result["rows"], ways, {}, device, 1, max(1, args.reps // 3), save=save)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def meshes_of(device: torch.device) -> dict[str, Any]:
@@ -261,21 +281,30 @@ def main() -> None:
         dist.init_process_group("nccl", device_id=device, timeout=PATIENCE)
     else:
         dist.init_process_group("gloo", timeout=PATIENCE)
-    meshes = meshes_of(device)
+    meshes, ranks = meshes_of(device), dist.get_world_size()
     shapes = [Shape(text, *map(int, text.split(","))) for text in args.shape or []] or SHAPES
-    results: list[dict[str, Any]] = []
-    for shape in shapes:
-        results.append(measure_shape(shape, device, meshes, args))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    results: list[dict[str, Any]] = [
+        {"N": s.N, "D": s.D, "V": s.V // ranks * ranks, "ranks": ranks, "dtype": str(dtype_on(device)), "rows": {}}
+        for s in shapes
+    ]
+    files, told = None, {}
     if dist.get_rank() == 0:
-        ranks = dist.get_world_size()
         asked = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "benchmarks/ranks.py", *sys.argv[1:]]
         files, told = begin(args.output, f"ranks-{ranks}", shlex.join(asked), device, ["liger-kernel"])
-        settings = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))}
+        told["settings"] = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL_"))}
         if device.type == "cuda":
             told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        files.write_json(told | {"settings": settings, "results": results})
+
+    def save() -> None:
+        if files is not None:
+            files.write_json(told | {"results": results})
+
+    for part in (measure_sharded, measure_whole):  # what no other benchmark measures comes first
+        for result in results:
+            part(result, device, meshes, args, save)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    if files is not None:
         print(files.json)
         print(table(results), flush=True)
     dist.barrier()

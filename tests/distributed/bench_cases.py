@@ -37,7 +37,13 @@ def a_rank_that_fails_alone() -> None:
         return torch.full((), float(dist.get_world_size() + 5 * (dist.get_rank() == 1)))
 
     runs = {"good": good, "bad": bad, "alone": alone, "again": good}
-    rows = benchmark.measure(runs, {}, torch.device("cpu"), warm=0, reps=2, notes={"again": {"note": 1}})
+    rows: dict[str, Any] = {}
+    known: list[list[str]] = []
+    benchmark.measure(
+        rows, runs, {}, torch.device("cpu"), warm=0, reps=2, notes={"again": {"note": 1}},
+        save=lambda: known.append(list(rows)),
+    )  # fmt: skip
+    assert known == [list(rows)[:n] for n in (1, 2, 3, 4, 4)], "what is known is told at once"
     assert list(rows) == ["good", "bad", "alone", "again"]
     assert "rank 1: KeyError: 'of this rank alone'" in rows["bad"]["failed"]
     assert "rank 1: ValueError: its loss is" in rows["alone"]["failed"]

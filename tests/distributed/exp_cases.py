@@ -18,10 +18,11 @@ from distributed.launch import main, named
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
+from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Wanted
 from lowtide.head.softmax import LossTerms
 from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
-from lowtide.head.vocab import tokens
+from lowtide.head.vocab import exchange, exp_gradients, tokens
 from lowtide.head.vocab.shard import Limits
 from support import head, oracle, relative_error
 
@@ -151,19 +152,20 @@ def edges() -> None:
 
 
 def trained_on_one_rank() -> None:
-    """Hidden states that need no gradient, and a weight that one rank trains: all ask for the same exchanges."""
+    """Hidden states that need no gradient, and a weight that one rank trains: all ask for the same exchanges.
+
+    The others may compute under no_grad, and have no backward. Nobody exchanges anything twice.
+    """
     global SCHEDULE
     with_small_plans()
     ways = itertools.product(("replicated", "sequence"), ("chunks", "blocks"), (0.0, 0.1), ("auto", "recompute"))
     for i, (way, schedule, smoothing, gradient) in enumerate(ways):
-        if way == "sequence" and gradient == "recompute":
-            continue  # the others have no backward to gather hidden states in
         SCHEDULE = schedule
         x, w, _, y = head((1, N), D, V, seed=i, bias=False)
         px, pw = spread(way, x.detach(), of_vocab=False), spread(way, w.detach(), of_vocab=True)
         options = lowtide.HeadOptions(gradient=gradient)
         trained = dist.get_rank() == 0
-        with exchanged() as seen:
+        with exchanged() as seen, torch.set_grad_enabled(trained or i % 3 > 0):
             pw.requires_grad_(trained)
             loss = plain(lowtide.linear_cross_entropy(px, pw, y, label_smoothing=smoothing, options=options))
             if trained:
@@ -171,6 +173,10 @@ def trained_on_one_rank() -> None:
         asked: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(asked, seen)
         assert all(other == seen for other in asked), (way, schedule, smoothing, gradient, asked)
+        held = -(-N // dist.get_world_size())
+        gathered = sum(size for name, size in seen if name.startswith("all_gather"))
+        numbers = (3 + (smoothing > 0)) * (held * dist.get_world_size() if way == "sequence" else N)
+        assert gathered == 1 + numbers + (held * D if way == "sequence" else 0), (way, schedule, smoothing, seen)
         want = oracle(x, w, y, label_smoothing=smoothing)
         want.backward()
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
@@ -178,12 +184,43 @@ def trained_on_one_rank() -> None:
         if trained:
             mine = pw.grad.to_local()
             torch.testing.assert_close(mine, w.grad[: len(mine)], rtol=2e-5, atol=2e-6)
-        with torch.no_grad(), exchanged() as seen:  # nobody trains: nothing is exchanged for gradients
-            lowtide.linear_cross_entropy(px, pw, y, label_smoothing=smoothing)
-        held = -(-N // dist.get_world_size())
-        gathered = sum(size for name, size in seen if name.startswith("all_gather"))
-        numbers = (3 + (smoothing > 0)) * (held * dist.get_world_size() if way == "sequence" else N)
-        assert gathered == numbers + (held * D if way == "sequence" else 0), (way, schedule, smoothing, seen)
+
+
+def sums_beside_products() -> None:
+    """The hidden states' gradient begins to be summed before a product of the weight's, and is waited for after it."""
+    global SCHEDULE
+    with_small_plans()
+    x, w, _, y = head((1, N), D, V, seed=0, bias=False)
+    for way, kind in itertools.product(("replicated", "sequence"), ("chunks", "blocks", "logits")):
+        SCHEDULE = kind
+        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+        events: list[str] = []
+
+        def noted(event: str, function: Any, events: list[str] = events) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if event != "product" or args[0].stride(0) == 1:  # E^T: the weight's, not the input's
+                    events.append(event)
+                return function(*args, **kwargs)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patched:
+            for tokens_of in (tokens.SameTokens, tokens.SpreadTokens):
+                patched.setattr(tokens_of, "reduce", noted("begun", tokens_of.reduce))
+            patched.setattr(exchange.Reduced, "write", noted("waited", exchange.Reduced.write))
+            patched.setattr(exp_gradients, "matmul_into", noted("product", exp_gradients.matmul_into))
+            patched.setattr(HeadMatmul, "weight_grad", noted("weight's", HeadMatmul.weight_grad))
+            if kind == "logits":
+                options = lowtide.HeadOptions(workspace_mib=0.01)
+                plain(lowtide.linear_token_stats(px, pw, want=("entropy",), options=options).entropy.sum()).backward()
+            else:
+                plain(lowtide.linear_cross_entropy(px, pw, y)).backward()
+        sums = [i for i, event in enumerate(events) if event == "begun"]
+        assert len(sums) > 1
+        assert events.count("waited") == len(sums)
+        for k, i in enumerate(sums):  # the k-th that is waited for is the k-th that was begun
+            waited = [j for j, event in enumerate(events) if event == "waited"][k]
+            assert {"product", "weight's"} & {*events[i:waited]}, (way, kind, events)
 
 
 def plans_of_what_is_fetched_ahead() -> None:
@@ -243,17 +280,16 @@ def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, 
     count, times = n, 1
     if way == "sequence":
         count = -(-n // ranks) * ranks  # parts are filled up
-        # smoothing's share of the weight's gradient reads the hidden states first; blocks read them a second time
-        times = 1 + ("label_smoothing" in options) + (SCHEDULE == "blocks")
+        times = 1 + (SCHEDULE == "blocks")  # blocks read the hidden states a second time
     numbers = sum(size for name, size in seen if name.startswith("all_gather"))
     want = count * (3 + ("label_smoothing" in options)) + (count + 1) * ("weight" in options)
     want += times * count // ranks * D if way == "sequence" else 0
-    assert numbers == want, (way, n, options, seen)
+    assert numbers == want + (n > 0), (way, n, options, seen)  # and one, whether a rank trains the hidden states
     assert sum(size for name, size in seen if name.startswith(("all_reduce", "reduce_scatter"))) == count * D
     assert max((size for _, size in seen), default=0) <= max(2, D) * max(count, 1)
 
 
-CASES = named(values_and_gradients, edges, trained_on_one_rank, plans_of_what_is_fetched_ahead)
+CASES = named(values_and_gradients, edges, trained_on_one_rank, sums_beside_products, plans_of_what_is_fetched_ahead)
 
 if __name__ == "__main__":
     main(CASES)

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs tests/gpu runs this path")
 @pytest.mark.parametrize(
-    "case", ["values_and_gradients", "edges", "trained_on_one_rank", "plans_of_what_is_fetched_ahead"]
+    "case",
+    ["values_and_gradients", "edges", "trained_on_one_rank", "sums_beside_products", "plans_of_what_is_fetched_ahead"],
 )
 def test_on_three_ranks(case: str) -> None:
     pytest.importorskip("triton")

@@ -372,6 +372,113 @@ def uses_of_autograd() -> None:
         assert relative_error(whole(way, got[1], of_vocab=True), true[1]) < 3e-2
 
 
+def trained_on_one_rank() -> None:
+    """A weight that one rank trains on frozen hidden states: the others, which have no backward, keep step with it."""
+    x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=12, bias=False)
+    tx, tw, _, _ = head(LEADING, D + 1, V, dtype=torch.float64, seed=13, bias=False)
+    logp = F.linear(tx, tw).log_softmax(-1).detach().topk(4)
+    known = (logp.indices, logp.values, "bucket")
+    trained = dist.get_rank() == 0
+
+    def functions(x: Any, w: Any, tx: Any, tw: Any, **kwargs: Any) -> list[Any]:
+        once, again = (
+            lowtide.HeadOptions(workspace_mib=0.001, gradient=g, backend="torch") for g in ("auto", "recompute")
+        )
+        stats = {"want": ("entropy", "logprob")}
+        return [
+            lambda: lowtide.linear_cross_entropy(x, w, y, label_smoothing=0.1, options=once, **kwargs),
+            lambda: lowtide.linear_cross_entropy(x, w, y, shift=True, options=again, **kwargs),
+            lambda: lowtide.linear_logprobs(x, w, y, options=once, **kwargs),
+            lambda: lowtide.linear_token_stats(x, w, y, **stats, options=once, **kwargs).entropy,
+            lambda: lowtide.linear_divergence(x, w, tx, tw, kind="jsd", options=once, **kwargs),
+            lambda: lowtide.linear_divergence(
+                x, w, None, None, teacher_topk=known, softcap=3.0, options=again, **kwargs
+            ),
+            lambda: lowtide.linear_divergence(
+                x, w, None, None, teacher_topk=known, reduction="mean", options=once, **kwargs
+            ),
+        ]
+
+    of_tokens, x = stats_oracle(x.detach(), w, y), x.detach()
+    divergence = functools.partial(reference.linear_divergence, x, w)
+    want = [
+        oracle(x, w, y, label_smoothing=0.1),
+        oracle(x, w, y, shift=True),
+        of_tokens["logprob"],
+        of_tokens["entropy"],
+        divergence(tx, tw, kind="jsd"),
+        divergence(None, None, teacher_topk=known, softcap=3.0),
+        divergence(None, None, teacher_topk=known, reduction="mean"),
+    ]
+    for way, recording in itertools.product(WAYS, (True, False)):
+        parts = [spread(way, t.detach(), of_vocab=k % 2 > 0) for k, t in enumerate((x, w, tx, tw))]
+        kwargs = shard_of(way, parts[1])
+        parts[1].requires_grad_(trained)
+        for i, call in enumerate(functions(*parts, **kwargs)):
+            what = (way, recording, i)
+            with exchanged() as seen, torch.set_grad_enabled(trained or recording):
+                got = plain(call())
+                assert got.requires_grad == trained
+                for _ in range(2 if trained else 0):
+                    (grad,) = torch.autograd.grad(got.sum(), parts[1], retain_graph=True)
+            near(got.detach(), want[i].detach(), what)
+            if trained:
+                (true,) = torch.autograd.grad(want[i].sum(), w, retain_graph=True)
+                mine = plain_part(grad)
+                near(mine, true[: len(mine)], what)
+            asked: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(asked, seen)
+            assert all(other == seen for other in asked), (what, asked)
+
+
+def unlike_grad_modes() -> None:
+    """Hidden states that get a gradient on some ranks alone, by no_grad or by themselves: an error on every rank."""
+    x, w, _, y = head(LEADING, D, V, bias=False)
+    tx, tw, _, _ = head(LEADING, D, V, bias=False)
+    calls: list[Any] = [
+        lambda x, w, _t, **shard: lowtide.linear_cross_entropy(x, w, y, **shard),
+        lambda x, w, _t, **shard: lowtide.linear_cross_entropy(x, w, y, weight=torch.ones(V), **shard),
+        lambda x, w, _t, **shard: lowtide.linear_logprobs(x, w, y, **shard),
+        lambda x, w, _t, **shard: lowtide.linear_token_stats(x, w, y, want=("entropy", "logprob"), **shard),
+        lambda x, w, t, **shard: lowtide.linear_divergence(x, w, *t, reduction="mean", **shard),
+    ]
+    for way, call in itertools.product(WAYS, calls):
+        px, pw, qx, qw = (spread(way, t, of_vocab=k % 2 > 0) for k, t in enumerate((x, w, tx, tw)))
+        shard, first = shard_of(way, pw), dist.get_rank() == 0
+        for hidden, recording in ((px, first), (px if first else px.detach(), True)):
+            with (
+                torch.set_grad_enabled(recording),
+                pytest.raises(ArgumentValueError, match=r"input: .*every rank.*it on ranks \[0\] of"),
+            ):
+                call(hidden, pw, (qx.detach(), qw.detach()), **shard)
+
+
+def compiled() -> None:
+    """A compiler ends its graph before ranks exchange, and says why where it may not."""
+    x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=21, bias=False)
+    want = oracle(x, w, y)
+    want.backward()
+
+    def score(x: Any, w: Any, labels: Tensor, shard: Any) -> Any:
+        return lowtide.linear_cross_entropy(x * 1.0, w, labels, vocab_shard=shard)
+
+    way = ("sequence", "local")[dist.get_world_size() % 2]
+    px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
+    shard = shard_of(way, pw).get("vocab_shard")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="exchanges_between_ranks"):
+        torch.compile(score, backend="eager", fullgraph=True)(px, pw, y, shard)
+    torch._dynamo.reset()
+    loss = plain(torch.compile(score, backend="eager")(px, pw, y, shard))
+    loss.backward()
+    near(loss, want, way)
+    near(whole(way, px.grad, of_vocab=False), x.grad, way)
+    near(whole(way, pw.grad, of_vocab=True), w.grad, way)
+
+
+def plain_part(x: Any) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def the_same_on_every_rank() -> None:
     """Loss and hidden states' gradient, bit for bit; otherwise replicas would drift apart."""
     x, w, _, y = head(LEADING, D, V, seed=2, bias=False)
@@ -402,7 +509,11 @@ def what_is_exchanged() -> None:
         assert counts[0] == counts[1] == counts[2]
         numbers = sum(size for name, size in counts[0] if name.startswith("all_gather"))
         gradient = sum(size for name, size in counts[0] if name.startswith(("all_reduce", "reduce_scatter")))
-        assert numbers == 2 * N + (N * D // dist.get_world_size() if way == "sequence" else 0), (way, counts[0])
+        looked_at = DEVICE == "cpu"  # one number more: whether a rank trains the hidden states
+        assert numbers == 2 * N + looked_at + (N * D // dist.get_world_size() if way == "sequence" else 0), (
+            way,
+            counts[0],
+        )
         assert gradient == N * D, (way, counts[0])
         assert max(size for _, size in counts[0]) < N * classes // 8, "logits"
 
@@ -571,6 +682,9 @@ CASES = named(
     divergences,
     edges,
     uses_of_autograd,
+    trained_on_one_rank,
+    unlike_grad_modes,
+    compiled,
     the_same_on_every_rank,
     what_is_exchanged,
     memory,

@@ -11,31 +11,31 @@ from distributed import launch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
-FOR_ALL = {
-    "fsdp_cases": [
-        "patched_models",
-        "functional_head",
-        "a_sharded_weight_is_refused",
-        "mixed_precision",
-        "accumulation",
-        "policies",
-    ],
-    "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
-    "tensor_parallel_cases": ["two_axes"],
-    "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding", "two_axes_at_once_are_refused"],
+FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: each file starts torch once for all of its
     "vocab_cases": [
         "losses",
         "token_stats",
         "divergences",
         "edges",
         "uses_of_autograd",
+        "trained_on_one_rank",
         "the_same_on_every_rank",
         "what_is_exchanged",
     ],
+    "fsdp_cases": ["patched_models", "functional_head", "mixed_precision", "accumulation"],
+    "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
+    "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding"],
+    "tensor_parallel_cases": ["two_axes"],
 }
-
-
 FOR_FOUR = ("mesh_cases", "tensor_parallel_cases")  # whose meshes are two by two
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", ["bfloat16", "edges", "no_host_waits", "float16_and_others"])
+def test_vocabulary_in_parts(case: str, ranks: int) -> None:
+    if ranks > GPUS or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip(f"needs {ranks} GPUs of compute capability 9.0")
+    launch.check(Path(__file__).with_name("rank_cases.py"), ranks, case, device="cuda")
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2), pytest.param(4)])
@@ -45,11 +45,3 @@ def test_cases_of_the_cpu(file: str, case: str, ranks: int) -> None:
     if needed > GPUS or ranks < needed:
         pytest.skip(f"runs on {needed} GPUs")
     launch.check(CASES / f"{file}.py", ranks, case, tuple(FOR_ALL[file]), device="cuda")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", ["bfloat16", "edges", "no_host_waits", "float16_and_others"])
-def test_vocabulary_in_parts(case: str, ranks: int) -> None:
-    if ranks > GPUS or torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip(f"needs {ranks} GPUs of compute capability 9.0")
-    launch.check(Path(__file__).with_name("rank_cases.py"), ranks, case, device="cuda")

@@ -27,7 +27,7 @@ from lowtide.head.operators import Call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.vocab.cross_entropy import ShardedHead
-from lowtide.head.vocab.parallel import ranks_of
+from lowtide.head.vocab.parallel import ranks_of, with_ranks
 from lowtide.head.vocab.shard import VocabShard
 
 
@@ -176,8 +176,8 @@ def linear_cross_entropy(
     )
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
     recompute = choose_gradient(options, reduction, frozen and ranks is None) == "recompute"
-    engine = None if ranks is None else ShardedHead(ranks, stores=not recompute)
-    loss = autograd.cross_entropy(call, recompute=recompute, engine=engine)
+    engine = None if ranks is None else ShardedHead(ranks)
+    loss = with_ranks(ranks, autograd.cross_entropy, call, recompute=recompute, engine=engine)
     if reduction == "none":
         loss = loss.view(target.shape)
         loss = loss[..., : max(0, length - 1)] if shift else loss

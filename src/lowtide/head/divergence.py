@@ -24,7 +24,7 @@ from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.divergences import autograd as divergence_autograd
 from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.vocab.parallel import Ranks, ranks_of
+from lowtide.head.vocab.parallel import Ranks, ranks_of, with_ranks
 from lowtide.head.vocab.shard import VocabShard
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
@@ -178,14 +178,16 @@ def linear_divergence(
         V, given = linear_weight.shape[0], teacher_topk is not None
         choose_divergence_backend(options, input.device, dtype, V, topk=given)
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
-    recompute = choose_divergence_gradient(options, reduction, frozen) == "recompute"
+    recompute = choose_divergence_gradient(options, reduction, frozen and ranks is None) == "recompute"
     leading = input.shape[:-1]
     if ranks is not None:
         input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
         teacher_input, mask = ranks.whole(teacher_input), ranks.whole(mask)
         teacher_weight, teacher_bias = ranks.local(teacher_weight), ranks.local(teacher_bias)
         ids, logprobs = ranks.whole(ids), ranks.whole(logprobs)
-    value = divergence_autograd.run(
+    value = with_ranks(
+        ranks,
+        divergence_autograd.run,
         divergence_autograd.DivergenceCall(
             input=input,
             linear_weight=linear_weight,

@@ -23,7 +23,7 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.scaling import scaled_rows
 from lowtide.head.statistics import autograd as token_stats_autograd
 from lowtide.head.statistics.rows import OF_TARGETS
-from lowtide.head.vocab.parallel import ranks_of
+from lowtide.head.vocab.parallel import ranks_of, with_ranks
 from lowtide.head.vocab.shard import VocabShard
 from lowtide.head.vocab.token_stats import ShardedStats
 
@@ -259,7 +259,9 @@ def _token_stats(
         linear_bias = None if linear_bias is None else linear_bias * of_bias
         scale = None
     N = math.prod(leading)
-    found = token_stats_autograd.run(
+    found = with_ranks(
+        ranks,
+        token_stats_autograd.run,
         token_stats_autograd.StatsCall(
             input=input,
             linear_weight=linear_weight,
@@ -279,13 +281,16 @@ def _token_stats(
         ),
         None if ranks is None else ShardedStats(ranks),
     )
-    if ranks is not None:
-        found = type(found)(*map(ranks.result, found))
-    fields: dict[str, Any] = {name: getattr(found, name).view(leading) for name in names - {*OF_TARGETS, "topk"}}
+
+    def shaped(x: Tensor, *shape: int) -> Tensor:
+        x = x.view(shape)  # before it is a DTensor, which cannot view nothing
+        return x if ranks is None else ranks.result(x)
+
+    fields: dict[str, Any] = {name: shaped(getattr(found, name), *leading) for name in names - {*OF_TARGETS, "topk"}}
     if target is not None:
-        fields |= {name: getattr(found, name).view(target.shape) for name in names & {*OF_TARGETS}}
+        fields |= {name: shaped(getattr(found, name), *target.shape) for name in names & {*OF_TARGETS}}
     if "topk" in names:
-        fields["topk"] = TopK(found.topk_values.view(*leading, topk), found.topk_ids.view(*leading, topk))
+        fields["topk"] = TopK(shaped(found.topk_values, *leading, topk), shaped(found.topk_ids, *leading, topk))
     return TokenStats(**fields)
 
 

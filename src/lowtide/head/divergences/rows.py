@@ -166,7 +166,7 @@ class TorchPair:
             ids, logprobs = self._known(job.teacher, index, part)
             tail = job.teacher.tail
             rows = rows or topk_rows(z_CW, ids, logprobs, tail, kind, plan.columns, self.everyone)
-            topk_gradient_(z_CW, ids, logprobs, rows, tail, kind, inside, plan.columns, cap=cap, everyone=self.everyone)
+            topk_gradient_(z_CW, ids, logprobs, rows, tail, kind, inside, plan.columns, cap=cap)
         z_CV = z_CW[:, : self.V]
         if kept_C is not None:
             z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities and NaN of a row that does not count, times 0

@@ -27,7 +27,7 @@ class RowNumbers(NamedTuple):
     value: Tensor
     lse: Tensor  # the student's logsumexp
     other_lse: Tensor  # the teacher's; with its top k, the student's over the other classes
-    pivot: Tensor  # what the gradient measures each class against, see `dense_gradient_`
+    pivot: Tensor  # what the gradient measures each class against, see `dense_gradient_`; with top k, `topk_gradient_`
 
 
 class Everyone(Protocol):
@@ -175,8 +175,8 @@ def topk_rows(
         lse = torch.logaddexp(rest, of_chosen)
     rows = RowNumbers(torch.zeros_like(lse), lse, rest, torch.zeros_like(lse))
     a, b = _outcomes(chosen, b_CK, rows, tail)
-    value, _ = _few_outcomes(a, b, kind, normalised=tail != "drop")
-    return rows._replace(value=value)
+    value, c = _few_outcomes(a, b, kind, normalised=tail != "drop")
+    return rows._replace(value=value, pivot=c.sum(1))
 
 
 def topk_gradient_(
@@ -190,20 +190,20 @@ def topk_gradient_(
     columns: int,
     *,
     cap: Tensor | float | None = None,
-    everyone: Everyone = ALONE,
 ) -> None:
     """Turn the student's logits, in place, into the gradient of ``sum(factor * value)`` with respect to them.
 
     With c_j the value's derivative by the log-probability of outcome j, an outcome's logit has the gradient
     ``q_j = c_j - s_j sum(c)``; the bucket's goes to its classes by their share in it. ``cap`` as in `dense_gradient_`.
+    Where others hold classes, what is found of theirs here is left out: the sum is known from `topk_rows`.
     """
     K = ids_CK.shape[1]
     z_CE[:, -1] = -torch.inf
-    chosen = everyone.highest_of(z_CE.gather(1, ids_CK))
+    chosen = z_CE.gather(1, ids_CK)
     a, b = _outcomes(chosen, b_CK, rows, tail)
     _, c = _few_outcomes(a, b, kind, normalised=tail != "drop")
-    q = c - a.exp() * c.sum(1, keepdim=True)
-    others = -c.sum(1) if tail == "drop" else q[:, -1]
+    q = c - a.exp() * rows.pivot[:, None]
+    others = -rows.pivot if tail == "drop" else q[:, -1]
     lse = rows.lse if tail == "drop" else rows.other_lse.masked_fill(rows.other_lse == -torch.inf, 0)
     if factor_C is not None:
         q, others = q * factor_C[:, None], others * factor_C

@@ -268,23 +268,26 @@ class _Rebuild:
         self.head._finish_input_grad(product_CD, out_CD, self.y_C, self.factor_N[self.part], self.reports, whole)
 
 
-def put_even_part(terms: Any, V: int, factor: Tensor, mean_D: Tensor, into: Gradients, dtype: torch.dtype) -> None:
-    """Begin the gradients with what label smoothing takes from every class alike: m (a / V) q times sums over rows.
+def put_even_part(
+    terms: Any, V: int, factor: Tensor, mean_D: Tensor, into: Gradients, dtype: torch.dtype, *, add: bool = False
+) -> None:
+    """Put what label smoothing takes from every class alike into the gradients: m (a / V) q times sums over rows.
 
     Args:
         terms: The loss, a `RowTerms`.
         V: Classes by which its smoothing is divided.
         factor: The sum of the rows' factors.
         mean_D: The sum of the hidden states times these, where the weight gets a gradient.
-        into: Takes the gradients; what ``weight_VD`` holds is overwritten.
+        into: Takes the gradients.
         dtype: Of the operands.
+        add: Whether it is added to what ``weight_VD`` holds, which is overwritten otherwise.
     """
     q = terms.class_weight_V
     share = -terms.smoothing / V * (1.0 if terms.scale is None else terms.scale)
     if into.bias_V is not None:
         into.bias_V += factor * share if q is None else factor * share * q
     if into.weight_VD is not None:
-        _outer(q, mean_D * share, into.weight_VD, dtype)
+        _outer(q, mean_D * share, into.weight_VD, dtype, add=add)
 
 
 def _pieces(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -310,8 +313,8 @@ def _weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
     return out.sum(0)
 
 
-def _outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype) -> None:
-    """Write ``q x^T`` into ``out_VD``, without a float32 copy of it: products of ``dtype``, summed in float32."""
+def _outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype, *, add: bool) -> None:
+    """Write or add ``q x^T`` to ``out_VD``, without a float32 copy of it: products of ``dtype``, summed in float32."""
     right = _pieces(x_D, dtype)
     if q_V is None:
         left = [x_D.new_ones(out_VD.shape[0], dtype=dtype)] * len(right)
@@ -319,4 +322,4 @@ def _outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype) 
         parts = _pieces(q_V, dtype)
         pairs = [(i, j) for i in range(len(parts)) for j in range(len(right)) if i + j < 3]
         left, right = [parts[i] for i, _ in pairs], [right[j] for _, j in pairs]
-    matmul_into(torch.stack(left, 1), torch.stack(right), out_VD, add=False)
+    matmul_into(torch.stack(left, 1), torch.stack(right), out_VD, add=add)

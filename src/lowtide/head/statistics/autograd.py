@@ -36,6 +36,9 @@ class Engine(Protocol):
     def classes(self) -> int:
         """Return V."""
 
+    def keep_input(self) -> None:
+        """Keep for backward what hidden states forward gathers: nobody trains them, and not every rank has one."""
+
     def forward_chunks(self, job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
         """As there."""
 
@@ -241,6 +244,8 @@ class _TokenStats(torch.autograd.Function):
     def forward(ctx: Any, engine: Engine | None, *args: Any) -> Found:
         call = StatsCall(*args)
         ctx.engine = engine
+        if engine is not None and not call.input.requires_grad:
+            engine.keep_input()
         found = _run(call, engine)
         kept = (found.logprob, found.entropy, found.lse, found.argmax, found.top_logprob)
         # copies: the caller may write to what it was given

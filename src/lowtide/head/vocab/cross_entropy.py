@@ -16,6 +16,7 @@ from torch import Tensor
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import choose_backend
 from lowtide.head.exponentials.plan import plan_exp
+from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Call, Stored, Wanted
@@ -30,7 +31,8 @@ from lowtide.head.schedules import (
 )
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
 from lowtide.head.stored import lacks_denominator, stored_gradients
-from lowtide.head.vocab.exp import ELSEWHERE, ShardedExp
+from lowtide.head.vocab.exp import ShardedExp
+from lowtide.head.vocab.exp_pieces import ELSEWHERE
 from lowtide.head.vocab.parallel import Ranks
 from lowtide.head.vocab.products import add_products, chunk_buffer, chunks_of, plan_part
 
@@ -84,20 +86,20 @@ class ShardedHead:
 
     Args:
         ranks: The others.
-        stores: Whether the ranks on which something is trained compute its gradients in `run`.
     """
 
-    def __init__(self, ranks: Ranks, *, stores: bool) -> None:
-        self.ranks, self.stores = ranks, stores
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
 
     def run(self, *args: Any) -> Stored:
         """Compute the loss, the same on every rank, and the gradients that are wanted."""
         *fields, keep_rows = args
         call, wanted = Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
-        others_train = self.stores and torch.is_grad_enabled()  # under no_grad, of all ranks, nobody does
         with torch.no_grad(), undisturbed(call.input.device):
             job = call.job()
             plan = _plan(job, self.ranks, call.options(), wanted)
+            if not call.input.requires_grad and (keep_rows or (any(wanted) and plan.schedule == "blocks")):
+                self.ranks.tokens.keep()
             rows = _select(job, self.ranks, plan)
             into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
 
@@ -106,7 +108,7 @@ class ShardedHead:
 
             if plan.backend == "exp":
                 exp = self._exp(job, rows, plan)
-                numbers = exp.run(factor if any(wanted) else None, into, others_train=others_train)
+                numbers = exp.run(factor if any(wanted) else None, into)
             else:
                 numbers = _run_chunks(job, rows, plan, self.ranks, factor() if any(wanted) else None, into, None)
             loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
@@ -142,6 +144,8 @@ class ShardedHead:
                 self._exp(job, rows, plan).rebuild(factor, known[0], known[1], into)
             else:
                 _run_chunks(job, rows, plan, self.ranks, factor, into, known)
+            if is_last_backward():
+                tokens.let_go()
             return found_gradients(into, call.input, call.linear_weight, call.wide)
 
     def _exp(self, job: CrossEntropyJob, rows: _Rows, plan: HeadPlan) -> ShardedExp:

@@ -9,11 +9,12 @@ The hidden states are the same on every rank, or each rank holds its part of the
 whole one on every rank, summed here, or each rank's part of it: never a part of the sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import is_dtensor
@@ -22,6 +23,7 @@ from lowtide.head.vocab.shard import Limits, VocabShard, limits_of, shard_of_dte
 from lowtide.head.vocab.tokens import SameTokens, SpreadTokens
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
+_Result = TypeVar("_Result")
 
 
 class Ranks:
@@ -33,13 +35,21 @@ class Ranks:
         device: Of the tensors.
         axis: Which of these axes the hidden states are sharded on; None: none.
         mesh: Of the DTensors; None where there are none.
+        trained: Whether the hidden states get a gradient, which is summed over the ranks.
     """
 
     def __init__(
-        self, shard: VocabShard, leading: Sequence[int], device: torch.device, axis: int | None, mesh: Any
+        self,
+        shard: VocabShard,
+        leading: Sequence[int],
+        device: torch.device,
+        axis: int | None,
+        mesh: Any,
+        *,
+        trained: bool = False,
     ) -> None:
         self.shard, self.mesh = shard, mesh
-        self._device = device
+        self._device, self._trained, self._checked = device, trained, device.type != "cpu"
         self.tokens: SameTokens | SpreadTokens
         if axis is None:
             self.tokens = SameTokens(shard.group, leading)
@@ -61,8 +71,23 @@ class Ranks:
         return self.begin_gather(x).get()
 
     def begin_gather(self, x: Tensor) -> exchange.Told:
-        """Begin to gather it."""
-        return exchange.begin_gather(x, self.shard.group)
+        """Begin to gather it.
+
+        Raises:
+            ArgumentValueError: On the CPU, the ranks disagree on whether the hidden states get a gradient: some would
+                wait for the others' parts of it. Elsewhere to look would stop the host, and they do wait.
+        """
+        if self._checked or not x.numel():
+            return exchange.begin_gather(x, self.shard.group)
+        self._checked = True  # beside the call's first numbers: no exchange is made for it
+        told = exchange.begin_gather(torch.cat((x.reshape(-1), x.new_full((1,), self._trained))), self.shard.group)
+        both = told.get()
+        trained = [rank for rank, number in enumerate(both[:, -1].tolist()) if number]
+        if 0 < len(trained) < len(both):
+            expected = "to require a gradient, with gradients recorded, on every rank that shares the head or on none"
+            hint = "Enter torch.no_grad, or detach the hidden states, on all of them alike."
+            raise ArgumentValueError(message("input", expected, f"it on ranks {trained} of {len(both)}", hint))
+        return exchange.Told(both[:, :-1].reshape(-1, *x.shape), None)
 
     def sum_of(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' ``x``, in the order of the ranks: the same on each."""
@@ -140,6 +165,22 @@ class Ranks:
         return replicated
 
 
+def with_ranks(ranks: Ranks | None, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result:
+    """Return ``function(*args, **kwargs)``; where ranks exchange in it, a compiler ends its graph and begins anew.
+
+    Exchanges are no operators of a graph here: with ``fullgraph=True`` the compiler's error names the function below.
+    """
+    if ranks is not None and torch.compiler.is_compiling():
+        return exchanges_between_ranks_run_in_eager(function, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+@_disable_dynamo  # torch.compiler.disable, without importing the compiler
+def exchanges_between_ranks_run_in_eager(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Call ``function``; its name is what the compiler says."""
+    return function(*args, **kwargs)
+
+
 def _replicate() -> Any:
     from torch.distributed.tensor import Replicate  # slow to import, and loaded where there are DTensors
 
@@ -183,7 +224,7 @@ def ranks_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, s
     shard = shard_of_dtensor("linear_weight", linear_weight, mesh)
     if linear_bias is not None:
         shard_of_dtensor("linear_bias", linear_bias, mesh)
-    return Ranks(shard, input.shape[:-1], input.device, _axis_of(input), mesh)
+    return Ranks(shard, input.shape[:-1], input.device, _axis_of(input), mesh, trained=_is_trained(input))
 
 
 def _axis_of(input: Any) -> int | None:
@@ -206,4 +247,8 @@ def _ranks_of_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | 
     if linear_weight.dim() and linear_weight.shape[0] != shard.rows:
         expected = f"shape [{shard.rows}, D], as vocab_shard says"
         raise ArgumentValueError(message("linear_weight", expected, str(list(linear_weight.shape))))
-    return Ranks(shard, input.shape[:-1], input.device, None, None)
+    return Ranks(shard, input.shape[:-1], input.device, None, None, trained=_is_trained(input))
+
+
+def _is_trained(input: Tensor) -> bool:
+    return input.requires_grad and torch.is_grad_enabled()

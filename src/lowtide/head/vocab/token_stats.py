@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
@@ -29,6 +30,10 @@ class ShardedStats:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.classes = ranks, ranks.shard.vocab
+
+    def keep_input(self) -> None:
+        """Keep the hidden states that forward gathers."""
+        self.ranks.tokens.keep()
 
     def forward_chunks(self, job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
         """Return what is wanted of all N tokens, the same on every rank."""
@@ -87,6 +92,8 @@ class ShardedStats:
                 of_rows, job.logit_scale, job.softcap, plan.columns, classes=ranks.shard.vocab,
             )  # fmt: skip
             add_products(chunks.matmul, z_CE[:, :-1], outside, x_CD, into, ranks, part, begun=part.start > 0)
+        if is_last_backward():
+            tokens.let_go()
         return into
 
     def _plan(self, job: StatsJob, options: HeadOptions, *, weight_frozen: bool) -> HeadPlan:

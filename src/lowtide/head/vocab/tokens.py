@@ -43,6 +43,12 @@ class SameTokens:
         """Return the hidden states of a chunk [C, D], which are here."""
         return Told(take_rows(input, None, part, dtype), None)
 
+    def keep(self) -> None:
+        """As `SpreadTokens.keep`: they are here."""
+
+    def let_go(self) -> None:
+        """Undo `keep`."""
+
     def reduce(self, part_CD: Tensor) -> Reduced:
         """Begin to add up all ranks' parts of a chunk's gradient [C, D], in its memory."""
         return exchange.begin_sum(part_CD, self._group)
@@ -69,6 +75,7 @@ class SpreadTokens:
             held = place.narrow(axis, min(r * size, T), max(0, min(size, T - r * size))).reshape(-1)
             order[r, : held.numel()] = held
         self._order_GL = order
+        self._kept: list[tuple[slice, Tensor]] | None = None  # parts in order, each [W, rows, D]
 
     def arranged(self, x_N: Tensor, fill: float) -> Tensor:
         """Return values [N, ...] of all tokens as [groups, length, ...], ``fill`` where there is no token."""
@@ -86,6 +93,9 @@ class SpreadTokens:
     def begin_rows(self, input: Tensor, part: slice, dtype: torch.dtype) -> Told:
         """Begin to gather the hidden states of a chunk [C, D]."""
         D, here = input.shape[-1], math.prod(input.shape[:-1])
+        if self._kept and part.stop <= self._kept[-1][0].stop:
+            pieces = [held[:, _within(part, its)] for its, held in self._kept]
+            return Told(torch.cat(pieces, 1).view(-1, D), None)
         if part.stop <= here:
             mine = take_rows(input, None, part, dtype)
         else:
@@ -93,8 +103,28 @@ class SpreadTokens:
             if part.start < here:
                 mine[: here - part.start] = take_rows(input, None, slice(part.start, here), dtype)
         told = exchange.begin_gather(mine, self._group)
+        if self._kept is not None:
+            self._kept.append((part, told.value))
         return told._replace(value=told.value.view(-1, D))
+
+    def keep(self) -> None:
+        """Gather each chunk once from here on: a second pass over them finds them here.
+
+        Where nobody trains the hidden states, some ranks may train their weights and others not. These have no second
+        pass, and would not come to a second gathering.
+        """
+        self._kept = []
+
+    def let_go(self) -> None:
+        """Undo `keep`."""
+        self._kept = None
 
     def reduce(self, part_CD: Tensor) -> Reduced:
         """Begin to add up all ranks' parts of a chunk's gradient [C, D]; each rank gets its own rows of the sum."""
         return exchange.begin_scattered_sum(part_CD, self._group)
+
+
+def _within(part: slice, of: slice) -> slice:
+    """Return which rows of those ``of`` are in ``part``."""
+    start, stop = (min(max(edge, of.start), of.stop) - of.start for edge in (part.start, part.stop))
+    return slice(start, stop)
