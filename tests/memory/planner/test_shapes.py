@@ -81,6 +81,12 @@ def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
     assert read_shape(tmp_path) == read_shape(str(tmp_path / "config.json")) == read_shape(settings)
 
 
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "meta-llama/Llama-3.2-1B"])
+def test_a_name_in_place_of_a_path_is_told_what_to_do(name: str) -> None:
+    with pytest.raises(ArgumentValueError, match=r"config\.json, got .*fetched from the network.*lowtide plan --model"):
+        plan_memory(name, 64, 1, 1)
+
+
 def test_the_text_part_of_a_config_is_read() -> None:
     text = {"model_type": "llama", **SMALL}
     shape = read_shape({"model_type": "llava", "text_config": text})

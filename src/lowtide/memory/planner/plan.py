@@ -12,6 +12,7 @@ from torch import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import as_gib, gib
+from lowtide.measure.units import gib_text
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.gpus import Gpu, find_gpu
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS, Job
@@ -180,7 +181,7 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     if states > budget:
         ways = "take more GPUs" if job.adapters is not None else "train adapters (LoRA), or take more GPUs"
         way_out = "" if lighter else f": {ways}"
-        helps.append(f"parameters, gradients and optimizer states alone take {_said(states)} GiB{way_out}")
+        helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB{way_out}")
     else:
         sequence = longest_sequence(job, budget, search.host_bytes, offload_states=offload_states)
         batch = largest_batch(job, budget, search.host_bytes, offload_states=offload_states)
@@ -192,8 +193,8 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} would do, with {roomy}")
     tokens = f"{job.batch_size} x {job.seq_len} tokens"
-    expected = f"at least {_said(least.peak)} for {tokens} ({least}; peak in {phase})"
-    got = f"{_said(budget)}, {_said(least.peak - budget)} GiB too little"
+    expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
+    got = f"{gib_text(budget)}, {gib_text(least.peak - budget)} GiB too little"
     return ArgumentValueError(
         message("budget_gib", expected, got, f"What would help: {'; '.join(helps)}." if helps else "")
     )
@@ -203,11 +204,6 @@ def _fits(search: Search, optimizer: str, budget: int, offload_states: bool) -> 
     """Return whether a step with another optimizer would fit."""
     job = replace(search.job, optimizer=optimizer)
     return Search(job, search.host_bytes, offload_states=offload_states).least().peak <= budget
-
-
-def _said(size: int) -> str:
-    """Return bytes in GiB, with so many digits that a small model's are not 0."""
-    return f"{gib(size):.2f}" if size >= 2**30 // 10 else f"{gib(size):.2g}"
 
 
 def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:

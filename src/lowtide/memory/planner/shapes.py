@@ -239,7 +239,11 @@ def _read_file(path: Path) -> Any:
         settings = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         got = f"{file} ({error})"
-        raise ArgumentValueError(message("model_or_config", "the path of a readable config.json", got)) from error
+        hint = (
+            "Nothing is fetched from the network: give transformers' config or model, or the path of a downloaded one."
+            " Names such as llama-3.2-1b are for lowtide plan --model."
+        )
+        raise ArgumentValueError(message("model_or_config", "the path of a readable config.json", got, hint)) from error
     if not isinstance(settings, dict):
         raise ArgumentValueError(message("model_or_config", "a JSON object", f"something else in {file}"))
     return settings
