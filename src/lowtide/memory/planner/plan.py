@@ -80,8 +80,9 @@ def plan_memory(
             ``torch.nn.functional.scaled_dot_product_attention`` does where documents packed into one do not see each
             other: T^2 numbers of each sequence in each layer that keeps all, beside keys and values that are repeated
             for each query head.
-        fused_mlp: Whether `lowtide.patch` fuses the MLPs. Those that it leaves alone, or that it is told to
-            (``mlp=False``), keep twice as much, and have no levels.
+        fused_mlp: False where `lowtide.patch` is told to leave the MLPs as they are (``mlp=False``). These keep twice
+            as much, and have no levels; so do those that it cannot fuse (Phi-3's, or with another activation), which
+            the plan sees by itself, and notes.
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
             during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
             without holding the layers up, or where that does not fit, behind backward; False: none.
@@ -120,8 +121,9 @@ def plan_memory(
     gpu = find_gpu(device)
     budget = gpu.memory_bytes * USABLE if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
     host = _gib_bytes("host_gib", host_gib)
+    shape = read_shape(model_or_config)
     job = Job(
-        shape=read_shape(model_or_config),
+        shape=shape,
         seq_len=seq_len,
         batch_size=batch_size,
         gpu=gpu,
@@ -132,8 +134,10 @@ def plan_memory(
         autocast=autocast,
         adapters=adapters,
         attention_mask=attention_mask,
-        fused_mlp=fused_mlp,
+        fused_mlp=fused_mlp and not shape.stock_mlp,
     )
+    if isinstance(adapters, Adapters) and shape.stacked:
+        raise ArgumentValueError(message("adapters", "a number, for a model of stacked projections", str(adapters)))
     if isinstance(adapters, Adapters) and job.shape.experts:
         raise ArgumentValueError(message("adapters", "a number, for a mixture of experts", str(adapters)))
     if autocast and job.shape.experts:
@@ -230,6 +234,8 @@ def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
         found.append(
             f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"
         )
+    if shape.stock_mlp and not shape.experts:
+        found.append(f"lowtide.patch leaves the MLPs as they are, so that they have no levels: {shape.stock_mlp}")
     if shape.model_type not in KINDS:
         found.append(f"{shape.model_type}: that lowtide.patch fuses its norms, rotary embedding and MLP is assumed")
     if job.operand == torch.float32:
