@@ -200,12 +200,17 @@ def _used(candidates: Sequence[Candidate]) -> set[ActivationPolicy]:
 
 
 def longest_sequence(job: Job, budget_bytes: int, host_bytes: int, *, offload_states: bool = True) -> int:
-    """Return the longest sequence that fits at the job's batch size, in steps of `STEP` tokens; 0 where none does."""
+    """Return the longest sequence that fits at the job's batch size: a multiple of `STEP` tokens, or the job's own.
+
+    0 where neither it nor the first multiple fits.
+    """
 
     def fits(steps: int) -> bool:
         return _fits(replace(job, seq_len=steps * STEP), budget_bytes, host_bytes, offload_states)
 
-    return largest(fits) * STEP
+    found = largest(fits) * STEP
+    between = found < job.seq_len < found + STEP
+    return job.seq_len if between and _fits(job, budget_bytes, host_bytes, offload_states) else found
 
 
 def largest_batch(job: Job, budget_bytes: int, host_bytes: int, *, offload_states: bool = True) -> int:
