@@ -150,6 +150,9 @@ def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
     chosen = search.fastest(budget)
     if chosen is None:
         raise _refusal(search, search.least(), budget, offload_states)
+    # Larger ones are tried by another search, in steps: what was planned fits, whatever that says.
+    longest = longest_sequence(job, budget, host, offload_states=offload_states)
+    batch = largest_batch(job, budget, host, offload_states=offload_states)
     phases = tuple(search.memory.phases(chosen.groups, chosen.states, late=chosen.late))
     return MemoryPlan(
         policies=chosen.policies,
@@ -165,8 +168,8 @@ def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
         ladder=tuple(
             rung_of(job, policy, checkpoint_bytes(job, policy), search.times.of(policy)) for policy in search.ladder
         ),
-        longest_sequence=longest_sequence(job, budget, host, offload_states=offload_states),
-        largest_batch=largest_batch(job, budget, host, offload_states=offload_states),
+        longest_sequence=max(longest, job.seq_len),
+        largest_batch=max(batch, job.batch_size),
         job=job,
         chosen=chosen,
         notes=_notes(job, budget, chosen),
