@@ -176,6 +176,15 @@ def test_a_budget_that_does_not_suffice_is_refused_in_the_first_layer(side: Lazy
     step(model, ids)  # the graphs that were in the way are gone
 
 
+def test_a_small_budget_is_said_in_digits(side: LazySide, ids: Tensor) -> None:
+    """Not as "expected 0.000 GiB, got 0.000 GiB": 14976 bytes are needed."""
+    model = Plain(8)
+    apply_policy(model, INPUT, host_gib=1e-5)
+    told = r"expected 1\.4e-05 GiB .* got 1e-05 GiB \(host_gib\), 3\.9e-06 GiB too little"
+    with pytest.raises(UnsupportedError, match=told):
+        step(model, ids)
+
+
 def test_attention_counts_in_the_budget(side: LazySide, ids: Tensor) -> None:
     model = Plain(4)
     kept = 2 * ids.numel() * (24 * 4 + 24 * 4 + 3 * 4)

@@ -53,7 +53,8 @@ def rms_norm(
 
     Raises:
         ArgumentTypeError: Not tensors, not floating point, or ``eps`` or ``offset`` no number.
-        ArgumentValueError: Shapes or devices that do not fit, or an unknown ``rounding``.
+        ArgumentValueError: Shapes or devices that do not fit, an ``eps`` that is negative or not finite, or an unknown
+            ``rounding``.
         UnsupportedError: Double backward, forward-mode derivatives or torch.func transforms; also a `RuntimeError`.
 
     Example:
@@ -162,6 +163,8 @@ def _check(
     for name, number in (("eps", eps), ("offset", offset)):
         if not isinstance(number, int | float) or isinstance(number, bool):
             raise ArgumentTypeError(message(name, "a number", type(number).__name__))
+    if not 0 <= eps < math.inf:  # type: ignore[operator]
+        raise ArgumentValueError(message("eps", "a finite number of at least 0", f"{eps}"))
     if rounding not in ("before_weight", "after_weight"):
         raise ArgumentValueError(message("rounding", "'before_weight' or 'after_weight'", repr(rounding)))
     return weight

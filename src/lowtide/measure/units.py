@@ -33,6 +33,15 @@ def gib(size: float) -> float:
     return size / 2**30
 
 
+def gib_text(size: float) -> str:
+    """Return bytes in GiB as a text, with as many digits as a small model's need not to be 0.
+
+    Args:
+        size: A number of bytes.
+    """
+    return f"{gib(size):.2f}" if size >= 2**30 // 10 else f"{gib(size):.2g}"
+
+
 def parse_gib(name: str, text: str) -> float:
     """Return a size of memory in GiB from a text.
 

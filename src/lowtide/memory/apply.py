@@ -164,7 +164,10 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
                 raise double_recompute(name)
         for field, attribute in (("mlp_level", _LEVEL), ("mlp_tile_tokens", _TILE)):
             if getattr(policy, field) is not None and not _with(attribute, layer):
-                hint = f"Call lowtide.patch(model, mlp=True) first, or leave {field} at None."
+                hint = (
+                    "Call lowtide.patch(model, mlp=True) first; where its report says that it leaves these MLPs as they"
+                    f" are, leave {field} at None."
+                )
                 expected = f"a submodule with {attribute} for {field} to set"
                 raise UnsupportedError(message(name, expected, "none", hint))
 

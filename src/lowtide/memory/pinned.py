@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.resident import available_bytes
-from lowtide.measure.units import gib
+from lowtide.measure.units import gib_text
 
 _LEFT_FREE = 1 << 30  # of what the host has free, for everything else
 _LAYERS_HINT = "Offload fewer layers, keep='input' instead of 'attention', train on fewer tokens, or raise the budget."
@@ -82,8 +82,10 @@ class HostPool:
             return
         whose = "host_gib" if min(limits) == self._limit_bytes else "what the host has free, less 1 GiB"
         whose += f", for each of {sharers} processes" if sharers > 1 else ""
-        got = f"{gib(min(limits)):.3f} GiB ({whose})"
-        raise UnsupportedError(message("host_gib", f"{gib(needed):.3f} GiB of host memory for {what}", got, self._hint))
+        got = f"{gib_text(min(limits))} GiB ({whose}), {gib_text(needed - min(limits))} GiB too little"
+        raise UnsupportedError(
+            message("host_gib", f"{gib_text(needed)} GiB of host memory for {what}", got, self._hint)
+        )
 
     def take(self, slot: int, nbytes: int) -> Buffer:
         """Return a buffer of at least ``nbytes``, an old one where one is large enough.

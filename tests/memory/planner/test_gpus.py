@@ -16,6 +16,7 @@ from lowtide.memory.planner.gpus import GPUS, MEASURED, find_gpu, known_as, meas
 DRIVER = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",  # has 94 GB
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "NVIDIA A100-SXM4-80GB": "a100-80gb",
@@ -29,6 +30,7 @@ DRIVER = {
     "NVIDIA GeForce RTX 5090": "rtx5090",
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA GeForce RTX 3090": "rtx3090",
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,  # has two thirds of the memory
     "Tesla T4": None,
     "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,  # has half of the memory
 }

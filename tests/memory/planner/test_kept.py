@@ -179,6 +179,25 @@ def test_an_mlp_that_is_not_fused_keeps_four_tensors(targets: tuple[str, ...], p
     assert {one.mlp_level for one in ladder(job, offload=True)} == {None}
 
 
+@pytest.mark.parametrize("groups", [2, 8])
+@pytest.mark.parametrize(
+    ("keep", "autocast", "packed"), [("all", False, False), ("all", True, True), ("attention", True, False)]
+)
+def test_layers_of_stacked_projections_keep_what_is_planned(
+    keep: Any, autocast: bool, packed: bool, groups: int
+) -> None:
+    """Phi3's values are a view of all that their product puts out; one copy of each input serves the whole stack."""
+    policy = ActivationPolicy(keep=keep)
+    settings: dict[str, Any] = {
+        "autocast": autocast,
+        "packed": packed,
+        "fused_mlp": False,
+        "num_key_value_heads": groups,
+    }
+    measured = kept_by_a_layer("phi3", torch.float32, policy, **settings)
+    assert measured == planned("phi3", torch.float32, policy, **settings)
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts_keep_about_what_is_planned(model_type: str) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 176}

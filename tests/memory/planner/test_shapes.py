@@ -30,6 +30,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["full_attention"] * 3},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "phi3": {"pad_token_id": 0},
     "granite": {},  # not in the planner's own list: compared with the model that transformers builds
 }
 PUBLISHED = {  # parameters, as counted in the published checkpoints
@@ -75,10 +76,64 @@ def test_windows_are_each_layer_s_own() -> None:
     assert read_shape({"model_type": "llama", **SMALL}).windows == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "settings", "why"),
+    [
+        ("llama", {"hidden_act": "relu"}, "their activation is relu"),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, ""),
+        ("llama", {}, ""),
+        ("gemma", {"hidden_act": "relu", "hidden_activation": "silu"}, "their activation is relu"),
+        ("gemma3_text", {"hidden_act": "relu", **TYPES["gemma3_text"]}, ""),
+        ("gemma3_text", {"hidden_activation": "gelu", **TYPES["gemma3_text"]}, "their activation is gelu"),
+        ("phi3", {"pad_token_id": 0}, "gate and up are one projection"),
+    ],
+)
+def test_mlps_that_a_patch_leaves_alone_are_planned_as_they_are(
+    model_type: str, settings: dict[str, Any], why: str
+) -> None:
+    """Their plan has no levels, and its lines run on the model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **settings})
+    plan = plan_memory(config, 64, 2, 1, dtype="float32")
+    assert plan.job.shape.stock_mlp == why
+    assert plan.job.fused_mlp == (not why)
+    assert (f"lowtide.patch leaves the MLPs as they are, so that they have no levels: {why}" in plan.notes) == bool(why)
+    assert {policy.mlp_level for policy in plan.policies} == {None if why else 0}
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    exec(plan.lines(), {"model": model})
+    assert {hasattr(layer.mlp, "checkpoint_level") for layer in model.model.layers} == {not why}
+
+
+def test_projections_by_other_names_are_not_fused() -> None:
+    """Of a type that the planner's list lacks, it looks at the model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("granite", **SMALL)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert not read_shape(model).stock_mlp
+    for layer in model.model.layers:
+        layer.mlp.gate = layer.mlp.gate_proj
+        del layer.mlp.gate_proj
+    assert read_shape(model).stock_mlp == "they have no down_proj, gate_proj, up_proj"
+
+
+def test_adapters_of_stacked_projections_are_given_as_a_number() -> None:
+    settings = {"model_type": "phi3", "pad_token_id": 0, **SMALL}
+    with pytest.raises(ArgumentValueError, match="adapters: expected a number, for a model of stacked projections"):
+        plan_memory(settings, 64, 1, 1, adapters=Adapters(4))
+    plan_memory(settings, 64, 1, 1, adapters=4000)
+
+
 def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
     settings = {"model_type": "llama", **SMALL}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert read_shape(tmp_path) == read_shape(str(tmp_path / "config.json")) == read_shape(settings)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "meta-llama/Llama-3.2-1B"])
+def test_a_name_in_place_of_a_path_is_told_what_to_do(name: str) -> None:
+    with pytest.raises(ArgumentValueError, match=r"config\.json, got .*fetched from the network.*lowtide plan --model"):
+        plan_memory(name, 64, 1, 1)
 
 
 def test_the_text_part_of_a_config_is_read() -> None:

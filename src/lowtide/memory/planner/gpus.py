@@ -101,6 +101,7 @@ GPUS = {
     for gpu in (
         _gpu("h100", 79.2, 3350, 989, 67, 64, (9, 0)),
         _gpu("h100-pcie", 79.2, 2000, 756, 51, 64, (9, 0), gemm=0.68),
+        _gpu("h100-nvl", 93.1, 3938, 835, 60, 64, (9, 0), gemm=0.68),
         _gpu("h200", 139.8, 4800, 989, 67, 64, (9, 0)),
         _gpu("b200", 178.3, 8000, 2250, 80, 64, (10, 0)),
         _gpu("a100-80gb", 79.1, 2039, 312, 19.5, 32, (8, 0), gemm=0.8, attention=0.58, attention_backward=0.48),
@@ -116,7 +117,8 @@ GPUS = {
 }
 # Words of a driver's name, in lower case, all of which it has; the first that fits.
 _DRIVER_NAMES = (
-    ("h100-pcie", ("h100", "pcie")), ("h100", ("h100",)), ("h200", ("h200",)), ("b200", ("b200",)),
+    ("h100-pcie", ("h100", "pcie")), ("h100-nvl", ("h100", "nvl")), ("h100", ("h100",)),
+    ("h200", ("h200",)), ("b200", ("b200",)),
     ("a100-80gb", ("a100", "80gb")), ("a100-40gb", ("a100",)), ("l40s", ("l40s",)), ("l4", ("l4",)), ("a10", ("a10",)),
     ("a6000", ("rtx", "a6000")), ("rtx5090", ("rtx", "5090")), ("rtx4090", ("rtx", "4090")),
     ("rtx3090", ("rtx", "3090")),
@@ -170,10 +172,10 @@ def _spellings(name: str) -> tuple[str, str]:
 def known_as(driver_name: str) -> str | None:
     """Return the table's name for a GPU as the driver names it, None where the table lacks it.
 
-    A slice of one (MIG) has a part of its memory and rates: the table lacks it.
+    A slice of one (MIG), and a laptop's of the same name, has a part of its memory and rates: the table lacks it.
     """
     words = driver_name.lower().replace("-", " ").split()
-    if "mig" in words:
+    if "mig" in words or "laptop" in words:
         return None
     return next((name for name, needed in _DRIVER_NAMES if all(word in words for word in needed)), None)
 

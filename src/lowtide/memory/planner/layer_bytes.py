@@ -29,11 +29,13 @@ def kept_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
     kept = {
         "layer input": stream,
         "norms' statistics": 4 * shape.layer_norms,
-        "attention's input": (3 if job.autocast else 1) * shape.hidden * n,
+        "attention's input": (3 if job.autocast and not shape.stacked else 1) * shape.hidden * n,
         "queries, keys, values": queries + 2 * keys,
         "attention's output": queries + 4 * shape.heads,
         "MLP's input": 2 * stream,  # before its norm and behind it
     }
+    if shape.stacked:  # values are a part of what holds all three before queries and keys are turned
+        kept["queries, keys, values"] += queries + keys
     if shape.head_norms:
         kept["queries and keys before their norms"] = queries + keys + 4 * (shape.heads + shape.kv_heads)
     if shape.heads_first:
@@ -47,12 +49,15 @@ def kept_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
         kept["experts' gate, up, activation and product"] = visits * 4 * shape.intermediate * n
     elif not job.fused_mlp:
         kept["gate, up, activation and product"] = 4 * shape.intermediate * n
-        kept["MLP's input"] = stream + (2 if job.autocast else 1) * shape.hidden * n  # likewise a copy each
+        kept["MLP's input"] = (
+            stream + (2 if job.autocast and not shape.stacked else 1) * shape.hidden * n
+        )  # likewise a copy each
     elif mlp_level == 0:
         kept["gate and up"] = 2 * shape.intermediate * n
     if job.attention_mask:
         kept["attention's mask"] = job.seq_len * n
-        kept["queries, keys, values"] = 3 * queries
+        whole = queries + 2 * keys if shape.stacked and shape.heads == shape.kv_heads else queries
+        kept["queries, keys, values"] = 2 * queries + whole
     if isinstance(job.adapters, Adapters):
         kept |= job.adapters.kept(shape, stream=stream, narrow=n, mlp_level=mlp_level, fused_mlp=job.fused_mlp)
     return kept

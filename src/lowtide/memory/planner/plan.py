@@ -12,6 +12,7 @@ from torch import nn
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import as_gib, gib
+from lowtide.measure.units import gib_text
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.gpus import Gpu, find_gpu
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS, Job
@@ -79,8 +80,9 @@ def plan_memory(
             ``torch.nn.functional.scaled_dot_product_attention`` does where documents packed into one do not see each
             other: T^2 numbers of each sequence in each layer that keeps all, beside keys and values that are repeated
             for each query head.
-        fused_mlp: Whether `lowtide.patch` fuses the MLPs. Those that it leaves alone, or that it is told to
-            (``mlp=False``), keep twice as much, and have no levels.
+        fused_mlp: False where `lowtide.patch` is told to leave the MLPs as they are (``mlp=False``). These keep twice
+            as much, and have no levels; so do those that it cannot fuse (Phi-3's, or with another activation), which
+            the plan sees by itself, and notes.
         offload_states: ``"auto"``: with ``host_gib``, as many optimizer states as make the step faster go to the host
             during forward and come back during backward (`lowtide.memory.offload_optimizer`), at most what travels
             without holding the layers up, or where that does not fit, behind backward; False: none.
@@ -119,8 +121,9 @@ def plan_memory(
     gpu = find_gpu(device)
     budget = gpu.memory_bytes * USABLE if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
     host = _gib_bytes("host_gib", host_gib)
+    shape = read_shape(model_or_config)
     job = Job(
-        shape=read_shape(model_or_config),
+        shape=shape,
         seq_len=seq_len,
         batch_size=batch_size,
         gpu=gpu,
@@ -131,8 +134,10 @@ def plan_memory(
         autocast=autocast,
         adapters=adapters,
         attention_mask=attention_mask,
-        fused_mlp=fused_mlp,
+        fused_mlp=fused_mlp and not shape.stock_mlp,
     )
+    if isinstance(adapters, Adapters) and shape.stacked:
+        raise ArgumentValueError(message("adapters", "a number, for a model of stacked projections", str(adapters)))
     if isinstance(adapters, Adapters) and job.shape.experts:
         raise ArgumentValueError(message("adapters", "a number, for a mixture of experts", str(adapters)))
     if autocast and job.shape.experts:
@@ -145,6 +150,9 @@ def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
     chosen = search.fastest(budget)
     if chosen is None:
         raise _refusal(search, search.least(), budget, offload_states)
+    # Larger ones are tried by another search, in steps: what was planned fits, whatever that says.
+    longest = longest_sequence(job, budget, host, offload_states=offload_states)
+    batch = largest_batch(job, budget, host, offload_states=offload_states)
     phases = tuple(search.memory.phases(chosen.groups, chosen.states, late=chosen.late))
     return MemoryPlan(
         policies=chosen.policies,
@@ -160,8 +168,8 @@ def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
         ladder=tuple(
             rung_of(job, policy, checkpoint_bytes(job, policy), search.times.of(policy)) for policy in search.ladder
         ),
-        longest_sequence=longest_sequence(job, budget, host, offload_states=offload_states),
-        largest_batch=largest_batch(job, budget, host, offload_states=offload_states),
+        longest_sequence=max(longest, job.seq_len),
+        largest_batch=max(batch, job.batch_size),
         job=job,
         chosen=chosen,
         notes=_notes(job, budget, chosen),
@@ -180,7 +188,7 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     if states > budget:
         ways = "take more GPUs" if job.adapters is not None else "train adapters (LoRA), or take more GPUs"
         way_out = "" if lighter else f": {ways}"
-        helps.append(f"parameters, gradients and optimizer states alone take {_said(states)} GiB{way_out}")
+        helps.append(f"parameters, gradients and optimizer states alone take {gib_text(states)} GiB{way_out}")
     else:
         sequence = longest_sequence(job, budget, search.host_bytes, offload_states=offload_states)
         batch = largest_batch(job, budget, search.host_bytes, offload_states=offload_states)
@@ -192,8 +200,8 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
     if roomy.host > search.host_bytes and roomy.peak <= budget:
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} would do, with {roomy}")
     tokens = f"{job.batch_size} x {job.seq_len} tokens"
-    expected = f"at least {_said(least.peak)} for {tokens} ({least}; peak in {phase})"
-    got = f"{_said(budget)}, {_said(least.peak - budget)} GiB too little"
+    expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
+    got = f"{gib_text(budget)}, {gib_text(least.peak - budget)} GiB too little"
     return ArgumentValueError(
         message("budget_gib", expected, got, f"What would help: {'; '.join(helps)}." if helps else "")
     )
@@ -203,11 +211,6 @@ def _fits(search: Search, optimizer: str, budget: int, offload_states: bool) -> 
     """Return whether a step with another optimizer would fit."""
     job = replace(search.job, optimizer=optimizer)
     return Search(job, search.host_bytes, offload_states=offload_states).least().peak <= budget
-
-
-def _said(size: int) -> str:
-    """Return bytes in GiB, with so many digits that a small model's are not 0."""
-    return f"{gib(size):.2f}" if size >= 2**30 // 10 else f"{gib(size):.2g}"
 
 
 def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
@@ -235,6 +238,8 @@ def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
         found.append(
             f"the config's max_position_embeddings is {shape.positions:,}: longer sequences need other positions"
         )
+    if shape.stock_mlp and not shape.experts:
+        found.append(f"lowtide.patch leaves the MLPs as they are, so that they have no levels: {shape.stock_mlp}")
     if shape.model_type not in KINDS:
         found.append(f"{shape.model_type}: that lowtide.patch fuses its norms, rotary embedding and MLP is assumed")
     if job.operand == torch.float32:

@@ -69,7 +69,8 @@ class MemoryPlan:
         host_budget_bytes: What was to spend on the host.
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
         ladder: What each policy keeps and costs, for one layer.
-        longest_sequence: The longest that fits in the budget at this batch size, in steps of 256 tokens.
+        longest_sequence: The longest that fits in the budget at this batch size, in steps of 256 tokens, and no shorter
+            than the one that was planned.
         largest_batch: The largest that fits at this sequence length.
         job: What was planned: the model's shape, the GPU, dtype and optimizer.
         chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded.

@@ -154,8 +154,10 @@ class Search:
     def least(self) -> Candidate:
         """Return the mixture of the lowest peak, among one policy for all layers and as many offloaded as fit.
 
-        No other mixture is lower: the head meets what all layers keep, and each backward what its own layer recomputes.
-        Host memory goes to layers first, or to an amount of optimizer states.
+        No other mixture is lower, but for some pages of host memory: the head meets what all layers keep, and each
+        backward what its own layer recomputes. The last layer may keep all: what recomputing takes for a moment, such
+        as numbers of a mask, does not meet what the others keep then. Host memory goes to layers first, or to an amount
+        of optimizer states.
         """
         every = (each for one in filter(self._counts, self._lean()) for each in self.with_states(one))
         return min(every, key=lambda one: (one.peak, one.seconds))
@@ -169,6 +171,9 @@ class Search:
             for room in rooms:
                 if room == layers:
                     yield self.candidate([(policy, layers)])
+                    for last in self.ladder:
+                        if last.keep == "all" and last != policy and layers > 1:
+                            yield self.candidate([(policy, layers - 1), (last, 1)])
                 else:
                     for other in self.ladder:
                         if not other.offload:

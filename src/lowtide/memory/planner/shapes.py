@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ _FOREIGN = (
     "hidden_size_per_layer_input", "attn_output_gate", "quantization_config",
 )  # fmt: skip
 _MEASURE = "Measure its step instead, with `lowtide profile`."
+# Activations of configs that `lowtide.swiglu_mlp` has.
+_FUSED = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
+_PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 _ATTENTIONS = ("full_attention", "sliding_attention")
 
 
@@ -33,6 +36,8 @@ class _Kind:
     qkv_bias: bool | None = None  # None: the config's attention_bias, for the output projection too
     expert_fields: tuple[str, ...] = ()  # names of the number of experts, where the layers are mixtures
     expert_width: str = "intermediate_size"
+    stacked: bool = False  # one product for queries, keys and values, and one for gate and up
+    activation: str = "hidden_act"  # the field that names the MLP's
 
 
 _PLAIN = _Kind()
@@ -41,9 +46,10 @@ KINDS = {
     "mistral": _PLAIN,
     "qwen2": _Kind(qkv_bias=True),
     "qwen3": _Kind(head_norms=True),
+    "phi3": _Kind(stacked=True),
     "gemma": _PLAIN,
-    "gemma2": _Kind(layer_norms=4),
-    "gemma3_text": _Kind(layer_norms=4, head_norms=True, heads_first=True),
+    "gemma2": _Kind(layer_norms=4, activation="hidden_activation"),
+    "gemma3_text": _Kind(layer_norms=4, head_norms=True, heads_first=True, activation="hidden_activation"),
     "mixtral": _Kind(expert_fields=("num_local_experts",)),
     "qwen3_moe": _Kind(
         head_norms=True, expert_fields=("num_local_experts", "num_experts"), expert_width="moe_intermediate_size"
@@ -76,6 +82,8 @@ class ModelShape:
         windows: Tokens that each layer's attention looks back on; 0: all.
         capped_scores: Whether attention's scores pass a soft cap.
         positions: Tokens of a sequence that the config says the model is for; 0 where it does not.
+        stacked: Whether queries, keys and values come from one product, and gate and up from another.
+        stock_mlp: Why `lowtide.patch` leaves the MLPs as they are; empty: it takes them.
         part_of: The type of a larger model, with vision or audio, whose text part this is; empty: it is all.
     """
 
@@ -99,6 +107,8 @@ class ModelShape:
     windows: tuple[int, ...] = ()
     capped_scores: bool = False
     positions: int = 0
+    stacked: bool = False
+    stock_mlp: str = ""
     part_of: str = ""
 
     @property
@@ -165,10 +175,14 @@ def read_shape(model_or_config: Any) -> ModelShape:
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
     settings = read_settings(model_or_config)
     shape = _from_settings(settings)
-    if model is not None:
-        _compare(shape, model)
-    elif shape.model_type not in KINDS:
-        _compare(shape, _on_meta(settings, shape.model_type))
+    if model is None and shape.model_type not in KINDS:
+        model = _on_meta(settings, shape.model_type)
+    if model is None:
+        return shape
+    _compare(shape, model)
+    named = sum({name for name, _ in module.named_children()} >= _PROJECTIONS for module in model.modules())
+    if named < shape.layers and not shape.stock_mlp and not shape.experts:
+        return replace(shape, stock_mlp=f"they have no {', '.join(sorted(_PROJECTIONS))}")
     return shape
 
 
@@ -239,7 +253,11 @@ def _read_file(path: Path) -> Any:
         settings = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         got = f"{file} ({error})"
-        raise ArgumentValueError(message("model_or_config", "the path of a readable config.json", got)) from error
+        hint = (
+            "Nothing is fetched from the network: give transformers' config or model, or the path of a downloaded one."
+            " Names such as llama-3.2-1b are for lowtide plan --model."
+        )
+        raise ArgumentValueError(message("model_or_config", "the path of a readable config.json", got, hint)) from error
     if not isinstance(settings, dict):
         raise ArgumentValueError(message("model_or_config", "a JSON object", f"something else in {file}"))
     return settings
@@ -289,8 +307,18 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         windows=_windows(settings, layers),
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=int(settings.get("max_position_embeddings") or 0),
+        stacked=kind.stacked,
+        stock_mlp=_stock_mlp(settings, kind),
         part_of=str(settings.get("part_of", "")),
     )
+
+
+def _stock_mlp(settings: Mapping[str, Any], kind: _Kind) -> str:
+    """Return why `lowtide.patch` leaves a model's MLPs as they are, as far as its config tells."""
+    if kind.stacked:
+        return "gate and up are one projection"
+    activation = settings.get(kind.activation) or _FUSED[0]
+    return "" if activation in _FUSED else f"their activation is {activation}"
 
 
 def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
