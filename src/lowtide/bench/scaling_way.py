@@ -112,13 +112,13 @@ def measure(
 
 
 def main() -> None:
-    """Be a rank that torchrun starts: measure a way with each model in turn, as one argument of JSON says."""
+    """Be a rank that torchrun starts: measure each way and model in turn, as one argument of JSON says."""
     from accelerate.state import AcceleratorState
 
     told = json.loads(sys.argv[1])
-    file, models, way = Path(told.pop("file")), told.pop("models"), told.pop("way")
+    file, cases = Path(told.pop("file")), told.pop("cases")
     quiet_transformers()
-    for model in models:
+    for way, model in cases:
         try:
             row = measure(way, model, **told)
         except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks
