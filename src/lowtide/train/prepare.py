@@ -20,6 +20,7 @@ from lowtide.train.checkpoints import read_run_file
 from lowtide.train.checks import Known, know
 from lowtide.train.config import TrainConfig
 from lowtide.train.corpus import Corpus, open_corpus
+from lowtide.train.first_rank import read_by_first
 from lowtide.train.lora import add_adapters
 from lowtide.train.model import (
     build_model,
@@ -179,13 +180,18 @@ def base_model(config: TrainConfig, tokenizer: Any, *, whole: bool = False) -> A
 
 def _model(config: TrainConfig, args: Any, tokenizer: Any, packing: str, attention: str | None) -> Any:
     """Return the model, checked, its adapters on it."""
-    model = base_model(config, tokenizer)
-    check_model(model, seq_len=config.seq_len)
-    if attention is not None and not attention.startswith("flash"):
-        choose_attention(model, attention)
-    if packing == "separate":
-        model.config.get_text_config().use_cache = False  # with a cache, transformers makes no mask of documents
-        check_separate(model, seq_len=config.seq_len)
+
+    def read() -> Any:
+        model = base_model(config, tokenizer)
+        check_model(model, seq_len=config.seq_len)
+        if attention is not None and not attention.startswith("flash"):
+            choose_attention(model, attention)
+        if packing == "separate":
+            model.config.get_text_config().use_cache = False  # with a cache, transformers makes no mask of documents
+            check_separate(model, seq_len=config.seq_len)
+        return model
+
+    model = read_by_first(read)
     if attention is not None and attention.startswith("flash"):
         choose_attention(model, attention)  # which runs on a GPU alone
         if not uses_fsdp() and not uses_deepspeed():
