@@ -1,4 +1,4 @@
-"""A model that the first rank alone reads before FSDP2 shares it out: the others have its form, which takes no memory."""
+"""A model that the first rank alone reads before FSDP2 shares it out: the others have a form without memory."""
 
 from __future__ import annotations
 
