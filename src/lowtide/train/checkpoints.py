@@ -17,13 +17,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.config import DEFAULT_ROOT, RUN_FILE
 from lowtide.train.ending import is_lost_rank
 from lowtide.train.parallel import uses_deepspeed, zero_stage
 from lowtide.train.ranks import launched_ranks
 from lowtide.train.states import PARTS, WHOLE
 
-RUN_FILE = "run.json"
 MODEL = "model"
 MERGED = "merged"  # beside it, where adapters are merged into a copy
 LOG_FILE = "log.jsonl"
