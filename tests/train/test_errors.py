@@ -175,6 +175,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "unknown targets": (lambda f: ["--lora-rank", "2", "--lora-targets", "qproj"], ["lora_targets", "q_proj"]),
     "weights and products": (lambda f: ["--weights", "bfloat16", "--dtype", "float32"], ["dtype", "'float32'"]),
     "flash on a CPU": (lambda f: ["--attention", "flash_attention_2"], ["attention", "GPU", "sdpa"]),
+    "flex on a CPU": (lambda f: ["--attention", "flex_attention"], ["attention", "GPU", "sdpa"]),
     "template for text": (template_alone, ["chat_template", "conversations", "got text"]),
     "chat without a template": (chat, ["chat_template", "--chat-template"]),
     "chat joined": (lambda f: [*chat(f), "--packing", "joined"], ["packing", "separate", "joined"]),
