@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,10 @@ def test_a_model_that_fails_is_a_row_and_the_others_are_measured(
 
     def fake(command: Sequence[str], **_: Any) -> ChildResult:
         told = json.loads(command[-1])
-        asked.append(told["models"])
+        asked.append([model for _, model in told["cases"]])
         file = Path(told["file"])
         row = {"seconds": 2.0, "tokens_per_s_per_gpu": 8.0, "peak_gib": 1.0, "losses": [3.0]}
-        if told["models"][0] == "a":
+        if asked[-1][0] == "a":
             file.write_text(json.dumps(row) + "\n")
             file.with_suffix(".failed1").write_text("out of memory")
         return ChildResult(returncode=-9, seconds=1.0, peak_bytes=0, stderr="Traceback\nSignal 9")
@@ -73,3 +74,32 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ArgumentValueError, match="ways"):
         measured(tmp_path, ways=["unsloth"])
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_told_and_written_while_others_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One start for all ways of a number of ranks, Liger's last; a run cut short has what was known."""
+    seen: list[int] = []
+    row = {"seconds": 2.0, "tokens_per_s_per_gpu": 8.0, "peak_gib": 1.0, "losses": [3.0]}
+
+    def fake(command: Sequence[str], **_: Any) -> ChildResult:
+        told = json.loads(command[-1])
+        assert told["cases"] == [["lowtide", "a"], ["lowtide", "b"], ["liger", "a"], ["liger", "b"]]
+        for known in range(1, 5):
+            with Path(told["file"]).open("a") as out:
+                out.write(json.dumps(row) + "\n" + '{"sec')  # the next one is half written
+            until = time.monotonic() + 20
+            while time.monotonic() < until and not (files := list(tmp_path.glob("*.json"))):
+                time.sleep(0.01)
+            while time.monotonic() < until and len(json.loads(files[0].read_text())["rows"]) < known:
+                time.sleep(0.01)
+            seen.append(len(json.loads(files[0].read_text())["rows"]))
+            text = Path(told["file"]).read_text()
+            Path(told["file"]).write_text(text.removesuffix('{"sec'))
+        return ChildResult(returncode=0, seconds=1.0, peak_bytes=0)
+
+    monkeypatch.setattr(scaling, "run_command", fake)
+    monkeypatch.setattr(scaling, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(scaling.Way, "check_installed", lambda _: None)
+    rows, _ = measured(tmp_path, ranks=[1], models=["a", "b"], ways=["liger", "lowtide"])
+    assert seen == [1, 2, 3, 4]
+    assert [(row["way"], row["model"]) for row in rows] == [(w, m) for w in ("lowtide", "liger") for m in "ab"]

@@ -110,6 +110,11 @@ def test_the_check_at_the_start_passes_where_documents_are_apart(attention: str,
     check_separate(build(attention, dtype), seq_len=64)
 
 
+def test_the_check_at_the_start_passes_with_flex_attention() -> None:
+    """Which is compiled, and has no backward on a CPU: a run looks at it on its GPU."""
+    check_separate(build("flex_attention", torch.bfloat16), seq_len=64)
+
+
 def run_arguments(folder: Path, seq_len: int) -> list[str]:
     (folder / "shape.json").write_text(json.dumps({**SHAPE, "max_position_embeddings": 2**20}))
     byte_tokenizer(CHATML).save_pretrained(folder / "tokenizer")

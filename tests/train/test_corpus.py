@@ -68,6 +68,15 @@ def test_what_is_not_text_in_a_folder_is_left_out_and_counted(text: Path) -> Non
     assert (corpus.skipped, len(corpus.files)) == (2, 4)
 
 
+def test_a_file_with_two_names_is_read_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is held out under one name is trained on under the other."""
+    monkeypatch.chdir(text)
+    (text.parent / "link.txt").symlink_to(text / "1.txt")
+    given = ["2.txt", str(text), str(text / "2.txt"), "../text/0.txt", "../link.txt"]
+    corpus = open_corpus(given, text_field="text", streams=2, seq_len=256)
+    assert corpus.files == (Path("2.txt"), *(text / f"{i}.txt" for i in (0, 1, 3)))
+
+
 def test_a_line_without_the_field_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n{"txt": "y"}\n')

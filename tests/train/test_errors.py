@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lowtide.errors import UnsupportedError
+from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.train import checkpoints, train, trainer
 from lowtide.train.resuming import resumed_config
 
@@ -175,6 +175,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     "unknown targets": (lambda f: ["--lora-rank", "2", "--lora-targets", "qproj"], ["lora_targets", "q_proj"]),
     "weights and products": (lambda f: ["--weights", "bfloat16", "--dtype", "float32"], ["dtype", "'float32'"]),
     "flash on a CPU": (lambda f: ["--attention", "flash_attention_2"], ["attention", "GPU", "sdpa"]),
+    "flex on a CPU": (lambda f: ["--attention", "flex_attention"], ["attention", "GPU", "sdpa"]),
     "template for text": (template_alone, ["chat_template", "conversations", "got text"]),
     "chat without a template": (chat, ["chat_template", "--chat-template"]),
     "chat joined": (lambda f: [*chat(f), "--packing", "joined"], ["packing", "separate", "joined"]),
@@ -299,6 +300,16 @@ def test_a_run_that_failed_before_its_first_checkpoint_can_begin_again(
     out = tmp_path / "out"
     lowtide(*tiny, "--lr", "1e30", "--warmup", "0", "--save-every", "50", "--max-steps", "60", "--output", out)
     assert lowtide(*tiny, "--output", out)[0] == 0
+
+
+@pytest.mark.parametrize("found", [["run.json.new"], ["run.json", "run.json.new", "log.jsonl"]])
+def test_a_run_killed_while_it_wrote_its_first_file_can_begin_again(found: list[str], tmp_path: Path) -> None:
+    for name in found:
+        (tmp_path / name).write_text("{")
+    assert checkpoints.new_output(str(tmp_path), "now") == tmp_path
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ArgumentValueError, match="new or empty"):
+        checkpoints.new_output(str(tmp_path), "now")
 
 
 def test_pretrained_weights_that_lack_some_are_refused(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:

@@ -244,6 +244,25 @@ def test_models_that_see_the_document_before_are_refused(dtype: torch.dtype) -> 
             check_separate(model, seq_len=32)
 
 
+def test_a_model_that_changes_its_embeddings_in_place_is_looked_at() -> None:
+    """CTRL scales them so; it keeps documents apart, and takes the second as if it were alone."""
+    settings = {"model_type": "ctrl", "vocab_size": 61, "n_embd": 16, "dff": 8, "n_layer": 1, "n_head": 2}
+    torch.manual_seed(0)
+    ctrl = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings, n_positions=64, use_cache=False))
+    check_separate(ctrl, seq_len=32)
+
+
+def test_a_model_that_cannot_take_packed_documents_is_refused() -> None:
+    """Reformer's backward wants what only its training makes."""
+    settings = {"model_type": "reformer", "vocab_size": 61, "hidden_size": 16, "feed_forward_size": 8, "num_buckets": 2}
+    settings |= {"attn_layers": ["local"], "attention_head_size": 8, "num_attention_heads": 2, "is_decoder": True}
+    settings |= {"axial_pos_embds_dim": [8, 8], "axial_pos_shape": [8, 8], "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    reformer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings, use_cache=False))
+    with pytest.raises(ArgumentValueError, match=r"ReformerModelWithLMHead, which cannot .*--packing none"):
+        check_separate(reformer, seq_len=32)
+
+
 def test_bounds_for_flash_attention_are_the_documents_of_all_rows(tmp_path: Path) -> None:
     blocks = packed(conversations(20, seed=2))[:3]
     args = training_arguments(TrainConfig(batch_size=3, seq_len=ROOM), tmp_path, save=False, resuming=False)

@@ -139,6 +139,20 @@ def test_without_output_the_newest_run_goes_on(
     assert max(losses(run)) == 7
 
 
+def test_a_run_inside_its_data_goes_on(
+    tmp_path: Path, tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it writes is no data, for itself or for the next run."""
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = lowtide(*tiny, "--data", ".", "--max-steps", 1)
+    assert status == 0
+    status, again, err = lowtide("train", "--resume", "--max-steps", 2)
+    assert (status, err) == (0, "")
+    status, other, _ = lowtide(*tiny, "--data", ".", "--max-steps", 1, "--output", "other")
+    assert status == 0
+    assert all("5 files," in said for said in (out, again, other))
+
+
 def test_gradient_accumulation_resumes_at_the_same_text(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
     arguments = [*tiny, "--grad-accum", "3"]
     assert lowtide(*arguments, "--output", tmp_path / "a")[0] == 0

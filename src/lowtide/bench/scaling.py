@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowtide.measure.child import ALLOCATOR
 from lowtide.measure.plots import Line, Panel, draw_panels
 
 WAYS = (LOWTIDE, LIGER, STOCK)
+_LOOK_SECONDS = 0.5  # between looks for rows that are there
 _COLUMNS = f"{'':10}{'GPUs':>6}  {'model':16}{'s':>9}{'tokens/s/GPU':>14}{'of one GPU':>12}{'GiB/GPU':>9}{'loss':>9}\n"
 
 
@@ -62,35 +64,50 @@ def run(
     told = {**about, "ranks": list(ranks), **settings, "rows": rows}
     say(_COLUMNS)
     for number in ranks:
-        for way in ways:
-            for row in _measured(number, way, models, settings):
-                rows.append({"ranks": number, "way": way, **row})
-                say(line(rows[-1], rows))
-                files.write_json(told)
+        for row in _measured(number, _cases(ways, models), settings):
+            rows.append({"ranks": number, **row})
+            say(line(rows[-1], rows))
+            files.write_json(told)
     for model in models:
         _draw(model, told, files)
     say(f"written: {files.json}\n")
     return rows
 
 
-def _measured(ranks: int, way: str, models: Sequence[str], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each model; after one that failed, the others are measured by new processes."""
-    left, rows = list(models), list[dict[str, Any]]()
+def _cases(ways: Sequence[str], models: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each way with each model; Liger's last, which changes the classes that all later models are made of."""
+    return [(way, model) for way in sorted(ways, key=lambda way: way == LIGER) for model in models]
+
+
+def _measured(ranks: int, cases: Sequence[tuple[str, str]], settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case as it is known; after one that failed, the others are measured by new processes."""
+    left = list(cases)
     while left:
-        with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
+        with tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder, ThreadPoolExecutor(1) as beside:
             file = Path(folder) / "rows.jsonl"
-            said = json.dumps({**settings, "file": str(file), "models": left, "way": way})
+            said = json.dumps({**settings, "file": str(file), "cases": left})
             # one process needs no launcher, under which DDP would wrap the model and hold its gradients twice
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
-            ended = run_command([sys.executable, *launch, "-m", "lowtide.bench.scaling_way", said], env=ALLOCATOR)
-            found = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
-            rows += [{"model": model, **row} for model, row in zip(left, found, strict=False)]
-            left = left[len(found) :]
+            command = [sys.executable, *launch, "-m", "lowtide.bench.scaling_way", said]
+            running = beside.submit(run_command, command, env=ALLOCATOR)
+            begun, over = len(left), False
+            while not over:
+                over = bool(wait([running], timeout=_LOOK_SECONDS).done)
+                for row in _rows(file)[begun - len(left) :]:
+                    way, model = left.pop(0)
+                    yield {"way": way, "model": model, **row}
             if left:
+                ended = running.result()
                 why = [path.read_text() for path in sorted(file.parent.glob("*.failed*"))]
                 last = ended.stderr.strip().splitlines()[-1:] or [f"the processes ended with {ended.returncode}"]
-                rows.append({"model": left.pop(0), "failed": (why or last)[0]})
-    return rows
+                way, model = left.pop(0)
+                yield {"way": way, "model": model, "failed": (why or last)[0]}
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows that the first rank has written so far, whole lines alone."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def line(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

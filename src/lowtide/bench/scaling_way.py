@@ -21,7 +21,7 @@ from lowtide.bench.ways import LEARNING_RATE, Way, build_way
 from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes
 from lowtide.train.config import TrainConfig
 from lowtide.train.metrics import WARM_STEPS, Recorder, StepMetrics
-from lowtide.train.parallel import engine_of
+from lowtide.train.parallel import all_read, engine_of
 from lowtide.train.progress import quiet_transformers
 from lowtide.train.ranks import Shares, in_group, launched_rank, launched_ranks
 from lowtide.train.streams import Block
@@ -80,6 +80,7 @@ def measure(
     config = TrainConfig(**config)
     ranks, rank = launched_ranks(), launched_rank()
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
+        all_read()  # nothing is on the host: each builds the model on its GPU
         args = training_arguments(config, Path(folder), save=False, resuming=True)
         built = build_way(Way(impl=way), model, getattr(torch, weights), args.device, seed=seed, vocab_size=VOCABULARY)
         blocks = RandomBlocks(built.config.vocab_size, tokens, seed * 1000 + rank)
@@ -112,13 +113,13 @@ def measure(
 
 
 def main() -> None:
-    """Be a rank that torchrun starts: measure a way with each model in turn, as one argument of JSON says."""
+    """Be a rank that torchrun starts: measure each way and model in turn, as one argument of JSON says."""
     from accelerate.state import AcceleratorState
 
     told = json.loads(sys.argv[1])
-    file, models, way = Path(told.pop("file")), told.pop("models"), told.pop("way")
+    file, cases = Path(told.pop("file")), told.pop("cases")
     quiet_transformers()
-    for model in models:
+    for way, model in cases:
         try:
             row = measure(way, model, **told)
         except Exception as error:  # whatever it is, it is the row; the launcher ends the other ranks

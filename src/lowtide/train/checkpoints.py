@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
-from lowtide.train.config import DEFAULT_ROOT
+from lowtide.train.config import DEFAULT_ROOT, RUN_FILE
 from lowtide.train.ending import is_lost_rank
 from lowtide.train.parallel import uses_deepspeed, zero_stage
 from lowtide.train.ranks import launched_ranks
 from lowtide.train.states import PARTS, WHOLE
 
-RUN_FILE = "run.json"
+_RUN_FILE_ASIDE = f"{RUN_FILE}.new"  # until it is whole
 MODEL = "model"
 MERGED = "merged"  # beside it, where adapters are merged into a copy
 LOG_FILE = "log.jsonl"
@@ -201,7 +201,7 @@ def new_output(output: str | None, stamp: str) -> Path:
     expected = "a folder that is new or empty"
     try:
         found = {p.name for p in path.iterdir()} if path.is_dir() else set()
-        if RUN_FILE in found <= {RUN_FILE, STAGING, LOG_FILE, BOARD}:
+        if found & {RUN_FILE, _RUN_FILE_ASIDE} and found <= {RUN_FILE, _RUN_FILE_ASIDE, STAGING, LOG_FILE, BOARD}:
             return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
             hint = "Go on with it with --resume, or name another folder."
@@ -242,7 +242,7 @@ def write_run_file(output: Path, content: dict[str, Any]) -> None:
     Raises:
         SaveError: it could not be written.
     """
-    aside = output / f"{RUN_FILE}.new"
+    aside = output / _RUN_FILE_ASIDE
     try:
         output.mkdir(parents=True, exist_ok=True)
         aside.write_text(json.dumps(content, indent=2) + "\n")

@@ -14,6 +14,7 @@ from lowtide.memory.policy_words import parse_policies
 from lowtide.train.shapes import SHAPES
 
 DEFAULT_ROOT = Path("lowtide-runs")
+RUN_FILE = "run.json"  # in the folder of a run
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["float32", "bfloat16"]
 Packing = Literal["auto", "joined", "separate", "none"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lowtide.errors import ArgumentValueError, message
+from lowtide.train.config import RUN_FILE
 from lowtide.train.conversations import KINDS, Completion, Conversation, is_conversation, read_conversation
 
 JSONL = (".jsonl", ".ndjson")
@@ -179,8 +180,8 @@ def open_corpus(paths: Sequence[str], *, text_field: str, streams: int, seq_len:
     """Find the text files and cut them into enough pieces for a number of streams.
 
     Args:
-        paths: files, or folders that are searched for text files (hidden ones and those that are not UTF-8 are
-            skipped); none: the standard library's sources.
+        paths: files, or folders that are searched for text files (hidden ones, those that are not UTF-8 and the
+            folders of runs are skipped), each file once; none: the standard library's sources.
         text_field: the field of a .jsonl line that holds the text.
         streams: how many independent streams will share the pieces; each gets some, and some are held out.
         seq_len: tokens of a block; a piece holds several blocks where there is text enough.
@@ -197,7 +198,7 @@ def open_corpus(paths: Sequence[str], *, text_field: str, streams: int, seq_len:
             skipped += left_out
     else:
         files = _standard_library()
-    files = list(dict.fromkeys(files))
+    files = list({path.resolve(): path for path in [*files, *reversed(files)]}.values())  # each by its first name
     sizes = tuple(path.stat().st_size for path in files)
     chat = _is_chat(files, text_field)
     wanted = max(PIECE_BYTES_PER_TOKEN * seq_len, sum(sizes) // MOST_PIECES)
@@ -234,10 +235,22 @@ def _search(path: Path) -> tuple[list[Path], int]:
 
 
 def _walk(folder: Path, skip: set[str] = frozenset()) -> Iterator[Path]:  # type: ignore[assignment]
-    """Yield the files below a folder, hidden ones left out, in an order that does not depend on the file system."""
+    """Yield the files below a folder, in an order that does not depend on the file system.
+
+    Hidden ones are left out, and folders of runs: what a run writes beside its data would be other data on resume.
+    """
     for where, folders, names in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skip)
+        found = (f for f in folders if not f.startswith(".") and f not in skip)
+        folders[:] = sorted(f for f in found if not _is_run(Path(where, f)))
         yield from (Path(where, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is one that ``lowtide train`` has written."""
+    try:
+        return "lowtide" in json.loads((folder / RUN_FILE).read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def _standard_library() -> list[Path]:

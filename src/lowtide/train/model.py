@@ -14,6 +14,7 @@ from lowtide.train.parallel import built_whole
 from lowtide.train.shapes import DEFAULT, SHAPES
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_ALONE = "Take --packing none, where every document has a row of its own."
 
 
 def has_weights(name: str) -> bool:
@@ -134,24 +135,28 @@ def check_separate(model: Any, *, seq_len: int) -> None:
 
     def keep(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
         seen.append(output.detach().requires_grad_())
-        return seen[-1]
+        return seen[-1].clone()  # some models scale their embeddings in place, as no leaf can be
 
     training = model.training
     model.eval()
     hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
         packed = model(input_ids=ids, position_ids=places).logits[:, length:]
+        (owed,) = torch.autograd.grad(packed.float().square().sum(), seen[0])
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # as when it takes no positions
+        if is_out_of_memory(error):
+            raise
+        got = f"{type(model).__name__}, which cannot ({' '.join(str(error).split())[:200]})"
+        raise ArgumentValueError(message("packing", "a model that can take packed documents", got, _ALONE)) from error
     finally:
         hook.remove()
-    (owed,) = torch.autograd.grad(packed.float().square().sum(), seen[0])
     with torch.no_grad():
         alone = model(input_ids=ids[:, length:]).logits
     model.train(training)
     rounding = {torch.float32: 1e-4}.get(alone.dtype, 5e-2) * alone.float().abs().max()
     if owed[:, :length].any() or ((packed - alone).abs().max() > rounding):
-        hint = "Take --packing none, where every document has a row of its own."
         got = f"{type(model).__name__}, whose tokens see the document before theirs"
-        raise ArgumentValueError(message("packing", "a model that keeps packed documents apart", got, hint))
+        raise ArgumentValueError(message("packing", "a model that keeps packed documents apart", got, _ALONE))
 
 
 def choose_attention(model: Any, name: str) -> None:

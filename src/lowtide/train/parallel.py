@@ -23,6 +23,7 @@ AUTO, FSDP2 = "auto", "fsdp2"
 _FOLDER = Path(__file__).with_name("launch")
 _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
+_FIRST_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 # accelerate's names in its files, where the variable is not ACCELERATE_ and the name in capitals
 _DEEPSPEED = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
@@ -66,7 +67,7 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     """
     wanted = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
     _check(config, wanted)
-    before = {name: os.environ.get(name) for name in (*wanted, _USE_FSDP, _USE_DEEPSPEED, _PRECISION)}
+    before = {name: os.environ.get(name) for name in (*wanted, _USE_FSDP, _USE_DEEPSPEED, _PRECISION, _FIRST_READS)}
     os.environ.update(wanted)
     try:
         yield
@@ -81,6 +82,16 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
 def uses_fsdp() -> bool:
     """Return whether FSDP is asked for, of several processes."""
     return launched_ranks() > 1 and _is_on(_USE_FSDP)
+
+
+def first_reads() -> bool:
+    """Return whether the first rank alone is to have the weights before FSDP shares them out."""
+    return uses_fsdp() and _is_on(_FIRST_READS)
+
+
+def all_read() -> None:
+    """Let each rank have all of the weights before FSDP shares them out, until `engine_of` ends."""
+    os.environ[_FIRST_READS] = "false"
 
 
 def uses_deepspeed() -> bool:

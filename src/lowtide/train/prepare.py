@@ -20,6 +20,7 @@ from lowtide.train.checkpoints import read_run_file
 from lowtide.train.checks import Known, know
 from lowtide.train.config import TrainConfig
 from lowtide.train.corpus import Corpus, open_corpus
+from lowtide.train.first_rank import read_by_first
 from lowtide.train.lora import add_adapters
 from lowtide.train.model import (
     build_model,
@@ -47,7 +48,8 @@ from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokeniz
 
 _BYTES_PER_TOKEN = 6  # a generous guess, to hold out enough text for the blocks asked for
 _LOOKED_AT = 64  # conversations, for one that is not left out
-_FLASH = "flash_attention_2"
+_ANYWHERE = "sdpa works everywhere."
+_FLASH, _FLEX = "flash_attention_2", "flex_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,18 +181,25 @@ def base_model(config: TrainConfig, tokenizer: Any, *, whole: bool = False) -> A
 
 def _model(config: TrainConfig, args: Any, tokenizer: Any, packing: str, attention: str | None) -> Any:
     """Return the model, checked, its adapters on it."""
-    model = base_model(config, tokenizer)
-    check_model(model, seq_len=config.seq_len)
-    if attention is not None and not attention.startswith("flash"):
+    late = attention is not None and attention.startswith(("flash", _FLEX))  # which train on a GPU alone
+
+    def read() -> Any:
+        model = base_model(config, tokenizer)
+        check_model(model, seq_len=config.seq_len)
+        if attention is not None and not late:
+            choose_attention(model, attention)
+        if packing == "separate":
+            model.config.get_text_config().use_cache = False  # with a cache, transformers makes no mask of documents
+            check_separate(model, seq_len=config.seq_len)
+        return model
+
+    model = read_by_first(read)
+    if attention is not None and late:
         choose_attention(model, attention)
-    if packing == "separate":
-        model.config.get_text_config().use_cache = False  # with a cache, transformers makes no mask of documents
-        check_separate(model, seq_len=config.seq_len)
-    if attention is not None and attention.startswith("flash"):
-        choose_attention(model, attention)  # which runs on a GPU alone
-        if not uses_fsdp() and not uses_deepspeed():
+        if packing == "separate" and not uses_fsdp() and not uses_deepspeed():
             model.to(args.device)
-            with torch.autocast(args.device.type, torch.float16 if args.fp16 else torch.bfloat16):
+            dtype = torch.float16 if args.fp16 else torch.bfloat16
+            with torch.autocast(args.device.type, dtype, enabled=args.bf16 or args.fp16):
                 check_separate(model, seq_len=config.seq_len)
     return add_adapters(model, config) if config.lora_rank else model
 
@@ -226,7 +235,10 @@ def _attention(config: TrainConfig, args: Any, packing: str) -> str | None:
     if config.attention.startswith("flash_attention") and not (on_gpu and sixteen):
         expected = "flash attention on a GPU and in 16-bit products alone"
         got = f"{config.attention} on {'float32 products' if on_gpu else f'the {args.device.type}'}"
-        raise ArgumentValueError(message("attention", expected, got, "sdpa works everywhere."))
+        raise ArgumentValueError(message("attention", expected, got, _ANYWHERE))
+    if config.attention == _FLEX and not on_gpu:
+        got = f"{_FLEX} on the {args.device.type}"
+        raise ArgumentValueError(message("attention", "flex attention on a GPU alone, to train with", got, _ANYWHERE))
     return config.attention
 
 

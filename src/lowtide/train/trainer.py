@@ -21,8 +21,9 @@ from lowtide.train import checkpoints, states
 from lowtide.train.checkpoints import SCHEDULER
 from lowtide.train.config import TrainConfig
 from lowtide.train.ending import is_lost_rank
+from lowtide.train.first_rank import by_first
 from lowtide.train.packing import Batches, PackedBlocks, nothing_predicted
-from lowtide.train.parallel import check_precision, settle
+from lowtide.train.parallel import check_precision, first_reads, settle
 from lowtide.train.positions import write_positions
 from lowtide.train.ranks import Shares
 from lowtide.train.rates import Rates
@@ -82,7 +83,10 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is not None and self.is_fsdp_enabled:
             # the stock format, read while the model is whole: any engine goes on from any other's checkpoint
             self.is_fsdp_enabled = False
-            self._load_from_checkpoint(resume_from_checkpoint)
+            if first_reads():
+                by_first(lambda: self._load_from_checkpoint(resume_from_checkpoint))
+            else:
+                self._load_from_checkpoint(resume_from_checkpoint)
             self.is_fsdp_enabled = True
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
