@@ -236,12 +236,13 @@ def test_mlps_with_dropout(both, batch, ran, assert_same_gradients):
     assert "several LoRA adapters with dropout" in str(lowtide.patch(model))
 
 
-def test_checkpointed_layers_drop_the_same_again(both, batch, assert_same_gradients):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_drop_the_same_again(reentrant, both, batch, assert_same_gradients):
     """A recomputed layer with dropout in its MLP's adapters gives the gradients of one that is not."""
     model, _, _ = both(lora(target_modules=MLP, lora_dropout=0.5))
     other = copy.deepcopy(model)
     other.enable_input_require_grads()
-    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     compare(other, model, batch, assert_same_gradients)
 
 
