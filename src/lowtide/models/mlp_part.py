@@ -143,10 +143,12 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Asked first: all else takes as long as the MLP of a token.
-        ours = len(args) == 1 and not kwargs and (not has_nothing_to_save(args[0]) or _drops(self))
+        ours = len(args) == 1 and not kwargs
         # None: not patched. Somebody made it from this class, or holds this method of one that was unpatched since.
         level: Any = getattr(self, LEVEL, None) if ours else None
+        # Asked before all that follows, which takes as long as the MLP of a token.
+        if level is not None and has_nothing_to_save(args[0]) and not _drops(self):
+            level = None
         layers = None if level is None else _ours(self, args[0], other_types)
         if layers is None:
             return base.forward(self, *args, **kwargs)
