@@ -752,6 +752,16 @@ def test_generation_is_unchanged(both, batch):
         assert torch.equal(*tokens)
 
 
+def test_generating_with_adapters_looks_at_none(both, batch, monkeypatch):
+    """In evaluation a call without gradients is settled before its layers are looked at."""
+    model, _, _ = both(lora(target_modules=MLP, lora_dropout=0.5))
+    monkeypatch.setattr(mlp_part, "adapted_linear", lambda layer: pytest.fail("looked"))
+    with torch.no_grad():
+        model.eval()(**batch)
+        with pytest.raises(pytest.fail.Exception):
+            model.train()(**batch)
+
+
 def test_a_batch_of_several_adapters_gets_its_logits(both, batch):
     model, stock, report = both(HEADS["all"])
     model.eval(), stock.eval()

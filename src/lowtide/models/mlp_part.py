@@ -180,10 +180,18 @@ def _drops(mlp: Any) -> bool:
 
     A reentrant checkpoint runs a layer without gradients first and with them later, and both must drop the same.
     """
-    if all(type(getattr(mlp, name)) is nn.Linear for name in _PROJECTIONS):
+    if not any(_may_drop(getattr(mlp, name)) for name in _PROJECTIONS):
         return False
     layers = _layers(mlp)
     return not isinstance(layers, str) and any(adapter.drops for layer in layers for adapter in layer.adapters)
+
+
+def _may_drop(projection: nn.Module) -> bool:
+    """A quick no, for generating with adapters."""
+    dropouts = projection._modules.get("lora_dropout")
+    if dropouts is None:
+        return type(projection) is not nn.Linear
+    return any(module.training and type(module) is nn.Dropout for module in dropouts.children())
 
 
 def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLinear, ...] | None:
