@@ -65,6 +65,15 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "of the floor" in out
 
 
+def test_settings_alone_have_no_table_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--shape", "64,16,256", "--only", "lowtide", "--settings", "--no-table", "--no-error"]
+    assert head(*run, *QUICK, "--output", tmp_path) == 0
+    (shape,) = result(tmp_path)["shapes"]
+    said = [limit["setting"] for limit in shape["limits"]]
+    assert said == [row["setting"] for row in shape["settings"]] != []
+    assert capsys.readouterr().out.count("bare products") == len(said)
+
+
 def test_the_default_sweep_leaves_out_what_changes_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = ["--shape", "32,8,4096", "--only", "lowtide", "--sweep", "--no-table", "--no-error"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lowtide.bench.ways import Way
+from lowtide.bench.ways import Way, build_way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
@@ -274,6 +275,37 @@ def test_what_a_model_is_called(tmp_path: Path) -> None:
         profiling._name(str(each)) for each in (folder, folder / "config.json", folder / "small.json", "llama-3-8b")
     ]
     assert names == ["Llama-3-8B", "Llama-3-8B", "small", "llama-3-8b"]
+
+
+VISION = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+          "num_attention_heads": 2, "image_size": 8, "patch_size": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text"), [("llava", "llama"), ("gemma3", "gemma3_text")])
+def test_of_a_model_that_sees_the_language_model_inside(kind: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "seeing.json"
+    inside = {**TINY, "model_type": text, "head_dim": 12}
+    file.write_text(json.dumps({"model_type": kind, "text_config": inside, "vision_config": VISION}))
+    _, told = profiling._begin(ProfileConfig(model=str(file), device="cpu", output=str(tmp_path)))
+    assert told["model"]["name"] == f"seeing, the {text} inside"
+    assert told["model"]["hidden_size"] == TINY["hidden_size"]
+    model = build_way(
+        Way(impl="lowtide"), str(file), torch.float32, torch.device("cpu"), seed=0, vocab_size=TINY["vocab_size"]
+    )
+    assert model.config.model_type == text
+    assert not any("vision" in name for name, _ in model.named_modules())
+
+
+@pytest.mark.parametrize("command", ["profile", "bench step"])
+def test_what_is_no_causal_language_model_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t5.json"
+    file.write_text(json.dumps({"model_type": "t5", "d_model": 16}))
+    output = tmp_path / "out"
+    assert main([*command.split(), "--model", str(file), "--output", str(output)]) == 2
+    assert ": model: expected a causal language model, got a t5." in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_policies_of_all_and_of_one() -> None:

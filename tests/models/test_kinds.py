@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 
 import pytest
 import torch
@@ -189,11 +190,53 @@ def test_calls_of_few_values_without_gradients_are_stock_codes(device):
     """A device that is no CPU stands for a GPU."""
     few, many = (torch.empty(n, 8, device=device) for n in (FEW // 8, FEW // 8 + 1))
     with torch.no_grad():
-        assert has_nothing_to_save(few, many)
-        assert has_nothing_to_save(many, few) == (device == "cpu")
+        assert has_nothing_to_save(few)
+        assert has_nothing_to_save(many) == (device == "cpu")
     with torch.inference_mode():
         assert has_nothing_to_save(few)
     assert not has_nothing_to_save(few)
+
+
+@pytest.mark.parametrize("part", ["mlp", "input_layernorm"])
+def test_a_program_without_gradients_takes_every_size(part, build):
+    """Exported, compiled or traced, none of it depends on how many values there are."""
+    model = build("llama")
+    lowtide.patch(model)
+    module = getattr(model.model.layers[0], part).to("meta")
+    few, many = (torch.empty(n, 16, device="meta") for n in (5, FEW // 16 + 1))
+    with torch.no_grad():
+        exported = torch.export.export(module, (few,), dynamic_shapes=({0: torch.export.Dim("tokens")},), strict=True)
+        assert exported.module()(many).shape == many.shape
+
+        def chosen(count):
+            tokens = count.item()
+            torch._check(tokens >= 2)
+            return module(torch.zeros(tokens, 16, device="meta"))
+
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            compiled = torch.compile(chosen, backend="aot_eager", fullgraph=True)
+            assert compiled(torch.tensor(4)).shape == (4, 16)
+    if part == "mlp":
+        module.to_empty(device="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", torch.jit.TracerWarning)
+            warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+            torch.jit.trace(module, torch.randn(5, 16), check_trace=False)
+            with torch.no_grad():
+                torch.jit.trace(module, torch.randn(5, 16), check_trace=False)
+
+
+def test_what_is_no_tensor_is_the_error_of_stock(pair):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    for name in ("mlp", "input_layernorm"):
+        for grad in (True, False):
+            texts = []
+            for m in (model, stock):
+                with torch.set_grad_enabled(grad), pytest.raises((TypeError, AttributeError)) as told:
+                    getattr(m.model.layers[0], name)([1.0])
+                texts.append(str(told.value))
+            assert texts[0] == texts[1]
 
 
 def test_generation_takes_no_longer(build, batch):

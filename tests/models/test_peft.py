@@ -236,12 +236,13 @@ def test_mlps_with_dropout(both, batch, ran, assert_same_gradients):
     assert "several LoRA adapters with dropout" in str(lowtide.patch(model))
 
 
-def test_checkpointed_layers_drop_the_same_again(both, batch, assert_same_gradients):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_drop_the_same_again(reentrant, both, batch, assert_same_gradients):
     """A recomputed layer with dropout in its MLP's adapters gives the gradients of one that is not."""
     model, _, _ = both(lora(target_modules=MLP, lora_dropout=0.5))
     other = copy.deepcopy(model)
     other.enable_input_require_grads()
-    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     compare(other, model, batch, assert_same_gradients)
 
 
@@ -749,6 +750,16 @@ def test_generation_is_unchanged(both, batch):
         own = {} if adapter_names is None else {"adapter_names": adapter_names}
         tokens = [m.generate(**prompt, **own, max_new_tokens=5, do_sample=False) for m in (stock, model)]
         assert torch.equal(*tokens)
+
+
+def test_generating_with_adapters_looks_at_none(both, batch, monkeypatch):
+    """In evaluation a call without gradients is settled before its layers are looked at."""
+    model, _, _ = both(lora(target_modules=MLP, lora_dropout=0.5))
+    monkeypatch.setattr(mlp_part, "adapted_linear", lambda layer: pytest.fail("looked"))
+    with torch.no_grad():
+        model.eval()(**batch)
+        with pytest.raises(pytest.fail.Exception):
+            model.train()(**batch)
 
 
 def test_a_batch_of_several_adapters_gets_its_logits(both, batch):

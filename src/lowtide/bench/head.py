@@ -118,7 +118,8 @@ class _Run:
         if config.table or config.sweep or config.settings:
             bench = self.bench(result.shape, error=config.error)
             result.gradients_mib = bench.gradients_mib
-            self.add_limit(result, bench)
+            if config.table or config.sweep:
+                self.add_limit(result, bench)
             if config.table:
                 self.add_table(result, bench)
             if config.sweep:

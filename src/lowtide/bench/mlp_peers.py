@@ -207,7 +207,9 @@ def _compiled(_: Stack) -> Layer:
     return layer
 
 
-def _liger(_: Stack) -> Layer:
+def _liger(stack: Stack) -> Layer:
+    if stack.x.device.type != "cuda":
+        raise CannotError("runs on GPUs only")
     module: Any = importlib.import_module("liger_kernel.ops.swiglu")
 
     def layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from lowtide.bench.config import StepBenchConfig
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import begin
 from lowtide.bench.step_way import VOCABULARY, measure
+from lowtide.bench.ways import language_part
 from lowtide.measure import run_child
 from lowtide.measure.child import ALLOCATOR
 from lowtide.train.model import model_config
@@ -32,7 +33,7 @@ def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str,
     """
     device = chosen_device(config.device)
     dtype = str(chosen_dtype(config.dtype, device)).removeprefix("torch.")
-    model_config(config.model, vocab_size=VOCABULARY)
+    language_part(model_config(config.model, vocab_size=VOCABULARY))
     files, about = begin(config.output, "step", config.command(), device, ["liger-kernel"])
     rows: list[dict[str, Any]] = []
     told = {

@@ -71,6 +71,24 @@ class Way:
             raise UnsupportedError(message("impl", "the package liger-kernel to be installed", "none", hint))
 
 
+def language_part(config: Any) -> Any:
+    """Return the config of a causal language model: of one that sees or hears as well, that of the one inside.
+
+    Args:
+        config: Of transformers'.
+
+    Raises:
+        ArgumentValueError: There is no causal language model in it.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config()
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        hint = "Other models are not measured."
+        raise ArgumentValueError(message("model", "a causal language model", f"a {config.model_type}", hint))
+    return text
+
+
 def build_way(
     way: Way,
     model: str,
@@ -96,8 +114,9 @@ def build_way(
 
     Raises:
         UnsupportedError: peft or Liger is not installed.
+        ArgumentValueError: There is no such model, or no causal language model in it.
     """
-    config = model_config(model, vocab_size=vocab_size)
+    config = language_part(model_config(model, vocab_size=vocab_size))
     if way.impl == LIGER:
         way.check_installed()
         apply_liger(config)

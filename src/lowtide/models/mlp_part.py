@@ -143,10 +143,12 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Asked first: all else takes as long as the MLP of a token.
-        ours = len(args) == 1 and not kwargs and not has_nothing_to_save(args[0])
+        ours = len(args) == 1 and not kwargs
         # None: not patched. Somebody made it from this class, or holds this method of one that was unpatched since.
         level: Any = getattr(self, LEVEL, None) if ours else None
+        # Asked before all that follows, which takes as long as the MLP of a token.
+        if level is not None and has_nothing_to_save(args[0]) and not _drops(self):
+            level = None
         layers = None if level is None else _ours(self, args[0], other_types)
         if layers is None:
             return base.forward(self, *args, **kwargs)
@@ -171,6 +173,25 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
     return {"forward": forward}
+
+
+def _drops(mlp: Any) -> bool:
+    """Whether LoRA's dropout is at work, which ours draws in its own way.
+
+    A reentrant checkpoint runs a layer without gradients first and with them later, and both must drop the same.
+    """
+    if not any(_may_drop(getattr(mlp, name)) for name in _PROJECTIONS):
+        return False
+    layers = _layers(mlp)
+    return not isinstance(layers, str) and any(adapter.drops for layer in layers for adapter in layer.adapters)
+
+
+def _may_drop(projection: nn.Module) -> bool:
+    """A quick no, for generating with adapters."""
+    dropouts = projection._modules.get("lora_dropout")
+    if dropouts is None:
+        return type(projection) is not nn.Linear
+    return any(module.training and type(module) is nn.Dropout for module in dropouts.children())
 
 
 def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLinear, ...] | None:

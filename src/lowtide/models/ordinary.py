@@ -15,14 +15,11 @@ FEW = 2**23  # values: 2048 tokens of 4096
 def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bool:
     """Whether these are plain tensors and Parameters, and no transform, mode, trace or export is at work on them.
 
-    Exact types: DTensor, quantised tensors and other subclasses have rules of their own. Nor is a call that
-    `has_nothing_to_save`.
+    Exact types: DTensor, quantised tensors and other subclasses have rules of their own.
     """
     for x in tensors:
         if type(x) is not Tensor and type(x) is not nn.Parameter:
             return False
-    if has_nothing_to_save(*tensors):  # type: ignore[arg-type]
-        return False
     for p in parameters:
         if type(p) is not nn.Parameter:
             return False
@@ -36,15 +33,20 @@ def is_ordinary(tensors: tuple[object, ...], parameters: Sequence[object]) -> bo
     )
 
 
-def has_nothing_to_save(*tensors: Tensor) -> bool:
-    """Whether this is a call without gradients on a CPU, or of few values anywhere: what generation consists of.
+def has_nothing_to_save(x: object) -> bool:
+    """Whether a call with ``x`` is one without gradients that runs the model's own code: what generation consists of.
 
-    On a CPU our operators only save what is kept for backward. On a GPU a call of few values takes as long as the host
-    takes to launch it, and generating token by token would be slower.
+    On a CPU all of them, where our operators only save what is kept for backward. On a GPU those of few values: such a
+    call takes as long as the host takes to launch it, and generating token by token would be slower. Compiled ones
+    everywhere: the compiler fuses that code itself, and asking for a size would be a guard on it, which an exported
+    program keeps and a size that only the data tell does not have.
     """
     if torch.is_grad_enabled():
         return False
-    return tensors[0].numel() <= FEW or all(x.is_cpu for x in tensors)
+    # No tensor: an error of the model's own. A trace would record the question for a size.
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return x.numel() <= FEW or x.is_cpu
 
 
 def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, ...] = ()) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowtide.layers import rotary
 from lowtide.layers.rope import why_not_rotary
-from lowtide.models.ordinary import is_ordinary
+from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
 from lowtide.models.probe import outcome, random
 
 _NAME = "apply_rotary_pos_emb"
@@ -105,7 +105,9 @@ def _globals(stock: FunctionType, promote: bool) -> dict[str, Any]:
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         dim = kwargs.get("unsqueeze_dim", 1)
-        if len(args) != 4 or len(kwargs) != ("unsqueeze_dim" in kwargs) or not is_ordinary(args, ()):
+        if len(args) != 4 or len(kwargs) != ("unsqueeze_dim" in kwargs):
+            return turn(*args, **kwargs)
+        if has_nothing_to_save(args[0]) or not is_ordinary(args, ()):
             return turn(*args, **kwargs)
         if why_not_rotary(*args, dim) is not None:
             return turn(*args, **kwargs)

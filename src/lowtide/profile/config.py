@@ -31,6 +31,7 @@ class ProfileConfig:
     model: str = setting(
         AUTO,
         "whose shape, with random weights: a config.json, a folder with one, or a built-in name: {names}; "
+        "of one that sees or hears as well, the language model inside; "
         "auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
         metavar="MODEL",
     )

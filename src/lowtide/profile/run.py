@@ -15,7 +15,7 @@ import torch
 
 from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import Files, begin, replace
-from lowtide.bench.ways import LIGER, Way
+from lowtide.bench.ways import LIGER, Way, language_part
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure import ChildResult, parse_gib, run_child
 from lowtide.measure.child import ALLOCATOR
@@ -77,14 +77,16 @@ def _begin(config: ProfileConfig) -> tuple[Files, dict[str, Any]]:
     device = chosen_device(config.device)
     settings = _settings(config, device)
     _check(config, device)
-    model = model_config(settings["model"], vocab_size=settings["vocab_size"])
+    whole = model_config(settings["model"], vocab_size=settings["vocab_size"])
+    model = language_part(whole)
+    inside = "" if model is whole else f", the {model.model_type} inside"
     peak = device_peak(device, getattr(torch, settings["dtype"]))
     flop, why_not = step_flop(model.to_dict(), settings["seq_len"], settings["batch_size"], lora=config.lora > 0)
     files, about = begin(config.output, "profile", config.command(), device, _PACKAGES)
     return files, {
         **about,
         "settings": settings,
-        "model": {"name": _name(settings["model"]), **_shape(model)},
+        "model": {"name": _name(settings["model"]) + inside, **_shape(model)},
         "peak_tflops": None if peak is None else peak / 1e12,
         "step_tflop": {kind: value / 1e12 for kind, value in flop.items()},
         "flop_note": why_not,

@@ -13,7 +13,8 @@ from lowtide.profile.phases import KINDS
 
 def line(row: dict[str, Any]) -> str:
     """Return an implementation's result as soon as it is known."""
-    text = f"{row['name']:16} {row['policy']:20} "
+    own = row["name"].endswith(f":{row['policy']}")  # which says both
+    text = f"{row['name']:37} " if own else f"{row['name']:16} {row['policy']:20} "
     if "failed" in row:
         return f"{text}{row['failed']}\n"
     return f"{text}{_size(row['peak']['gib'])}, {row['seconds']:.4g} s a step, loss {loss_text(row['losses'][0])}\n"
