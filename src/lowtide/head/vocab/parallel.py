@@ -158,8 +158,11 @@ class Ranks:
     def factors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return a trained scale as the factor of the hidden states and of the bias, its gradient's parts summed.
 
-        The bias's part, and with spread tokens the hidden states', is of what this rank holds.
+        The bias's part, and with spread tokens the hidden states', is of what this rank holds. Of no tokens all parts
+        are 0: forward, which exchanges nothing then, could not have seen a rank that has no backward.
         """
+        if not self.tokens.N:
+            return scale, scale
         summed: Tensor = _SummedGradient.apply(scale, self)  # type: ignore[no-untyped-call]
         return summed if self.spread else scale, summed
 
