@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from distributed.launch import DEVICE, main, named
@@ -453,6 +454,86 @@ def unlike_grad_modes() -> None:
                 call(hidden, pw, (qx.detach(), qw.detach()), **shard)
 
 
+def unlike_scales() -> None:
+    """A `logit_scale` that some ranks alone train: an error on every rank, before anybody waits in backward."""
+    x, w, b, y = head(LEADING, D, V)
+    calls: list[Any] = [
+        lambda x, w, **kwargs: lowtide.linear_cross_entropy(x, w, y, **kwargs),
+        lambda x, w, **kwargs: lowtide.linear_logprobs(x, w, y, **kwargs),
+        lambda x, w, **kwargs: lowtide.linear_token_stats(x, w, y, want=("entropy", "logprob"), **kwargs),
+    ]
+    for way, call, trained in itertools.product(WAYS, calls, (False, True)):
+        px, pw, pb = (spread(way, t.detach(), of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        px.requires_grad_(trained)
+        scale = torch.tensor(0.8, device=DEVICE, requires_grad=dist.get_rank() == 0)
+        with pytest.raises(ArgumentValueError, match=r"logit_scale: .*every rank.*it on ranks \[0\] of"):
+            call(px, pw, linear_bias=pb, logit_scale=scale, **shard_of(way, pw))
+        # where all train it, the hidden states' product with it gets a gradient everywhere, whoever trains these
+        px = px.detach().requires_grad_(dist.get_rank() == 0)
+        scale = scale.detach().requires_grad_()
+        got = call(px, pw, linear_bias=pb, logit_scale=scale, **shard_of(way, pw))
+        of_scale = [plain(t).sum() for t in (got if isinstance(got, tuple) else (got,)) if t is not None]
+        assert len(torch.autograd.grad(torch.stack(of_scale).sum(), (scale, px) if px.requires_grad else (scale,)))
+
+    none = [t.detach()[:0] for t in (x[0], y[0])]  # nobody has tokens: no exchange, in which ranks could disagree
+    pw, pb = part_of(w), part_of(b)
+    scale = torch.tensor(0.8, device=DEVICE, requires_grad=dist.get_rank() == 0)
+    kwargs = {"linear_bias": pb.detach(), "reduction": "sum", "logit_scale": scale, **shard_of("local", pw)}
+    with exchanged() as seen:
+        loss = lowtide.linear_cross_entropy(none[0], pw.detach(), none[1], **kwargs)
+        if scale.requires_grad:
+            assert torch.autograd.grad(loss, scale)[0] == 0
+    assert not seen
+
+
+def nothing_to_differentiate() -> None:
+    """Statistics without a gradient: ranks exchange none, and may require what they like."""
+    x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=14, bias=False)
+    want = F.linear(x, w).detach()
+    for way in WAYS:
+        px, pw = spread(way, x.detach(), of_vocab=False), spread(way, w.detach(), of_vocab=True)
+        px.requires_grad_(dist.get_rank() == 0)
+        scale = torch.tensor(1.0, device=DEVICE, requires_grad=dist.get_rank() == 1)
+        kwargs = {"want": ("argmax", "is_top1"), "topk": 2, "logit_scale": scale, **shard_of(way, pw)}
+        found = lowtide.linear_token_stats(px, pw, y, **kwargs)
+        assert torch.equal(plain(found.argmax), want.argmax(-1))
+        assert torch.equal(plain(found.is_top1), want.argmax(-1) == y)
+        assert torch.equal(plain(found.topk.ids), want.topk(2).indices)
+
+
+def checkpointed() -> None:
+    """Where all ranks train and call backward alike, a checkpoint around the call exchanges anew in backward."""
+    x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=15)
+    for way, hidden, reentrant in itertools.product(WAYS, (False, True), (False, True)):
+        if reentrant and not hidden:
+            continue  # PyTorch gives no gradients there
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x if hidden else x.detach(), w, b)))
+        for reduction in ("mean", "none"):
+            scale, true_scale = (
+                torch.tensor(0.8, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in "ab"
+            )
+            call = functools.partial(lowtide.linear_cross_entropy, reduction=reduction, **shard_of(way, pw))
+
+            def score(x: Any, w: Any, b: Any, scale: Tensor, call: Any = call) -> Any:
+                return call(x, w, y, linear_bias=b, logit_scale=scale)
+
+            loss = plain(checkpoint(score, px, pw, pb, scale, use_reentrant=reentrant)).sum()
+            want = oracle(x, w, y, linear_bias=b, logit_scale=true_scale, reduction=reduction).sum()
+            near(loss, want, (way, reduction))
+            got = torch.autograd.grad(loss, (scale, pw, pb)) if not reentrant else backward(loss, (scale, pw, pb))
+            for k, true in enumerate(torch.autograd.grad(want, (true_scale, w, b))):
+                mine = whole(way, got[k], of_vocab=True) if k else got[k]
+                near(mine, true, (way, hidden, reentrant, reduction, k))
+
+
+def backward(loss: Tensor, leaves: tuple[Any, ...]) -> list[Any]:
+    """As `torch.autograd.grad`, which a reentrant checkpoint refuses."""
+    for leaf in leaves:
+        leaf.grad = None
+    loss.backward()
+    return [leaf.grad for leaf in leaves]
+
+
 def compiled() -> None:
     """A compiler ends its graph before ranks exchange, and says why where it may not."""
     x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=21, bias=False)
@@ -684,6 +765,9 @@ CASES = named(
     uses_of_autograd,
     trained_on_one_rank,
     unlike_grad_modes,
+    unlike_scales,
+    nothing_to_differentiate,
+    checkpointed,
     compiled,
     the_same_on_every_rank,
     what_is_exchanged,

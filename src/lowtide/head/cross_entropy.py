@@ -117,7 +117,7 @@ def linear_cross_entropy(
     scale = logit_scale if isinstance(logit_scale, Tensor) else None
     refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias, scale)
     dtype = check_head(input, linear_weight, linear_bias)
-    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard)
+    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
     check_target(input, target)
     V = linear_weight.shape[0] if ranks is None else ranks.shard.vocab
     check_reduction(reduction)

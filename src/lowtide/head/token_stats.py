@@ -226,7 +226,14 @@ def _token_stats(
     frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
     alone = names == {"logprob"} and target is not None and target.dim() == len(leading)
     options = _check_options(options, forward=alone and frozen)
-    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard)
+    ranks = ranks_of(
+        input,
+        linear_weight,
+        linear_bias,
+        vocab_shard,
+        scale=_tensor_or_none(logit_scale),
+        differentiable=not names.isdisjoint(token_stats_autograd.DIFFERENTIABLE),
+    )
     if (linear_weight.shape[0] if ranks is None else ranks.shard.vocab) == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     if alone and target is not None:

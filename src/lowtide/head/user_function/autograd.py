@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import UnsupportedError, message
@@ -28,7 +29,7 @@ FREED = (
 )
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@_disable_dynamo  # torch.compiler.disable, without importing the compiler
 def apply(call: ApplyCall, tensors: tuple[Tensor | None, ...]) -> Any:
     """Return the function's results in their pytree, connected to whichever of the tensors need a gradient.
 

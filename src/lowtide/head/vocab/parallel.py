@@ -35,7 +35,9 @@ class Ranks:
         device: Of the tensors.
         axis: Which of these axes the hidden states are sharded on; None: none.
         mesh: Of the DTensors; None where there are none.
-        trained: Whether the hidden states get a gradient, which is summed over the ranks.
+        trained: Whether the hidden states get a gradient, or their product with a trained scale: it is summed over
+            the ranks.
+        scale_trained: Whether ``logit_scale`` gets one, of which backward sums parts.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class Ranks:
         mesh: Any,
         *,
         trained: bool = False,
+        scale_trained: bool = False,
     ) -> None:
         self.shard, self.mesh = shard, mesh
-        self._device, self._trained, self._checked = device, trained, device.type != "cpu"
+        self._device, self._checked = device, device.type != "cpu"
+        self._exchanges = trained + scale_trained  # a trained scale makes ``trained`` true as well
         self.tokens: SameTokens | SpreadTokens
         if axis is None:
             self.tokens = SameTokens(shard.group, leading)
@@ -74,19 +78,23 @@ class Ranks:
         """Begin to gather it.
 
         Raises:
-            ArgumentValueError: On the CPU, the ranks disagree on whether the hidden states get a gradient: some would
-                wait for the others' parts of it. Elsewhere to look would stop the host, and they do wait.
+            ArgumentValueError: On the CPU, the ranks disagree on whether the hidden states or ``logit_scale`` get a
+                gradient: some would wait for the others' parts of it. Elsewhere to look would stop the host, and they
+                do wait.
         """
         if self._checked or not x.numel():
             return exchange.begin_gather(x, self.shard.group)
         self._checked = True  # beside the call's first numbers: no exchange is made for it
-        told = exchange.begin_gather(torch.cat((x.reshape(-1), x.new_full((1,), self._trained))), self.shard.group)
+        told = exchange.begin_gather(torch.cat((x.reshape(-1), x.new_full((1,), self._exchanges))), self.shard.group)
         both = told.get()
-        trained = [rank for rank, number in enumerate(both[:, -1].tolist()) if number]
-        if 0 < len(trained) < len(both):
-            expected = "to require a gradient, with gradients recorded, on every rank that shares the head or on none"
-            hint = "Enter torch.no_grad, or detach the hidden states, on all of them alike."
-            raise ArgumentValueError(message("input", expected, f"it on ranks {trained} of {len(both)}", hint))
+        for name, least in (("logit_scale", 2), ("input", 1)):
+            trained = [rank for rank, number in enumerate(both[:, -1].tolist()) if number >= least]
+            if 0 < len(trained) < len(both):
+                expected = (
+                    "to require a gradient, with gradients recorded, on every rank that shares the head or on none"
+                )
+                hint = f"Enter torch.no_grad, or detach {name}, on all of them alike."
+                raise ArgumentValueError(message(name, expected, f"it on ranks {trained} of {len(both)}", hint))
         return exchange.Told(both[:, :-1].reshape(-1, *x.shape), None)
 
     def sum_of(self, x: Tensor) -> Tensor:
@@ -150,8 +158,11 @@ class Ranks:
     def factors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return a trained scale as the factor of the hidden states and of the bias, its gradient's parts summed.
 
-        The bias's part, and with spread tokens the hidden states', is of what this rank holds.
+        The bias's part, and with spread tokens the hidden states', is of what this rank holds. Of no tokens all parts
+        are 0: forward, which exchanges nothing then, could not have seen a rank that has no backward.
         """
+        if not self.tokens.N:
+            return scale, scale
         summed: Tensor = _SummedGradient.apply(scale, self)  # type: ignore[no-untyped-call]
         return summed if self.spread else scale, summed
 
@@ -198,7 +209,15 @@ class _SummedGradient(torch.autograd.Function):
         return ctx.ranks.sum_of(upstream), None
 
 
-def ranks_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object) -> Ranks | None:
+def ranks_of(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    shard: object,
+    *,
+    scale: Tensor | None = None,
+    differentiable: bool = True,
+) -> Ranks | None:
     """Return how the ranks share the head, None where this one has all of it.
 
     Args:
@@ -206,6 +225,8 @@ def ranks_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, s
         linear_weight: The weight: a DTensor, or with ``shard`` this rank's rows.
         linear_bias: Likewise.
         shard: What the user gave as ``vocab/shard``.
+        scale: ``logit_scale`` where it is a tensor.
+        differentiable: Whether any result is: else no gradients are exchanged, whatever requires one.
 
     Raises:
         ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.
@@ -213,8 +234,13 @@ def ranks_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, s
     """
     if shard is None and not (is_dtensor(input) or is_dtensor(linear_weight)):
         return None
+    recorded = differentiable and torch.is_grad_enabled()
+    scale_trained = recorded and scale is not None and scale.requires_grad
+    trained = scale_trained or (recorded and input.requires_grad)
+    leading, device = input.shape[:-1], input.device
     if shard is not None:
-        return _ranks_of_shard(input, linear_weight, linear_bias, shard)
+        shard = _given_shard(input, linear_weight, linear_bias, shard)
+        return Ranks(shard, leading, device, None, None, trained=trained, scale_trained=scale_trained)
     placed: Any = input if is_dtensor(input) else linear_weight
     for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if tensor is not None and not is_dtensor(tensor):
@@ -224,7 +250,7 @@ def ranks_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, s
     shard = shard_of_dtensor("linear_weight", linear_weight, mesh)
     if linear_bias is not None:
         shard_of_dtensor("linear_bias", linear_bias, mesh)
-    return Ranks(shard, input.shape[:-1], input.device, _axis_of(input), mesh, trained=_is_trained(input))
+    return Ranks(shard, leading, device, _axis_of(input), mesh, trained=trained, scale_trained=scale_trained)
 
 
 def _axis_of(input: Any) -> int | None:
@@ -237,7 +263,7 @@ def _axis_of(input: Any) -> int | None:
     raise ArgumentValueError(message("input", expected, str(input.placements), "Redistribute it first."))
 
 
-def _ranks_of_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object) -> Ranks:
+def _given_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object) -> VocabShard:
     if not isinstance(shard, VocabShard):
         raise ArgumentTypeError(message("vocab_shard", "lowtide.VocabShard or None", type(shard).__name__))
     for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
@@ -247,8 +273,4 @@ def _ranks_of_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | 
     if linear_weight.dim() and linear_weight.shape[0] != shard.rows:
         expected = f"shape [{shard.rows}, D], as vocab_shard says"
         raise ArgumentValueError(message("linear_weight", expected, str(list(linear_weight.shape))))
-    return Ranks(shard, input.shape[:-1], input.device, None, None, trained=_is_trained(input))
-
-
-def _is_trained(input: Tensor) -> bool:
-    return input.requires_grad and torch.is_grad_enabled()
+    return shard
