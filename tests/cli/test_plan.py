@@ -75,6 +75,18 @@ def test_targets_go_with_a_rank_and_are_called_as_they_were_typed(
     assert capsys.readouterr().err.startswith(f"lowtide plan: {said}")
 
 
+def test_adapters_of_stacked_projections_are_refused_in_the_words_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 42, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6}
+    settings = {"model_type": "phi3", "vocab_size": 131, "pad_token_id": 0, "tie_word_embeddings": False, **sizes}
+    file = tmp_path / "phi3.json"
+    file.write_text(json.dumps(settings))
+    assert main(["plan", "--model", str(file), "--seq-len", "64", "--gpu", "h100", "--lora-rank", "8"]) == 2
+    said = "lora_rank: expected none for a model of stacked projections, got 8. Say in Python how many numbers"
+    assert capsys.readouterr().err.startswith(f"lowtide plan: {said}")
+
+
 def test_a_folder_without_a_config_is_called_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(tmp_path), "--seq-len", "4"]) == 2
     err = capsys.readouterr().err

@@ -259,8 +259,29 @@ def test_a_model_that_cannot_take_packed_documents_is_refused() -> None:
     settings |= {"axial_pos_embds_dim": [8, 8], "axial_pos_shape": [8, 8], "max_position_embeddings": 64}
     torch.manual_seed(0)
     reformer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings, use_cache=False))
-    with pytest.raises(ArgumentValueError, match=r"ReformerModelWithLMHead, which cannot .*--packing none"):
+    with pytest.raises(
+        ArgumentValueError, match=r"ReformerModelWithLMHead, whose .* raised AssertionError: .*--packing none"
+    ):
         check_separate(reformer, seq_len=32)
+
+
+def test_what_is_the_gpus_and_not_packings_is_raised_as_it_is() -> None:
+    model = build(next(iter(MODELS)), torch.float32)
+
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    model.forward = fail
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        check_separate(model, seq_len=32)
+
+
+def test_a_model_that_does_not_call_its_embeddings_is_refused() -> None:
+    model = build(next(iter(MODELS)), torch.float32)
+    unused = torch.nn.Embedding(61, 16)
+    model.get_input_embeddings = lambda: unused
+    with pytest.raises(ArgumentValueError, match=r"does not call its input embeddings.*--packing none"):
+        check_separate(model, seq_len=32)
 
 
 def test_bounds_for_flash_attention_are_the_documents_of_all_rows(tmp_path: Path) -> None:

@@ -78,15 +78,34 @@ def language_part(config: Any) -> Any:
         config: Of transformers'.
 
     Raises:
-        ArgumentValueError: There is no causal language model in it.
+        ArgumentValueError: There is no causal language model in it, or several, or a sequence-to-sequence model or an
+            encoder whose config does not set ``is_decoder``.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    text = config.get_text_config()
+    expected, got = "a causal language model", f"a {config.model_type}"
+    if getattr(config, "is_encoder_decoder", False):
+        hint = "Sequence-to-sequence models are not measured."
+        raise ArgumentValueError(message("model", expected, got, hint))
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # it has several
+        hint = "Give the config of the one to be measured."
+        raise ArgumentValueError(message("model", expected, f"{got} with several parts for text", hint)) from error
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        hint = "Other models are not measured."
-        raise ArgumentValueError(message("model", "a causal language model", f"a {config.model_type}", hint))
+        raise ArgumentValueError(message("model", expected, got, "Other models are not measured."))
+    if _is_encoder(text):
+        hint = f"With is_decoder set to true in its config {text.model_type} is measured as one."
+        raise ArgumentValueError(message("model", expected, f"{got}, whose tokens see those after them", hint))
     return text
+
+
+def _is_encoder(config: Any) -> bool:
+    """Return whether a type with a causal variant is that only where its config says so, and this one does not."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    both = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
+    return both and not getattr(config, "is_decoder", False)
 
 
 def build_way(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure import parse_gib
-from lowtide.memory.planner.adapters import PROJECTIONS, Adapters
+from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS
-from lowtide.memory.planner.shapes import read_settings, with_layers
+from lowtide.memory.planner.shapes import read_settings, read_shape, with_layers
 from lowtide.train.config import TrainConfig
 from lowtide.train.shapes import DEFAULT, SHAPES
 
@@ -139,6 +139,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.check and (got := next((name for name, given in others.items() if given), None)):
         raise ArgumentValueError(message("check", "a plan of full training, patched, without a mask", got))
     settings = _settings(arguments.model, arguments.layers)
+    if adapters is not None and (kind := numbers_alone(read_shape(settings))):
+        hint = "Say in Python how many numbers are trained: lowtide.memory.plan_memory(..., adapters=NUMBERS)."
+        raise ArgumentValueError(message("lora_rank", f"none for {kind}", str(adapters.rank), hint))
     plan = plan_memory(
         settings,
         arguments.seq_len,

@@ -87,7 +87,7 @@ class TrainConfig:
     lr: float = _setting(
         2e-3,
         "peak learning rate of AdamW, after a linear warm-up and before a cosine decay; the default suits the small "
-        "run, a pretrained model wants far less, such as 1e-5",
+        "run, a pretrained model wants far less, such as 1e-5, with LoRA 2e-4",
     )
     warmup: float = _setting(0.1, "the share of the steps that warm up", metavar="FRACTION")
     max_steps: int = _setting(500, "optimizer steps, those before a resume included")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import ArgumentValueError, message
+from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.parallel import built_whole
 from lowtide.train.shapes import DEFAULT, SHAPES
@@ -142,11 +142,16 @@ def check_separate(model: Any, *, seq_len: int) -> None:
     hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
         packed = model(input_ids=ids, position_ids=places).logits[:, length:]
+        if not seen:
+            got = f"{type(model).__name__}, which does not call its input embeddings, so that nobody can tell"
+            raise ArgumentValueError(message("packing", "a model that keeps packed documents apart", got, _ALONE))
         (owed,) = torch.autograd.grad(packed.float().square().sum(), seen[0])
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # as when it takes no positions
-        if is_out_of_memory(error):
+        # after the GPU's own errors nothing runs there any more, with or without packing
+        if isinstance(error, (LowtideError, torch.AcceleratorError)) or is_out_of_memory(error):
             raise
-        got = f"{type(model).__name__}, which cannot ({' '.join(str(error).split())[:200]})"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        got = f"{type(model).__name__}, whose forward or backward of two in a row raised {why}"
         raise ArgumentValueError(message("packing", "a model that can take packed documents", got, _ALONE)) from error
     finally:
         hook.remove()

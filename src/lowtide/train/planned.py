@@ -8,7 +8,7 @@ import torch
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory import Adapters
-from lowtide.memory.planner.adapters import PROJECTIONS
+from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
@@ -79,7 +79,7 @@ def planned_adapters(model: Any) -> Adapters | int:
         return int(numbers)
     adapters = Adapters(ranks.pop(), tuple(name for name in PROJECTIONS if name in targets))
     shape = read_shape(model.config)
-    known = not shape.experts and adapters.numbers(shape) == numbers
+    known = not numbers_alone(shape) and adapters.numbers(shape) == numbers
     return adapters if known else int(numbers)
 
 

@@ -33,7 +33,8 @@ def show_start(console: Console, ready: Prepared, args: Any, streams: int, resum
     left_out = f", {corpus.skipped} files that are not text left out" if corpus.skipped else ""
     loss = "patched by lowtide" if ready.patched else "stock"
     high = has_weights(config.model) and config.lr >= TrainConfig.lr
-    wants = ": a pretrained model wants far less, such as --lr 1e-5" if high else ""
+    rate = "2e-4" if config.lora_rank else "1e-5"
+    wants = f": a pretrained model wants far less, such as --lr {rate}" if high else ""
     lines = [
         f"model    {config.model}: {parameters / 1e6:,.1f} M parameters, vocabulary {shape.vocab_size:,}, {loss}",
         f"data     {source}: {len(corpus.files):,} files, {mib(corpus.bytes):,.1f} MiB{left_out}",

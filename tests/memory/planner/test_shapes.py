@@ -117,6 +117,23 @@ def test_projections_by_other_names_are_not_fused() -> None:
     assert read_shape(model).stock_mlp == "they have no down_proj, gate_proj, up_proj"
 
 
+def test_an_activation_that_the_config_names_elsewhere_is_noted_as_assumed() -> None:
+    pytest.importorskip("transformers")
+    settings = {"model_type": "vaultgemma", **SMALL, "hidden_activation": "gelu"}  # not in the planner's own list
+    for given, noted in ((settings, True), ({**settings, "hidden_act": "silu"}, False)):
+        notes = plan_memory(given, 64, 1, 1, dtype="float32").notes
+        assert any(note.startswith("the config has no hidden_act: assumed is an activation") for note in notes) == noted
+    assert not any("hidden_act" in note for note in plan_memory({"model_type": "llama", **SMALL}, 64, 1, 1).notes)
+
+
+def test_several_parts_for_text_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("musicgen")
+    for given in (config, config.to_dict()):
+        with pytest.raises(ArgumentValueError, match="expected one part for text, got musicgen"):
+            plan_memory(given, 64, 1, 1)
+
+
 def test_adapters_of_stacked_projections_are_given_as_a_number() -> None:
     settings = {"model_type": "phi3", "pad_token_id": 0, **SMALL}
     with pytest.raises(ArgumentValueError, match="adapters: expected a number, for a model of stacked projections"):

@@ -91,3 +91,10 @@ class Adapters:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {' '.join(self.targets)}"
+
+
+def numbers_alone(shape: ModelShape) -> str:
+    """Return the kind of model whose adapters are planned by how many numbers they have; empty: by their layers."""
+    if shape.stacked:
+        return "a model of stacked projections"
+    return "a mixture of experts" if shape.experts else ""

@@ -13,7 +13,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure import as_gib, gib
 from lowtide.measure.units import gib_text
-from lowtide.memory.planner.adapters import Adapters
+from lowtide.memory.planner.adapters import Adapters, numbers_alone
 from lowtide.memory.planner.gpus import Gpu, find_gpu
 from lowtide.memory.planner.job import DTYPES, OPTIMIZERS, Job
 from lowtide.memory.planner.layer_bytes import checkpoint_bytes
@@ -136,10 +136,9 @@ def plan_memory(
         attention_mask=attention_mask,
         fused_mlp=fused_mlp and not shape.stock_mlp,
     )
-    if isinstance(adapters, Adapters) and shape.stacked:
-        raise ArgumentValueError(message("adapters", "a number, for a model of stacked projections", str(adapters)))
-    if isinstance(adapters, Adapters) and job.shape.experts:
-        raise ArgumentValueError(message("adapters", "a number, for a mixture of experts", str(adapters)))
+    if isinstance(adapters, Adapters) and (kind := numbers_alone(shape)):
+        hint = "Count the parameters that are trained."
+        raise ArgumentValueError(message("adapters", f"a number, for {kind}", str(adapters), hint))
     if autocast and job.shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
     return _plan(job, int(budget), int(host), offload_states == "auto")
@@ -242,6 +241,11 @@ def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
         found.append(f"lowtide.patch leaves the MLPs as they are, so that they have no levels: {shape.stock_mlp}")
     if shape.model_type not in KINDS:
         found.append(f"{shape.model_type}: that lowtide.patch fuses its norms, rotary embedding and MLP is assumed")
+    if not (shape.activation or shape.stock_mlp or shape.experts):
+        found.append(
+            "the config has no hidden_act: assumed is an activation that lowtide.patch fuses; "
+            "with another the MLPs keep more: --no-fused-mlp, in Python fused_mlp=False, plans that"
+        )
     if job.operand == torch.float32:
         found.append("float32: assumed is attention that builds no scores, which PyTorch lacks for grouped queries")
     if shape.experts:

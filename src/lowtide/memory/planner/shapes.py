@@ -83,6 +83,7 @@ class ModelShape:
         capped_scores: Whether attention's scores pass a soft cap.
         positions: Tokens of a sequence that the config says the model is for; 0 where it does not.
         stacked: Whether queries, keys and values come from one product, and gate and up from another.
+        activation: The MLP's; empty: the config has none where it is looked for, and one that is fused is assumed.
         stock_mlp: Why `lowtide.patch` leaves the MLPs as they are; empty: it takes them.
         part_of: The type of a larger model, with vision or audio, whose text part this is; empty: it is all.
     """
@@ -108,6 +109,7 @@ class ModelShape:
     capped_scores: bool = False
     positions: int = 0
     stacked: bool = False
+    activation: str = ""
     stock_mlp: str = ""
     part_of: str = ""
 
@@ -201,7 +203,7 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
     if isinstance(config, (str, Path)):
         config = _read_file(Path(config).expanduser())
     if callable(getattr(config, "get_text_config", None)):
-        return _of_text(config.to_dict(), config.get_text_config().to_dict())
+        return _of_text(config.to_dict(), _text_part(config).to_dict())
     if not isinstance(config, Mapping):
         expected = "a transformers model or config, a dictionary, or the path of a config.json"
         raise ArgumentTypeError(message("model_or_config", expected, type(given).__name__))
@@ -217,7 +219,16 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
     except Exception as error:  # transformers' checks of configs have no common base
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ArgumentValueError(message("model_or_config", "a config that transformers accepts", why)) from error
-    return _of_text(whole.to_dict(), whole.get_text_config().to_dict())
+    return _of_text(whole.to_dict(), _text_part(whole).to_dict())
+
+
+def _text_part(config: Any) -> Any:
+    try:
+        return config.get_text_config()
+    except ValueError as error:  # it has several
+        got = f"{config.model_type}, which has several"
+        hint = "Give the config of the one to be planned."
+        raise ArgumentValueError(message("model_or_config", "one part for text", got, hint)) from error
 
 
 def _of_text(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,6 +297,7 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         expected = f"at most the {experts} experts of a layer"
         raise ArgumentValueError(message("num_experts_per_tok", expected, str(experts_per_token)))
     given_bias = bool(settings.get("attention_bias", False))
+    activation = str(settings.get(kind.activation) or (_FUSED[0] if model_type in KINDS else ""))
     return ModelShape(
         model_type=model_type,
         layers=layers,
@@ -308,17 +320,17 @@ def _from_settings(settings: Mapping[str, Any]) -> ModelShape:
         capped_scores=bool(settings.get("attn_logit_softcapping")),
         positions=int(settings.get("max_position_embeddings") or 0),
         stacked=kind.stacked,
-        stock_mlp=_stock_mlp(settings, kind),
+        activation=activation,
+        stock_mlp=_stock_mlp(activation, kind),
         part_of=str(settings.get("part_of", "")),
     )
 
 
-def _stock_mlp(settings: Mapping[str, Any], kind: _Kind) -> str:
+def _stock_mlp(activation: str, kind: _Kind) -> str:
     """Return why `lowtide.patch` leaves a model's MLPs as they are, as far as its config tells."""
     if kind.stacked:
         return "gate and up are one projection"
-    activation = settings.get(kind.activation) or _FUSED[0]
-    return "" if activation in _FUSED else f"their activation is {activation}"
+    return f"their activation is {activation}" if activation and activation not in _FUSED else ""
 
 
 def _windows(settings: Mapping[str, Any], layers: int) -> tuple[int, ...]:
