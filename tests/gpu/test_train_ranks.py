@@ -19,9 +19,9 @@ from train.conftest import tiny_arguments
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
-# Float32 products of other batches add up in another order, on tensor cores' accumulators or not; FSDP2 rounds to
-# bfloat16 what autocast leaves in float32, such as the weights of norms: once.
-NEAR = {"float32": 1e-4, "bfloat16": 2.0**-7}
+# Float32 products of other batches add up in another order, on tensor cores' accumulators or not; in bfloat16 FSDP2
+# rounds also what autocast leaves in float32, such as the weights of norms (2.1e-3 on a CPU).
+NEAR = {"float32": 1e-4, "bfloat16": 5e-3}
 
 
 def run(ranks: int, *arguments: object) -> str:

@@ -33,6 +33,7 @@ from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_grad
 from lowtide.head.stored import lacks_denominator, stored_gradients
 from lowtide.head.vocab.exp import ShardedExp
 from lowtide.head.vocab.exp_pieces import ELSEWHERE
+from lowtide.head.vocab.exp_sums import ExpShard
 from lowtide.head.vocab.parallel import Ranks
 from lowtide.head.vocab.products import add_products, chunk_buffer, chunks_of, plan_part
 
@@ -63,7 +64,7 @@ class ShardTerms(LossTerms):
 class _Rows:
     """What is known of the tokens before any product, as [groups, length] each; and what "mean" divides by."""
 
-    y: Tensor  # row of this rank's weight; V_r where the class is another rank's; see `ShardedExp` for exponentials
+    y: Tensor  # row of this rank's weight; V_r where the class is another rank's; see `ExpShard` for exponentials
     here: Tensor | None  # whether it is; None for exponentials
     kept: Tensor
     unit: Tensor  # the token's weight; 0 if ignored, NaN if its target is no class
@@ -149,7 +150,7 @@ class ShardedHead:
             return found_gradients(into, call.input, call.linear_weight, call.wide)
 
     def _exp(self, job: CrossEntropyJob, rows: _Rows, plan: HeadPlan) -> ShardedExp:
-        return ShardedExp(job, plan, self.ranks, rows.y, rows.kept, rows.own, rows.total)
+        return ShardedExp(ExpShard(job, plan, self.ranks, rows.y, rows.kept, rows.own, rows.total))
 
 
 def _select(job: CrossEntropyJob, ranks: Ranks, plan: HeadPlan, class_weights: Tensor | None = None) -> _Rows:

@@ -12,39 +12,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowtide.head.head_plan import HeadPlan
-from lowtide.head.schedules import CrossEntropyJob, Gradients
+from lowtide.head.schedules import Gradients
 from lowtide.head.vocab.exp_gradients import Products, Rebuilt
 from lowtide.head.vocab.exp_pieces import Fetched, cut
 from lowtide.head.vocab.exp_sums import ExpShard, Summed
-from lowtide.head.vocab.parallel import Ranks
 
 
 class ShardedExp:
     """One call, in either direction.
 
     Args:
-        job: The call, on this rank's weight.
-        plan: Chunks and blocks, the same on every rank.
-        ranks: The others.
-        y_GL: int32: row of this rank's weight, `ELSEWHERE` where another rank has the class, -1 where ignored.
-        kept_GL: Which tokens count.
-        own_GL: Each token's class weight, or None.
-        total: Sum of all class weights, or None.
+        shard: What its pieces share.
     """
 
-    def __init__(
-        self,
-        job: CrossEntropyJob,
-        plan: HeadPlan,
-        ranks: Ranks,
-        y_GL: Tensor,
-        kept_GL: Tensor,
-        own_GL: Tensor | None,
-        total: Tensor | None,
-    ) -> None:
-        self._shard = ExpShard(job, plan, ranks, y_GL, kept_GL, own_GL, total)
-        self._fetched = Fetched(self._shard.head, ranks, y_GL)
+    def __init__(self, shard: ExpShard) -> None:
+        self._shard = shard
+        self._fetched = Fetched(shard.head, shard.ranks, shard.y_GL)
 
     def run(self, factor: Callable[[], Tensor] | None, into: Gradients) -> Tensor:
         """Return each row's loss, logsumexp and that minus the target's logit [3, groups, length].

@@ -82,7 +82,7 @@ class Fetched:
     Args:
         head: The kernels' call, on this rank's weight.
         ranks: The others.
-        y_GL: As `ShardedExp` has it.
+        y_GL: As `ExpShard` has it.
     """
 
     def __init__(self, head: ExpHead, ranks: Ranks, y_GL: Tensor) -> None:

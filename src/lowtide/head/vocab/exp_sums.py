@@ -28,7 +28,17 @@ class Summed:
 
 
 class ExpShard:
-    """What all pieces of one call share, and what is computed of each: see `ShardedExp` for the arguments."""
+    """What all pieces of one call share, and what is computed of each.
+
+    Args:
+        job: The call, on this rank's weight.
+        plan: Chunks and blocks, the same on every rank.
+        ranks: The others.
+        y_GL: int32: row of this rank's weight, `ELSEWHERE` where another rank has the class, -1 where ignored.
+        kept_GL: Which tokens count.
+        own_GL: Each token's class weight, or None.
+        total: Sum of all class weights, or None.
+    """
 
     def __init__(
         self,

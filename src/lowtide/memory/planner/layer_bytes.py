@@ -49,9 +49,8 @@ def kept_by_operation(job: Job, mlp_level: int) -> dict[str, int]:
         kept["experts' gate, up, activation and product"] = visits * 4 * shape.intermediate * n
     elif not job.fused_mlp:
         kept["gate, up, activation and product"] = 4 * shape.intermediate * n
-        kept["MLP's input"] = (
-            stream + (2 if job.autocast and not shape.stacked else 1) * shape.hidden * n
-        )  # likewise a copy each
+        copies = 2 if job.autocast and not shape.stacked else 1  # autocast's, one for each product
+        kept["MLP's input"] = stream + copies * shape.hidden * n
     elif mlp_level == 0:
         kept["gate and up"] = 2 * shape.intermediate * n
     if job.attention_mask:
@@ -122,10 +121,8 @@ def backward_transients(job: Job, policy: ActivationPolicy) -> int:
     width = shape.token_mlp_width()
     wide = 1 if level == 0 and job.fused_mlp else 3
     mlp = _at_a_time(job, policy) * width * wide * n + job.tokens * 2 * shape.hidden * job.element
-    if (
-        _at_a_time(job, policy) < job.tokens and job.adapters is None
-    ):  # the weights' gradients are summed in float32, and rounded one by one
-        mlp += 4 * shape.mlp_params
+    if _at_a_time(job, policy) < job.tokens and job.adapters is None:
+        mlp += 4 * shape.mlp_params  # the weights' gradients are summed in float32, and rounded one by one
     # gradients of keys and values for each query head, before those that share one are added
     each_query = 2 * shape.query_width if shape.kv_heads < shape.heads else 0
     sums = shape.query_width * FLASH_ACCUMULATOR + 4 * shape.heads
