@@ -9,8 +9,9 @@ installed, and the three local products alone, which are the limit. "high priori
 stream has priority over the products. Under FSDP2 each rank has tokens of its own, and the head is in the root's unit.
 
 Times are of loss and all gradients on the slowest rank, bytes of the fullest. "alone" is a call on a GPU that does
-nothing else, the host's way to the first kernel included; "queued" is one right behind another, as in training. What is
-known is in the result file at once: a run that is cut off leaves what it has found.
+nothing else, the host's way to the first kernel included; "queued" is one that the host asked for while the GPU was at
+work, as in training. Before each stand the same products, so that none is faster for what cooled the GPU before it. What
+is known is in the result file at once: a run that is cut off leaves what it has found.
 """
 
 from __future__ import annotations
@@ -191,13 +192,20 @@ def measure(
             rows[name] = row | {"peak_mib": highest(row["peak_mib"], device)} | dict((notes or {}).get(name, {}))
         save()
     dist.destroy_process_group(speaking)
-    kinds = {"": False, "queued_": True}
+    before = next(iter({**bare, **runs}.values()), lambda: None)
+
+    def heat() -> None:
+        before()
+        before()
+
+    kinds = {"": None, "queued_": heat}
     times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in kinds for name in (*runs, *bare)}
     for round_ in range(warm + reps):
-        for kind, queued in kinds.items():
+        for kind, behind in kinds.items():
             for name, run in {**runs, **bare}.items():
+                heat()
                 dist.barrier()  # else a rank's time holds what another came late
-                taken = time_side_by_side({name: run}, device, warm=0, reps=1, queued=queued)[name].median_ms
+                taken = time_side_by_side({name: run}, device, warm=0, reps=1, behind=behind)[name].median_ms
                 if round_ >= warm:
                     times[kind, name].append(taken)
     for kind in kinds:

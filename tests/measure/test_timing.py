@@ -18,17 +18,17 @@ def test_candidates_take_turns_and_warm_rounds_do_not_count() -> None:
     assert [len(timing.times_ms) for timing in timings.values()] == [3, 3]
 
 
-def test_a_queued_call_stands_behind_one_that_does_not_count() -> None:
-    calls: list[float] = []
+def test_what_a_call_stands_behind_does_not_count() -> None:
+    calls: list[str] = []
 
-    def slower_alone() -> None:
-        calls.append(0.02 if len(calls) % 2 == 0 else 0.0)
-        time.sleep(calls[-1])
+    def before() -> None:
+        calls.append("before")
+        time.sleep(0.03)
 
-    found = time_side_by_side({"a": slower_alone}, "cpu", warm=1, reps=3, queued=True)["a"]
-    assert len(calls) == 8
+    found = time_side_by_side({"a": lambda: calls.append("a")}, "cpu", warm=1, reps=3, behind=before)["a"]
+    assert calls == ["before", "a"] * 4
     assert len(found.times_ms) == 3
-    assert found.median_ms < 15
+    assert found.median_ms < 20
 
 
 def test_times_are_milliseconds_of_the_function_alone() -> None:
