@@ -10,8 +10,8 @@ stream has priority over the products. Under FSDP2 each rank has tokens of its o
 
 Times are of loss and all gradients on the slowest rank, bytes of the fullest. "alone" is a call on a GPU that does
 nothing else, the host's way to the first kernel included; "queued" is one that the host asked for while the GPU was at
-work, as in training. Before each stand the same products, so that none is faster for what cooled the GPU before it. What
-is known is in the result file at once: a run that is cut off leaves what it has found.
+work, as in training. Before each stand the same products, so that none is faster for what cooled the GPU before it.
+What is known is in the result file at once: a run that is cut off leaves what it has found.
 """
 
 from __future__ import annotations
