@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import interpreter
 import lowtide
 
 TESTS = Path(__file__).parents[1]
@@ -89,6 +90,7 @@ def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device:
 
 def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
     """Be one of the ranks: run the cases, all or ``only`` some, and write down what became of each."""
+    interpreter.replace_once()
     rank, ranks, folder = int(os.environ["RANK"]), int(os.environ["WORLD"]), Path(sys.argv[1])
     store, backend = f"file://{folder}/store", "gloo"
     if DEVICE == "cuda":
