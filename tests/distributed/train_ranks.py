@@ -174,6 +174,7 @@ def _serve() -> None:
         ended = _run(json.loads(line))
         sys.stdout.write(json.dumps(vars(ended)) + "\n")
         sys.stdout.flush()
+    os._exit(0)  # what is frozen would be called a leak
 
 
 if __name__ == "__main__":
