@@ -21,6 +21,7 @@ from lowtide.models.eligibility import (
     LABELS,
     is_under_compile,
     module_name,
+    why_not_call,
     why_not_patch_head,
     why_not_patch_model,
 )
@@ -28,6 +29,7 @@ from lowtide.models.head_call import InsideHead
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.lora_head import called_head, head_call, saved_layers, why_not_linear, with_what
+from lowtide.models.parallel_style import Style, is_stock_call, put_aside, run_stock, stock_call, style_of
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
 from lowtide.models.report import PatchReport
 
@@ -290,22 +292,47 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     """Return what a patched output embedding does differently from ``base``."""
 
+    def call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
+        # A tensor-parallel style looks at what goes in and comes out, and knows neither lazy logits nor work.
+        inside = bool(args) and type(args[0]) is InsideHead
+        state = _awaited_by(self)
+        style = style_of(self) if inside or state is not None else None
+        if style is None or is_stock_call(self):
+            return base.__call__(self, *args, **kwargs)
+        if state is not None and not inside:
+            why_not = why_not_call(self)
+            if why_not is not None:
+                state.head_calls += 1
+                state.report.count_materialised(why_not)
+                with stock_call(self):
+                    return base.__call__(self, *args, **kwargs)
+        assert isinstance(style, Style)
+        with put_aside(self, style):
+            return base.__call__(self, *args, **kwargs)
+
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
-        state = None if is_under_compile() else _awaiting_loss.get()
         if type(input) is InsideHead:
-            if state is not None and state.head is self and state.gathered is not None:
+            state = _awaited_by(self)
+            if state is not None and state.gathered is not None:
                 state.gathered.release()
                 state.gathered = None
-            return input.work(self, functools.partial(base.forward, self))
-        if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
+            return input.work(self, functools.partial(run_stock, self, base.forward))
+        state = _awaited_by(self)
+        if state is None or is_stock_call(self):
             return base.forward(self, input, *args, **kwargs)
         state.head_calls += 1
         call = head_call(self, (input, *args), kwargs, state.report, state.options)
         if isinstance(call, str):
             state.report.count_materialised(call)
-            return base.forward(self, input, *args, **kwargs)
+            return run_stock(self, base.forward, input, *args, **kwargs)
         if state.gathered is None:
             state.gathered = Gathered(self)
         return LazyLogits.of(call)
 
-    return {"forward": forward}
+    return {"__call__": call, "forward": forward}
+
+
+def _awaited_by(head: nn.Module) -> _Patch | None:
+    """Return the patch whose loss is awaited of this head; None of another model's, called by the one that awaits."""
+    state = None if is_under_compile() else _awaiting_loss.get()
+    return state if state is not None and state.head is head else None
