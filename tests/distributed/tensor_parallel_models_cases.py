@@ -1,0 +1,513 @@
+"""Patched models whose head is in parts over ranks, beside the stock model in the same parallelisation.
+
+The truth is one process in float64; what the stock model in parts errs against it is what ours may.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from transformers import DistributedConfig
+
+import lowtide
+from distributed.launch import DEVICE, main, named
+from lowtide.errors import UnsupportedError
+from lowtide.measure.timing import peak_above
+from lowtide.models.lazy_logits import LazyLogits
+from support import relative_error
+
+VOCAB, T = 97, 11  # neither a multiple of 2 or 3
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 12, "intermediate_size": 18, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 6, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 8, "tie_word_embeddings": False}),
+    "phi": ("Phi", {}),  # a head with a bias
+}
+GATHERED, LOCAL = ColwiseParallel(output_layouts=Replicate()), ColwiseParallel()
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def model_of(family: str = "llama", **settings: Any) -> Any:
+    torch.manual_seed(1)
+    name, own = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **own, **settings})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model.to(DEVICE).train()
+
+
+def batch_of(stream: int = 0) -> dict[str, Tensor]:
+    """The same on all ranks; a third of the labels ignored."""
+    g = torch.Generator().manual_seed(stream)
+    ids = torch.randint(3, VOCAB - 1, (2, T), generator=g)
+    labels = ids.where(torch.rand(ids.shape, generator=g) > 0.33, -100)
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
+
+
+def ranks_mesh() -> Any:
+    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def layers_plan() -> dict[str, Any]:
+    """Attention and MLPs in parts: each projection to local tensors."""
+    names = [("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))]
+    projections = [f"model.layers.*.{part}.{x}_proj" for part, each in names for x in each]
+    return {name: (RowwiseParallel if name.endswith(ROWS) else ColwiseParallel)() for name in projections}
+
+
+def parallel(model: Any, head: Any = GATHERED, *, layers: bool = False, mesh: Any = None) -> Any:
+    plan = layers_plan() if layers else {}
+    return parallelize_module(model, mesh or ranks_mesh(), {**plan, "lm_head": head})
+
+
+def in_sequence(model: Any, head: Any) -> Any:
+    """The last norm works on parts of the sequence, and the head takes them as they come."""
+    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    parallelize_module(model, ranks_mesh(), {"model.norm": enter})
+    return parallelize_module(model, ranks_mesh(), {"model.norm": SequenceParallel(), "lm_head": head})
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def step(model: Any, batch: dict[str, Tensor], loss_of: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """Loss and gradients of one step, whole."""
+    model.zero_grad()
+    loss = model(**batch).loss if loss_of is None else loss_of(model, batch)
+    loss.backward()
+    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": whole(loss).detach(), **found}
+
+
+def fair(ours: Any, stock: Any, true: Any, batch: dict[str, Tensor], where: object, loss_of: Any = None) -> None:
+    """Ours is as near to the truth as the stock model in the same parallelisation, and the same on every rank."""
+    got, want, right = (step(m, batch, loss_of) for m in (ours, stock, true))
+    assert got.keys() == want.keys() == right.keys(), where
+    for name, value in got.items():
+        error, stock_error = relative_error(value, right[name]), relative_error(want[name], right[name])
+        assert error <= 3 * stock_error + 5e-7, (where, name, error, stock_error)
+        others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, value.contiguous())
+        assert name != "loss" or all(torch.equal(value, other) for other in others), where
+
+
+def double(model: Any) -> Any:
+    return copy.deepcopy(model).double()
+
+
+def fused(report: lowtide.models.PatchReport, calls: int, built: int = 0) -> None:
+    assert (report.calls_fused, report.calls_materialised) == (calls, built), str(report)
+
+
+def kinds_of_heads() -> None:
+    """Soft caps, scales, biases; patched before and after; logits that are plain and such that are DTensors."""
+    outputs = [
+        GATHERED,
+        ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    ]
+    heads = itertools.cycle(outputs)
+    for i, (family, first) in enumerate(itertools.product(FAMILIES, (True, False))):
+        options = lowtide.HeadOptions(gradient=("forward", "recompute")[i % 2], workspace_mib=0.001)
+        head, layers = next(heads), family == "llama"
+        ours, stock, true = model_of(family), model_of(family), double(model_of(family))
+        if first:
+            report = lowtide.patch(ours, options=options)
+            parallel(ours, head, layers=layers)
+        else:
+            parallel(ours, head, layers=layers)
+            report = lowtide.patch(ours, options=options)
+        parallel(stock, layers=layers)  # stock's cross entropy takes no DTensor
+        for stream in range(2):
+            fair(ours, stock, true, batch_of(stream), (family, first, head))
+        fused(report, 2)
+        # what else reads the logits has those that stock has: the kind, and the numbers
+        parallel(stock := model_of(family), head, layers=layers)
+        lazy = ours(**batch_of()).logits
+        real = stock(input_ids=batch_of()["input_ids"]).logits
+        assert type(lazy) is LazyLogits
+        assert lazy.shape == real.shape
+        read = whole(lazy.full_tensor() if isinstance(real, DTensor) else lazy + 0)
+        torch.testing.assert_close(read, whole(real), rtol=1e-5, atol=1e-5)
+        if isinstance(real, DTensor):
+            assert lazy.placements == real.placements
+        fused(report, 3, 1)
+        lowtide.unpatch(ours)
+        assert type(ours(input_ids=batch_of()["input_ids"], num_items_in_batch=1).logits) is type(real)
+
+
+def with_loss_parallel() -> None:
+    """Inside `loss_parallel`, which the stock model needs for logits in parts: ours needs it not, and does not mind."""
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    ours, stock, true = model_of(), parallel(model_of(), head), double(model_of())
+    report = lowtide.patch(parallel(ours, head))
+
+    items = {"num_items_in_batch": torch.tensor(7, device=DEVICE)}
+    right = step(true, {**batch_of(), **items})
+    with loss_parallel():
+        got, want = (step(m, {**batch_of(), **items}) for m in (ours, stock))
+    for name, value in got.items():
+        assert relative_error(value, right[name]) <= 3 * relative_error(want[name], right[name]) + 5e-7, name
+    fused(report, 1)
+
+
+def tokens_in_parts() -> None:
+    """Hidden states in parts of the sequence: each rank's gradient is that of its part."""
+    layouts = {"input_layouts": Shard(1), "output_layouts": Replicate()}
+    for local, gradient in ((True, "recompute"), (False, "forward")):
+        head = ColwiseParallel(**layouts, use_local_output=local)
+        ours, stock = model_of(), in_sequence(model_of(), ColwiseParallel(**layouts))
+        report = lowtide.patch(in_sequence(ours, head), options=lowtide.HeadOptions(gradient=gradient))
+        fair(ours, stock, double(model_of()), batch_of(), ("sequence", local))
+        fused(report, 1)
+        if local:  # rows of all ranks are chosen, so that all are gathered; and what else there is needs real logits
+            for loss_of in (each_token, log_probabilities):
+                fair(ours, stock, double(model_of()), batch_of(1), loss_of, loss_of)
+            fused(report, 2, 1)
+            assert "DTensors of its input and weight" in report.parts["norm"].more[-1].outcome, str(report)
+    # plain tensors that the style says to be parts: as many of each rank
+    batch = {name: x[:, : T - T % dist.get_world_size()] for name, x in batch_of().items()}
+    plain = {"model.norm": SequenceParallel(use_local_output=True), "lm_head": ColwiseParallel(**layouts)}
+    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    models = [parallelize_module(model_of(), ranks_mesh(), {"model.norm": enter}) for _ in range(2)]
+    ours, stock = (parallelize_module(model, ranks_mesh(), plain) for model in models)
+    report = lowtide.patch(ours)
+    fair(ours, stock, double(model_of()), batch, "plain parts")
+    fused(report, 1)
+
+
+def each_token(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits[:, :-1]
+    each = F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none", label_smoothing=0.1
+    )
+    return (each * torch.linspace(0.5, 2, each.numel(), device=each.device)).sum()
+
+
+def log_probabilities(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits
+    chosen = logits.log_softmax(-1).gather(-1, batch["input_ids"][..., None])[..., 0]
+    return (chosen * batch["labels"].clamp(min=0)).sum() / 100
+
+
+def class_weights(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits.float()
+    offset = torch.linspace(-1, 1, VOCAB, device=logits.device)
+    rows = (logits / 1.5 + offset).transpose(1, 2)
+    weight = torch.linspace(0.5, 2, VOCAB, device=logits.device, dtype=rows.dtype)
+    return F.cross_entropy(rows, batch["labels"], weight)
+
+
+def shifted_bias(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits
+    biased = logits + torch.linspace(-1, 1, VOCAB, device=logits.device, dtype=logits.dtype)
+    return F.cross_entropy(biased.view(-1, VOCAB), batch["labels"].view(-1), reduction="sum")
+
+
+def sums(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits
+    return logits.logsumexp(-1).square().sum() / 1000 + logits.log_softmax(-1).sum(-1).mean() / VOCAB
+
+
+def raw_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits
+    return logits.gather(-1, batch["input_ids"][..., None]).square().mean() + logits.std()
+
+
+def losses_of_ones_own() -> None:
+    """What becomes of plain logits outside of the model: without building them where it can be, and right."""
+    ours, stock, true = model_of(), parallel(model_of()), double(model_of())
+    report = lowtide.patch(parallel(ours))
+    functions = (each_token, log_probabilities, shifted_bias, sums)
+    for loss_of in functions:
+        fair(ours, stock, true, batch_of(), loss_of.__name__, loss_of)
+    fused(report, len(functions))
+    for built, loss_of in enumerate((class_weights, raw_logits), 1):
+        fair(ours, stock, true, batch_of(), loss_of.__name__, loss_of)
+        assert report.calls_materialised == built, f"{loss_of}\n{report}"
+    with torch.no_grad():
+        lazy, real = (m(**batch_of()).logits for m in (ours, stock))
+        assert torch.equal(lazy.argmax(-1), real.argmax(-1))
+        assert torch.equal(lazy.topk(3).indices, real.topk(3).indices)
+        torch.testing.assert_close(lazy.max(-1).values, real.max(-1).values)
+    assert report.calls_materialised == built, str(report)
+
+
+def labels_and_counts() -> None:
+    """Nobody is kept waiting by labels that are all ignored; ``num_items_in_batch``; without gradients; in bfloat16."""
+    ours, stock, true = model_of(), parallel(model_of()), double(model_of())
+    report = lowtide.patch(parallel(ours))
+    batch = batch_of()
+    fair(ours, stock, true, {**batch, "num_items_in_batch": torch.tensor(5, device=DEVICE)}, "items")
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    got = step(ours, {**nothing, "num_items_in_batch": torch.tensor(5, device=DEVICE)})
+    assert all(not x.any() for x in got.values())
+    assert ours(**nothing).loss.isnan()
+    ours.eval(), stock.eval()
+    with torch.no_grad():
+        outputs, expected = ours(**batch), stock(**batch)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    torch.testing.assert_close(outputs.logits + 0, expected.logits)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss, wanted = (step(m, batch) for m in (ours, stock))
+    for name, value in loss.items():
+        assert value.dtype == wanted[name].dtype
+        assert relative_error(value, wanted[name]) < 0.03, name
+    fused(report, 5, 1)
+
+
+def embeddings_that_are_tied() -> None:
+    """One DTensor for both: the gradient is the sum of both."""
+    models = [model_of(tie_word_embeddings=True) for _ in range(2)]
+    for model in models:
+        plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": GATHERED}
+        parallelize_module(model, ranks_mesh(), plan)
+        model.lm_head.weight = model.model.embed_tokens.weight
+    report = lowtide.patch(models[0])
+    fair(*models, double(model_of(tie_word_embeddings=True)), batch_of(), "tied")
+    assert models[0].lm_head.weight is models[0].model.embed_tokens.weight
+    fused(report, 1)
+
+
+@contextmanager
+def saved(model: Any) -> Iterator[Path]:
+    """A folder with the model, the same on all ranks."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    yield Path(folder[0])
+
+
+def plan_of_transformers() -> None:
+    """``tp_plan="auto"``, as from_pretrained applies it: tied and not, generating, saving."""
+    if torch._C._get_accelerator().type != DEVICE:  # transformers takes what the machine has
+        return
+    vocab = 16 * dist.get_world_size()  # transformers 5.17 wants a multiple
+    for tied in (False, True):
+        settings = {"vocab_size": vocab, "tie_word_embeddings": tied}
+        batch = {name: x.where(x < 0, x % vocab) for name, x in batch_of().items()}
+        with saved(model_of(**settings)) as folder:
+            config = DistributedConfig(tp_size=dist.get_world_size())
+            read = transformers.LlamaForCausalLM.from_pretrained
+            ours, stock = (read(folder, distributed_config=config).train() for _ in range(2))
+        true = double(model_of(**settings))
+        report = lowtide.patch(ours)
+        assert report.parts["loss"].patched, str(report)
+        for _ in range(2):
+            fair(ours, stock, true, batch, ("transformers", tied))
+        fused(report, 2)
+        torch.testing.assert_close(ours(**batch).logits + 0, stock(**batch).logits)
+        prompt = {"input_ids": batch["input_ids"][:1, :4], "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(ours.generate(**prompt), stock.generate(**prompt))
+        with torch.no_grad():
+            lazy, real = ours(**batch), stock(**batch)
+            torch.testing.assert_close(lazy.loss, real.loss)
+            torch.testing.assert_close(lazy.logits + 0, real.logits)
+        fused(report, 4, 2)
+        # patched before: transformers kept the forward that the class had then
+        lowtide.unpatch(ours)
+        assert type(ours(**batch).logits) is Tensor
+        again = copy.copy(ours.lm_head)
+        vars(again)["forward"] = vars(ours.lm_head)["forward"]
+        assert "is a copy" in str(lowtide.models.parallel_style.style_of(again))
+
+
+def fsdp_and_heads_in_parts() -> None:
+    """FSDP2 over one axis and the model in parts over the other, each data rank with its own tokens."""
+    mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    stream = mesh["dp"].get_local_rank()
+    for own, first, gradient in ((True, False, "forward"), (False, True, "recompute"), (True, True, "recompute")):
+        true, models = double(model_of()), [model_of(), model_of()]
+        for model in models:
+            if first and model is models[0]:
+                report = lowtide.patch(model, options=lowtide.HeadOptions(gradient=gradient))
+            parallel(model, layers=True, mesh=mesh["tp"])
+            for module in (*model.model.layers, *([model.lm_head] if own else []), model):
+                fully_shard(module, mesh=mesh["dp"])
+        if not first:
+            report = lowtide.patch(models[0], options=lowtide.HeadOptions(gradient=gradient))
+        joined = {name: torch.cat([batch_of(0)[name], batch_of(1)[name]]) for name in batch_of()}
+        kept = (joined["labels"][:, 1:] != -100).sum()
+        right = step(true, joined)
+        for _ in range(2):
+            items = {"num_items_in_batch": kept / 2}  # FSDP2 averages
+            got, want = (step(model, {**batch_of(stream), **items}) for model in models)
+            torch.testing.assert_close(got["loss"], want["loss"])
+            for name in got.keys() - {"loss"}:
+                error, stock_error = (relative_error(x[name], right[name]) for x in (got, want))
+                assert error <= 3 * stock_error + 5e-7, (own, first, name, error, stock_error)
+        fused(report, 2)
+        outputs = models[0](**batch_of(stream))
+        if own:
+            torch.testing.assert_close(outputs.logits + 0, models[1](**batch_of(stream)).logits)
+        with torch.no_grad():
+            losses = [model(**batch_of(stream)).loss for model in models]
+        torch.testing.assert_close(*losses)
+
+
+def what_is_left_alone() -> None:
+    """Whatever is not of the form that is known runs as it came, and the report says why."""
+    mesh, W = ranks_mesh(), dist.get_world_size()
+    rows = RowwiseParallel(input_layouts=Replicate())
+
+    def by_hand(model: Any) -> None:
+        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Replicate()]))
+        distribute_module(
+            model.lm_head, mesh, None, lambda _m, x, d: DTensor.from_local(x[0], d, [Replicate()]),
+            lambda _m, y, _d: y.to_local(),
+        )  # fmt: skip
+
+    def replicated(model: Any) -> None:
+        parallel(model)
+        weight = model.lm_head.weight.detach().redistribute(placements=[Replicate()])
+        model.lm_head.weight = nn.Parameter(weight)
+
+    def two_axes(model: Any) -> None:
+        square = init_device_mesh(DEVICE, (1, W), mesh_dim_names=("dp", "tp"))
+        parallel(model, mesh=square["tp"])
+        weight = distribute_tensor(whole(model.lm_head.weight.detach()), square, [Replicate(), Shard(0)])
+        model.lm_head.weight = nn.Parameter(weight)
+
+    def watched(model: Any) -> None:
+        parallel(model).lm_head.register_forward_hook(lambda _m, _x, y: y * 2)
+
+    def twice(model: Any) -> None:
+        layouts = {"input_layouts": (Replicate(),), "desired_input_layouts": (Replicate(),)}
+        parallelize_module(model, mesh, {"lm_head": PrepareModuleInput(**layouts)})
+        parallel(model)
+
+    def spread(model: Any) -> None:  # hidden states that are a sum of the ranks'
+        head = ColwiseParallel(input_layouts=Partial(), output_layouts=Replicate())
+        parallel(model, head)
+        model.lm_head.register_forward_pre_hook(lambda _m, x: x[0] / W, prepend=True)
+
+    ways: dict[str, tuple[Callable[[Any], Any], str]] = {
+        "rows": (lambda m: parallelize_module(m, mesh, {"lm_head": rows}), "in another way than by ColwiseParallel"),
+        "by hand": (by_hand, "in another way than by ColwiseParallel"),
+        "replicated": (replicated, r"has placements \(Replicate\(\),\), not Shard\(0\) on one axis"),
+        "watched": (watched, "has a hook from __main__"),
+        "twice": (twice, "in another way than by ColwiseParallel"),
+        "local": (lambda m: parallel(m, LOCAL), "returns this rank's logits alone"),
+        "a sum": (spread, "placement Partial|a hook from __main__"),
+        "two axes": (two_axes, "is not on the mesh of what wraps it"),
+    }
+    for name, (change, why) in ways.items():
+        for first in (True, False):
+            ours, stock = model_of(), model_of()
+            if first:
+                report = lowtide.patch(ours)
+            for model in (ours, stock):
+                change(model)
+            if not first:
+                report = lowtide.patch(ours)
+            results = [outcome_of(model) for model in (ours, stock)]
+            assert type(results[0]) is type(results[1]), (name, first, results)
+            if isinstance(results[0], dict):
+                for key, value in results[1].items():
+                    torch.testing.assert_close(results[0][key], value, msg=lambda m, n=name, k=key: f"{n} {k}: {m}")
+            assert report.calls_fused == 0, name
+            (said,) = report.why_materialised
+            assert re.search(why, said), (name, first, said)
+
+
+def outcome_of(model: Any) -> Any:
+    """A step's results, or the error that the stock model has as well."""
+    try:
+        return step(model, batch_of())
+    except RuntimeError as error:
+        return error
+
+
+def changed_on_one_rank() -> None:
+    """A step that leaves the weights of all ranks but one as they were: each rank's logits raise, and none waits."""
+    ours = model_of()
+    lowtide.patch(parallel(ours))
+    outputs = ours(**batch_of())
+    outputs.loss.backward()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    optimizer.step()
+    if dist.get_rank() == 1:
+        ours.lm_head.weight.data.to_local().mul_(2)
+    with pytest.raises(UnsupportedError, match="changed since"):
+        outputs.logits.sum()
+
+
+def parts_of_layers() -> None:
+    """Projections in parts run the stock code, and the report says so; norms and rotations of whole tokens are fused."""
+    ours, stock, true = model_of(), parallel(model_of(), layers=True), double(model_of())
+    report = lowtide.patch(parallel(ours, layers=True))
+    assert not report.parts["mlp"].patched
+    assert report.parts["mlp"].count == 2
+    assert report.parts["norm"].patched
+    assert report.parts["rope"].patched
+    fair(ours, stock, true, batch_of(), "parts")
+
+
+def memory() -> None:
+    """No rank has logits, not those of its own classes either."""
+    vocab, length = 6000, 256
+    model = lowtide_model = model_of(vocab_size=vocab, max_position_embeddings=length, num_hidden_layers=1)
+    report = lowtide.patch(parallel(lowtide_model), options=lowtide.HeadOptions(workspace_mib=0.2))
+    ids = torch.randint(3, vocab, (1, length), device=DEVICE)
+    hidden = torch.randn(1, length, SHAPE["hidden_size"], device=DEVICE, requires_grad=True)
+    model.model.forward = lambda **_: transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=hidden)
+    model(input_ids=ids, labels=ids)
+    peak = peak_above(lambda: model(input_ids=ids, labels=ids).loss.backward(), DEVICE)
+    shard = -(-vocab // dist.get_world_size())
+    assert peak < 3 * 4 * shard * SHAPE["hidden_size"] + 0.2 * 2**20 + 2**18 < 4 * shard * length, peak
+    fused(report, 2)
+
+
+CASES = named(
+    kinds_of_heads,
+    with_loss_parallel,
+    tokens_in_parts,
+    losses_of_ones_own,
+    labels_and_counts,
+    embeddings_that_are_tied,
+    plan_of_transformers,
+    what_is_left_alone,
+    changed_on_one_rank,
+    parts_of_layers,
+    memory,
+)
+if dist.is_available() and os.environ.get("WORLD") == "4":
+    CASES |= named(fsdp_and_heads_in_parts)
+
+if __name__ == "__main__":
+    main(CASES)

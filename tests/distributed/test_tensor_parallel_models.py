@@ -1,0 +1,41 @@
+"""Patched models whose head is in parts over ranks, with gloo: see tensor_parallel_models_cases.py."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from distributed import launch
+
+FILE = Path(__file__).with_name("tensor_parallel_models_cases.py")
+CASES = [
+    "kinds_of_heads",
+    "with_loss_parallel",
+    "tokens_in_parts",
+    "losses_of_ones_own",
+    "labels_and_counts",
+    "embeddings_that_are_tied",
+    "plan_of_transformers",
+    "what_is_left_alone",
+    "changed_on_one_rank",
+    "parts_of_layers",
+    "memory",
+]
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_ranks(case: str) -> None:
+    pytest.importorskip("transformers")
+    launch.check(FILE, 2, case)
+
+
+def test_on_three_ranks() -> None:
+    """A vocabulary of 97 and sequences of 11 do not divide by 3."""
+    pytest.importorskip("transformers")
+    launch.check(FILE, 3, "tokens_in_parts", only=("tokens_in_parts",))
+
+
+def test_with_fsdp_on_four_ranks() -> None:
+    pytest.importorskip("transformers")
+    launch.check(FILE, 4, "fsdp_and_heads_in_parts", only=("fsdp_and_heads_in_parts",))
