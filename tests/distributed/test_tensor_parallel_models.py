@@ -18,6 +18,7 @@ CASES = [
     "plan_of_transformers",
     "what_is_left_alone",
     "changed_on_one_rank",
+    "an_error_inside",
     "parts_of_layers",
     "memory",
 ]
@@ -28,14 +29,3 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a
 def test_on_two_ranks(case: str) -> None:
     pytest.importorskip("transformers")
     launch.check(FILE, 2, case)
-
-
-def test_on_three_ranks() -> None:
-    """A vocabulary of 97 and sequences of 11 do not divide by 3."""
-    pytest.importorskip("transformers")
-    launch.check(FILE, 3, "tokens_in_parts", only=("tokens_in_parts",))
-
-
-def test_with_fsdp_on_four_ranks() -> None:
-    pytest.importorskip("transformers")
-    launch.check(FILE, 4, "fsdp_and_heads_in_parts", only=("fsdp_and_heads_in_parts",))

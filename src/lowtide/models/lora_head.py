@@ -13,8 +13,11 @@ from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, save
 from lowtide.models.eligibility import why_not_lazy
 from lowtide.models.head_call import Forward, HeadCall, Step, rows_of
 from lowtide.models.ordinary import are_plain_linears
+from lowtide.models.parallel_style import style_of
 from lowtide.models.report import PatchReport
 from lowtide.models.sharded_head import sharded_call
+
+_LORA_IN_PARTS = "has LoRA on a weight that is in parts over ranks"
 
 
 def called_head(outer: Any) -> Any:
@@ -34,6 +37,8 @@ def saved_layers(outer: Any) -> list[Any]:
 def why_not_linear(head: nn.Module | None) -> str | None:
     """Return why ``head`` is no linear layer, with LoRA or without."""
     found = None if head is None else adapted_linear(head)
+    if isinstance(found, AdaptedLinear) and head is not None and is_lora(head) and style_of(found.base) is not None:
+        return _LORA_IN_PARTS
     return found if isinstance(found, str) else None
 
 
@@ -51,7 +56,8 @@ def head_call(
         return "the output embedding was called with more than hidden states"
     hidden = args[0]
     if is_dtensor(head.weight):
-        return "LoRA is on a weight in parts" if is_lora(head) else sharded_call(head, hidden, report, options)
+        in_parts = f"the output embedding {_LORA_IN_PARTS}"
+        return in_parts if is_lora(head) else sharded_call(head, hidden, report, options)
     why_not = why_not_lazy(head, hidden)
     if why_not is not None:
         return why_not

@@ -297,7 +297,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         inside = bool(args) and type(args[0]) is InsideHead
         state = _awaited_by(self)
         style = style_of(self) if inside or state is not None else None
-        if style is None or is_stock_call(self):
+        if style is None or is_stock_call(self) or self._compiled_call_impl is not None:
             return base.__call__(self, *args, **kwargs)
         if state is not None and not inside:
             why_not = why_not_call(self)
