@@ -78,11 +78,11 @@ class LazyLogits(Tensor):
                 self._real = self._call.view(base, self._steps[-1], grad_mode=self._grad_mode)
         return self._real
 
-    def __repr__(self, **settings: Any) -> Any:
+    def __repr__(self, **settings: Any) -> Any:  # type: ignore[override]
         # A debugger or a traceback that shows variables, on one rank, must not begin what needs all of them.
         if self._call.in_parts and not self.is_real:
             return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
-        return super().__repr__(**settings)
+        return super().__repr__(**settings)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         # Of attributes that plain tensors have not: logits that are a DTensor have more.
