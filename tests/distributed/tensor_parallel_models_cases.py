@@ -160,7 +160,9 @@ def kinds_of_heads() -> None:
         fused(report, 2)
         # what else reads the logits has those that stock has: the kind, and the numbers
         parallel(stock := model_of(family), head, layers=layers)
-        lazy = ours(**batch_of()).logits
+        outputs = ours(**batch_of())
+        assert isinstance(outputs.loss, DTensor) != head.use_local_output
+        lazy = outputs.logits
         real = stock(input_ids=batch_of()["input_ids"]).logits
         assert type(lazy) is LazyLogits
         assert lazy.shape == real.shape
@@ -196,11 +198,12 @@ def tokens_in_parts() -> None:
         ours, stock = model_of(), in_sequence(model_of(), ColwiseParallel(**layouts))
         report = lowtide.patch(in_sequence(ours, head), options=lowtide.HeadOptions(gradient=gradient))
         fair(ours, stock, double(model_of()), batch_of(), ("sequence", local))
-        fused(report, 1)
+        assert isinstance(ours(**batch_of()).loss, DTensor) != local
+        fused(report, 2)
         if local:  # rows of all ranks are chosen, so that all are gathered; and what else there is needs real logits
             for loss_of in (each_token, log_probabilities):
                 fair(ours, stock, double(model_of()), batch_of(1), loss_of, loss_of)
-            fused(report, 2, 1)
+            fused(report, 3, 1)
             assert "DTensors of its input and weight" in report.parts["norm"].more[-1].outcome, str(report)
     # plain tensors that the style says to be parts: as many of each rank
     batch = {name: x[:, : T - T % dist.get_world_size()] for name, x in batch_of().items()}
@@ -317,14 +320,19 @@ def saved(model: Any) -> Iterator[Path]:
     yield Path(folder[0])
 
 
+def for_transformers() -> tuple[int, dict[str, Tensor]]:
+    """A number of classes that divides by the ranks, as transformers 5.17 wants it, and a batch of them."""
+    vocab = 16 * dist.get_world_size()
+    return vocab, {name: x.where(x < 0, x % vocab) for name, x in batch_of().items()}
+
+
 def plan_of_transformers() -> None:
     """``tp_plan="auto"``, as from_pretrained applies it: tied and not, generating, saving."""
     if torch._C._get_accelerator().type != DEVICE:  # transformers takes what the machine has
         return
-    vocab = 16 * dist.get_world_size()  # transformers 5.17 wants a multiple
+    vocab, batch = for_transformers()
     for tied in (False, True):
         settings = {"vocab_size": vocab, "tie_word_embeddings": tied}
-        batch = {name: x.where(x < 0, x % vocab) for name, x in batch_of().items()}
         with saved(model_of(**settings)) as folder:
             config = DistributedConfig(tp_size=dist.get_world_size())
             read = transformers.LlamaForCausalLM.from_pretrained
@@ -343,12 +351,34 @@ def plan_of_transformers() -> None:
             torch.testing.assert_close(lazy.loss, real.loss)
             torch.testing.assert_close(lazy.logits + 0, real.logits)
         fused(report, 4, 2)
-        # patched before: transformers kept the forward that the class had then
         lowtide.unpatch(ours)
         assert type(ours(**batch).logits) is Tensor
         again = copy.copy(ours.lm_head)
         vars(again)["forward"] = vars(ours.lm_head)["forward"]
         assert "is a copy" in str(lowtide.models.parallel_style.style_of(again))
+
+
+def wrapped_by_transformers_later() -> None:
+    """Patched before: what transformers wraps is the patched forward then, and the model's own loss reads logits."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel as Style
+
+    def reads(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        return F.cross_entropy(logits.transpose(1, 2), labels) + logits.square().mean()
+
+    vocab, batch = for_transformers()
+    *models, true = (model_of(vocab_size=vocab) for _ in range(3))
+    true = true.double()
+    report = lowtide.patch(models[0])
+    for model in models:
+        style = Style(input_layouts=Replicate(), output_layouts=Replicate())
+        style.shard_param(model.lm_head, "weight", ranks_mesh())
+        style.install_forward(model.lm_head, ranks_mesh())
+    fair(*models, true, batch, "later")
+    fused(report, 1)
+    for model in (*models, true):
+        model.loss_function = reads
+    fair(*models, true, batch, "reads")
+    assert report.calls_materialised == 1, str(report)
 
 
 def what_is_left_alone() -> None:
@@ -436,15 +466,11 @@ def outcome_of(model: Any) -> Any:
 
 
 def changed_on_one_rank() -> None:
-    """A step that leaves the weights of all ranks but one as they were: each rank's logits raise, and none waits."""
+    """Weights that something wrote to past autograd, on one rank: reading the logits raises on all, and none waits."""
     ours = model_of()
     lowtide.patch(parallel(ours))
     outputs = ours(**batch_of())
-    outputs.loss.backward()
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
-    optimizer.step()
-    if dist.get_rank() == 1:
-        ours.lm_head.weight.data.to_local().mul_(2)
+    ours.lm_head.weight.data.to_local().mul_(2 if dist.get_rank() == 1 else 1)
     with pytest.raises(UnsupportedError, match="changed since"):
         outputs.logits.sum()
     if dist.get_rank() == 0:  # what a debugger shows, alone
@@ -500,6 +526,7 @@ CASES = named(
     labels_and_counts,
     embeddings_that_are_tied,
     plan_of_transformers,
+    wrapped_by_transformers_later,
     what_is_left_alone,
     changed_on_one_rank,
     an_error_inside,

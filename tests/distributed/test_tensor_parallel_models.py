@@ -16,6 +16,7 @@ CASES = [
     "labels_and_counts",
     "embeddings_that_are_tied",
     "plan_of_transformers",
+    "wrapped_by_transformers_later",
     "what_is_left_alone",
     "changed_on_one_rank",
     "an_error_inside",

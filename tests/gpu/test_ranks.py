@@ -34,6 +34,7 @@ FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: eac
         "labels_and_counts",
         "embeddings_that_are_tied",
         "plan_of_transformers",
+        "wrapped_by_transformers_later",
         "changed_on_one_rank",
         "parts_of_layers",
     ],
