@@ -100,7 +100,8 @@ def in_sequence(model: Any, head: Any) -> Any:
     """The last norm works on parts of the sequence, and the head takes them as they come."""
     enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
     parallelize_module(model, ranks_mesh(), {"model.norm": enter})
-    return parallelize_module(model, ranks_mesh(), {"model.norm": SequenceParallel(), "lm_head": head})
+    plan = {"model.norm": SequenceParallel(), **({} if head is None else {"lm_head": head})}
+    return parallelize_module(model, ranks_mesh(), plan)
 
 
 def whole(x: Any) -> Tensor:
@@ -205,6 +206,18 @@ def tokens_in_parts() -> None:
                 fair(ours, stock, double(model_of()), batch_of(1), loss_of, loss_of)
             fused(report, 3, 1)
             assert "DTensors of its input and weight" in report.parts["norm"].more[-1].outcome, str(report)
+    # nothing around the head: DTensors go in and come out
+    models = [in_sequence(model_of(), None) for _ in range(2)]
+    for model in models:
+        weight = distribute_tensor(model.lm_head.weight.detach(), ranks_mesh(), [Shard(0)])
+        model.lm_head.weight = nn.Parameter(weight)
+    report = lowtide.patch(models[0])
+    got, right = step(models[0], batch_of()), step(double(model_of()), batch_of())
+    for name, value in got.items():
+        assert relative_error(value, right[name]) < 3e-6, name
+    lazy, real = models[0](**batch_of()).logits, models[1](input_ids=batch_of()["input_ids"]).logits
+    torch.testing.assert_close(lazy.full_tensor(), real.full_tensor(), rtol=1e-5, atol=1e-5)
+    fused(report, 2, 1)
     # plain tensors that the style says to be parts: as many of each rank
     batch = {name: x[:, : T - T % dist.get_world_size()] for name, x in batch_of().items()}
     plain = {"model.norm": SequenceParallel(use_local_output=True), "lm_head": ColwiseParallel(**layouts)}

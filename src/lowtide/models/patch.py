@@ -78,8 +78,9 @@ def patch(
     (``outputs.logits`` later, another loss, a metric) gets them, built when asked for and counted in the report. The
     logits that the loss sees are float32, also where the model would have rounded its own to its dtype first. Left as
     it is, with the reason in the report: an output embedding that is not a ``torch.nn.Linear``, plain, with peft's LoRA
-    or in its modules_to_save (other adapters, quantised weights). Inside a region compiled by ``torch.compile`` the
-    logits are built.
+    or in its modules_to_save (other adapters, quantised weights). A plain one may have its classes in parts over ranks,
+    as PyTorch's ``ColwiseParallel`` or transformers' ``tp_plan`` cut it; logits are then read on every rank or on none.
+    Inside a region compiled by ``torch.compile`` they are built.
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
