@@ -8,8 +8,10 @@ logits as Megatron-LM computes it (written here, in peers_of_ranks.py), Liger's 
 installed, and the three local products alone, which are the limit. "high priority" is the same on a group whose NCCL
 stream has priority over the products. Under FSDP2 each rank has tokens of its own, and the head is in the root's unit.
 
-Times are of loss and all gradients on the slowest rank, bytes of the fullest. What is known is in the result file at
-once: a run that is cut off leaves what it has found.
+Times are of loss and all gradients on the slowest rank, bytes of the fullest. "alone" is a call on a GPU that does
+nothing else, the host's way to the first kernel included; "queued" is one that the host asked for while the GPU was at
+work, as in training. Before each stand the same products, so that none is faster for what cooled the GPU before it.
+What is known is in the result file at once: a run that is cut off leaves what it has found.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import math
 import os
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -189,18 +192,30 @@ def measure(
             rows[name] = row | {"peak_mib": highest(row["peak_mib"], device)} | dict((notes or {}).get(name, {}))
         save()
     dist.destroy_process_group(speaking)
-    times: dict[str, list[float]] = {name: [] for name in (*runs, *bare)}
+    before = next(iter({**bare, **runs}.values()), lambda: None)
+
+    def heat() -> None:
+        before()
+        before()
+
+    kinds = {"": None, "queued_": heat}
+    times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in kinds for name in (*runs, *bare)}
     for round_ in range(warm + reps):
-        for name, run in {**runs, **bare}.items():
-            dist.barrier()  # else a rank's time holds what another came late
-            taken = time_side_by_side({name: run}, device, warm=0, reps=1)[name].median_ms
-            if round_ >= warm:
-                times[name].append(taken)
-    ms = {name: highest(sorted(taken)[len(taken) // 2], device) for name, taken in times.items()}
-    limit = min((ms[name] for name in bare), default=None)
-    for name in runs:
-        rows[name] |= {"ms": ms[name], "share_of_limit": None if limit is None else limit / ms[name]}
-    rows |= {name: {"ms": ms[name]} for name in bare}
+        for kind, behind in kinds.items():
+            for name, run in {**runs, **bare}.items():
+                heat()
+                dist.barrier()  # else a rank's time holds what another came late
+                taken = time_side_by_side({name: run}, device, warm=0, reps=1, behind=behind)[name].median_ms
+                if round_ >= warm:
+                    times[kind, name].append(taken)
+    for kind in kinds:
+        ms = {name: highest(statistics.median(times[kind, name]), device) for name in (*runs, *bare)}
+        limit = min((ms[name] for name in bare), default=None)
+        for name in runs:
+            rows[name] |= {f"{kind}ms": ms[name]}
+            rows[name] |= {} if limit is None else {f"{kind}share_of_limit": limit / ms[name]}
+        for name in bare:
+            rows.setdefault(name, {})[f"{kind}ms"] = ms[name]
     save()
 
 
@@ -251,17 +266,18 @@ def meshes_of(device: torch.device) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Return a few columns of all rows."""
-    lines = [f"{'':34}{'ms':>9}{'of limit':>10}{'peak MiB':>10}  exchanges"]
+    lines = [f"{'':34}{'alone ms':>10}{'of limit':>10}{'queued ms':>11}{'of limit':>10}{'peak MiB':>10}  exchanges"]
     for result in results:
         lines.append(f"{result['N']} x {result['D']} x {result['V']}, {result['ranks']} ranks")
         for name, row in result["rows"].items():
             if "failed" in row:
                 lines.append(f"  {name:32} {row['failed'][:80]}")
                 continue
-            share, peak = row.get("share_of_limit"), row.get("peak_mib")
+            shares = [f"{row[key]:.3f}" if key in row else "" for key in ("share_of_limit", "queued_share_of_limit")]
+            peak = f"{row['peak_mib']:.0f}" if "peak_mib" in row else ""
             lines.append(
-                f"  {name:32}{row['ms']:9.2f}{'' if share is None else f'{share:.3f}':>10}"
-                f"{'' if peak is None else f'{peak:.0f}':>10}  {sum(row.get('collectives', {}).values()) or ''}"
+                f"  {name:32}{row['ms']:10.2f}{shares[0]:>10}{row['queued_ms']:11.2f}{shares[1]:>10}{peak:>10}"
+                f"  {sum(row.get('collectives', {}).values()) or ''}"
             )
     return "\n".join(lines)
 

@@ -2,8 +2,10 @@
 
     python benchmarks/scaling.py --ranks 1 2 4 8
     python benchmarks/scaling.py --ranks 1 2 --model lowtide-small --way lowtide stock --tokens 64 --weights float32
+    python benchmarks/scaling.py --ranks 1 2 --way lowtide:all lowtide liger
 
-All layers are checkpointed. On one GPU nothing is shared out; on several, by FSDP2 as `--parallel fsdp2` does it.
+Layers are checkpointed, but for ways with a policy, such as lowtide:all or lowtide:attention. On one GPU nothing is
+shared out; on several, by FSDP2 as `--parallel fsdp2` does it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--model", nargs="+", default=["llama-3.2-1b", "llama-3-8b"])
-    parser.add_argument("--way", nargs="+", default=["lowtide", "liger"], choices=WAYS)
+    parser.add_argument("--way", nargs="+", default=["lowtide", "liger"], help=f"{', '.join(WAYS)}, or one:policy")
     parser.add_argument("--parallel", default="fsdp2")
     parser.add_argument("--tokens", type=int, default=8192, help="of a sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a GPU")

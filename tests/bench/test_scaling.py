@@ -30,16 +30,18 @@ def measured(folder: Path, **options: Any) -> tuple[list[dict[str, Any]], str]:
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (row,), said = measured(tmp_path)
+    (row, kept), said = measured(tmp_path, ways=["lowtide", "lowtide:all"])
     assert "failed" not in row, row
+    assert kept["losses"] == pytest.approx(row["losses"], rel=1e-5)
+    assert kept["way"] == "lowtide:all"
     assert (row["ranks"], row["way"], row["model"]) == (2, "lowtide", "lowtide-small")
     assert len(row["times"]) == SETTINGS["steps"]
     assert row["tokens_per_s_per_gpu"] == pytest.approx(16 / row["seconds"])
     assert row["losses"][0] == pytest.approx(math.log(1000), rel=0.1)
-    assert said.count("lowtide-small") == 1
+    assert said.count("lowtide-small") == 2
     (file,) = tmp_path.glob("*-scaling-cpu.json")
     told = json.loads(file.read_text())
-    assert told["rows"] == [row]
+    assert told["rows"] == [row, kept]
     assert told["machine"]["accelerate"]
     (picture,) = tmp_path.glob("*-scaling-cpu-lowtide-small.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -73,6 +75,8 @@ def test_a_model_that_fails_is_a_row_and_the_others_are_measured(
 def test_what_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ArgumentValueError, match="ways"):
         measured(tmp_path, ways=["unsloth"])
+    with pytest.raises(ArgumentValueError, match="policy"):
+        measured(tmp_path, ways=["stock:attention-mlp1"])
     assert not list(tmp_path.iterdir())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lowtide
@@ -58,14 +60,35 @@ def shard(model: Any, how: str, reshard: bool | None, **settings: Any) -> Any:
         fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=reshard, **settings)
     elif how == "grouped":
         fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=reshard, **settings)
+    elif how == "tail":  # as accelerate does where the head is tied
+        modules = [model.model.norm, model.model.embed_tokens, model.lm_head]
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, **settings)
     if "mp_policy" in settings:
         settings["mp_policy"] = replace(settings["mp_policy"], output_dtype=torch.float32)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard if how == "root" else None, **settings)
     return model
 
 
+@contextmanager
+def units_that_end_their_forward() -> Iterator[None]:
+    """Fail where FSDP2 believes at the end that some module of a unit has not run: then its hooks are not all there."""
+    # torch 2.13 ends such units' forward itself, with the root's; before it warned, behind backward
+    name = "_force_complete_incomplete_states"
+    name = name if hasattr(FSDPState, name) else "_root_post_backward_final_callback"
+    stock = getattr(FSDPState, name)
+
+    def ends(self: Any, *args: Any) -> Any:
+        waiting = [state._modules_to_run_forward for state in self._state_ctx.all_states if state is not self]
+        assert not any(waiting), waiting
+        return stock(self, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FSDPState, name, ends)
+        yield
+
+
 def step(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Counter[str]]:
-    with counted_collectives() as counts:
+    with counted_collectives() as counts, units_that_end_their_forward():
         loss = model(**batch).loss
         loss.backward()
     found = {name: whole(p.grad) for name, p in model.named_parameters()}
@@ -94,8 +117,9 @@ def patched_models() -> None:
     """Loss and gradients as stock FSDP2's and one process's; no more collectives, and as many in each wrapping."""
     rank = dist.get_rank()
     wrappings = [("root", None), ("root", True), ("own", True), ("own", False), ("grouped", True), ("grouped", False)]
+    wrappings += [("tail", False), ("tail", True)]
     for i, ((how, reshard), gradient) in enumerate(itertools.product(wrappings, ("forward", "recompute"))):
-        tied = how == "root" and reshard is None and gradient == "forward"
+        tied = how == "tail" or (how == "root" and reshard is None and gradient == "forward")
         family = ("llama", "gemma2")[i % 2]
         where = f"{family} {how} {reshard} {gradient} {tied}"
         model = model_of(family, tied=tied)

@@ -46,7 +46,8 @@ def outcomes(
         AssertionError: A rank died, or all of them took more than ``seconds``. None: 300, compiling kernels included.
     """
     seconds = 300 if seconds is None else seconds
-    path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
+    more = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1]), *([more] if more else [])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD": str(ranks), "RANKS_DEVICE": device}
     if device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}

@@ -8,7 +8,7 @@ import torch
 from lowtide import HeadOptions, HeadPlan, plan_divergence, plan_head
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose_backend
-from lowtide.head.exponentials.plan import plan_exp_stats
+from lowtide.head.exponentials.plan import plan_exp, plan_exp_stats
 from lowtide.head.head_plan import MIB
 
 SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]
@@ -118,6 +118,21 @@ def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_
     again = plan(16384, 2048, 131072, reduction="none")
     assert (again.gradient, again.schedule) == ("recompute", "blocks")
     assert "built twice" in str(again)
+
+
+def test_pieces_between_exchanges_are_longer_where_there_are_few_classes() -> None:
+    def plan(N: int, D: int, rows: int) -> tuple[int, int]:
+        made = plan_exp(
+            N, D, rows, torch.device("cuda"), HeadOptions(), "", "forward", torch.bfloat16, weight_frozen=False,
+            input_is_copied=True, pieces=2,
+        )  # fmt: skip
+        assert made.schedule == "chunks"
+        return made.chunk_rows, made.product_rows
+
+    assert plan(8192, 4096, 128256 // 2) == (2048, 1024), "a wave of tiles is work enough"
+    assert plan(8192, 4096, 128256 // 4) == (4096, 2048)
+    assert plan(8192, 4096, 128256 // 16) == (4096, 2048), "two chunks of two, however little work it is"
+    assert plan(1000, 4096, 128256 // 4) == (1000, 1000)
 
 
 def test_rows_that_fit_are_one_chunk() -> None:

@@ -18,6 +18,19 @@ def test_candidates_take_turns_and_warm_rounds_do_not_count() -> None:
     assert [len(timing.times_ms) for timing in timings.values()] == [3, 3]
 
 
+def test_what_a_call_stands_behind_does_not_count() -> None:
+    calls: list[str] = []
+
+    def before() -> None:
+        calls.append("before")
+        time.sleep(0.03)
+
+    found = time_side_by_side({"a": lambda: calls.append("a")}, "cpu", warm=1, reps=3, behind=before)["a"]
+    assert calls == ["before", "a"] * 4
+    assert len(found.times_ms) == 3
+    assert found.median_ms < 20
+
+
 def test_times_are_milliseconds_of_the_function_alone() -> None:
     waits = iter([0.2, 0.02, 0.02, 0.06])  # the first round is warm
     timings = time_side_by_side(

@@ -22,7 +22,7 @@ from lowtide.measure.plots import Line, Panel, draw_panels
 
 WAYS = (LOWTIDE, LIGER, STOCK)
 _LOOK_SECONDS = 0.5  # between looks for rows that are there
-_COLUMNS = f"{'':10}{'GPUs':>6}  {'model':16}{'s':>9}{'tokens/s/GPU':>14}{'of one GPU':>12}{'GiB/GPU':>9}{'loss':>9}\n"
+_COLUMNS = f"{'':18}{'GPUs':>6}  {'model':16}{'s':>9}{'tokens/s/GPU':>14}{'of one GPU':>12}{'GiB/GPU':>9}{'loss':>9}\n"
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     Args:
         ranks: processes, one for each GPU.
         models: whose shapes, as in ``lowtide train --model``.
-        ways: names out of `WAYS`.
+        ways: names out of `WAYS`, with a policy behind a colon or without: see `Way.named`.
         settings: of `lowtide.bench.scaling_way.measure`.
         output: folder for the result (json) and the pictures (png).
         command: what was asked.
@@ -55,10 +55,10 @@ def run(
     if gpus and max(ranks) > gpus:
         raise ArgumentValueError(message("ranks", f"at most {gpus}, the GPUs there are", max(ranks)))
     for way in ways:
-        if way not in WAYS:
+        if way.partition(":")[0] not in WAYS:
             raise ArgumentValueError(message("ways", f"names out of {', '.join(WAYS)}", repr(way)))
-        Way(impl=way).check_installed()
-    packages = ["accelerate", *(["liger-kernel"] if LIGER in ways else [])]
+        Way.named(way).check_installed()
+    packages = ["accelerate", *(["liger-kernel"] if any(map(_is_liger, ways)) else [])]
     files, about = begin(output, "scaling", command, torch.device("cuda" if gpus else "cpu"), packages)
     rows: list[dict[str, Any]] = []
     told = {**about, "ranks": list(ranks), **settings, "rows": rows}
@@ -76,7 +76,11 @@ def run(
 
 def _cases(ways: Sequence[str], models: Sequence[str]) -> list[tuple[str, str]]:
     """Return each way with each model; Liger's last, which changes the classes that all later models are made of."""
-    return [(way, model) for way in sorted(ways, key=lambda way: way == LIGER) for model in models]
+    return [(way, model) for way in sorted(ways, key=_is_liger) for model in models]
+
+
+def _is_liger(way: str) -> bool:
+    return Way.named(way).impl == LIGER
 
 
 def _measured(ranks: int, cases: Sequence[tuple[str, str]], settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -112,7 +116,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def line(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a row as text; its speed beside that of the same way on the fewest ranks among ``rows``."""
-    head = f"{row['way']:10}{row['ranks']:6}  {row['model']:16}"
+    head = f"{row['way']:18}{row['ranks']:6}  {row['model']:16}"
     if "failed" in row:
         return f"{head}  {row['failed']}\n"
     speed = "tokens_per_s_per_gpu"
@@ -128,7 +132,7 @@ def _draw(model: str, told: Mapping[str, Any], files: Files) -> None:
     def panel(key: str) -> Panel:
         ways = dict.fromkeys(row["way"] for row in found)
         points = {way: [(row["ranks"], row[key]) for row in found if row["way"] == way] for way in ways}
-        return Panel([Line(way, values, own=way == LOWTIDE) for way, values in points.items()])
+        return Panel([Line(way, values, own=Way.named(way).impl == LOWTIDE) for way, values in points.items()])
 
     if not found:
         return

@@ -61,10 +61,10 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 def measure(
     way: str, model: str, *, parallel: str, tokens: int, batch: int, steps: int, weights: str, seed: int
 ) -> dict[str, Any]:
-    """Return seconds, tokens a second and GPU, and peak of a training step of this rank's run, layers checkpointed.
+    """Return seconds, tokens a second and GPU, and peak of a training step of this rank's run.
 
     Args:
-        way: whose model: lowtide, liger or stock.
+        way: whose model, as `Way.named` reads it; layers are checkpointed where it says nothing else.
         model: whose shape, as in ``lowtide train --model``.
         parallel: the engine, as in ``lowtide train --parallel``; one rank has nothing to share.
         tokens: of a sequence.
@@ -82,7 +82,7 @@ def measure(
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         all_read()  # nothing is on the host: each builds the model on its GPU
         args = training_arguments(config, Path(folder), save=False, resuming=True)
-        built = build_way(Way(impl=way), model, getattr(torch, weights), args.device, seed=seed, vocab_size=VOCABULARY)
+        built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=seed, vocab_size=VOCABULARY)
         blocks = RandomBlocks(built.config.vocab_size, tokens, seed * 1000 + rank)
         metrics, clock = StepMetrics(ranks * batch * tokens), Clock()
         trainer: Any = LowtideTrainer(

@@ -60,6 +60,16 @@ class Way:
             hint = "A checkpoint cannot look into a compiled layer to keep attention's output."
             raise ArgumentValueError(message("policy", f"for {COMPILE} all or input", repr(self.policy), hint))
 
+    @classmethod
+    def named(cls, name: str) -> Way:
+        """Return the way of a name, an implementation or ``implementation:policy``; without one layers keep "input".
+
+        Raises:
+            ArgumentValueError: As for the class.
+        """
+        impl, _, policy = name.partition(":")
+        return cls(impl=impl, policy=policy or "input")
+
     def check_installed(self) -> None:
         """Raise where the implementation's package is not installed.
 

@@ -1,7 +1,8 @@
 """FSDP2: a unit that stays gathered between two calls of its module in one forward pass.
 
 A patched head is called twice: by the model, where it answers with logits that are not there, and by the loss, which
-needs the weight. A unit of its own would let go of the weight in between and gather it a second time.
+needs the weight. A unit of its own would let go of the weight in between and gather it a second time. One that it
+shares with other modules (the last norm, the embedding) would wait for a second call of these, and not end its forward.
 """
 
 import sys
@@ -37,12 +38,26 @@ class Gathered:
         self._groups = []
 
 
-def _groups(module: nn.Module) -> list[Any]:
-    """Return what FSDP2 gathers and lets go of together with ``module``; [] where it is no unit of FSDP2."""
+def end_forward_alone(module: nn.Module) -> None:
+    """Tell the unit of a module, which runs once more, that its forward ends when this call does."""
+    awaited: set[nn.Module] | None = getattr(_state(module), "_modules_to_run_forward", None)  # by no public name
+    if awaited:
+        awaited.intersection_update({module})
+
+
+def _state(module: nn.Module) -> Any:
+    """Return FSDP2's state of a module; None where it is no unit of FSDP2."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return None
+    return module._get_fsdp_state()
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """Return what FSDP2 gathers and lets go of together with ``module``; [] where it is no unit of FSDP2."""
+    state = _state(module)
+    if state is None:
         return []
-    state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one
     found = groups if groups is not None else [state._fsdp_param_group]
     return [group for group in found if hasattr(group, "post_forward_mesh_info")]

@@ -36,18 +36,26 @@ class Timing:
 
 
 def time_side_by_side(
-    functions: Mapping[str, Callable[[], object]], device: str | torch.device, *, warm: int = 2, reps: int = 6
+    functions: Mapping[str, Callable[[], object]],
+    device: str | torch.device,
+    *,
+    warm: int = 2,
+    reps: int = 6,
+    behind: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
     """Time each function, all of them once a round, so that a drift of the clocks meets all alike.
 
     On a GPU the time is the device's own, between two events around the call, with nothing else in flight: the launch
-    of the first kernel counts, and so does every wait of the host inside the call.
+    of the first kernel counts, and so does every wait of the host inside the call. The launch does not ``behind``
+    something else, as in training, where the host is ahead of the device.
 
     Args:
         functions: What to run, by name; what they return is dropped.
         device: Where they run.
         warm: Rounds before the first one that counts.
         reps: Rounds that count.
+        behind: What is run before each function, and not waited for: long enough for the host to get ahead. Where one
+            function's heat would lower the next one's clock, all should stand behind the same.
 
     Returns:
         dict: A `Timing` for each name.
@@ -63,7 +71,7 @@ def time_side_by_side(
     times: dict[str, list[float]] = {name: [] for name in functions}
     for round_ in range(warm + reps):
         for name, function in functions.items():
-            taken = clock(function)
+            taken = clock(function, behind)
             if round_ >= warm:
                 times[name].append(taken)
     return {name: Timing(tuple(taken)) for name, taken in times.items()}
@@ -118,15 +126,19 @@ def kept_above(function: Callable[[], object], device: str | torch.device) -> in
     return int(after) - int(before)
 
 
-def _time_on_host(function: Callable[[], object]) -> float:
+def _time_on_host(function: Callable[[], object], behind: Callable[[], object] | None) -> float:
+    if behind is not None:
+        behind()
     start = time.perf_counter()
     function()
     return 1e3 * (time.perf_counter() - start)
 
 
-def _time_on_cuda(function: Callable[[], object]) -> float:
+def _time_on_cuda(function: Callable[[], object], behind: Callable[[], object] | None) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
+    if behind is not None:
+        behind()
     start.record()
     function()
     end.record()

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
-from lowtide.distributed.fsdp import Gathered
+from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
@@ -313,6 +313,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
 
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
         if type(input) is InsideHead:
+            end_forward_alone(self)
             state = _awaited_by(self)
             if state is not None and state.gathered is not None:
                 state.gathered.release()

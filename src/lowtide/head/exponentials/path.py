@@ -64,6 +64,7 @@ class ExpHead:
         C = max(1, plan.chunk_rows, plan.sum_rows)
         self._numbers = torch.empty(7, C, dtype=torch.float32, device=device)
         self._integers = torch.empty(2, C, dtype=torch.int32, device=device)
+        self._views: dict[int, tuple[Tensor, ...]] = {}
 
     def run(self, loss_N: Tensor, settle: Settle | None, lse_N: Tensor, miss_N: Tensor) -> None:
         """Compute losses [N], logsumexps and ``lse - t``; with ``settle`` also the gradients.
@@ -119,10 +120,7 @@ class ExpHead:
             scaled_CD = None if scaled is None else scaled[:C]
             self._finish(sums, x_CD, y_C, g_C, reports, e_CV=e_CV, scaled_CD=scaled_CD)
             if product is not None and into.input_ND is not None:
-                for piece in slices(C, len(product)):
-                    product_CD = product[: piece.stop - piece.start]
-                    matmul_into(e_CV[piece], self.weight_VD, product_CD, add=False)
-                    self._finish_input_grad(product_CD, into.input_ND[part][piece], y_C, g_C, reports, piece)
+                self._input_grad(e_CV, product, into.input_ND[part], y_C, g_C, reports)
             if scaled_CD is not None and into.weight_VD is not None:
                 matmul_into(e_CV.t(), scaled_CD, into.weight_VD, add=begun)
             if into.bias_V is not None:
@@ -187,13 +185,16 @@ class ExpHead:
             sums, self.tiles, x_CD, y_C, factor_C, reports, terms, V, e_CV=e_CV, scaled_CD=scaled_CD, shifted=True
         )
 
-    def _finish_input_grad(
-        self, product_CD: Tensor, out_CD: Tensor, y_C: Tensor, factor_C: Tensor, reports: Any, piece: slice
+    def _input_grad(
+        self, e_CV: Tensor, product: Tensor, out_CD: Tensor, y_C: Tensor, factor_C: Tensor, reports: Any
     ) -> None:
-        self.thin.finish_input_grad(
-            product_CD, out_CD, self.weight_VD, y_C[piece], reports.s[piece], reports.rest[piece], factor_C[piece],
-            self.terms,
-        )  # fmt: skip
+        """Write a chunk's gradient, as many rows at a time as ``product`` has."""
+        of_rows = (e_CV, out_CD, y_C, reports.s, reports.rest, factor_C)
+        for piece in slices(len(e_CV), len(product)):
+            e, out, y, s, rest, g = of_rows if len(e_CV) <= len(product) else (x[piece] for x in of_rows)
+            product_CD = product[: len(e)]
+            matmul_into(e, self.weight_VD, product_CD, add=False)
+            self.thin.finish_input_grad(product_CD, out, self.weight_VD, y, s, rest, g, self.terms)
 
     def _begin_weight_grad(self, factor_N: Tensor, into: Gradients) -> bool:
         """Put smoothing's part, the same for every row of logits, into the weight's and the bias's gradient.
@@ -225,15 +226,16 @@ class ExpHead:
 
     def _reports(self, part: slice, loss_N: Tensor, lse_N: Tensor, miss_N: Tensor) -> Any:
         C = part.stop - part.start
-        number, integer = self._numbers[:, :C], self._integers[:, :C]
+        if C not in self._views:  # chunks are of two lengths at most: the host makes their views once
+            self._views[C] = (
+                *self._numbers[:4, :C].unbind(), *self._integers[:, :C].unbind(),
+                self._numbers[4, :1].view(torch.int32),
+            )  # fmt: skip
+        target, uniform, s, rest, highest, listed, count = self._views[C]
         return self.thin.Reports(
-            target_logit=number[0], uniform_logit=number[1], loss=loss_N[part], lse=lse_N[part], miss=miss_N[part],
-            s=number[2], rest=number[3], highest=integer[0], listed=integer[1],
-            count=self._count(),
+            target_logit=target, uniform_logit=uniform, loss=loss_N[part], lse=lse_N[part], miss=miss_N[part], s=s,
+            rest=rest, highest=highest, listed=listed, count=count,
         )  # fmt: skip
-
-    def _count(self) -> Tensor:
-        return self._numbers[4, :1].view(torch.int32)
 
     def _sum_buffer(self, rows: int) -> Tensor:
         return self.job.input.new_empty(max(1, rows), self.tiles, dtype=torch.float32)
@@ -264,8 +266,10 @@ class _Rebuild:
         )  # fmt: skip
 
     def finish(self, product_CD: Tensor, out_CD: Tensor) -> None:
-        whole = slice(0, len(product_CD))
-        self.head._finish_input_grad(product_CD, out_CD, self.y_C, self.factor_N[self.part], self.reports, whole)
+        head, reports, factor_C = self.head, self.reports, self.factor_N[self.part]
+        head.thin.finish_input_grad(
+            product_CD, out_CD, head.weight_VD, self.y_C, reports.s, reports.rest, factor_C, head.terms
+        )
 
 
 def put_even_part(

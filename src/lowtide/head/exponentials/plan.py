@@ -29,6 +29,7 @@ EXP_PIECES = 8  # chunks, where memory allows: dW may be rounded that often
 EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
 EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
 EXP_CHUNK_WORK = 10**11  # the same with some room, for a slow host: a millisecond of the device's
+EXP_SHARD_WORK = 2 * 10**11  # the same of a piece of a chunk whose host has exchanges between ranks to launch as well
 EXP_FEW_CHUNKS = 8  # the weight's gradient may be rounded this often
 EXP_FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
 EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
@@ -60,7 +61,8 @@ def plan_exp(
 
     ``token_bytes`` are held for all N tokens; ``tile_numbers`` float32 are what each tile leaves of a row,
     ``row_bytes`` what else a row of a chunk takes, and ``sum_row_bytes`` where nothing but sums is computed. Where
-    nobody bounds the memory, a chunk has at least so many ``pieces`` of one wave of tiles.
+    nobody bounds the memory, a chunk has at least so many ``pieces`` of one wave of tiles, or of more rows where few
+    classes make that too little work beside what the host launches for each.
     """
     fixed = N * token_bytes + 24 * V + 32 * D
     thin = D * (2 + 4 + 2 * input_is_copied) + 64 + row_bytes  # s x, E W and the hidden states, a row's numbers
@@ -69,7 +71,8 @@ def plan_exp(
     budget = workspace_bytes(options, device, device_bytes)
     room = max(0, budget - fixed)
     automatic = options.workspace_mib is None
-    wanted = max(_exp_rows(N, D, V), pieces * _wave_rows(D))
+    piece_rows = _piece_rows(N, D, V) if pieces else _wave_rows(D)
+    wanted = max(_exp_rows(N, D, V), pieces * piece_rows)
     rows = min(room // whole, wanted) if automatic else room // whole
     rows = max(1, min(_whole_tiles(rows), max(1, N)))
     rows = level(N, rows)
@@ -107,7 +110,7 @@ def plan_exp(
         schedule="blocks" if blocked_schedule else "chunks",
         block_columns=columns,
         sum_rows=sum_rows,
-        product_rows=rows if blocked_schedule else min(rows, _wave_rows(D)),
+        product_rows=rows if blocked_schedule else min(rows, piece_rows),
     )
 
 
@@ -141,8 +144,7 @@ def plan_exp_stats(
 def _exp_rows(N: int, D: int, V: int) -> int:
     """Return the rows of a chunk where memory is no matter: few enough to be small beside N, enough to be fast."""
     fast = max(N // EXP_PIECES, -(-EXP_WORK // max(1, D)), -(-EXP_CHUNK_WORK // max(1, D * V)))
-    power = 1 << max(0, fast - 1).bit_length()
-    return max(1, min(power, max(N // 4, EXP_ROWS)))
+    return max(1, min(_next_power(fast), max(N // 4, EXP_ROWS)))
 
 
 def _exp_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
@@ -158,6 +160,16 @@ def _exp_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
 def _wave_rows(D: int) -> int:
     """Return the power of two nearest to the rows of one wave of tiles: beyond it a second one would begin."""
     return 1 << round(math.log2(EXP_WAVE / max(1, D)))
+
+
+def _piece_rows(N: int, D: int, V: int) -> int:
+    """Return the rows of a piece between two exchanges: a wave of tiles, more where few classes are little work."""
+    fast = _next_power(-(-EXP_SHARD_WORK // max(1, D * V)))
+    return max(_wave_rows(D), min(fast, N // 4))
+
+
+def _next_power(rows: int) -> int:
+    return 1 << max(0, rows - 1).bit_length()
 
 
 def _whole_tiles(rows: int) -> int:

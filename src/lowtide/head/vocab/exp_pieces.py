@@ -4,8 +4,9 @@ Hidden states that are spread over the ranks, and the targets' logits, which the
 tells: of each piece they are on their way while the piece before is computed. C rows of a piece.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Taken:
     piece: Piece
     x_CD: Tensor
     y_C: Tensor
-    targets: Told  # [W, 1 or 2, C], or the sum of these
+    targets: Callable[[], Tensor]  # waits on the device, and returns them [1 or 2, C]
 
 
 def cut(ranks: Ranks, plan: HeadPlan, chunk_rows: int, piece_rows: int) -> list[Piece]:
@@ -76,6 +77,10 @@ def inputs_of(ranks: Ranks, job: CrossEntropyJob, pieces: list[Piece]) -> Iterat
         yield piece, aligned_rows(begun.pop(0).get())
 
 
+def _sum_of(told: Told) -> Tensor:
+    return told.get().sum(0)
+
+
 class Fetched:
     """What is told of the pieces before they are computed.
 
@@ -105,7 +110,8 @@ class Fetched:
         if ranks.spread:  # each rank's are known where its hidden states are gathered, a piece at a time
             for piece, x_CD in inputs_of(ranks, job, pieces):
                 (y_C,) = of_piece(piece, self._y_GL)
-                yield Taken(piece=piece, x_CD=x_CD, y_C=y_C, targets=self._begin_targets([(x_CD, y_C)]))
+                told = self._begin_targets([(x_CD, y_C)])
+                yield Taken(piece=piece, x_CD=x_CD, y_C=y_C, targets=partial(_sum_of, told))
             return
         at_once = not input_is_copied(job.input, job.dtype)
         whole = Piece(part=slice(0, ranks.tokens.length), at=slice(0, 0), opens=True, closes=True)
@@ -113,10 +119,10 @@ class Fetched:
             (x_CD, of_piece(piece, self._y_GL)[0])
             for piece, x_CD in inputs_of(ranks, job, [whole] if at_once and pieces else pieces)
         )
-        of_all = told.get().sum(0)
+        of_all = _sum_of(told)
         for piece, x_CD in inputs_of(ranks, job, pieces):
             (y_C,) = of_piece(piece, self._y_GL)
-            yield Taken(piece=piece, x_CD=x_CD, y_C=y_C, targets=Told(of_all[None, :, piece.part], None))
+            yield Taken(piece=piece, x_CD=x_CD, y_C=y_C, targets=partial(of_all.narrow, 1, piece.part.start, len(y_C)))
 
     def _begin_targets(self, rows: Any) -> Told:
         """Begin to tell the logits of the targets that are here, and with smoothing the weighted sums of all."""

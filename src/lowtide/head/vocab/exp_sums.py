@@ -82,20 +82,24 @@ class ExpShard:
             s_C: Takes s.
         """
         C, device = piece.at.stop - piece.at.start, self.y_GL.device
-        number = torch.empty(7, C, dtype=torch.float32, device=device)
-        integer = torch.zeros(2, max(1, C) + 1, dtype=torch.int32, device=device)
-        loss = number[:3] if found is None or self.tokens.groups > 1 else found[:, 0, piece.part]
-        logits = number[3:5] if logits is None else logits
+        # views by as few calls as can be: the host makes them for every piece
+        loss, lse, miss, target, uniform, s, rest = torch.empty(7, C, dtype=torch.float32, device=device).unbind()
+        longest = max(1, C)
+        integers = torch.zeros(2 * longest + 1, dtype=torch.int32, device=device)
+        highest, listed, count = torch.split(integers, [longest, longest, 1])
+        if found is not None and self.tokens.groups == 1:
+            loss, lse, miss = found[:, 0, piece.part].unbind()
+        if logits is not None:
+            target, uniform = logits[0], logits[-1]
         return self.head.thin.Reports(
-            loss=loss[0], lse=loss[1], miss=loss[2], target_logit=logits[0], uniform_logit=logits[-1],
-            s=number[5] if s_C is None else s_C, rest=number[6], highest=integer[0], listed=integer[1, :-1],
-            count=integer[1, -1:],
+            loss=loss, lse=lse, miss=miss, target_logit=target, uniform_logit=uniform, s=s if s_C is None else s_C,
+            rest=rest, highest=highest, listed=listed, count=count,
         )  # fmt: skip
 
     def sum(self, taken: Taken, found: Tensor, e_CV: Tensor | None, s_C: Tensor | None) -> Summed:
         """Build a piece's E, or its sums alone, and begin to tell them."""
         head, x_CD, y_C = self.head, taken.x_CD, taken.y_C
-        reports = self.reports(taken.piece, found, taken.targets.get().sum(0), s_C)
+        reports = self.reports(taken.piece, found, taken.targets(), s_C)
         told = torch.empty(2, len(y_C), dtype=torch.float32, device=x_CD.device)
         if self.width:
             sums = torch.empty(len(y_C), head.tiles, dtype=torch.float32, device=x_CD.device)
