@@ -37,6 +37,7 @@ import lowtide
 from distributed.launch import DEVICE, main, named
 from lowtide.errors import UnsupportedError
 from lowtide.measure.timing import peak_above
+from lowtide.models import parallel_mlp
 from lowtide.models.lazy_logits import LazyLogits
 from support import relative_error
 
@@ -353,6 +354,7 @@ def plan_of_transformers() -> None:
         true = double(model_of(**settings))
         report = lowtide.patch(ours)
         assert report.parts["loss"].patched, str(report)
+        assert report.parts["mlp"].patched, str(report)
         for _ in range(2):
             fair(ours, stock, true, batch, ("transformers", tied))
         fused(report, 2)
@@ -505,15 +507,81 @@ def an_error_inside() -> None:
     torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
 
 
+def mlps_in_parts() -> None:
+    """Each rank's part of an MLP is fused: biases, both levels, tiles, autocast, patched before and after."""
+    for i, (bias, first) in enumerate(((True, True), (True, False), (False, True))):
+        settings = {"mlp_bias": bias, "num_hidden_layers": 1}
+        ours, stock, true = (model_of(**settings) for _ in range(3))
+        report = lowtide.patch(ours) if first else None
+        parallel(ours, layers=True)
+        parallel(stock, layers=True)
+        report = lowtide.patch(ours) if report is None else report
+        assert report.parts["mlp"].patched
+        mlp = ours.model.layers[0].mlp
+        mlp.checkpoint_level, mlp.tile_tokens = i % 2, (None, 5, None)[i]
+        kinds: list[type] = []
+        mlp.register_forward_hook(lambda _m, _x, y, kinds=kinds: kinds.append(type(y)))
+        with fused_mlps() as count:
+            fair(ours, stock, true.double(), batch_of(), (bias, first))
+        assert count == [1]
+        assert kinds == [Tensor]
+        with torch.autocast(DEVICE, torch.bfloat16), fused_mlps() as count:
+            got, want = (step(m, batch_of()) for m in (ours, stock))
+        assert count == [1]
+        for name, value in got.items():
+            assert relative_error(value, want[name]) < 0.03, name
+        with torch.no_grad(), fused_mlps() as count:  # as the stock code on a CPU, to the bit
+            assert torch.equal(ours(**batch_of()).logits + 0, stock(**batch_of()).logits) or DEVICE != "cpu"
+        assert count == [0]
+    lowtide.unpatch(ours)
+    assert "checkpoint_level" not in vars(ours.model.layers[0].mlp)
+
+
+@contextmanager
+def fused_mlps() -> Iterator[list[int]]:
+    """Count the calls of MLPs in parts."""
+    count, stock = [0], parallel_mlp.swiglu_mlp
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        count[0] += 1
+        return stock(*args, **kwargs)
+
+    parallel_mlp.swiglu_mlp = counted
+    try:
+        yield count
+    finally:
+        parallel_mlp.swiglu_mlp = stock
+
+
 def parts_of_layers() -> None:
-    """Projections in parts run the stock code, as the report says; norms and rotations are fused."""
-    ours, stock, true = model_of(), parallel(model_of(), layers=True), double(model_of())
-    report = lowtide.patch(parallel(ours, layers=True))
-    assert not report.parts["mlp"].patched
-    assert report.parts["mlp"].count == 2
-    assert report.parts["norm"].patched
-    assert report.parts["rope"].patched
-    fair(ours, stock, true, batch_of(), "parts")
+    """What is cut in another way runs the stock code, as the report says; norms and rotations are fused."""
+    gathered = ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
+    ways: dict[str, tuple[dict[str, Any], str]] = {
+        "one": ({"gate_proj": ColwiseParallel(output_layouts=Replicate())}, "in another way"),
+        "gathered": ({"gate_proj": gathered, "up_proj": gathered, "down_proj": gathered}, "in another way"),
+        "whole inside": (
+            {"gate_proj": gathered, "up_proj": gathered, "down_proj": RowwiseParallel(input_layouts=Replicate())},
+            "in another way",
+        ),
+        "hooked": (
+            {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()},
+            "hook",
+        ),
+    }
+    for name, (plan, why) in ways.items():
+        ours, stock, true = model_of(), model_of(), double(model_of())
+        for model in (ours, stock):
+            parallelize_module(model, ranks_mesh(), {f"model.layers.*.mlp.{key}": style for key, style in plan.items()})
+        if name == "hooked":
+            for model in (ours, stock, true):
+                model.model.layers[1].mlp.up_proj.register_forward_hook(lambda _m, _x, y: y * 0.5)
+        report = lowtide.patch(parallel(ours))
+        assert why in str(report), (name, str(report))
+        assert report.parts["mlp"].patched == (name == "hooked")
+        assert report.parts["norm"].patched
+        assert report.parts["rope"].patched
+        parallel(stock)
+        fair(ours, stock, true, batch_of(), name)
 
 
 def memory() -> None:
@@ -543,6 +611,7 @@ CASES = named(
     what_is_left_alone,
     changed_on_one_rank,
     an_error_inside,
+    mlps_in_parts,
     parts_of_layers,
     memory,
 )

@@ -20,6 +20,7 @@ CASES = [
     "what_is_left_alone",
     "changed_on_one_rank",
     "an_error_inside",
+    "mlps_in_parts",
     "parts_of_layers",
     "memory",
 ]

@@ -36,6 +36,7 @@ FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: eac
         "plan_of_transformers",
         "wrapped_by_transformers_later",
         "changed_on_one_rank",
+        "mlps_in_parts",
         "parts_of_layers",
     ],
 }

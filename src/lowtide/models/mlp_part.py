@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.instance import part_of
 from lowtide.models.lora_mlp import low_rank_projections, why_not_together
 from lowtide.models.ordinary import are_plain_linears, has_nothing_to_save, is_ordinary
+from lowtide.models.parallel_mlp import is_cut_over, mesh_of_mlp, run_in_parts
 from lowtide.models.probe import agree, outcome, random, rows, twin_of
 
 LEVEL = "checkpoint_level"
@@ -47,8 +49,10 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
     layers = _layers(module)
     if isinstance(layers, str):  # adapters of another form, or quantised
         return layers
-    others = _others(module)
-    if not _are_plain(layers, others):
+    others, mesh = _others(module), mesh_of_mlp(layers)
+    if isinstance(mesh, str):
+        return mesh
+    if not (_are_plain(layers, others) if mesh is None else are_plain_linears((), others)):
         return "a child has hooks or a forward of its own"
     why_not = why_not_together(layers)
     if why_not is not None:
@@ -66,6 +70,8 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
         return activation
     adapted = [name for name, layer in zip(_PROJECTIONS, layers, strict=True) if layer.adapters]
     with_what = f", LoRA on {', '.join(adapted)} with it" if adapted else ""
+    if mesh is not None:
+        with_what = ", each rank with its part of them"
     return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up{with_what}", (
         activation,
         tuple(map(type, others)),
@@ -151,7 +157,10 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
             level = None
         layers = None if level is None else _ours(self, args[0], other_types)
         if layers is None:
-            return base.forward(self, *args, **kwargs)
+            found = None if level is None else _in_parts(self, args[0], other_types)
+            if found is None:
+                return base.forward(self, *args, **kwargs)
+            return run_in_parts(args[0], *found, activation, level, getattr(self, TILE, None))
         if any(layer.adapters for layer in layers):
             projections = low_rank_projections(layers)
             tile: int | None = getattr(self, TILE, None)
@@ -205,5 +214,24 @@ def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLi
         return None
     if why_not_together(layers) is not None:
         return None
-    fits = x.is_floating_point() and (x.dtype == layers[0].base.weight.dtype or is_autocast_on(x.device.type))
-    return layers if fits else None
+    return layers if _fits(x, layers) else None
+
+
+def _in_parts(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[tuple[AdaptedLinear, ...], Any] | None:
+    """Return the projections of a call that is ours to run on this rank's part, and their mesh; None where it is not.
+
+    What is asked is alike on all ranks, and so is the answer.
+    """
+    if torch.compiler.is_compiling():  # which traces DTensors by itself
+        return None
+    others, layers = _others(mlp), _layers(mlp)
+    if isinstance(layers, str) or tuple(map(type, others)) != other_types or not are_plain_linears((), others):
+        return None
+    mesh = mesh_of_mlp(layers)
+    if mesh is None or isinstance(mesh, str) or not is_cut_over(layers, mesh) or not is_ordinary((x,), ()):
+        return None
+    return (layers, mesh) if _fits(x, layers) else None
+
+
+def _fits(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> bool:
+    return x.is_floating_point() and (x.dtype == layers[0].base.weight.dtype or is_autocast_on(x.device.type))

@@ -1,7 +1,8 @@
-"""How PyTorch and transformers wrap an output embedding for tensor parallelism, read from what they leave on it.
+"""How PyTorch and transformers wrap linear layers for tensor parallelism, read from what they leave on them.
 
-`torch.distributed.tensor.parallel.ColwiseParallel` leaves a hook before and one behind the module; the style of that
-name in transformers a forward on the instance. Both make a DTensor of the input, and of the output what was asked for.
+`torch.distributed.tensor.parallel.ColwiseParallel` and ``RowwiseParallel`` leave a hook before and one behind the
+module; the styles of these names in transformers a forward on the instance. They make a DTensor of the input, and of
+the output what was asked for.
 """
 
 import functools
@@ -19,24 +20,29 @@ _TRANSFORMERS = "transformers.distributed.tensor_parallel"
 # The attribute of an instance that holds the style while that is put aside, or `_STOCK` while the stock code runs.
 _ASIDE = "_lowtide_style"
 _STOCK = "stock"
+_KINDS = ("ColwiseParallel", "RowwiseParallel")
 _ANOTHER = "is wrapped for tensor parallelism in another way than by ColwiseParallel"
 
 
 @dataclass(frozen=True)
 class Style:
-    """What is wrapped around a head, and what it makes of the head's output.
+    """What is wrapped around a linear layer.
 
     Args:
+        kind: One of `_KINDS`.
         mesh: The ranks.
-        input_placement: How hidden states lie that are plain tensors.
-        gives_local: Whether the logits are plain tensors, and not DTensors.
+        input_placement: How inputs lie that are plain tensors.
+        output_placement: How the outputs lie.
+        gives_local: Whether the outputs are plain tensors, and not DTensors.
         before: The hook before the module's forward.
         after: The hook behind it.
         forward: What stands on the instance in the place of the class's forward.
     """
 
+    kind: str
     mesh: Any
     input_placement: Any
+    output_placement: Any
     gives_local: bool
     before: Callable[..., Any] | None = None
     after: Callable[..., Any] | None = None
@@ -50,13 +56,25 @@ def defining_module(function: Any) -> str:
     return getattr(function, "__module__", None) or ""
 
 
-def style_of(head: nn.Module) -> Style | str | None:
-    """Return the style that wraps ``head``, None where none does, or why it is not one that is known."""
-    before, after = (_found(getattr(head, kind)) for kind in _HOOKS)
-    forward = vars(head).get("forward")
+def linear_style(linear: nn.Module) -> Style | str | None:
+    """Return the style that wraps ``linear``, None where none does, or why it is not one that is known."""
+    before, after = (_found(getattr(linear, kind)) for kind in _HOOKS)
+    forward = vars(linear).get("forward")
     if defining_module(forward) != _TRANSFORMERS:
         return _of_hooks(before, after) if before or after else None
-    return _ANOTHER if before or after else _of_forward(head, forward)
+    return _ANOTHER if before or after else _of_forward(linear, forward)
+
+
+def style_of(head: nn.Module) -> Style | str | None:
+    """Return the style that wraps an output embedding, None where none does, or why its logits have to be built."""
+    style = linear_style(head)
+    if not isinstance(style, Style):
+        return style
+    if style.kind != "ColwiseParallel" or (style.forward is not None and not style.input_placement.is_replicate()):
+        return _ANOTHER
+    if style.gives_local and not style.output_placement.is_replicate():
+        return "returns this rank's logits alone (ColwiseParallel with output_layouts=Shard(-1), use_local_output=True)"
+    return style
 
 
 def has_foreign_forward(head: nn.Module) -> bool:
@@ -137,43 +155,37 @@ def _found(hooks: dict[int, Callable[..., Any]]) -> list[Callable[..., Any]]:
 
 
 def _of_hooks(before: list[Callable[..., Any]], after: list[Callable[..., Any]]) -> Style | str:
-    from torch.distributed.tensor.parallel import ColwiseParallel
+    from torch.distributed.tensor import parallel
 
     if len(before) != 1 or len(after) != 1:
         return _ANOTHER
     enter, leave = _cells(before[0]).get("input_fn"), _cells(after[0]).get("output_fn")
-    layouts = _arguments(enter, getattr(ColwiseParallel, "_prepare_input_fn", None))
-    outputs = _arguments(leave, getattr(ColwiseParallel, "_prepare_output_fn", None))
-    if layouts is None or outputs is None or len(layouts[0]) != 1:
-        return _ANOTHER
-    (placement,), (output,) = layouts[0], outputs[0]
-    mesh = _cells(before[0]).get("device_mesh")
-    return _style(mesh, placement, output, outputs[1], before=before[0], after=after[0])
+    for kind in _KINDS:
+        known = getattr(parallel, kind)
+        layouts = _arguments(enter, getattr(known, "_prepare_input_fn", None))
+        outputs = _arguments(leave, getattr(known, "_prepare_output_fn", None))
+        if layouts is not None and outputs is not None and len(layouts[0]) == len(outputs[0]) == 1:
+            mesh = _cells(before[0]).get("device_mesh")
+            return Style(kind, mesh, layouts[0][0], outputs[0][0], outputs[1], before=before[0], after=after[0])
+    return _ANOTHER
 
 
-def _of_forward(head: nn.Module, forward: Any) -> Style | str:
+def _of_forward(linear: nn.Module, forward: Any) -> Style | str:
     """Return the style of transformers' forward, a closure over the style, the module and the forward before."""
     cells = _cells(forward)
     style: Any = cells.get("self")
     module, before = cells.get("module"), cells.get("original_forward")
-    if type(style) is not getattr(sys.modules[_TRANSFORMERS], "ColwiseParallel", None):
+    kind = type(style).__name__
+    if kind not in _KINDS or type(style) is not getattr(sys.modules[_TRANSFORMERS], kind, None):
         return _ANOTHER
-    if module is not head or getattr(before, "__self__", None) is not head:
+    if module is not linear or getattr(before, "__self__", None) is not linear:
         return "is a copy, and the forward that transformers put on it is that of the original"
-    if getattr(before, "__func__", None) not in [vars(kind).get("forward", head) for kind in type(head).__mro__]:
+    if getattr(before, "__func__", None) not in [vars(base).get("forward", linear) for base in type(linear).__mro__]:
         return "had a forward of its own before it was wrapped for tensor parallelism"
-    if getattr(head, "_hf_quantized_needs_local_tp", False):
+    if getattr(linear, "_hf_quantized_needs_local_tp", False):
         return "is quantised"
-    if not style.input_layouts.is_replicate():
-        return _ANOTHER
     layouts = style.input_layouts, style.output_layouts
-    return _style(cells.get("mesh"), *layouts, style.use_local_output, forward=forward)
-
-
-def _style(mesh: Any, input_placement: Any, output: Any, local: bool, **wrapping: Any) -> Style | str:
-    if local and not output.is_replicate():
-        return "returns this rank's logits alone (ColwiseParallel with output_layouts=Shard(-1), use_local_output=True)"
-    return Style(mesh, input_placement, local, **wrapping)
+    return Style(kind, cells.get("mesh"), *layouts, style.use_local_output, forward=forward)
 
 
 def _arguments(function: Any, wanted: Any) -> tuple[Any, Any] | None:
