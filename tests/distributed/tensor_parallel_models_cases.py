@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -521,16 +522,22 @@ def mlps_in_parts() -> None:
         mlp.checkpoint_level, mlp.tile_tokens = i % 2, (None, 5, None)[i]
         kinds: list[type] = []
         mlp.register_forward_hook(lambda _m, _x, y, kinds=kinds: kinds.append(type(y)))
-        with fused_mlps() as count:
+        with counted(parallel_mlp, "swiglu_mlp") as count:
             fair(ours, stock, true.double(), batch_of(), (bias, first))
         assert count == [1]
         assert kinds == [Tensor]
-        with torch.autocast(DEVICE, torch.bfloat16), fused_mlps() as count:
+        with torch.autocast(DEVICE, torch.bfloat16), counted(parallel_mlp, "swiglu_mlp") as count:
             got, want = (step(m, batch_of()) for m in (ours, stock))
         assert count == [1]
         for name, value in got.items():
             assert relative_error(value, want[name]) < 0.03, name
-        with torch.no_grad(), fused_mlps() as count:  # as the stock code on a CPU, to the bit
+        sums = []
+        for model in (ours.model, stock.model):
+            with counted(funcol, "all_reduce") as count:
+                model(input_ids=batch_of()["input_ids"]).last_hidden_state.sum().backward()
+            sums.append(count[0])
+        assert sums[0] == sums[1] - 1, "one sum for the gradients through gate and up"
+        with torch.no_grad(), counted(parallel_mlp, "swiglu_mlp") as count:  # as the stock code on a CPU, to the bit
             assert torch.equal(ours(**batch_of()).logits + 0, stock(**batch_of()).logits) or DEVICE != "cpu"
         assert count == [0]
     lowtide.unpatch(ours)
@@ -538,19 +545,19 @@ def mlps_in_parts() -> None:
 
 
 @contextmanager
-def fused_mlps() -> Iterator[list[int]]:
-    """Count the calls of MLPs in parts."""
-    count, stock = [0], parallel_mlp.swiglu_mlp
+def counted(module: Any, name: str) -> Iterator[list[int]]:
+    """Count the calls of a module's function."""
+    count, stock = [0], getattr(module, name)
 
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
+    def call(*args: Any, **kwargs: Any) -> Any:
         count[0] += 1
         return stock(*args, **kwargs)
 
-    parallel_mlp.swiglu_mlp = counted
+    setattr(module, name, call)
     try:
         yield count
     finally:
-        parallel_mlp.swiglu_mlp = stock
+        setattr(module, name, stock)
 
 
 def parts_of_layers() -> None:
