@@ -350,8 +350,9 @@ def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 def _sample(tensors: tuple[Tensor | None, ...]) -> Tensor:
     """Return sums of a few rows of each tensor, as bits, which a NaN cannot make unequal to themselves."""
-    held: list[Any] = [x.detach() for x in tensors if x is not None]
-    here: list[Tensor] = [x.to_local() if is_dtensor(x) else x for x in held]
+    held: list[Any] = [x for x in tensors if x is not None]
+    with torch.no_grad():  # where a DTensor hands out what it has; to detach one is an error in inference mode
+        here: list[Tensor] = [x.to_local() if is_dtensor(x) else x.detach() for x in held]
     rows = [x.flatten(0, -2) if x.dim() > 1 else x[None] for x in here]
     some = [x[:: max(1, x.shape[0] // 16)] for x in rows]
     return torch.cat([x.sum(-1, dtype=torch.float32) for x in some]).view(torch.int32)

@@ -102,11 +102,12 @@ def is_stock_call(head: nn.Module) -> bool:
 def put_aside(head: nn.Module, style: Style) -> Iterator[None]:
     """Let calls of ``head`` go past the style inside; all its other hooks see them as before."""
     state = vars(head)
-    before = {name: state[name] for name in ("forward", *_HOOKS) if name in state}
+    before = {name: state[name] for name in _HOOKS}
     for kind in _HOOKS:
         kept = ((key, hook) for key, hook in state[kind].items() if hook not in (style.before, style.after))
         state[kind] = OrderedDict(kept)
-    state.pop("forward", None)
+    if style.forward is not None:
+        before["forward"] = state.pop("forward")
     try:
         with _marked(head, style):
             yield
