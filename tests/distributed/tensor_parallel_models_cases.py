@@ -10,7 +10,7 @@ import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import DistributedConfig
 
 import lowtide
@@ -582,6 +583,47 @@ def parts_of_layers() -> None:
         fair(ours, stock, true, batch_of(), name)
 
 
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def looked_at_on_one_rank() -> None:
+    """A hook or a mode that the first rank alone has: all run the stock code, and none waits."""
+    first = dist.get_rank() == 0
+    for what in ("head", "projection", "mode"):
+        ours, stock, true = model_of(), parallel(model_of(), layers=True), double(model_of())
+        report = lowtide.patch(parallel(ours, layers=True))
+        seen: list[Any] = []
+        if first and what != "mode":
+            watched = ours.lm_head if what == "head" else ours.model.layers[0].mlp.up_proj
+            watched.register_forward_hook(lambda _m, _x, y, seen=seen: seen.append(y))
+        for _ in range(2):
+            with Mode() if first and what == "mode" else nullcontext(), counted(parallel_mlp, "swiglu_mlp") as count:
+                fair(ours, stock, true, batch_of(), what)
+            assert count == [{"head": 2, "projection": 1, "mode": 0}[what]]
+            assert bool(seen) == (first and what != "mode")
+        assert report.calls_fused == (2 if what == "projection" else 0)
+        if not first and what != "projection":
+            assert report.why_materialised == {
+                "on ranks [0] of its group something looks at the calls of this module": 2
+            }
+    # later, when the ranks have agreed to fuse: an error where it is
+    ours = parallel(model_of())
+    report = lowtide.patch(ours)
+    step(ours, batch_of())
+    if first:
+        hook = ours.lm_head.register_forward_hook(lambda _m, _x, y: y)
+        with pytest.raises(UnsupportedError, match=r"a hook from __main__.*lowtide\.patch\(model\) again"):
+            ours(**batch_of())
+        hook.remove()
+    step(ours, batch_of())
+    ours.lm_head.register_forward_hook(lambda _m, _x, y: y)
+    lowtide.patch(ours)
+    fair(ours, parallel(model_of()), double(model_of()), batch_of(), "again")
+    fused(report, 2, 1)
+
+
 def memory() -> None:
     """No rank has logits, not those of its own classes either."""
     vocab, length = 6000, 256
@@ -611,6 +653,7 @@ CASES = named(
     an_error_inside,
     mlps_in_parts,
     parts_of_layers,
+    looked_at_on_one_rank,
     memory,
 )
 

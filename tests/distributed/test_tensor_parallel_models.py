@@ -22,6 +22,7 @@ CASES = [
     "an_error_inside",
     "mlps_in_parts",
     "parts_of_layers",
+    "looked_at_on_one_rank",
     "memory",
 ]
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")

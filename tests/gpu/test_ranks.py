@@ -38,6 +38,7 @@ FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: eac
         "changed_on_one_rank",
         "mlps_in_parts",
         "parts_of_layers",
+        "looked_at_on_one_rank",
     ],
 }
 FOR_FOUR = ("mesh_cases", "tensor_parallel_cases")  # whose meshes are two by two

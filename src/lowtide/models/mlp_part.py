@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from lowtide.mlp.adapted import adapted_mlp
 from lowtide.mlp.swiglu import swiglu_mlp
+from lowtide.models import agreement
 from lowtide.models.adapters import AdaptedLinear, adapted_linear
 from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.instance import part_of
 from lowtide.models.lora_mlp import low_rank_projections, why_not_together
 from lowtide.models.ordinary import are_plain_linears, has_nothing_to_save, is_ordinary
-from lowtide.models.parallel_mlp import is_cut_over, mesh_of_mlp, run_in_parts
+from lowtide.models.parallel_mlp import is_cut_over, is_looked_at, mesh_of_mlp, run_in_parts
 from lowtide.models.probe import agree, outcome, random, rows, twin_of
 
 LEVEL = "checkpoint_level"
@@ -33,6 +34,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
 _TOLERANCE = 1e-5  # of float32 products of 6 and 10 terms; the exact GELU is 1e-3 from its tanh form
+_LOOKED_AT = "a child has hooks or a forward of its own"
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -52,8 +54,8 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
     others, mesh = _others(module), mesh_of_mlp(layers)
     if isinstance(mesh, str):
         return mesh
-    if not (_are_plain(layers, others) if mesh is None else are_plain_linears((), others)):
-        return "a child has hooks or a forward of its own"
+    if mesh is None and not _are_plain(layers, others):  # over ranks it is asked at the calls, of all of them
+        return _LOOKED_AT
     why_not = why_not_together(layers)
     if why_not is not None:
         return why_not
@@ -71,7 +73,7 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
     adapted = [name for name, layer in zip(_PROJECTIONS, layers, strict=True) if layer.adapters]
     with_what = f", LoRA on {', '.join(adapted)} with it" if adapted else ""
     if mesh is not None:
-        with_what = ", each rank with its part of them"
+        with_what = ", each rank with its part of them, unless one has hooks there"
     return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up{with_what}", (
         activation,
         tuple(map(type, others)),
@@ -220,17 +222,19 @@ def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLi
 def _in_parts(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[tuple[AdaptedLinear, ...], Any] | None:
     """Return the projections of a call that is ours to run on this rank's part, and their mesh; None where it is not.
 
-    What is asked is alike on all ranks, and so is the answer.
+    What is asked first is alike on all ranks; of what may not be they tell each other, and so all do the same.
     """
     if torch.compiler.is_compiling():  # which traces DTensors by itself
         return None
     others, layers = _others(mlp), _layers(mlp)
-    if isinstance(layers, str) or tuple(map(type, others)) != other_types or not are_plain_linears((), others):
+    if isinstance(layers, str) or tuple(map(type, others)) != other_types or type(x) is not Tensor:
         return None
     mesh = mesh_of_mlp(layers)
-    if mesh is None or isinstance(mesh, str) or not is_cut_over(layers, mesh) or not is_ordinary((x,), ()):
+    if mesh is None or isinstance(mesh, str) or not is_cut_over(layers, mesh) or not _fits(x, layers):
         return None
-    return (layers, mesh) if _fits(x, layers) else None
+    alone = are_plain_linears((), others) and not is_looked_at(layers) and is_ordinary((x,), ())
+    why_not = agreement.why_not_together(mlp, mesh, x.device, None if alone else _LOOKED_AT)
+    return (layers, mesh) if why_not is None else None
 
 
 def _fits(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> bool:

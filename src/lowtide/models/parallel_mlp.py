@@ -30,17 +30,24 @@ def mesh_of_mlp(layers: Sequence[AdaptedLinear]) -> Any:
     if any(layer.adapters or layer.around for layer in layers):
         return "adapters are on projections that are in parts over ranks"
     kinds = ("ColwiseParallel", "ColwiseParallel", "RowwiseParallel")
-    for layer, style, kind in zip(layers, styles, kinds, strict=True):
+    for style, kind in zip(styles, kinds, strict=True):
         if not isinstance(style, Style) or style.kind != kind or not _has_these_layouts(style):
             return "its projections are in parts over ranks in another way than by columns, then by rows"
         if style.mesh != styles[0].mesh or style.mesh.ndim != 1:
             return "its projections are on several meshes"
+    return styles[0].mesh
+
+
+def is_looked_at(layers: Sequence[AdaptedLinear]) -> bool:
+    """Whether anything but its style is around a projection."""
+    for layer in layers:
+        style: Any = linear_style(layer.base)
         hooks = [hook for name in MODULE_HOOKS for hook in getattr(layer.base, name).values()]
         if any(hook not in (style.before, style.after) for hook in hooks):
-            return "a child has hooks or a forward of its own"
+            return True
         if vars(layer.base).get("forward") is not style.forward:
-            return "a child has hooks or a forward of its own"
-    return styles[0].mesh
+            return True
+    return False
 
 
 def is_cut_over(layers: Sequence[AdaptedLinear], mesh: Any) -> bool:

@@ -17,6 +17,7 @@ from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
+from lowtide.models.agreement import forget, why_not_together
 from lowtide.models.eligibility import (
     LABELS,
     is_under_compile,
@@ -122,6 +123,7 @@ def patch(
             raise ArgumentTypeError(message(name, "True or False", f"{flag!r}"))
     state: _Patch = vars(target).get(_STATE) or _Patch(PatchReport(), options)
     state.options = options
+    forget(target)
     if loss:
         _patch_loss(target, state, model)
     else:
@@ -303,6 +305,8 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             return base.__call__(self, *args, **kwargs)
         if state is not None and not inside:
             why_not = why_not_call(self)
+            if isinstance(style, Style):
+                why_not = why_not_together(self, style.mesh, self.weight.device, why_not)
             if why_not is not None:
                 state.head_calls += 1
                 state.report.count_materialised(why_not)
