@@ -1,4 +1,4 @@
-"""FSDP2 times tensor parallelism with the vocabulary in parts: a mesh of two axes, four ranks."""
+"""FSDP2 times tensor parallelism with the vocabulary in parts, patched models too: a mesh of two axes, four ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,73 @@ def two_axes() -> None:
     assert placed.to_local().shape[0] < V // 2, "a rank holds its part of its part"
 
 
-CASES = named(two_axes)
+class Causal(nn.Module):
+    """A model as transformers has them, to be patched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(V, D), nn.ModuleList([Mlp(), Mlp()])
+        self.lm_head = nn.Linear(D, V)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, items: Any = None) -> tuple[Any, Tensor]:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.lm_head(hidden) * 0.5
+        if labels is None:
+            return None, logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return loss / items, logits
+
+
+def patched() -> None:
+    """Patched models on both axes, the head in the root's unit and in its own: beside stock and one process."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "vocabulary"))
+    data, tensor = mesh["data"], mesh["vocabulary"]
+    mine = data.get_local_rank()
+    ids = torch.randint(V, (2, BATCH, LENGTH)).to(DEVICE)
+    labels = ids.masked_fill(torch.rand(ids.shape).to(DEVICE) < 0.4, -100)
+    items = (labels[..., 1:] != -100).sum()
+    for own, first, gradient in ((True, False, "forward"), (False, True, "recompute"), (True, True, "recompute")):
+        whole = Causal().double().to(DEVICE)
+        ours, stock = copy.deepcopy(whole), copy.deepcopy(whole)
+        want, _ = whole(ids.flatten(0, 1), labels.flatten(0, 1), items)
+        want.backward()
+        options = lowtide.HeadOptions(gradient=gradient)
+        if first:
+            report = lowtide.patch(ours, options=options)
+        for model in (ours, stock):
+            plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+            parallelize_module(model, tensor, {**plan, "lm_head": ColwiseParallel(output_layouts=Replicate())})
+            for module in (*model.layers, *([model.lm_head] if own else []), model):
+                fully_shard(module, mesh=data)
+        if not first:
+            report = lowtide.patch(ours, options=options)
+        for _ in range(2):
+            for model in (ours, stock):
+                model.zero_grad()
+                loss, _ = model(ids[mine], labels[mine], items / 2)  # FSDP2 averages
+                loss.backward()
+                total = loss.detach().clone()
+                dist.all_reduce(total, group=data.get_group())
+                torch.testing.assert_close(total / 2, want.detach(), rtol=1e-12, atol=1e-12)
+                for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+                    got: Any = p.grad
+                    torch.testing.assert_close(
+                        got.full_tensor(), q.grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+                    )
+        assert (report.calls_fused, report.calls_materialised) == (2, 0), f"{own} {first}\n{report}"
+        with torch.no_grad():
+            (_, lazy), (_, real) = ours(ids[mine], labels[mine], items), stock(ids[mine])
+        if own:
+            torch.testing.assert_close(lazy + 0, real)
+            assert report.calls_materialised == 1
+
+
+CASES = named(two_axes, patched)
 
 if __name__ == "__main__":
     main(CASES)

@@ -16,5 +16,6 @@ def test_on_four_ranks(case: str) -> None:
     launch.check(FILE, 4, case)
 
 
-def test_tensor_parallel_layers_too() -> None:
-    launch.check(FILE.with_name("tensor_parallel_cases.py"), 4, "two_axes")
+@pytest.mark.parametrize("case", ["two_axes", "patched"])
+def test_tensor_parallel_layers_too(case: str) -> None:
+    launch.check(FILE.with_name("tensor_parallel_cases.py"), 4, case)

@@ -25,7 +25,21 @@ FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: eac
     "fsdp_cases": ["patched_models", "functional_head", "mixed_precision", "accumulation"],
     "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
     "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding"],
-    "tensor_parallel_cases": ["two_axes"],
+    "tensor_parallel_cases": ["two_axes", "patched"],
+    "tensor_parallel_models_cases": [
+        "kinds_of_heads",
+        "with_loss_parallel",
+        "tokens_in_parts",
+        "losses_of_ones_own",
+        "labels_and_counts",
+        "embeddings_that_are_tied",
+        "plan_of_transformers",
+        "wrapped_by_transformers_later",
+        "changed_on_one_rank",
+        "mlps_in_parts",
+        "parts_of_layers",
+        "looked_at_on_one_rank",
+    ],
 }
 FOR_FOUR = ("mesh_cases", "tensor_parallel_cases")  # whose meshes are two by two
 

@@ -136,6 +136,36 @@ def test_a_saved_head_and_its_reference(patch_first, one_process, pair, batch):
             torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=1e-4, atol=1e-5, msg=key)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_lora_on_a_head_in_parts_runs_as_it_came(patch_first, one_process, pair, batch):
+    peft = pytest.importorskip("peft")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, stock = pair("llama", tie_word_embeddings=False)
+    for m in (model, stock):
+        parallelize_module(m, init_device_mesh("cpu", (1,)), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        if patch_first and m is model:
+            report = lowtide.patch(m)
+            torch.testing.assert_close(m(**batch).loss, stock(**batch).loss)
+            assert report.calls_fused == 1
+        peft.inject_adapter_in_model(config, m)
+    if not patch_first:
+        report = lowtide.patch(model)
+    before = report.calls_fused
+    for m in (model, stock):
+        m(**batch).loss.backward()
+    for (key, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=key)
+    assert report.calls_fused == before
+    assert "has LoRA on a weight that is in parts" in str(report)
+
+
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("own_loss", [False, True])
 def test_ddp_hands_logits_on_without_building_them(own_loss, settings, one_process, pair, batch, assert_same_gradients):

@@ -1,6 +1,5 @@
 """Where lazy logits may stand in for real ones: pure functions that return the reason why they may not, or None."""
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
 from lowtide.models.instance import part_of
+from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
 
 # Hooks of these packages move and gather weights and pass outputs through; any other hook may look at the logits.
 _HOOKS_THAT_DO_NOT_LOOK = ("torch.", "accelerate.", "deepspeed.")
@@ -53,21 +53,29 @@ def why_not_patch_head(head: nn.Module | None, why_not_linear: str | None) -> st
         return "another patched model has this output embedding"
     if why_not_linear is not None:
         return f"the output embedding {why_not_linear}"
-    if "forward" in vars(head):
+    if has_foreign_forward(head):
         return "the output embedding's forward was replaced on the instance"
-    return None
+    style = style_of(head)
+    return f"the output embedding {style}" if isinstance(style, str) else None
 
 
 def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
-    """Return why this call of the head must return real logits."""
+    """Return why this call of a head that is here as a whole must return real logits."""
     bias = head.bias
     # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
     if type(head.weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
     if hasattr(head.weight, "ds_id"):
         return "DeepSpeed's ZeRO-3 holds the output embedding's weight, and reads what each module returns"
-    if type(hidden) is not Tensor or not hidden.is_floating_point():
+    if type(hidden) is not Tensor:
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
+    return why_not_now(head, hidden)
+
+
+def why_not_now(head: nn.Linear, hidden: Tensor) -> str | None:
+    """Return why this call must return real logits, whatever kind of tensors it is of."""
+    if not hidden.is_floating_point():
+        return f"the hidden states are a {type(hidden).__name__} of {hidden.dtype}"
     if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):
         return "hidden states and output embedding differ in dtype"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -79,14 +87,17 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
 
 def why_not_call(head: nn.Module) -> str | None:
     """Return why calling ``head`` may do more than a linear layer does, which a loss without logits would miss."""
-    if "forward" in vars(head) and not hasattr(head, "_hf_hook"):  # accelerate's wrapper calls the class's forward
+    if has_foreign_forward(head) and not hasattr(head, "_hf_hook"):  # accelerate's wrapper calls the class's forward
         return "the output embedding's forward was replaced on the instance"
     if nn.Linear.forward is not LINEAR_FORWARD:
         return "torch.nn.Linear.forward was replaced"
     if is_function_mode_active():
         return "a TorchFunctionMode is active"
+    style = style_of(head)
+    if isinstance(style, str):
+        return f"the output embedding {style}"
     for hook in _hooks(head):
-        module = _defining_module(hook)
+        module = defining_module(hook)
         if not module.startswith(_HOOKS_THAT_DO_NOT_LOOK):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
     return None
@@ -135,9 +146,3 @@ def _hooks(head: nn.Module) -> list[Callable[..., Any]]:
     own = [hook for kind in MODULE_HOOKS for hook in getattr(head, kind).values()]
     every = [hook for kind in MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
     return own + every
-
-
-def _defining_module(hook: Callable[..., Any]) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return getattr(hook, "__module__", None) or ""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import UnsupportedError
+from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.memory.versions import steps_taken
 from lowtide.models.eligibility import is_autocast_on, why_not_call
@@ -29,11 +30,13 @@ class Step:
         args: Its arguments after the logits.
         of_hidden: Where it rearranged or chose rows and left the V columns as they were: what does the same to hidden
             states. None for what works on each logit by itself.
+        keeps_rows: Whether the rows are the same ones in the same order, whatever shape they stand in.
     """
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...] = ()
     of_hidden: Callable[[Tensor], Tensor] | None = None
+    keeps_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,22 @@ class HeadCall:
 
     @property
     def adapted(self) -> bool:
-        """Whether there is more to the logits than a linear layer: then the cross entropy alone needs none of them."""
+        """Whether there is more to the logits than a linear layer."""
+        return False
+
+    @property
+    def only_loss(self) -> bool:
+        """Whether the cross entropy alone can do without logits."""
+        return self.adapted
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each rank has a part of the classes."""
+        return False
+
+    @property
+    def gives_dtensor(self) -> bool:
+        """Whether the logits are a DTensor."""
         return False
 
     @property
@@ -153,13 +171,24 @@ class HeadCall:
             self._enter_autocast(modes)
             return self._run(work, later=True)  # type: ignore[no-any-return]
 
-    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (hidden, weight, bias) of the linear layer that gives these logits; inside the head's forward."""
-        return self.hidden, head.weight, head.bias
+    def operands(
+        self, head: nn.Linear, steps: tuple[Step, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        """Return what a function of the logits takes: hidden states, weight, bias, and what else it needs, by name.
 
-    def more(self, rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:  # noqa: ARG002
-        """Return what else the loss needs, by name; ``rows`` does to a tensor [..., *] what was done to the logits."""
-        return {}
+        Args:
+            head: The output embedding, inside its forward.
+            steps: Those that rearranged or chose rows.
+        """
+        return rows_of(self.hidden, steps), head.weight, head.bias, {}
+
+    def of_classes(self, vector: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002
+        """Return of a vector [V] what goes with ``weight``, one of `operands`."""
+        return vector
+
+    def as_given(self, result: Tensor) -> Tensor:
+        """Return a result as the kind of tensor that the logits would have made it."""
+        return result
 
     def _logits(self, forward: Forward, tensors: tuple[Tensor | None, ...]) -> Tensor:
         """Return the logits from `tensors`, or from others in their place."""
@@ -174,20 +203,14 @@ class HeadCall:
             steps: What was done to the logits.
             folded: The same as `fold` returns it.
             function: Called with (hidden, weight) and ``linear_bias``, ``logit_scale``, ``softcap``, ``options`` and
-                what `more` returns.
+                what else `operands` returns.
         """
 
-        def rows(tensor: Tensor) -> Tensor:
-            for step in steps:
-                if step.of_hidden is not None:
-                    tensor = step.of_hidden(tensor)
-            return tensor
-
         def work(head: nn.Linear, _: Forward) -> Any:
-            hidden, weight, bias = self.linear(head)
-            hidden = rows(hidden)
+            hidden, weight, bias, more = self.operands(head, tuple(s for s in steps if s.of_hidden is not None))
             for offset in folded.offsets:
-                bias = offset if bias is None else bias + offset
+                part = self.of_classes(offset, weight)
+                bias = part if bias is None else bias + part
             result = function(
                 hidden,
                 weight,
@@ -195,8 +218,9 @@ class HeadCall:
                 softcap=folded.softcap,
                 logit_scale=folded.logit_scale,
                 options=self.options,
-                **self.more(rows),
+                **more,
             )
+            result = self.as_given(result)
             # FSDP2 puts a hook on what its modules return, and warns of views: changes in place would go past it.
             return result.clone() if result._is_view() else result
 
@@ -241,12 +265,15 @@ class HeadCall:
         changed = _state(self.tensors) != self._state and not hasattr(head, "_hf_hook")
         # Fused optimizers and writes to .data leave versions alone. Comparing waits for the device, so only where
         # logits are built, which costs far more, or an optimizer has stepped since.
-        if changed or (later and not torch.equal(_sample(self.tensors), self._sample)):
+        if changed or (later and self._differs()):
             raise UnsupportedError(
                 "logits: expected the hidden states and the output embedding as the forward pass left them, got ones "
                 "changed since (by an optimizer step, or a load). The logits were not kept: read outputs.logits before "
                 "the change, or call the model again."
             )
+
+    def _differs(self) -> bool:
+        return not torch.equal(_sample(self.tensors), self._sample)
 
 
 def fold(steps: tuple[Step, ...]) -> Folded | None:
@@ -296,6 +323,14 @@ def _is_usable(factor: float | Tensor) -> bool:
     return isinstance(factor, Tensor) or (factor != 0 and math.isfinite(factor))
 
 
+def rows_of(tensor: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Return the rows of a tensor [..., *] as ``steps`` rearranged and chose those of the logits."""
+    for step in steps:
+        assert step.of_hidden is not None
+        tensor = step.of_hidden(tensor)
+    return tensor
+
+
 def replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
     """Return ``logits`` after the steps."""
     for step in steps:
@@ -315,6 +350,9 @@ def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
 
 def _sample(tensors: tuple[Tensor | None, ...]) -> Tensor:
     """Return sums of a few rows of each tensor, as bits, which a NaN cannot make unequal to themselves."""
-    rows = [x.flatten(0, -2) if x.dim() > 1 else x[None] for x in tensors if x is not None]
-    some = [x.detach()[:: max(1, x.shape[0] // 16)] for x in rows]
+    held: list[Any] = [x for x in tensors if x is not None]
+    with torch.no_grad():  # where a DTensor hands out what it has; to detach one is an error in inference mode
+        here: list[Tensor] = [x.to_local() if is_dtensor(x) else x.detach() for x in held]
+    rows = [x.flatten(0, -2) if x.dim() > 1 else x[None] for x in here]
+    some = [x[:: max(1, x.shape[0] // 16)] for x in rows]
     return torch.cat([x.sum(-1, dtype=torch.float32) for x in some]).view(torch.int32)

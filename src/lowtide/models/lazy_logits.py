@@ -78,6 +78,18 @@ class LazyLogits(Tensor):
                 self._real = self._call.view(base, self._steps[-1], grad_mode=self._grad_mode)
         return self._real
 
+    def __repr__(self, **settings: Any) -> Any:  # type: ignore[override]
+        # A debugger or a traceback that shows variables, on one rank, must not begin what needs all of them.
+        if self._call.in_parts and not self.is_real:
+            return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return super().__repr__(**settings)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        # Of attributes that plain tensors have not: logits that are a DTensor have more.
+        if name in _OF_DTENSOR and self._call.gives_dtensor:
+            return getattr(self.materialise(f"read by {name}"), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _has_another_graph(self) -> bool:
         """Whether a custom autograd function (a reentrant checkpoint) made these and put its own node behind them.
 
@@ -245,6 +257,8 @@ def _is_distributed(args: tuple[Any, ...]) -> bool:
     hook = args[1] if len(args) > 1 else None
     return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.", "deepspeed."))
 
+
+_OF_DTENSOR = frozenset(("device_mesh", "placements", "to_local", "full_tensor", "redistribute"))
 
 _METADATA: frozenset[Any] = frozenset(
     [

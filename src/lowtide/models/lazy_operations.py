@@ -158,7 +158,7 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
         if like is None or like.dim() == 0 or like.shape[-1] != input.shape[-1]:
             return NotImplemented
         rows = like.shape[:-1]
-        step = Step(functools.partial(function, **kwargs), args, lambda x: x.reshape(*rows, x.shape[-1]))
+        step = Step(functools.partial(function, **kwargs), args, lambda x: x.reshape(*rows, x.shape[-1]), True)
         return input.then(step, like, view=like._is_view())
 
     return apply

@@ -100,24 +100,25 @@ def _loss(
 ) -> Tensor:
     def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
-        return compute(
+        result = compute(
             hidden,
             head,
-            target,
+            target.reshape(hidden.shape[:-1]),
             weight=weight,
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             **kwargs,
         )
+        return result if reduction != "none" else result.reshape(target.shape)
 
     result: Tensor = input.call.without_logits(steps, folded, loss)
     return result.to(gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
 
 
 def _fold_rows(input: "LazyLogits") -> Folded | None:
-    """Return the folded steps of a linear layer's logits; None with adapters, for which there is the loss alone."""
-    return None if input.call.adapted else fold(input.steps)
+    """Return the folded steps of logits of which more than the loss can be computed, None of others."""
+    return None if input.call.only_loss else fold(input.steps)
 
 
 def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
@@ -133,7 +134,7 @@ def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
         return NotImplemented
     if not folded.normalised:
         # The weights of these classes, in float32 and kept for backward, take less than the logits would.
-        few = 4 * index.shape[-1] * input.call.hidden.shape[-1] <= input.shape[-1]
+        few = 4 * index.shape[-1] * input.call.hidden.shape[-1] <= input.shape[-1] and not input.call.in_parts
         return _of_rows(input, folded, functools.partial(_chosen, index)) if few else NotImplemented
 
     def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:

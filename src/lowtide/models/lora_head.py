@@ -3,17 +3,21 @@
 Legend: hidden [..., D], logits [..., V], adapters of rank r.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
 from lowtide.models.eligibility import why_not_lazy
-from lowtide.models.head_call import Forward, HeadCall
+from lowtide.models.head_call import Forward, HeadCall, Step, rows_of
 from lowtide.models.ordinary import are_plain_linears
+from lowtide.models.parallel_style import style_of
 from lowtide.models.report import PatchReport
+from lowtide.models.sharded_head import sharded_call
+
+_LORA_IN_PARTS = "has LoRA on a weight that is in parts over ranks"
 
 
 def called_head(outer: Any) -> Any:
@@ -33,6 +37,8 @@ def saved_layers(outer: Any) -> list[Any]:
 def why_not_linear(head: nn.Module | None) -> str | None:
     """Return why ``head`` is no linear layer, with LoRA or without."""
     found = None if head is None else adapted_linear(head)
+    if isinstance(found, AdaptedLinear) and head is not None and is_lora(head) and style_of(found.base) is not None:
+        return _LORA_IN_PARTS
     return found if isinstance(found, str) else None
 
 
@@ -49,6 +55,9 @@ def head_call(
     if len(args) != 1 or kwargs:
         return "the output embedding was called with more than hidden states"
     hidden = args[0]
+    if is_dtensor(head.weight):
+        in_parts = f"the output embedding {_LORA_IN_PARTS}"
+        return in_parts if is_lora(head) else sharded_call(head, hidden, report, options)
     why_not = why_not_lazy(head, hidden)
     if why_not is not None:
         return why_not
@@ -95,10 +104,6 @@ class LoraHeadCall(HeadCall):
         """Whether adapters take part."""
         return bool(self._layer.adapters)
 
-    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: ARG002
-        """Return (hidden, weight, bias) of the layer beneath the adapters."""
-        return self.hidden, self._layer.base.weight, self._layer.base.bias
-
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
@@ -115,9 +120,13 @@ class LoraHeadCall(HeadCall):
             logits = logits + added * adapter.scale
         return logits.to(dtype)
 
-    def more(self, rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return the adapters, each with the rows of its inputs that the loss is of, as the loss takes them."""
-        if not self.adapted:
-            return {}
-        pairs = zip(self._inner, self._layer.adapters, strict=True)
-        return {"adapters": [(rows(h), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in pairs]}
+    def operands(
+        self,
+        head: nn.Linear,  # noqa: ARG002
+        steps: tuple[Step, ...],
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        """Return those of the layer beneath the adapters, and by name the adapters with the rows of their inputs."""
+        base, adapters = self._layer.base, zip(self._inner, self._layer.adapters, strict=True)
+        low_rank = [(rows_of(h, steps), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in adapters]
+        hidden = rows_of(self.hidden, steps)
+        return hidden, base.weight, base.bias, {"adapters": low_rank} if low_rank else {}

@@ -10,16 +10,19 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.mlp.adapted import adapted_mlp
 from lowtide.mlp.swiglu import swiglu_mlp
+from lowtide.models import agreement
 from lowtide.models.adapters import AdaptedLinear, adapted_linear
 from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.instance import part_of
 from lowtide.models.lora_mlp import low_rank_projections, why_not_together
 from lowtide.models.ordinary import are_plain_linears, has_nothing_to_save, is_ordinary
+from lowtide.models.parallel_mlp import is_cut_over, is_looked_at, mesh_of_mlp, run_in_parts
 from lowtide.models.probe import agree, outcome, random, rows, twin_of
 
 LEVEL = "checkpoint_level"
@@ -31,6 +34,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
 _TOLERANCE = 1e-5  # of float32 products of 6 and 10 terms; the exact GELU is 1e-3 from its tanh form
+_LOOKED_AT = "a child has hooks or a forward of its own"
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -47,9 +51,11 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
     layers = _layers(module)
     if isinstance(layers, str):  # adapters of another form, or quantised
         return layers
-    others = _others(module)
-    if not _are_plain(layers, others):
-        return "a child has hooks or a forward of its own"
+    others, mesh = _others(module), mesh_of_mlp(layers)
+    if isinstance(mesh, str):
+        return mesh
+    if mesh is None and not _are_plain(layers, others):  # over ranks it is asked at the calls, of all of them
+        return _LOOKED_AT
     why_not = why_not_together(layers)
     if why_not is not None:
         return why_not
@@ -66,6 +72,8 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
         return activation
     adapted = [name for name, layer in zip(_PROJECTIONS, layers, strict=True) if layer.adapters]
     with_what = f", LoRA on {', '.join(adapted)} with it" if adapted else ""
+    if mesh is not None:
+        with_what = ", each rank with its part of them, unless one has hooks there"
     return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up{with_what}", (
         activation,
         tuple(map(type, others)),
@@ -151,7 +159,10 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
             level = None
         layers = None if level is None else _ours(self, args[0], other_types)
         if layers is None:
-            return base.forward(self, *args, **kwargs)
+            found = None if level is None else _in_parts(self, args[0], other_types)
+            if found is None:
+                return base.forward(self, *args, **kwargs)
+            return run_in_parts(args[0], *found, activation, level, getattr(self, TILE, None))
         if any(layer.adapters for layer in layers):
             projections = low_rank_projections(layers)
             tile: int | None = getattr(self, TILE, None)
@@ -205,5 +216,26 @@ def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLi
         return None
     if why_not_together(layers) is not None:
         return None
-    fits = x.is_floating_point() and (x.dtype == layers[0].base.weight.dtype or is_autocast_on(x.device.type))
-    return layers if fits else None
+    return layers if _fits(x, layers) else None
+
+
+def _in_parts(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[tuple[AdaptedLinear, ...], Any] | None:
+    """Return the projections of a call that is ours to run on this rank's part, and their mesh; None where it is not.
+
+    What is asked first is alike on all ranks; of what may not be they tell each other, and so all do the same.
+    """
+    if torch.compiler.is_compiling():  # which traces DTensors by itself
+        return None
+    others, layers = _others(mlp), _layers(mlp)
+    if isinstance(layers, str) or tuple(map(type, others)) != other_types or type(x) is not Tensor:
+        return None
+    mesh = mesh_of_mlp(layers)
+    if mesh is None or isinstance(mesh, str) or not is_cut_over(layers, mesh) or not _fits(x, layers):
+        return None
+    alone = are_plain_linears((), others) and not is_looked_at(layers) and is_ordinary((x,), ())
+    why_not = agreement.why_not_together(mlp, mesh, x.device, None if alone else _LOOKED_AT)
+    return (layers, mesh) if why_not is None else None
+
+
+def _fits(x: Tensor, layers: tuple[AdaptedLinear, ...]) -> bool:
+    return x.is_floating_point() and (x.dtype == layers[0].base.weight.dtype or is_autocast_on(x.device.type))

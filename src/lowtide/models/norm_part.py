@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowtide.layers import rms_norm
 from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
+from lowtide.models.parallel_style import is_parallel_hook
 from lowtide.models.probe import ROW_SCALES, outcome, random, rows, twin_of
 
 _EPSILONS = ("variance_epsilon", "eps")
@@ -46,6 +47,8 @@ def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str]] | str:
         return f"its {name} is {getattr(module, name)!r}, not a number"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
+    if any(map(is_parallel_hook, (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))):
+        return "tensor parallelism makes DTensors of its input and weight"
     if len(inspect.signature(base.forward).parameters) != 2:
         return "its forward takes more than one input"
     if module.weight.numel() == 0:

@@ -17,10 +17,12 @@ from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
+from lowtide.models.agreement import forget, why_not_together
 from lowtide.models.eligibility import (
     LABELS,
     is_under_compile,
     module_name,
+    why_not_call,
     why_not_patch_head,
     why_not_patch_model,
 )
@@ -28,6 +30,7 @@ from lowtide.models.head_call import InsideHead
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.lora_head import called_head, head_call, saved_layers, why_not_linear, with_what
+from lowtide.models.parallel_style import Style, is_stock_call, put_aside, run_stock, stock_call, style_of
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
 from lowtide.models.report import PatchReport
 
@@ -76,8 +79,9 @@ def patch(
     (``outputs.logits`` later, another loss, a metric) gets them, built when asked for and counted in the report. The
     logits that the loss sees are float32, also where the model would have rounded its own to its dtype first. Left as
     it is, with the reason in the report: an output embedding that is not a ``torch.nn.Linear``, plain, with peft's LoRA
-    or in its modules_to_save (other adapters, quantised weights). Inside a region compiled by ``torch.compile`` the
-    logits are built.
+    or in its modules_to_save (other adapters, quantised weights). A plain one may have its classes in parts over ranks,
+    as PyTorch's ``ColwiseParallel`` or transformers' ``tp_plan`` cut it; logits are then read on every rank or on none.
+    Inside a region compiled by ``torch.compile`` they are built.
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
@@ -90,8 +94,9 @@ def patch(
         model: A model with ``get_output_embeddings`` and a forward that takes labels, as those of transformers; also
             one wrapped by peft. Not one wrapped by DDP, FSDP1 or ``torch.compile``: patch first, wrap then.
         loss: Whether to patch the loss.
-        mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`, LoRA on
-            their projections included. They get an attribute ``checkpoint_level``, 0 at first: see there.
+        mlp: Whether gated MLPs (gate_proj, up_proj, down_proj; SiLU or tanh-GELU) run as `lowtide.swiglu_mlp`, those
+            with LoRA on their projections, and those cut by columns and rows for tensor parallelism, included. They get
+            an attribute ``checkpoint_level``, 0 at first: see there.
         norm: Whether RMS norms run as `lowtide.layers.rms_norm`.
         rope: Whether attention that calls ``apply_rotary_pos_emb`` rotates by `lowtide.layers.rotary`.
         options: How `lowtide.linear_cross_entropy` is to run.
@@ -118,6 +123,7 @@ def patch(
             raise ArgumentTypeError(message(name, "True or False", f"{flag!r}"))
     state: _Patch = vars(target).get(_STATE) or _Patch(PatchReport(), options)
     state.options = options
+    forget(target)
     if loss:
         _patch_loss(target, state, model)
     else:
@@ -290,23 +296,50 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
     """Return what a patched output embedding does differently from ``base``."""
 
+    def call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
+        # A tensor-parallel style looks at what goes in and comes out, and knows neither lazy logits nor work.
+        inside = bool(args) and type(args[0]) is InsideHead
+        state = _awaited_by(self)
+        style = style_of(self) if inside or state is not None else None
+        if style is None or is_stock_call(self) or self._compiled_call_impl is not None:
+            return base.__call__(self, *args, **kwargs)
+        if state is not None and not inside:
+            why_not = why_not_call(self)
+            if isinstance(style, Style):
+                why_not = why_not_together(self, style.mesh, self.weight.device, why_not)
+            if why_not is not None:
+                state.head_calls += 1
+                state.report.count_materialised(why_not)
+                with stock_call(self):
+                    return base.__call__(self, *args, **kwargs)
+        assert isinstance(style, Style)
+        with put_aside(self, style):
+            return base.__call__(self, *args, **kwargs)
+
     def forward(self: nn.Linear, input: Any, *args: Any, **kwargs: Any) -> Any:
-        state = None if is_under_compile() else _awaiting_loss.get()
         if type(input) is InsideHead:
             end_forward_alone(self)
-            if state is not None and state.head is self and state.gathered is not None:
+            state = _awaited_by(self)
+            if state is not None and state.gathered is not None:
                 state.gathered.release()
                 state.gathered = None
-            return input.work(self, functools.partial(base.forward, self))
-        if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
+            return input.work(self, functools.partial(run_stock, self, base.forward))
+        state = _awaited_by(self)
+        if state is None or is_stock_call(self):
             return base.forward(self, input, *args, **kwargs)
         state.head_calls += 1
         call = head_call(self, (input, *args), kwargs, state.report, state.options)
         if isinstance(call, str):
             state.report.count_materialised(call)
-            return base.forward(self, input, *args, **kwargs)
+            return run_stock(self, base.forward, input, *args, **kwargs)
         if state.gathered is None:
             state.gathered = Gathered(self)
         return LazyLogits.of(call)
 
-    return {"forward": forward}
+    return {"__call__": call, "forward": forward}
+
+
+def _awaited_by(head: nn.Module) -> _Patch | None:
+    """Return the patch whose loss is awaited of this head; None of another model's, called by the one that awaits."""
+    state = None if is_under_compile() else _awaiting_loss.get()
+    return state if state is not None and state.head is head else None

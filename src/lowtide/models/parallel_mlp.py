@@ -1,0 +1,116 @@
+"""A gated MLP whose projections are in parts over ranks, as tensor parallelism cuts it: this rank's part is fused.
+
+W ranks; gate and up [F, D] are cut along F (``ColwiseParallel``), down [D, F] as well (``RowwiseParallel``). Each rank
+runs the MLP of its F_r, and the outputs are summed over the ranks. In backward so are the gradients of the input, those
+through gate and through up together: one sum, where two wrapped layers make two.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lowtide.head.arguments import is_dtensor
+from lowtide.mlp.swiglu import swiglu_mlp
+from lowtide.models.adapters import AdaptedLinear
+from lowtide.models.eligibility import MODULE_HOOKS
+from lowtide.models.parallel_style import Style, linear_style
+
+_CUT = (0, 0, 1)  # the axis along which each projection is cut
+
+
+def mesh_of_mlp(layers: Sequence[AdaptedLinear]) -> Any:
+    """Return the mesh over which gate, up and down are cut as this file has it; None where nothing wraps them.
+
+    Or a text, why they are wrapped in another way.
+    """
+    styles: list[Any] = [linear_style(layer.base) for layer in layers]
+    if not any(styles):
+        return None
+    if any(layer.adapters or layer.around for layer in layers):
+        return "adapters are on projections that are in parts over ranks"
+    kinds = ("ColwiseParallel", "ColwiseParallel", "RowwiseParallel")
+    for style, kind in zip(styles, kinds, strict=True):
+        if not isinstance(style, Style) or style.kind != kind or not _has_these_layouts(style):
+            return "its projections are in parts over ranks in another way than by columns, then by rows"
+        if style.mesh != styles[0].mesh or style.mesh.ndim != 1:
+            return "its projections are on several meshes"
+    return styles[0].mesh
+
+
+def is_looked_at(layers: Sequence[AdaptedLinear]) -> bool:
+    """Whether anything but its style is around a projection."""
+    for layer in layers:
+        style: Any = linear_style(layer.base)
+        hooks = [hook for name in MODULE_HOOKS for hook in getattr(layer.base, name).values()]
+        if any(hook not in (style.before, style.after) for hook in hooks):
+            return True
+        if vars(layer.base).get("forward") is not style.forward:
+            return True
+    return False
+
+
+def is_cut_over(layers: Sequence[AdaptedLinear], mesh: Any) -> bool:
+    """Whether the weights are now DTensors on ``mesh``, cut so that each rank has a part."""
+    F, W = layers[0].base.weight.shape[0], mesh.size()
+    if -(-F // W) * (W - 1) >= F:  # the last has none
+        return False
+    for layer, axis in zip(layers, _CUT, strict=True):
+        whole = axis == 1  # what a bias of rows is
+        for parameter, replicated in ((layer.base.weight, False), (layer.base.bias, whole)):
+            if parameter is not None and not _lies(parameter, mesh, None if replicated else axis):
+                return False
+    return True
+
+
+def run_in_parts(
+    x: Tensor, layers: Sequence[AdaptedLinear], mesh: Any, activation: str, level: int, tile: int | None
+) -> Tensor:
+    """Return the MLP of ``x`` [..., D], which is the same on every rank, as is its gradient."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    gate, up, down = (layer.base for layer in layers)
+    # forward: nothing; backward: each rank has a part of the sum, and DTensor sums it
+    mine = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    part = swiglu_mlp(
+        mine,
+        _local(gate.weight),
+        _local(up.weight),
+        _local(down.weight),
+        gate_bias=_local(gate.bias),
+        up_bias=_local(up.bias),
+        activation=activation,
+        checkpoint_level=level,
+        tile_tokens=tile,
+    )
+    summed = DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    y: Tensor = summed.to_local()
+    if down.bias is not None:
+        y = y + _local(down.bias).to(y.dtype)
+    return y
+
+
+def _has_these_layouts(style: Style) -> bool:
+    from torch.distributed.tensor import Shard
+
+    by_rows = style.kind == "RowwiseParallel"
+    cut, whole = style.output_placement, style.input_placement
+    if by_rows:
+        cut, whole = whole, cut
+    return style.gives_local and bool(whole.is_replicate()) and type(cut) is Shard and cut.dim == -1
+
+
+def _lies(parameter: Any, mesh: Any, axis: int | None) -> bool:
+    """Whether a parameter is on ``mesh``, cut along ``axis``, or whole."""
+    from torch.distributed.tensor import Shard
+
+    if not is_dtensor(parameter) or parameter.device_mesh != mesh:
+        return False
+    (placement,) = parameter.placements
+    if axis is None:
+        return bool(placement.is_replicate())
+    return type(placement) is Shard and placement.dim == axis
+
+
+def _local(parameter: Any) -> Any:
+    return None if parameter is None else parameter.to_local()

@@ -1,0 +1,661 @@
+"""Patched models whose head is in parts over ranks, beside the stock model in the same parallelisation.
+
+The truth is one process in float64; what the stock model in parts errs against it is what ours may.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import DistributedConfig
+
+import lowtide
+from distributed.launch import DEVICE, main, named
+from lowtide.errors import UnsupportedError
+from lowtide.measure.timing import peak_above
+from lowtide.models import parallel_mlp
+from lowtide.models.lazy_logits import LazyLogits
+from support import relative_error
+
+VOCAB, T = 97, 11  # neither a multiple of 2 or 3
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 8, "tie_word_embeddings": False}),
+    "phi": ("Phi", {}),  # a head with a bias
+}
+GATHERED, LOCAL = ColwiseParallel(output_layouts=Replicate()), ColwiseParallel()
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def model_of(family: str = "llama", **settings: Any) -> Any:
+    torch.manual_seed(1)
+    name, own = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **own, **settings})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model.to(DEVICE).train()
+
+
+def batch_of(stream: int = 0) -> dict[str, Tensor]:
+    """The same on all ranks; a third of the labels ignored."""
+    g = torch.Generator().manual_seed(stream)
+    ids = torch.randint(3, VOCAB - 1, (2, T), generator=g)
+    labels = ids.where(torch.rand(ids.shape, generator=g) > 0.33, -100)
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
+
+
+def ranks_mesh() -> Any:
+    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def layers_plan() -> dict[str, Any]:
+    """Attention and MLPs in parts: each projection to local tensors."""
+    names = [("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))]
+    projections = [f"model.layers.*.{part}.{x}_proj" for part, each in names for x in each]
+    return {name: (RowwiseParallel if name.endswith(ROWS) else ColwiseParallel)() for name in projections}
+
+
+def parallel(
+    model: Any,
+    head: Any = GATHERED,
+    *,
+    layers: bool = False,
+) -> Any:
+    plan = layers_plan() if layers else {}
+    return parallelize_module(model, ranks_mesh(), {**plan, "lm_head": head})
+
+
+def in_sequence(model: Any, head: Any) -> Any:
+    """The last norm works on parts of the sequence, and the head takes them as they come."""
+    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    parallelize_module(model, ranks_mesh(), {"model.norm": enter})
+    plan = {"model.norm": SequenceParallel(), **({} if head is None else {"lm_head": head})}
+    return parallelize_module(model, ranks_mesh(), plan)
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def step(model: Any, batch: dict[str, Tensor], loss_of: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """Loss and gradients of one step, whole."""
+    model.zero_grad()
+    loss = model(**batch).loss if loss_of is None else loss_of(model, batch)
+    loss.backward()
+    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": whole(loss).detach(), **found}
+
+
+def fair(ours: Any, stock: Any, true: Any, batch: dict[str, Tensor], where: object, loss_of: Any = None) -> None:
+    """Ours is as near to the truth as the stock model in the same parallelisation, and the same on every rank."""
+    got, want, right = (step(m, batch, loss_of) for m in (ours, stock, true))
+    assert got.keys() == want.keys() == right.keys(), where
+    for name, value in got.items():
+        error, stock_error = relative_error(value, right[name]), relative_error(want[name], right[name])
+        assert error <= 3 * stock_error + 5e-7, (where, name, error, stock_error)
+        others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, value.contiguous())
+        assert name != "loss" or all(torch.equal(value, other) for other in others), where
+
+
+def double(model: Any) -> Any:
+    return copy.deepcopy(model).double()
+
+
+def fused(report: lowtide.models.PatchReport, calls: int, built: int = 0) -> None:
+    assert (report.calls_fused, report.calls_materialised) == (calls, built), str(report)
+
+
+def kinds_of_heads() -> None:
+    """Soft caps, scales, biases; patched before and after; logits that are plain and such that are DTensors."""
+    outputs = [
+        GATHERED,
+        ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    ]
+    heads = itertools.cycle(outputs)
+    kinds = [(family, i % 2 == 0) for i, family in enumerate((*FAMILIES, "gemma2", "llama"))]
+    for i, (family, first) in enumerate(kinds):
+        options = lowtide.HeadOptions(gradient=("forward", "recompute")[i % 2], workspace_mib=0.001)
+        head, layers = next(heads), family == "llama"
+        ours, stock, true = model_of(family), model_of(family), double(model_of(family))
+        if first:
+            report = lowtide.patch(ours, options=options)
+            parallel(ours, head, layers=layers)
+        else:
+            parallel(ours, head, layers=layers)
+            report = lowtide.patch(ours, options=options)
+        parallel(stock, layers=layers)  # stock's cross entropy takes no DTensor
+        for stream in range(2):
+            fair(ours, stock, true, batch_of(stream), (family, first, head))
+        fused(report, 2)
+        # what else reads the logits has those that stock has: the kind, and the numbers
+        parallel(stock := model_of(family), head, layers=layers)
+        outputs = ours(**batch_of())
+        assert isinstance(outputs.loss, DTensor) != head.use_local_output
+        lazy = outputs.logits
+        real = stock(input_ids=batch_of()["input_ids"]).logits
+        assert type(lazy) is LazyLogits
+        assert lazy.shape == real.shape
+        read = whole(lazy.full_tensor() if isinstance(real, DTensor) else lazy + 0)
+        torch.testing.assert_close(read, whole(real), rtol=1e-5, atol=1e-5)
+        if isinstance(real, DTensor):
+            assert lazy.placements == real.placements
+        fused(report, 3, 1)
+        lowtide.unpatch(ours)
+        assert type(ours(input_ids=batch_of()["input_ids"], num_items_in_batch=1).logits) is type(real)
+
+
+def with_loss_parallel() -> None:
+    """Inside `loss_parallel`, which the stock model needs for logits in parts: ours needs it not, and does not mind."""
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    ours, stock, true = model_of(), parallel(model_of(), head), double(model_of())
+    report = lowtide.patch(parallel(ours, head))
+
+    items = {"num_items_in_batch": torch.tensor(7, device=DEVICE)}
+    right = step(true, {**batch_of(), **items})
+    with loss_parallel():
+        got, want = (step(m, {**batch_of(), **items}) for m in (ours, stock))
+    for name, value in got.items():
+        assert relative_error(value, right[name]) <= 3 * relative_error(want[name], right[name]) + 5e-7, name
+    fused(report, 1)
+
+
+def tokens_in_parts() -> None:
+    """Hidden states in parts of the sequence: each rank's gradient is that of its part."""
+    layouts = {"input_layouts": Shard(1), "output_layouts": Replicate()}
+    for local, gradient in ((True, "recompute"), (False, "forward")):
+        head = ColwiseParallel(**layouts, use_local_output=local)
+        ours, stock = model_of(), in_sequence(model_of(), ColwiseParallel(**layouts))
+        report = lowtide.patch(in_sequence(ours, head), options=lowtide.HeadOptions(gradient=gradient))
+        fair(ours, stock, double(model_of()), batch_of(), ("sequence", local))
+        assert isinstance(ours(**batch_of()).loss, DTensor) != local
+        fused(report, 2)
+        if local:  # rows of all ranks are chosen, so that all are gathered; and what else there is needs real logits
+            for loss_of in (each_token, log_probabilities):
+                fair(ours, stock, double(model_of()), batch_of(1), loss_of, loss_of)
+            fused(report, 3, 1)
+            assert "DTensors of its input and weight" in report.parts["norm"].more[-1].outcome, str(report)
+    # nothing around the head: DTensors go in and come out
+    models = [in_sequence(model_of(), None) for _ in range(2)]
+    for model in models:
+        weight = distribute_tensor(model.lm_head.weight.detach(), ranks_mesh(), [Shard(0)])
+        model.lm_head.weight = nn.Parameter(weight)
+    report = lowtide.patch(models[0])
+    got, right = step(models[0], batch_of()), step(double(model_of()), batch_of())
+    for name, value in got.items():
+        assert relative_error(value, right[name]) < 3e-6, name
+    lazy, real = models[0](**batch_of()).logits, models[1](input_ids=batch_of()["input_ids"]).logits
+    torch.testing.assert_close(lazy.full_tensor(), real.full_tensor(), rtol=1e-5, atol=1e-5)
+    fused(report, 2, 1)
+    # plain tensors that the style says to be parts: as many of each rank
+    batch = {name: x[:, : T - T % dist.get_world_size()] for name, x in batch_of().items()}
+    plain = {"model.norm": SequenceParallel(use_local_output=True), "lm_head": ColwiseParallel(**layouts)}
+    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    models = [parallelize_module(model_of(), ranks_mesh(), {"model.norm": enter}) for _ in range(2)]
+    ours, stock = (parallelize_module(model, ranks_mesh(), plain) for model in models)
+    report = lowtide.patch(ours)
+    fair(ours, stock, double(model_of()), batch, "plain parts")
+    fused(report, 1)
+
+
+def each_token(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits[:, :-1]
+    each = F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none", label_smoothing=0.1
+    )
+    return (each * torch.linspace(0.5, 2, each.numel(), device=each.device)).sum()
+
+
+def log_probabilities(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits
+    chosen = logits.log_softmax(-1).gather(-1, batch["input_ids"][..., None])[..., 0]
+    return (chosen * batch["labels"].clamp(min=0)).sum() / 100
+
+
+def class_weights(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits.float()
+    offset = torch.linspace(-1, 1, VOCAB, device=logits.device)
+    rows = (logits / 1.5 + offset).transpose(1, 2)
+    weight = torch.linspace(0.5, 2, VOCAB, device=logits.device, dtype=rows.dtype)
+    return F.cross_entropy(rows, batch["labels"], weight)
+
+
+def shifted_bias(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits
+    biased = logits + torch.linspace(-1, 1, VOCAB, device=logits.device, dtype=logits.dtype)
+    return F.cross_entropy(biased.view(-1, VOCAB), batch["labels"].view(-1), reduction="sum")
+
+
+def sums(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits
+    return logits.logsumexp(-1).square().sum() / 1000 + logits.log_softmax(-1).sum(-1).mean() / VOCAB
+
+
+def raw_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits
+    return logits.gather(-1, batch["input_ids"][..., None]).square().mean() + logits.std()
+
+
+def losses_of_ones_own() -> None:
+    """What becomes of plain logits outside of the model: without building them where it can be, and right."""
+    ours, stock, true = model_of(), parallel(model_of()), double(model_of())
+    report = lowtide.patch(parallel(ours))
+    functions = (each_token, log_probabilities, shifted_bias, sums)
+    for loss_of in functions:
+        fair(ours, stock, true, batch_of(), loss_of.__name__, loss_of)
+    fused(report, len(functions))
+    for built, loss_of in enumerate((class_weights, raw_logits), 1):
+        fair(ours, stock, true, batch_of(), loss_of.__name__, loss_of)
+        assert report.calls_materialised == built, f"{loss_of}\n{report}"
+    with torch.no_grad():
+        lazy, real = (m(**batch_of()).logits for m in (ours, stock))
+        assert torch.equal(lazy.argmax(-1), real.argmax(-1))
+        assert torch.equal(lazy.topk(3).indices, real.topk(3).indices)
+        torch.testing.assert_close(lazy.max(-1).values, real.max(-1).values)
+    assert report.calls_materialised == built, str(report)
+
+
+def labels_and_counts() -> None:
+    """Nobody is kept waiting by labels that are all ignored; ``num_items_in_batch``; without gradients; in bfloat16."""
+    ours, stock, true = model_of(), parallel(model_of()), double(model_of())
+    report = lowtide.patch(parallel(ours))
+    batch = batch_of()
+    fair(ours, stock, true, {**batch, "num_items_in_batch": torch.tensor(5, device=DEVICE)}, "items")
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    got = step(ours, {**nothing, "num_items_in_batch": torch.tensor(5, device=DEVICE)})
+    assert all(not x.any() for x in got.values())
+    assert ours(**nothing).loss.isnan()
+    ours.eval(), stock.eval()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            outputs, expected = ours(**batch), stock(**batch)
+            torch.testing.assert_close(outputs.loss, expected.loss)
+            torch.testing.assert_close(outputs.logits + 0, expected.logits)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss, wanted = (step(m, batch) for m in (ours, stock))
+    for name, value in loss.items():
+        assert value.dtype == wanted[name].dtype
+        assert relative_error(value, wanted[name]) < 0.03, name
+    fused(report, 6, 2)
+
+
+def embeddings_that_are_tied() -> None:
+    """One DTensor for both: the gradient is the sum of both."""
+    models = [model_of(tie_word_embeddings=True) for _ in range(2)]
+    for model in models:
+        plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": GATHERED}
+        parallelize_module(model, ranks_mesh(), plan)
+        model.lm_head.weight = model.model.embed_tokens.weight
+    report = lowtide.patch(models[0])
+    fair(*models, double(model_of(tie_word_embeddings=True)), batch_of(), "tied")
+    assert models[0].lm_head.weight is models[0].model.embed_tokens.weight
+    fused(report, 1)
+
+
+@contextmanager
+def saved(model: Any) -> Iterator[Path]:
+    """A folder with the model, the same on all ranks."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    yield Path(folder[0])
+
+
+def for_transformers() -> tuple[int, dict[str, Tensor]]:
+    """A number of classes that divides by the ranks, as transformers 5.17 wants it, and a batch of them."""
+    vocab = 16 * dist.get_world_size()
+    return vocab, {name: x.where(x < 0, x % vocab) for name, x in batch_of().items()}
+
+
+def plan_of_transformers() -> None:
+    """``tp_plan="auto"``, as from_pretrained applies it: tied and not, generating, saving."""
+    if torch._C._get_accelerator().type != DEVICE:  # transformers takes what the machine has
+        return
+    vocab, batch = for_transformers()
+    for tied in (False, True):
+        settings = {"vocab_size": vocab, "tie_word_embeddings": tied}
+        with saved(model_of(**settings)) as folder:
+            config = DistributedConfig(tp_size=dist.get_world_size())
+            read = transformers.LlamaForCausalLM.from_pretrained
+            ours, stock = (read(folder, distributed_config=config).train() for _ in range(2))
+        true = double(model_of(**settings))
+        report = lowtide.patch(ours)
+        assert report.parts["loss"].patched, str(report)
+        assert report.parts["mlp"].patched, str(report)
+        for _ in range(2):
+            fair(ours, stock, true, batch, ("transformers", tied))
+        fused(report, 2)
+        torch.testing.assert_close(ours(**batch).logits + 0, stock(**batch).logits)
+        prompt = {"input_ids": batch["input_ids"][:1, :4], "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(ours.generate(**prompt), stock.generate(**prompt))
+        with torch.no_grad():
+            lazy, real = ours(**batch), stock(**batch)
+            torch.testing.assert_close(lazy.loss, real.loss)
+            torch.testing.assert_close(lazy.logits + 0, real.logits)
+        fused(report, 4, 2)
+        lowtide.unpatch(ours)
+        assert type(ours(**batch).logits) is Tensor
+        again = copy.copy(ours.lm_head)
+        vars(again)["forward"] = vars(ours.lm_head)["forward"]
+        assert "is a copy" in str(lowtide.models.parallel_style.style_of(again))
+
+
+def wrapped_by_transformers_later() -> None:
+    """Patched before: what transformers wraps is the patched forward then, and the model's own loss reads logits."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel as Style
+
+    def reads(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        return F.cross_entropy(logits.transpose(1, 2), labels) + logits.square().mean()
+
+    vocab, batch = for_transformers()
+    *models, true = (model_of(vocab_size=vocab) for _ in range(3))
+    true = true.double()
+    report = lowtide.patch(models[0])
+    for model in models:
+        style = Style(input_layouts=Replicate(), output_layouts=Replicate())
+        style.shard_param(model.lm_head, "weight", ranks_mesh())
+        style.install_forward(model.lm_head, ranks_mesh())
+    fair(*models, true, batch, "later")
+    fused(report, 1)
+    for model in (*models, true):
+        model.loss_function = reads
+    fair(*models, true, batch, "reads")
+    assert report.calls_materialised == 1, str(report)
+
+
+def what_is_left_alone() -> None:
+    """Whatever is not of the form that is known runs as it came, and the report says why."""
+    mesh, W = ranks_mesh(), dist.get_world_size()
+    rows = RowwiseParallel(input_layouts=Replicate())
+
+    def by_hand(model: Any) -> None:
+        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Replicate()]))
+        distribute_module(
+            model.lm_head, mesh, None, lambda _m, x, d: DTensor.from_local(x[0], d, [Replicate()]),
+            lambda _m, y, _d: y.to_local(),
+        )  # fmt: skip
+
+    def replicated(model: Any) -> None:
+        parallel(model)
+        weight = model.lm_head.weight.detach().redistribute(placements=[Replicate()])
+        model.lm_head.weight = nn.Parameter(weight)
+
+    def two_axes(model: Any) -> None:
+        parallel(model)
+        square = init_device_mesh(DEVICE, (1, W), mesh_dim_names=("dp", "tp"))
+        weight = whole(model.lm_head.weight.detach())
+        model.lm_head.weight = nn.Parameter(distribute_tensor(weight, square, [Replicate(), Shard(0)]))
+
+    def watched(model: Any) -> None:
+        parallel(model).lm_head.register_forward_hook(lambda _m, _x, y: y * 2)
+
+    def twice(model: Any) -> None:
+        layouts = {"input_layouts": (Replicate(),), "desired_input_layouts": (Replicate(),)}
+        parallelize_module(model, mesh, {"lm_head": PrepareModuleInput(**layouts)})
+        parallel(model)
+
+    def spread(model: Any) -> None:  # hidden states that are a sum of the ranks'
+        head = ColwiseParallel(input_layouts=Partial(), output_layouts=Replicate())
+        parallel(model, head)
+        model.lm_head.register_forward_pre_hook(lambda _m, x: x[0] / W, prepend=True)
+
+    ways: dict[str, tuple[Callable[[Any], Any], str]] = {
+        "rows": (lambda m: parallelize_module(m, mesh, {"lm_head": rows}), "in another way than by ColwiseParallel"),
+        "by hand": (by_hand, "in another way than by ColwiseParallel"),
+        "replicated": (replicated, r"has placements \(Replicate\(\),\), not Shard\(0\) on one axis"),
+        "watched": (watched, "has a hook from __main__"),
+        "twice": (twice, "in another way than by ColwiseParallel"),
+        "local": (lambda m: parallel(m, LOCAL), "returns this rank's logits alone"),
+        "compiled": (lambda m: parallel(m).lm_head.compile(backend="eager"), "was not called"),
+        "a sum": (spread, "placement Partial|a hook from __main__"),
+        "two axes": (two_axes, "is not on the mesh of what wraps it"),
+    }
+    for name, (change, why) in ways.items():
+        for first in (True, False) if name == "twice" else (False,):
+            ours, stock = model_of(), model_of()
+            if first:
+                report = lowtide.patch(ours)
+            for model in (ours, stock):
+                change(model)
+            if not first:
+                report = lowtide.patch(ours)
+            results = [outcome_of(model) for model in (ours, stock)]
+            assert type(results[0]) is type(results[1]), (name, first, results)
+            if isinstance(results[0], dict):
+                for key, value in results[1].items():
+                    torch.testing.assert_close(results[0][key], value, msg=lambda m, n=name, k=key: f"{n} {k}: {m}")
+            assert report.calls_fused == 0, name
+            (said,) = report.why_materialised
+            assert re.search(why, said), (name, first, said)
+
+
+def outcome_of(model: Any) -> Any:
+    """A step's results, or the error that the stock model has as well."""
+    try:
+        return step(model, batch_of())
+    except RuntimeError as error:
+        return error
+
+
+def changed_on_one_rank() -> None:
+    """Weights that something wrote to past autograd, on one rank: reading the logits raises on all, and none waits."""
+    ours = model_of()
+    lowtide.patch(parallel(ours))
+    outputs = ours(**batch_of())
+    ours.lm_head.weight.data.to_local().mul_(2 if dist.get_rank() == 1 else 1)
+    with pytest.raises(UnsupportedError, match="changed since"):
+        outputs.logits.sum()
+    if dist.get_rank() == 0:  # what a debugger shows, alone
+        assert repr(outputs.logits).startswith("LazyLogits(shape=")
+
+
+def an_error_inside() -> None:
+    """A label that is no class raises on every rank, and leaves the hooks as they were."""
+    ours, stock = parallel(model_of()), parallel(model_of())
+    lowtide.patch(ours)
+    if DEVICE == "cpu":
+        wrong = {**batch_of(), "labels": batch_of()["labels"] + VOCAB}
+        with pytest.raises(IndexError, match="target: expected class indices"):
+            ours(**wrong)
+    kinds = ("_forward_pre_hooks", "_forward_hooks")
+    assert [len(getattr(ours.lm_head, kind)) for kind in kinds] == [1, 1]
+    assert vars(ours.lm_head).keys() == vars(stock.lm_head).keys()
+    batch = {"input_ids": batch_of()["input_ids"]}
+    torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits)
+
+
+def mlps_in_parts() -> None:
+    """Each rank's part of an MLP is fused: biases, both levels, tiles, autocast, patched before and after."""
+    for i, (bias, first) in enumerate(((True, True), (True, False), (False, True))):
+        settings = {"mlp_bias": bias, "num_hidden_layers": 1}
+        ours, stock, true = (model_of(**settings) for _ in range(3))
+        report = lowtide.patch(ours) if first else None
+        parallel(ours, layers=True)
+        parallel(stock, layers=True)
+        report = lowtide.patch(ours) if report is None else report
+        assert report.parts["mlp"].patched
+        mlp = ours.model.layers[0].mlp
+        mlp.checkpoint_level, mlp.tile_tokens = i % 2, (None, 5, None)[i]
+        kinds: list[type] = []
+        mlp.register_forward_hook(lambda _m, _x, y, kinds=kinds: kinds.append(type(y)))
+        with counted(parallel_mlp, "swiglu_mlp") as count:
+            fair(ours, stock, true.double(), batch_of(), (bias, first))
+        assert count == [1]
+        assert kinds == [Tensor]
+        with torch.autocast(DEVICE, torch.bfloat16), counted(parallel_mlp, "swiglu_mlp") as count:
+            got, want = (step(m, batch_of()) for m in (ours, stock))
+        assert count == [1]
+        for name, value in got.items():
+            assert relative_error(value, want[name]) < 0.03, name
+        sums = []
+        for model in (ours.model, stock.model):
+            with counted(funcol, "all_reduce") as count:
+                model(input_ids=batch_of()["input_ids"]).last_hidden_state.sum().backward()
+            sums.append(count[0])
+        assert sums[0] == sums[1] - 1, "one sum for the gradients through gate and up"
+        with torch.no_grad(), counted(parallel_mlp, "swiglu_mlp") as count:  # as the stock code on a CPU, to the bit
+            assert torch.equal(ours(**batch_of()).logits + 0, stock(**batch_of()).logits) or DEVICE != "cpu"
+        assert count == [0]
+    lowtide.unpatch(ours)
+    assert "checkpoint_level" not in vars(ours.model.layers[0].mlp)
+
+
+@contextmanager
+def counted(module: Any, name: str) -> Iterator[list[int]]:
+    """Count the calls of a module's function."""
+    count, stock = [0], getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return stock(*args, **kwargs)
+
+    setattr(module, name, call)
+    try:
+        yield count
+    finally:
+        setattr(module, name, stock)
+
+
+def parts_of_layers() -> None:
+    """What is cut in another way runs the stock code, as the report says; norms and rotations are fused."""
+    gathered = ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
+    ways: dict[str, tuple[dict[str, Any], str]] = {
+        "one": ({"gate_proj": ColwiseParallel(output_layouts=Replicate())}, "in another way"),
+        "gathered": ({"gate_proj": gathered, "up_proj": gathered, "down_proj": gathered}, "in another way"),
+        "whole inside": (
+            {"gate_proj": gathered, "up_proj": gathered, "down_proj": RowwiseParallel(input_layouts=Replicate())},
+            "in another way",
+        ),
+        "hooked": (
+            {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()},
+            "hook",
+        ),
+    }
+    for name, (plan, why) in ways.items():
+        ours, stock, true = model_of(), model_of(), double(model_of())
+        for model in (ours, stock):
+            parallelize_module(model, ranks_mesh(), {f"model.layers.*.mlp.{key}": style for key, style in plan.items()})
+        if name == "hooked":
+            for model in (ours, stock, true):
+                model.model.layers[1].mlp.up_proj.register_forward_hook(lambda _m, _x, y: y * 0.5)
+        report = lowtide.patch(parallel(ours))
+        assert why in str(report), (name, str(report))
+        assert report.parts["mlp"].patched == (name == "hooked")
+        assert report.parts["norm"].patched
+        assert report.parts["rope"].patched
+        parallel(stock)
+        fair(ours, stock, true, batch_of(), name)
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def looked_at_on_one_rank() -> None:
+    """A hook or a mode that the first rank alone has: all run the stock code, and none waits."""
+    first = dist.get_rank() == 0
+    for what in ("head", "projection", "mode"):
+        ours, stock, true = model_of(), parallel(model_of(), layers=True), double(model_of())
+        report = lowtide.patch(parallel(ours, layers=True))
+        seen: list[Any] = []
+        if first and what != "mode":
+            watched = ours.lm_head if what == "head" else ours.model.layers[0].mlp.up_proj
+            watched.register_forward_hook(lambda _m, _x, y, seen=seen: seen.append(y))
+        for _ in range(2):
+            with Mode() if first and what == "mode" else nullcontext(), counted(parallel_mlp, "swiglu_mlp") as count:
+                fair(ours, stock, true, batch_of(), what)
+            assert count == [{"head": 2, "projection": 1, "mode": 0}[what]]
+            assert bool(seen) == (first and what != "mode")
+        assert report.calls_fused == (2 if what == "projection" else 0)
+        if not first and what != "projection":
+            assert report.why_materialised == {
+                "on ranks [0] of its group something looks at the calls of this module": 2
+            }
+    # later, when the ranks have agreed to fuse: an error where it is
+    ours = parallel(model_of())
+    report = lowtide.patch(ours)
+    step(ours, batch_of())
+    if first:
+        hook = ours.lm_head.register_forward_hook(lambda _m, _x, y: y)
+        with pytest.raises(UnsupportedError, match=r"a hook from __main__.*lowtide\.patch\(model\) again"):
+            ours(**batch_of())
+        hook.remove()
+    step(ours, batch_of())
+    ours.lm_head.register_forward_hook(lambda _m, _x, y: y)
+    lowtide.patch(ours)
+    fair(ours, parallel(model_of()), double(model_of()), batch_of(), "again")
+    fused(report, 2, 1)
+
+
+def memory() -> None:
+    """No rank has logits, not those of its own classes either."""
+    vocab, length = 6000, 256
+    model = lowtide_model = model_of(vocab_size=vocab, max_position_embeddings=length, num_hidden_layers=1)
+    report = lowtide.patch(parallel(lowtide_model), options=lowtide.HeadOptions(workspace_mib=0.2))
+    ids = torch.randint(3, vocab, (1, length), device=DEVICE)
+    hidden = torch.randn(1, length, SHAPE["hidden_size"], device=DEVICE, requires_grad=True)
+    model.model.forward = lambda **_: transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=hidden)
+    model(input_ids=ids, labels=ids)
+    peak = peak_above(lambda: model(input_ids=ids, labels=ids).loss.backward(), DEVICE)
+    shard = -(-vocab // dist.get_world_size())
+    assert peak < 3 * 4 * shard * SHAPE["hidden_size"] + 0.2 * 2**20 + 2**18 < 4 * shard * length, peak
+    fused(report, 2)
+
+
+CASES = named(
+    kinds_of_heads,
+    with_loss_parallel,
+    tokens_in_parts,
+    losses_of_ones_own,
+    labels_and_counts,
+    embeddings_that_are_tied,
+    plan_of_transformers,
+    wrapped_by_transformers_later,
+    what_is_left_alone,
+    changed_on_one_rank,
+    an_error_inside,
+    mlps_in_parts,
+    parts_of_layers,
+    looked_at_on_one_rank,
+    memory,
+)
+
+if __name__ == "__main__":
+    main(CASES)
