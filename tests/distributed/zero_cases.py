@@ -66,7 +66,7 @@ def patched_models() -> None:
         for name, weight in weights(engine, stage).items():
             said = f"{what} {name}"
             torch.testing.assert_close(weight, want[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=said: f"{n}: {m}")
-        expected = (2, 0) if stage == 2 else (0, 2)
+        expected = (2, 0)
         assert (report.calls_fused, report.calls_materialised) == expected, f"{what}\n{report}"
 
 

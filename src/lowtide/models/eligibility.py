@@ -12,6 +12,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
+from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import part_of
 
 # Hooks of these packages move and gather weights and pass outputs through; any other hook may look at the logits.
@@ -64,8 +65,6 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
     # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
     if type(head.weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
-    if hasattr(head.weight, "ds_id"):
-        return "DeepSpeed's ZeRO-3 holds the output embedding's weight, and reads what each module returns"
     if type(hidden) is not Tensor or not hidden.is_floating_point():
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
     if hidden.dtype != head.weight.dtype and not is_autocast_on(hidden.device.type):
@@ -118,9 +117,11 @@ def module_name(model: nn.Module, module: nn.Module) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook of the module's own looks at its calls."""
+    """Whether a hook of the module's own looks at its calls. Those of ZeRO-3 only gather weights."""
     before, after = module._forward_pre_hooks, module._forward_hooks  # written out: asked of many at each call
-    return any((before, after, module._backward_hooks, module._backward_pre_hooks))
+    if not any((before, after, module._backward_hooks, module._backward_pre_hooks)):
+        return False
+    return not all(_defining_module(hook).startswith(HOOKS) for hook in _own_hooks(module))
 
 
 def plain_class(module: nn.Module) -> type:
@@ -132,9 +133,12 @@ def plain_class(module: nn.Module) -> type:
 
 
 def _hooks(head: nn.Module) -> list[Callable[..., Any]]:
-    own = [hook for kind in MODULE_HOOKS for hook in getattr(head, kind).values()]
     every = [hook for kind in MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
-    return own + every
+    return _own_hooks(head) + every
+
+
+def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    return [hook for kind in MODULE_HOOKS for hook in getattr(module, kind).values()]
 
 
 def _defining_module(hook: Callable[..., Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.distributed.zero import is_partitioned, stand_in
 from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
 from lowtide.memory.versions import steps_taken
@@ -57,9 +58,9 @@ class Folded:
 
 _KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.detach)  # detach: what follows has no graph
 
-# The stock forward of a head, and work that needs it.
+# The stock forward of a head, and work that needs it, done with the head and its input.
 Forward = Callable[[Tensor], Tensor]
-Work = Callable[[nn.Linear, Forward], Any]
+Work = Callable[[nn.Linear, Forward, Tensor], Any]
 
 
 class InsideHead:
@@ -67,10 +68,11 @@ class InsideHead:
 
     Called with it as the input, the patched head runs it there, so that whatever hooks gather, move or free the weight
     (FSDP2, ZeRO-3, offloading) do so around it, as around any other call. It is no pytree and holds no tensor that
-    hooks could find.
+    hooks could find. What ZeRO-3 gathers for a backward it lets go of when that reaches the module's inputs: there the
+    hidden states are a second input.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Callable[..., Any]) -> None:
         self.work = work
 
 
@@ -82,7 +84,13 @@ class HeadCall:
         hidden: Its input [..., D].
         report: Where to count what becomes of the logits.
         options: For `linear_cross_entropy`.
+
+    Made inside the head's forward. Outside of it the weight may have no elements: what is asked for there is kept.
     """
+
+    linked: tuple[Tensor | None, ...]  # `tensors` as autograd is to have them
+    vocabulary: int
+    weight_dtype: torch.dtype
 
     def __init__(self, head: nn.Linear, hidden: Tensor, report: PatchReport, options: HeadOptions | None) -> None:
         self.head = head
@@ -93,6 +101,10 @@ class HeadCall:
         self.built = False
         self.passed = False  # something with a graph was computed past the logits
         self.hooked = False  # a gradient hook is on logits that are built
+        self.linked = tuple(map(stand_in, self.tensors))
+        self.vocabulary = head.weight.shape[0]
+        self.weight_dtype = head.weight.dtype
+        self._inputs = [hidden] if any(map(is_partitioned, self.tensors)) else []
         self._state = _state(self.tensors)
         self._steps_taken = steps_taken()
         self._sample = _sample(self.tensors)
@@ -120,12 +132,16 @@ class HeadCall:
 
     def logits(self, steps: tuple[Step, ...], why: str, *, grad_mode: bool) -> Tensor:
         """Build the logits [..., V], as the model would have: same operations, same autocast."""
+
+        def work(_: nn.Linear, forward: Forward, hidden: Tensor) -> Tensor:
+            return self._logits(forward, (hidden, *self.tensors[1:]))
+
         if not self.built:
             self.built = True
             self.report.count_materialised(why)
         with ExitStack() as modes:
             self._enter_modes(modes, grad_mode=grad_mode)
-            return replay(self._run(lambda _, forward: self._logits(forward, self.tensors), later=True), steps)
+            return replay(self._run(work, later=True), steps)
 
     def view(self, base: Tensor, step: Step, *, grad_mode: bool) -> Tensor:
         """Return a view of real logits, as the model would have taken it."""
@@ -136,7 +152,7 @@ class HeadCall:
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `tensors` for a gradient that reached the logits."""
 
-        def work(_: nn.Linear, forward: Forward) -> tuple[Tensor | None, ...]:
+        def work(_: nn.Linear, forward: Forward, __: Tensor) -> tuple[Tensor | None, ...]:
             # parameters as they are, for the head's own code reads them
             inputs = tuple(
                 x if x is None or isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
@@ -153,9 +169,9 @@ class HeadCall:
             self._enter_autocast(modes)
             return self._run(work, later=True)  # type: ignore[no-any-return]
 
-    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (hidden, weight, bias) of the linear layer that gives these logits; inside the head's forward."""
-        return self.hidden, head.weight, head.bias
+    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Return (weight, bias) of the linear layer that gives these logits; inside the head's forward."""
+        return head.weight, head.bias
 
     def more(self, rows: Callable[[Tensor], Tensor]) -> dict[str, Any]:  # noqa: ARG002
         """Return what else the loss needs, by name; ``rows`` does to a tensor [..., *] what was done to the logits."""
@@ -183,9 +199,9 @@ class HeadCall:
                     tensor = step.of_hidden(tensor)
             return tensor
 
-        def work(head: nn.Linear, _: Forward) -> Any:
-            hidden, weight, bias = self.linear(head)
+        def work(head: nn.Linear, _: Forward, hidden: Tensor) -> Any:
             hidden = rows(hidden)
+            weight, bias = self.linear(head)
             for offset in folded.offsets:
                 bias = offset if bias is None else bias + offset
             result = function(
@@ -210,9 +226,9 @@ class HeadCall:
         return result
 
     def _run(self, work: Work, *, later: bool = False) -> Any:
-        def checked(head: nn.Linear, forward: Forward) -> Any:
+        def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
             self._check_unchanged(head, later=later)
-            return work(head, forward)
+            return work(head, forward, hidden)
 
         why_not = why_not_call(self.head)
         if part_of(self.head) is None:
@@ -222,7 +238,7 @@ class HeadCall:
                 f"logits: expected the output embedding as the forward pass left it, got a change since: {why_not}. "
                 "The logits were not kept: read outputs.logits before that, or call the model again."
             )
-        return self.head(InsideHead(checked))
+        return self.head(InsideHead(checked), *self._inputs)
 
     def _enter_modes(self, modes: ExitStack, *, grad_mode: bool) -> None:
         modes.enter_context(torch.inference_mode(self._inference))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.distributed.zero import gather_for
 from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
 from lowtide.models.eligibility import why_not_lazy
@@ -62,6 +63,8 @@ def head_call(
     parameters = tuple(p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None)
     if any(type(parameter) is not nn.Parameter for parameter in parameters):
         return "a weight of the output embedding's LoRA is not a plain Parameter"
+    if not gather_for(head, parameters):
+        return "DeepSpeed is gathering the output embedding's LoRA for a call of its own"
     return LoraHeadCall(head, hidden, layer, report, options)
 
 
@@ -95,9 +98,9 @@ class LoraHeadCall(HeadCall):
         """Whether adapters take part."""
         return bool(self._layer.adapters)
 
-    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: ARG002
-        """Return (hidden, weight, bias) of the layer beneath the adapters."""
-        return self.hidden, self._layer.base.weight, self._layer.base.bias
+    def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        """Return (weight, bias) of the layer beneath the adapters."""
+        return self._layer.base.weight, self._layer.base.bias
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -296,7 +296,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             if state is not None and state.head is self and state.gathered is not None:
                 state.gathered.release()
                 state.gathered = None
-            return input.work(self, functools.partial(base.forward, self))
+            return input.work(self, functools.partial(base.forward, self), *args)
         if state is None or state.head is not self:  # or another model's head, called by the one that awaits its loss
             return base.forward(self, input, *args, **kwargs)
         state.head_calls += 1

@@ -1,0 +1,72 @@
+"""DeepSpeed's ZeRO-3: Parameters of which each rank holds a part, gathered around the calls of the module they are of.
+
+Outside of these calls such a Parameter has no elements, and DeepSpeed keeps what it is beside it. Nothing here imports
+DeepSpeed: a Parameter of it was made by one that is imported.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOOKS = "deepspeed.runtime.zero."  # where the hooks that gather are from
+
+
+def is_partitioned(x: object) -> bool:
+    """Whether ``x`` is a Parameter that ZeRO-3 shares out, gathered just now or not."""
+    return hasattr(x, "ds_id")
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """Return the shape of a Parameter, which one that is shared out has where it is gathered."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
+    """Gather Parameters of other modules for the call of ``module`` that is running and for all later ones.
+
+    For a module that computes with its children's weights itself. In later calls, and in their backward, DeepSpeed
+    gathers and releases them with the module's own, prefetched as any others.
+
+    Args:
+        module: The module.
+        parameters: What it is about to read, and maybe Parameters that nothing shares out.
+
+    Returns:
+        Whether they are all here. Where not, DeepSpeed is gathering some for the children's calls, as it used to.
+    """
+    missing = [p for p in parameters if is_partitioned(p) and p.ds_status.name != "AVAILABLE"]
+    if not missing:
+        return True
+    deepspeed: Any = sys.modules["deepspeed"]
+    for parameter in missing:
+        deepspeed.zero.register_external_parameter(module, parameter)
+    if any(p.ds_status.name == "INFLIGHT" for p in missing):
+        return False
+    missing[0].all_gather(missing)
+    return True
+
+
+def stand_in(x: Tensor | None) -> Tensor | None:
+    """Return what takes the place of a Parameter that is shared out in autograd's graph, and any other as it is.
+
+    Called where it is gathered. It has its shape and passes gradients on to it, which the Parameter itself, without
+    elements, would not take later. It keeps one element.
+    """
+    if x is None or not is_partitioned(x):
+        return x
+    found: Tensor = _StandIn.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad
