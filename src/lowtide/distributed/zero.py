@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HOOKS = "deepspeed.runtime.zero."  # where the hooks that gather are from
+# Where the hooks that gather are from; some of them are wrapped.
+HOOKS = ("deepspeed.runtime.zero.", "deepspeed.utils.nvtx")
 
 
 def is_partitioned(x: object) -> bool:
@@ -48,6 +49,34 @@ def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
         return False
     missing[0].all_gather(missing)
     return True
+
+
+class Kept:
+    """Parameters that stay gathered after the call that is running, until `release` or `let_go`.
+
+    A patched head is called twice: by the model, where it answers with logits that are not there, and by the loss,
+    which needs the weight. DeepSpeed may let go of it in between and gather it a second time.
+
+    Args:
+        parameters: Gathered ones, and maybe tensors that nothing shares out.
+    """
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self._parameters = [p for p in parameters if is_partitioned(p)]
+        for parameter in self._parameters:
+            parameter.ds_active_sub_modules.add(self)  # whom it is gathered for; DeepSpeed has numbers of modules there
+
+    def release(self) -> None:
+        """Let DeepSpeed do as it would."""
+        for parameter in self._parameters:
+            parameter.ds_active_sub_modules.discard(self)
+
+    def let_go(self) -> None:
+        """The same where no call follows, after which DeepSpeed would."""
+        self.release()
+        for parameter in self._parameters:
+            if not (parameter.ds_active_sub_modules or parameter.ds_persist or parameter.ds_status.name != "AVAILABLE"):
+                parameter.partition()
 
 
 def stand_in(x: Tensor | None) -> Tensor | None:

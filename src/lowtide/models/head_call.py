@@ -91,6 +91,7 @@ class HeadCall:
     linked: tuple[Tensor | None, ...]  # `tensors` as autograd is to have them
     vocabulary: int
     weight_dtype: torch.dtype
+    partitioned: bool  # by ZeRO-3
 
     def __init__(self, head: nn.Linear, hidden: Tensor, report: PatchReport, options: HeadOptions | None) -> None:
         self.head = head
@@ -104,7 +105,7 @@ class HeadCall:
         self.linked = tuple(map(stand_in, self.tensors))
         self.vocabulary = head.weight.shape[0]
         self.weight_dtype = head.weight.dtype
-        self._inputs = [hidden] if any(map(is_partitioned, self.tensors)) else []
+        self.partitioned = any(map(is_partitioned, self.tensors))
         self._state = _state(self.tensors)
         self._steps_taken = steps_taken()
         self._sample = _sample(self.tensors)
@@ -238,7 +239,7 @@ class HeadCall:
                 f"logits: expected the output embedding as the forward pass left it, got a change since: {why_not}. "
                 "The logits were not kept: read outputs.logits before that, or call the model again."
             )
-        return self.head(InsideHead(checked), *self._inputs)
+        return self.head(InsideHead(checked), *([self.hidden] if self.partitioned else []))
 
     def _enter_modes(self, modes: ExitStack, *, grad_mode: bool) -> None:
         modes.enter_context(torch.inference_mode(self._inference))
