@@ -58,7 +58,7 @@ class Kept:
     which needs the weight. DeepSpeed may let go of it in between and gather it a second time.
 
     Args:
-        parameters: Gathered ones, and maybe tensors that nothing shares out.
+        parameters: Gathered ones or ones about to be, and maybe tensors that nothing shares out.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -77,6 +77,15 @@ class Kept:
         for parameter in self._parameters:
             if not (parameter.ds_active_sub_modules or parameter.ds_persist or parameter.ds_status.name != "AVAILABLE"):
                 parameter.partition()
+
+
+def keep_for_backward(parameters: Iterable[Any]) -> None:
+    """Keep Parameters from the next call that gathers them until the end of the backward that is running.
+
+    For gradients that reach them from a call within backward: autograd takes them in when that is over.
+    """
+    kept = Kept(parameters)
+    torch.autograd.Variable._execution_engine.queue_callback(kept.let_go)
 
 
 def stand_in(x: Tensor | None) -> Tensor | None:

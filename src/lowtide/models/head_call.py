@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.distributed.zero import is_partitioned, stand_in
+from lowtide.distributed.zero import is_partitioned, keep_for_backward, stand_in
 from lowtide.errors import UnsupportedError
 from lowtide.head.options import HeadOptions
 from lowtide.memory.versions import steps_taken
@@ -168,7 +168,9 @@ class HeadCall:
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.enable_grad())
             self._enter_autocast(modes)
-            return self._run(work, later=True)  # type: ignore[no-any-return]
+            if self.partitioned:
+                keep_for_backward(self.tensors)
+            return self._run(work, later=True, link=False)  # type: ignore[no-any-return]
 
     def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """Return (weight, bias) of the linear layer that gives these logits; inside the head's forward."""
@@ -226,7 +228,7 @@ class HeadCall:
             self.report.count_fused()
         return result
 
-    def _run(self, work: Work, *, later: bool = False) -> Any:
+    def _run(self, work: Work, *, later: bool = False, link: bool = True) -> Any:
         def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
             self._check_unchanged(head, later=later)
             return work(head, forward, hidden)
@@ -239,7 +241,7 @@ class HeadCall:
                 f"logits: expected the output embedding as the forward pass left it, got a change since: {why_not}. "
                 "The logits were not kept: read outputs.logits before that, or call the model again."
             )
-        return self.head(InsideHead(checked), *([self.hidden] if self.partitioned else []))
+        return self.head(InsideHead(checked), *([self.hidden] if self.partitioned and link else []))
 
     def _enter_modes(self, modes: ExitStack, *, grad_mode: bool) -> None:
         modes.enter_context(torch.inference_mode(self._inference))
