@@ -29,8 +29,8 @@ def shape_of(parameter: Tensor) -> torch.Size:
 def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
     """Gather Parameters of other modules for the call of ``module`` that is running and for all later ones.
 
-    For a module that computes with its children's weights itself. In later calls, and in their backward, DeepSpeed
-    gathers and releases them with the module's own, prefetched as any others.
+    For a module that computes with its children's weights itself. In backward and in later calls DeepSpeed gathers and
+    releases them with the module's own, prefetched as any others.
 
     Args:
         module: The module.
@@ -39,15 +39,16 @@ def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
     Returns:
         Whether they are all here. Where not, DeepSpeed is gathering some for the children's calls, as it used to.
     """
-    missing = [p for p in parameters if is_partitioned(p) and p.ds_status.name != "AVAILABLE"]
-    if not missing:
-        return True
-    deepspeed: Any = sys.modules["deepspeed"]
-    for parameter in missing:
-        deepspeed.zero.register_external_parameter(module, parameter)
+    shared = [p for p in parameters if is_partitioned(p)]
+    known = vars(module).get("_external_params", ())
+    for parameter in shared:
+        if id(parameter) not in known:  # also one that happens to be here now: in backward it may not
+            sys.modules["deepspeed"].zero.register_external_parameter(module, parameter)
+    missing = [p for p in shared if p.ds_status.name != "AVAILABLE"]
     if any(p.ds_status.name == "INFLIGHT" for p in missing):
         return False
-    missing[0].all_gather(missing)
+    if missing:
+        missing[0].all_gather(missing)
     return True
 
 
