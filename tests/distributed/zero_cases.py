@@ -136,7 +136,9 @@ def patched_models() -> None:
         if stage == 2:
             continue
         seen: list[set[str]] = []
-        watched = engine.module.model.layers[1].register_full_backward_pre_hook(lambda *_: seen.append(gathered(engine)))
+        watched = engine.module.model.layers[1].register_full_backward_pre_hook(
+            lambda *_: seen.append(gathered(engine))
+        )
         counts = []
         for one in (engine, stock):
             with counted_gathers() as counted:
