@@ -6,7 +6,9 @@ import copy
 import functools
 import importlib
 import itertools
+import logging
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +30,9 @@ from lowtide.measure import peak_above
 
 RATE = 0.5
 RECOMPUTE = lowtide.HeadOptions(gradient="recompute")
+# A line for each engine and each collective, on a pipe that nobody reads while the other rank runs.
+deepspeed.utils.logger.setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", category=FutureWarning)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute at first; gloo does as well
 
 
@@ -122,6 +127,10 @@ def counted_gathers() -> Iterator[Counter[str]]:
             setattr(backend, name, function)
 
 
+def note(seen: list[set[str]], engine: Any, *_: object) -> None:
+    seen.append(gathered(engine))
+
+
 def patched_models() -> None:
     """Losses and weights are those of the stock model, and no logits are built; no more is gathered, nor for longer."""
     rank = dist.get_rank()
@@ -136,9 +145,8 @@ def patched_models() -> None:
         if stage == 2:
             continue
         seen: list[set[str]] = []
-        watched = engine.module.model.layers[1].register_full_backward_pre_hook(
-            lambda *_: seen.append(gathered(engine))
-        )
+        last = engine.module.model.layers[1]
+        watched = last.register_full_backward_pre_hook(functools.partial(note, seen, engine))
         counts = []
         for one in (engine, stock):
             with counted_gathers() as counted:
