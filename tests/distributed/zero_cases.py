@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import itertools
 import logging
@@ -382,4 +383,5 @@ CASES = named(
 )
 
 if __name__ == "__main__":
+    gc.freeze()  # each engine collects garbage, which takes as long as it does itself where all of torch is looked through
     main(CASES)
