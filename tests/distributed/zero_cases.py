@@ -383,5 +383,5 @@ CASES = named(
 )
 
 if __name__ == "__main__":
-    gc.freeze()  # each engine collects garbage, which takes as long as it does itself where all of torch is looked through
+    gc.freeze()  # each engine collects garbage: looking through all of torch takes as long as the rest of it
     main(CASES)
