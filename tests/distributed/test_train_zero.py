@@ -71,7 +71,7 @@ def test_is_one_process_and_goes_on(engine: str, ranks: Ranks, arguments: list[s
 def test_one_rank_reads(ranks: Ranks, tmp_path: Path) -> None:
     """Of weights of 65 MiB the second rank has none under ZeRO-3, and then its half; of LoRA's and in bfloat16 too."""
     arguments = tiny_arguments(tmp_path)
-    size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16, "max_position_embeddings": 32}
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 32}
     (tmp_path / "tiny.json").write_text(json.dumps({**SHAPE, **size}))
     said = [
         "--max-steps",
