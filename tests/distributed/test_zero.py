@@ -19,6 +19,7 @@ CASES = [
     "patched_inside",
     "logits_read",
     "wrapped",
+    "adapters",
     "built_in_parts",
 ]
 pytestmark = [

@@ -352,6 +352,27 @@ def built_in_parts() -> None:
     fused(report, 2)
 
 
+def adapters() -> None:
+    """LoRA on MLPs and head, and a head of modules_to_save: weights of layers inside the layer that is called."""
+    from peft import LoraConfig, get_peft_model
+
+    mlp = ["gate_proj", "up_proj", "down_proj"]
+    for saved in (False, True):
+        settings = {"modules_to_save": ["lm_head"]} if saved else {}
+        targets = mlp if saved else [*mlp, "lm_head"]
+        model = get_peft_model(model_of("llama", tied=False), LoraConfig(r=2, target_modules=targets, **settings))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * 0.1 * p.requires_grad)
+        engine, stock, report = pair(model, options=RECOMPUTE)
+        what = f"modules_to_save {saved}"
+        same_steps(what, engine, stock)
+        fused(report, 2, what)
+        assert gathered(engine) == set(), what
+        layer = engine.module.base_model.model.model.layers[0].mlp
+        assert len(layer._external_params) == 9, "the MLP was not fused"
+
+
 def memory() -> None:
     """A step of ZeRO-3 takes less than half of the logits above what is there; the stock one takes several of them."""
     config = LlamaConfig(**{**SHAPE, "vocab_size": 4001})
@@ -379,6 +400,7 @@ CASES = named(
     patched_inside,
     logits_read,
     wrapped,
+    adapters,
     built_in_parts,
 )
 
