@@ -9,6 +9,7 @@ import importlib
 import itertools
 import logging
 import os
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 os.environ.setdefault("DS_ACCELERATOR", os.environ.get("RANKS_DEVICE", "cpu"))
 import deepspeed
@@ -335,21 +337,31 @@ def wrapped() -> None:
 
 
 def built_in_parts() -> None:
-    """A model that no rank ever has as a whole (`deepspeed.zero.Init`), patched before there is an engine."""
-    torch.manual_seed(1)
-    config = model_of("llama", tied=False).config
-    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 4, "zero_optimization": {"stage": 3}}):
-        model = type(model_of("llama", tied=False))(config)
-    whole = type(model)(config).to(DEVICE)
-    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+    """A model that no rank ever has as a whole, patched before there is an engine: a new one, and one that is read."""
+    whole = model_of("llama", tied=False)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        fresh = LlamaForCausalLM(whole.config)
+    known = copy.deepcopy(whole)
+    for p, q in zip(fresh.parameters(), known.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([p]), torch.no_grad():
             q.copy_(p)
-    stock = zero(whole)
-    report = lowtide.patch(model, options=RECOMPUTE)
-    assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm", "rotary")), report
-    engine = zero(model.train())
-    same_steps("built in parts", engine, stock)
-    fused(report, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        told = [folder]
+        dist.broadcast_object_list(told)
+        whole.save_pretrained(told[0])  # the first rank's: with several, transformers has that one write
+        dist.barrier()
+        alive = HfDeepSpeedConfig(config)  # transformers builds in parts as long as there is one
+        read = LlamaForCausalLM.from_pretrained(told[0])
+        del alive
+        dist.barrier()
+    for what, parts, same in (("new", fresh, known), ("read", read, whole)):
+        assert all(p.numel() == 0 for p in parts.parameters()), what
+        report = lowtide.patch(parts, options=RECOMPUTE)
+        assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm", "rotary")), f"{what}\n{report}"
+        stock, engine = zero(same), zero(parts.train())
+        same_steps(what, engine, stock)
+        fused(report, 2, what)
 
 
 def adapters() -> None:
