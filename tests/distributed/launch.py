@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 import interpreter
-import lowtide
-from distributed.train_ranks import shared
+from distributed.train_ranks import python_path, shared
 
 TESTS = Path(__file__).parents[1]
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
@@ -70,8 +69,7 @@ def _forked(file: Path, ranks: int, arguments: list[str], env: dict[str, str], s
 
 def _started(file: Path, ranks: int, arguments: list[str], env: dict[str, str], seconds: float) -> list[str]:
     """As `_forked`, each rank a process of its own: one that uses CUDA cannot be forked."""
-    path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **env}
+    env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **env}
     started = [
         subprocess.Popen(
             [sys.executable, str(file), *arguments],

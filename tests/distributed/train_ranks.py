@@ -42,12 +42,17 @@ class Ended:
         return f"{self.statuses}\n" + "\n".join(self.err)
 
 
+def python_path() -> str:
+    """Return where ranks look for modules: among the tests and this lowtide first, then where this process was told."""
+    own = [str(TESTS), str(Path(lowtide.__file__).parents[1])]
+    return os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Ranks:
     """Runs the command line, or a script, on ranks as torchrun starts them; one is a process without a launcher."""
 
     def __init__(self, python: str = sys.executable) -> None:
-        path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         env |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "TRITON_INTERPRET": "1"}
         self._process = subprocess.Popen(
             [python, str(Path(__file__))], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
