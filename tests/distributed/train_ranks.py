@@ -59,7 +59,7 @@ class Ranks:
         )
 
     def start(
-        self, ranks: int, *arguments: object, script: Path | None = None, seconds: float = 120, **env: str
+        self, ranks: int, *arguments: object, script: Path | None = None, seconds: float = 300, **env: str
     ) -> None:
         """Start; `end` gives the result. One at a time; after ``seconds`` it is killed."""
         assert self._process.stdin is not None
