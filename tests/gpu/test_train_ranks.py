@@ -25,7 +25,8 @@ NEAR = {"float32": 1e-4, "bfloat16": 5e-3}
 
 
 def run(ranks: int, *arguments: object) -> str:
-    env = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1]), "NCCL_NVLS_ENABLE": "0"}
+    path = [str(Path(lowtide.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "NCCL_NVLS_ENABLE": "0"}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launch, "-m", "lowtide.cli", *map(str, arguments)]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
@@ -57,7 +58,8 @@ def alone(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 # Each start of a process takes a while: what a CPU cannot show, and no more (tests/distributed/test_train_ranks.py).
-CASES = [(2, "fsdp2", "float32"), (2, "ddp", "float32"), (2, "fsdp2", "bfloat16"), (4, "fsdp2", "float32")]
+CASES = [(2, "fsdp2", "float32"), (2, "ddp", "float32"), (2, "fsdp2", "bfloat16"), (2, "zero3", "float32")]
+CASES += [(4, "fsdp2", "float32")]
 
 
 @pytest.mark.parametrize(("ranks", "engine", "dtype"), CASES)
@@ -66,6 +68,8 @@ def test_is_one_gpu_and_goes_on_on_it(
 ) -> None:
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
+    if engine == "zero3":
+        pytest.importorskip("deepspeed")
     output = tmp_path / "run"
     out = run(ranks, *arguments, "--dtype", dtype, "--parallel", engine, "--output", output)
     assert "0 with" in out
