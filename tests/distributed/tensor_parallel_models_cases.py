@@ -232,6 +232,34 @@ def tokens_in_parts() -> None:
     fused(report, 1)
 
 
+def sequence_parallel_layers() -> None:
+    """All of a model cut so: what lies between attention and MLPs is in parts of the sequence, up to the head."""
+    parts, whole_input = {"output_layouts": Shard(1), "use_local_output": False}, (Replicate(),)
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **parts),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for layer in ("model.layers.0.", "model.layers.1."):
+        plan |= {layer + norm: SequenceParallel() for norm in ("input_layernorm", "post_attention_layernorm")}
+        plan |= {f"{layer}self_attn.{x}_proj": ColwiseParallel() for x in "qkv"}
+        plan |= {f"{layer}mlp.{x}_proj": ColwiseParallel() for x in ("gate", "up")}
+        plan |= {layer + rows: RowwiseParallel(**parts) for rows in ("self_attn.o_proj", "mlp.down_proj")}
+        plan[layer + "mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=whole_input)
+        plan[layer + "self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            use_local_output=True,
+        )
+    length = T - T % dist.get_world_size()
+    batch = {name: x[:, :length] for name, x in batch_of().items()}
+    batch["position_ids"] = torch.arange(length, device=DEVICE)[None]  # the model would count those of its part
+    ours, stock = (parallelize_module(model_of(), ranks_mesh(), plan) for _ in range(2))
+    report = lowtide.patch(ours)
+    fair(ours, stock, double(model_of()), batch, "sequence parallel")
+    fused(report, 1)
+
+
 def each_token(model: Any, batch: dict[str, Tensor]) -> Tensor:
     logits = model(input_ids=batch["input_ids"], num_items_in_batch=1).logits[:, :-1]
     each = F.cross_entropy(
@@ -643,6 +671,7 @@ CASES = named(
     kinds_of_heads,
     with_loss_parallel,
     tokens_in_parts,
+    sequence_parallel_layers,
     losses_of_ones_own,
     labels_and_counts,
     embeddings_that_are_tied,
