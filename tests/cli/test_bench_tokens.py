@@ -71,10 +71,10 @@ def test_all_tables(
     assert "written: " in out
 
 
-@pytest.mark.parametrize("benchmark", ["stats", "divergence"])
-def test_the_scripts_write_where_they_are_told(benchmark: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("benchmark", "work"), [("stats", "logprob-forward"), ("divergence", "forward-kl")])
+def test_the_scripts_write_where_they_are_told(benchmark: str, work: str, tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / f"{benchmark}.py"
-    only = ["--only", "naive", "--no-error"]
+    only = ["--only", "naive", "--work", work, "--no-error"]
     run = [sys.executable, "-W", "error", script, "--shape", SHAPES[benchmark], *only, *QUICK, "--output", tmp_path]
     ended = subprocess.run(run, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

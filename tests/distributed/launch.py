@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -20,7 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import lowtide
+import interpreter
+from distributed.train_ranks import python_path, shared
 
 TESTS = Path(__file__).parents[1]
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
@@ -46,30 +48,9 @@ def outcomes(
         AssertionError: A rank died, or all of them took more than ``seconds``. None: 300, compiling kernels included.
     """
     seconds = 300 if seconds is None else seconds
-    more = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1]), *([more] if more else [])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD": str(ranks), "RANKS_DEVICE": device}
-    if device == "cpu":
-        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-W", "error::UserWarning:lowtide", str(file), folder, *only],
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        until, errors = time.monotonic() + seconds, []
-        for process in started:
-            try:
-                errors.append(process.communicate(timeout=max(1.0, until - time.monotonic()))[1])
-            except subprocess.TimeoutExpired:
-                errors.append(f"a rank did not end within {seconds} s")
-                for other in started:
-                    other.kill()
+        run = _forked if device == "cpu" else _started
+        errors = run(file, ranks, [folder, *only], {"WORLD": str(ranks), "RANKS_DEVICE": device}, seconds)
         found: dict[str, str] = {}
         for rank in range(ranks):
             report = Path(folder) / f"{rank}.jsonl"
@@ -78,6 +59,36 @@ def outcomes(
                 found[name] = said if found.get(name, RIGHT) == RIGHT else f"{found[name]}\n{said}"
     assert found, "\n".join(errors)
     return found
+
+
+def _forked(file: Path, ranks: int, arguments: list[str], env: dict[str, str], seconds: float) -> list[str]:
+    """Run on the CPU to the end and return what each rank wrote to its standard error, and how it ended."""
+    ended = shared()(ranks, *arguments, script=file, seconds=seconds, **env)
+    return [f"{err}exit status {status}" for status, err in zip(ended.statuses, ended.err, strict=True)]
+
+
+def _started(file: Path, ranks: int, arguments: list[str], env: dict[str, str], seconds: float) -> list[str]:
+    """As `_forked`, each rank a process of its own: one that uses CUDA cannot be forked."""
+    env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **env}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(file), *arguments],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    until, errors = time.monotonic() + seconds, []
+    for process in started:
+        try:
+            errors.append(process.communicate(timeout=max(1.0, until - time.monotonic()))[1])
+        except subprocess.TimeoutExpired:
+            errors.append(f"a rank did not end within {seconds} s")
+            for other in started:
+                other.kill()
+    return errors
 
 
 def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device: str = "cpu") -> None:
@@ -90,7 +101,8 @@ def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device:
 
 def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
     """Be one of the ranks: run the cases, all or ``only`` some, and write down what became of each."""
-    rank, ranks, folder = int(os.environ["RANK"]), int(os.environ["WORLD"]), Path(sys.argv[1])
+    interpreter.replace_once()
+    rank, ranks, folder = int(os.environ.get("RANK", "0")), int(os.environ["WORLD"]), Path(sys.argv[1])
     store, backend = f"file://{folder}/store", "gloo"
     if DEVICE == "cuda":
         backend = "cpu:gloo,cuda:nccl"
@@ -98,6 +110,7 @@ def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> N
     patience = timedelta(seconds=PATIENCE)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=patience)
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", category=UserWarning, module=r"lowtide(\.|\Z)")
     failed = False
     with (folder / f"{rank}.jsonl").open("w") as report:
         for name, case in cases.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distributed.train_ranks import Ranks
+from distributed.train_ranks import Ranks, shared
 from lowtide.train.checkpoints import log_history
 from lowtide.train.first_rank import Form
 from lowtide.train.parallel import variables
@@ -27,11 +26,9 @@ NAMES = ("loss", "grad_norm", "eval_loss")
 EACH_READS = {**variables("fsdp2"), "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # as an accelerate file may have it
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks()
-    yield started
-    started.close()
+@pytest.fixture
+def ranks() -> Ranks:
+    return shared()
 
 
 def assert_same_bits(folder: Path, other: Path, step: int) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import lowtide
-from distributed.train_ranks import Ended, Ranks
+from distributed.train_ranks import Ended, Ranks, shared
 from lowtide.cli import main
 from lowtide.train.checkpoints import checkpoints, log_history
 from lowtide.train.config import Parallel
@@ -39,10 +39,8 @@ REORDERED = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks()
-    yield started
-    started.close()
+def ranks() -> Ranks:
+    return shared()
 
 
 @pytest.fixture(scope="module")

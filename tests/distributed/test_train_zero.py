@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,13 +16,14 @@ from safetensors.torch import load_file
 from distributed.train_ranks import Ranks
 from lowtide.train.checkpoints import check_states
 from lowtide.train.parallel import variables
-from train.conftest import tiny_arguments
+from train.conftest import SHAPE, tiny_arguments
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 installed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 REORDERED = 1e-5  # of sums over ranks and batches: some float32 roundings of each value
 NAMES = ("loss", "grad_norm", "held_out_loss")
+SPIED = {"SPY": "distributed.spy_zero"}
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +49,48 @@ def test_is_one_process_and_goes_on(engine: str, ranks: Ranks, arguments: list[s
     alone, output = tmp_path / "alone", tmp_path / "run"
     ended = ranks(1, *arguments, "--batch-size", 4, "--output", alone)
     assert ended.statuses == [0], ended
-    ended = ranks(2, *arguments, "--parallel", engine, "--output", output)
+    ended = ranks(2, *arguments, "--parallel", engine, "--output", output, **SPIED)
     assert ended.statuses == [0, 0], ended
     got, want = logged(output), logged(alone)
     for name in NAMES:
         assert got[name] == pytest.approx(want[name], rel=REORDERED), name
+    assert "0 with" in ended.out[0], "a loss built its logits"
     whole = load_file(output / "model" / "model.safetensors")
     assert whole.keys() == load_file(alone / "model" / "model.safetensors").keys()
     shutil.rmtree(output / "checkpoint-6")
     for wrong, said in ((3, ["--parallel", engine]), (2, ["--parallel", "ddp"])):
-        ended = ranks(wrong, "train", "--resume", "--output", output, *said)
+        ended = ranks(wrong, "train", "--resume", "--output", output, *said, **SPIED)
         assert ended.statuses == [2] * wrong, ended
         assert "DeepSpeed's on 2 ranks" in ended.err[0]
-    ended = ranks(2, "train", "--resume", "--output", output)
+    ended = ranks(2, "train", "--resume", "--output", output, **SPIED)
     assert ended.statuses == [0, 0], ended
     assert logged(output) == got
+
+
+@installed
+def test_one_rank_reads(ranks: Ranks, tmp_path: Path) -> None:
+    """Of weights of 65 MiB the second rank has none under ZeRO-3, and then its half; of LoRA's and in bfloat16 too."""
+    arguments = tiny_arguments(tmp_path)
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 32}
+    (tmp_path / "tiny.json").write_text(json.dumps({**SHAPE, **size}))
+    said = [
+        "--max-steps",
+        1,
+        "--save-every",
+        0,
+        "--eval-blocks",
+        1,
+        "--parallel",
+        "zero3",
+        "--output",
+        tmp_path / "run",
+    ]
+    said += ["--lora-rank", 2, "--dtype", "bfloat16"]
+    ended = ranks(2, *arguments, *said, **SPIED)
+    assert ended.statuses == [0, 0], ended
+    first, second = (float(re.findall(r"spied read ([\d.]+) MiB", out)[0]) for out in ended.out)
+    assert first > 64, (first, second)
+    assert second < 16, (first, second)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")

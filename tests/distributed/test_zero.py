@@ -8,12 +8,27 @@ import torch.distributed as dist
 
 from distributed import launch
 
+FILE = Path(__file__).with_name("zero_cases.py")
+CASES = [
+    "patched_models",
+    "memory",
+    "functional_head",
+    "offloaded",
+    "checkpointed_layers",
+    "kinds_of_model",
+    "patched_inside",
+    "logits_read",
+    "wrapped",
+    "adapters",
+    "built_in_parts",
+]
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
     pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo"),
 ]
 
 
-@pytest.mark.parametrize("case", ["patched_models", "functional_head"])
-def test_on_two_ranks(case: str) -> None:
-    launch.check(Path(__file__).with_name("zero_cases.py"), 2, case)
+def test_on_two_ranks() -> None:
+    """One test, for test processes that share cases would each start all of them."""
+    for case in CASES:
+        launch.check(FILE, 2, case)

@@ -1,20 +1,25 @@
-"""`lowtide train` on several ranks without the start of torch for each: a process that has it all imported forks them.
+"""Ranks without the start of torch for each: a process that has imported what they will forks them.
 
 `Ranks` is for tests; run as a script, this file is the process that forks.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +42,29 @@ class Ended:
         return f"{self.statuses}\n" + "\n".join(self.err)
 
 
+def python_path() -> str:
+    """Return where ranks look for modules: among the tests and this lowtide first, then where this process was told."""
+    own = [str(TESTS), str(Path(lowtide.__file__).parents[1])]
+    return os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Ranks:
-    """Runs the command line on ranks as torchrun starts them; one rank is a process without a launcher."""
+    """Runs the command line, or a script, on ranks as torchrun starts them; one is a process without a launcher."""
 
     def __init__(self, python: str = sys.executable) -> None:
-        path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu"}
+        env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "DS_ACCELERATOR": "cpu", "TRITON_INTERPRET": "1"}
         self._process = subprocess.Popen(
             [python, str(Path(__file__))], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def start(self, ranks: int, *arguments: object, **env: str) -> None:
-        """Start; `end` gives the result. One at a time."""
+    def start(
+        self, ranks: int, *arguments: object, script: Path | None = None, seconds: float = 300, **env: str
+    ) -> None:
+        """Start; `end` gives the result. One at a time; after ``seconds`` it is killed."""
         assert self._process.stdin is not None
-        told = {"ranks": ranks, "argv": list(map(str, arguments)), "env": env}
+        told = {"ranks": ranks, "argv": list(map(str, arguments)), "env": env, "seconds": seconds}
+        told["script"] = None if script is None else str(script)
         self._process.stdin.write(json.dumps(told) + "\n")
         self._process.stdin.flush()
 
@@ -66,9 +79,9 @@ class Ranks:
         assert line, "the process that forks has died"
         return Ended(**json.loads(line))
 
-    def __call__(self, ranks: int, *arguments: object, **env: str) -> Ended:
+    def __call__(self, ranks: int, *arguments: object, **options: Any) -> Ended:
         """Run to the end."""
-        self.start(ranks, *arguments, **env)
+        self.start(ranks, *arguments, **options)
         return self.end()
 
     def close(self) -> None:
@@ -78,6 +91,14 @@ class Ranks:
         self._process.stdin.close()
         self._process.wait(timeout=60)
         self._process.stdout.close()
+
+
+@cache
+def shared() -> Ranks:
+    """Return the one that all tests of this process may use; it ends with this process."""
+    ranks = Ranks()
+    atexit.register(ranks.close)
+    return ranks
 
 
 def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
@@ -95,7 +116,12 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
 
         if spy := job["env"].get("SPY"):
             importlib.import_module(spy)
-        status = main(job["argv"])
+        if script := job["script"]:
+            sys.argv = [script, *job["argv"]]
+            runpy.run_path(script, run_name="__main__")
+            status = 0
+        else:
+            status = main(job["argv"])
     except SystemExit as ended:
         status = int(ended.code or 0)
     except BaseException:
@@ -115,7 +141,7 @@ def _free_port() -> int:
         return int(held.getsockname()[1])
 
 
-def _run(job: dict[str, Any], seconds: float) -> Ended:
+def _run(job: dict[str, Any]) -> Ended:
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), _free_port()
         pids = []
@@ -124,7 +150,7 @@ def _run(job: dict[str, Any], seconds: float) -> Ended:
             if pid == 0:
                 _be(rank, job, port, folder)
             pids.append(pid)
-        until, statuses = time.monotonic() + seconds, dict[int, int]()
+        until, statuses = time.monotonic() + job["seconds"], dict[int, int]()
         while len(statuses) < len(pids):
             for pid in pids:
                 if pid not in statuses and (found := os.waitpid(pid, os.WNOHANG))[0]:
@@ -137,18 +163,23 @@ def _run(job: dict[str, Any], seconds: float) -> Ended:
         return Ended([statuses[pid] for pid in pids], *texts)
 
 
+# What ranks import on their way.
+MODULES = (
+    "accelerate.utils", "pytest", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.run", "support",
+)  # fmt: skip
+
+
 def _serve() -> None:
-    # what a run imports on its way
-    import accelerate.utils  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import lowtide.cli
-    import lowtide.train.run  # noqa: F401
-
+    for name in (*MODULES, *(["lowtide.head.kernels.exp_rows"] if find_spec("triton") else [])):
+        importlib.import_module(name)
+    gc.freeze()  # else each rank's collector writes to what they share, and copies it by that
     for line in sys.stdin:
-        ended = _run(json.loads(line), seconds=120)
+        ended = _run(json.loads(line))
         sys.stdout.write(json.dumps(vars(ended)) + "\n")
         sys.stdout.flush()
+    os._exit(0)  # what is frozen would be called a leak
 
 
 if __name__ == "__main__":

@@ -18,26 +18,32 @@ def test_candidates_take_turns_and_warm_rounds_do_not_count() -> None:
     assert [len(timing.times_ms) for timing in timings.values()] == [3, 3]
 
 
-def test_what_a_call_stands_behind_does_not_count() -> None:
-    calls: list[str] = []
+def test_what_a_call_stands_behind_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [5.0], []
 
-    def before() -> None:
-        calls.append("before")
-        time.sleep(0.03)
+    def take(name: str, seconds: float) -> None:
+        calls.append(name)
+        now[0] += seconds
 
-    found = time_side_by_side({"a": lambda: calls.append("a")}, "cpu", warm=1, reps=3, behind=before)["a"]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    found = time_side_by_side(
+        {"a": lambda: take("a", 0.02)}, "cpu", warm=1, reps=3, behind=lambda: take("before", 0.5)
+    )["a"]
     assert calls == ["before", "a"] * 4
-    assert len(found.times_ms) == 3
-    assert found.median_ms < 20
+    assert found.times_ms == pytest.approx((20, 20, 20))
 
 
-def test_times_are_milliseconds_of_the_function_alone() -> None:
-    waits = iter([0.2, 0.02, 0.02, 0.06])  # the first round is warm
-    timings = time_side_by_side(
-        {"sleep": lambda: time.sleep(next(waits)), "nothing": lambda: None}, "cpu", warm=1, reps=3
-    )
-    assert 20 <= timings["sleep"].median_ms < 60
-    assert timings["nothing"].median_ms < 5
+def test_times_are_milliseconds_of_the_function_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = [5.0], iter([0.2, 0.02, 0.03, 0.06])  # the first round is warm
+
+    def wait() -> None:
+        now[0] += next(waits)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])  # a busy machine makes real waits of any length
+    timings = time_side_by_side({"waits": wait, "nothing": lambda: None}, "cpu", warm=1, reps=3)
+    assert timings["waits"].times_ms == pytest.approx((20, 30, 60))
+    assert timings["waits"].median_ms == pytest.approx(30)
+    assert timings["nothing"].times_ms == (0, 0, 0)
 
 
 def test_median_and_spread() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from distributed.train_ranks import shared
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.memory.versions import Versions
 from memory.models import VOCAB, CountAttention, Layer, Plain, assert_same, step
 
 ATTENTION, INPUT = ActivationPolicy(keep="attention"), ActivationPolicy(keep="input")
-TESTS = Path(__file__).parents[1]
 
 
 def calls(model: Any, ids: Tensor) -> int:
@@ -206,13 +203,9 @@ def test_a_patched_model_compiled_whole_with_numbers_as_variables(llama: Any, id
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")
 def test_fsdp2_on_two_ranks(keep: str, order: str) -> None:
     offload = "offload" if (keep, order) in {("attention", "policy-first"), ("input", "shard-first")} else "stay"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(Path(__file__).with_name("two_ranks.py")), keep, order, offload]
-    path = os.pathsep.join([str(TESTS), str(Path(lowtide.__file__).parents[1])])
-    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*launch, *script], capture_output=True, text=True, check=False, timeout=120, env=env)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("is right") == 2
+    ended = shared()(2, keep, order, offload, script=Path(__file__).with_name("two_ranks.py"))
+    assert ended.statuses == [0, 0], ended
+    assert ended.out == ["rank 0 is right\n", "rank 1 is right\n"]
 
 
 class Leveled(nn.Module):

@@ -1,4 +1,4 @@
-"""What one rank of two does, under torch.distributed.run: FSDP2 around a model with a policy, or the other way round.
+"""What one rank of two does: FSDP2 around a model with a policy, or the other way round.
 
 It trains on one half of a batch, and writes whether its gradients are those of the stock model on both halves.
 """

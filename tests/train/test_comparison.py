@@ -37,35 +37,29 @@ def against(losses: dict[int, float]) -> Comparison:
     return Comparison(stock=RESULT, patched=patched, tolerance=Tolerance(early=1e-3, late=1e-1))
 
 
-def test_two_children_agree_and_the_numbers_are_written(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
-    file = tmp_path / "c.json"
-    status, out, err = lowtide(*tiny, "--compare", "--no-progress", "--json", file)
-    assert (status, err) == (0, "")
-    assert "equal to rounding" in out
-    assert "loss, first step" in out
-    told = json.loads(file.read_text())
-    assert told["equal"]
-    assert told["max_loss_difference"] < 1e-5
-    assert told["config"]["seq_len"] == 32
-    assert {"torch", "transformers", "cpu_threads", "system"} <= told["machine"].keys()
-    assert len(told["stock"]["losses"]) == len(told["patched"]["losses"]) == 6
-    assert (told["stock"]["calls_fused"], told["patched"]["calls_materialised"]) == (None, 0)
-    assert told["patched"]["calls_fused"] > 0
-    assert told["patched"]["peak_above_warm_mib"] >= 0
-
-
-def test_the_patched_model_needs_less_memory(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:
+def test_two_children_agree_and_the_patched_model_needs_less_memory(
+    tmp_path: Path, tiny: list[str], lowtide: Run
+) -> None:
     """The logits are 128 MiB here, everything else is small."""
     shape = json.loads((tmp_path / "tiny.json").read_text()) | {"vocab_size": 32_768}
     (tmp_path / "wide.json").write_text(json.dumps(shape))
     size = ["--batch-size", "16", "--seq-len", "64", "--max-steps", "4"]
     file = tmp_path / "c.json"
     wide = ["--model", tmp_path / "wide.json", "--workspace-mib", "8"]
-    status, _, err = lowtide(*tiny, *wide, *size, "--compare", "--no-progress", "--json", file)
+    status, out, err = lowtide(*tiny, *wide, *size, "--compare", "--no-progress", "--json", file)
     assert (status, err) == (0, "")
+    assert "equal to rounding" in out
+    assert "loss, first step" in out
     told = json.loads(file.read_text())
+    assert told["equal"]
+    assert told["max_loss_difference"] < 1e-5
+    assert told["config"]["seq_len"] == 64
+    assert {"torch", "transformers", "cpu_threads", "system"} <= told["machine"].keys()
+    assert len(told["stock"]["losses"]) == len(told["patched"]["losses"]) == 4
+    assert (told["stock"]["calls_fused"], told["patched"]["calls_materialised"]) == (None, 0)
+    assert told["patched"]["calls_fused"] > 0
     assert told["stock"]["peak_above_warm_mib"] > 2 * 128
-    assert told["patched"]["peak_above_warm_mib"] < 64
+    assert 0 <= told["patched"]["peak_above_warm_mib"] < 64
 
 
 def test_other_losses_are_not_equal() -> None:

@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from distributed.train_ranks import shared
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.train import checkpoints, train, trainer
 from lowtide.train.resuming import resumed_config
@@ -241,12 +240,16 @@ def test_resume_refuses_other_data_and_other_settings(
 
 
 FULL_DISK = """
-import logging, resource, sys
+import contextlib, io, resource, sys, warnings
 from lowtide.cli import main
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as the command does before its imports
-import transformers, lowtide.train.run
+warnings.simplefilter("error")
+said = io.StringIO()  # standard error is a file too
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-sys.exit(main(sys.argv[2:]))
+with contextlib.redirect_stderr(said):
+    status = main(sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+sys.stderr.write(said.getvalue())
+sys.exit(status)
 """
 
 
@@ -254,11 +257,12 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize("limit", [100, 60_000, 200_000])  # stops run.json, the weights, the optimizer
 def test_a_disk_that_takes_no_more(tmp_path: Path, tiny: list[str], limit: int) -> None:
     output = tmp_path / "out"
-    command = [sys.executable, "-W", "error", "-c", FULL_DISK, str(limit), *tiny, "--output", str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.count("\n") == 1, ended.stderr
-    assert "could not write" in ended.stderr
+    script = tmp_path / "full_disk.py"
+    script.write_text(FULL_DISK)
+    ended = shared()(1, limit, *tiny, "--output", output, script=script)
+    assert ended.statuses == [2], ended
+    assert ended.err[0].count("\n") == 1, ended
+    assert "could not write" in ended.err[0]
     left = {path.name for path in output.rglob("*")} - {"run.json", ".incoming", "log.jsonl"}
     assert not left, "nothing half written"
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from array import array
 from pathlib import Path
 
 import pytest
 import torch
 
+from distributed.train_ranks import shared
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import mib, run_command
+from lowtide.measure import mib
 from lowtide.train.corpus import Corpus
 from lowtide.train.packing import (
     Layout,
@@ -27,7 +27,8 @@ from lowtide.train.streams import GROUP, IGNORED, START, Document, Position, Str
 
 EOS = 0
 CORPUS_CODE = """
-import sys
+import sys, warnings
+warnings.simplefilter("error")
 from lowtide.measure import peak_resident_bytes, reset_peak_resident, resident_bytes
 from lowtide.train.corpus import open_corpus
 from lowtide.train.packing import text_documents
@@ -161,13 +162,15 @@ def test_held_out_text_shorter_than_a_block_is_an_error(corpus: Corpus) -> None:
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, suffix: str) -> None:
     line = '{"text": "%s"}\n' % ("low tide " * 50) if suffix == "jsonl" else "low tide " * 50 + "\n"
+    script = tmp_path / "corpus.py"
+    script.write_text(CORPUS_CODE)
     grown = {}
     for size in (1, 64):
         path = tmp_path / f"{size}.{suffix}"
         path.write_text(line * (size * 2**20 // len(line)))
-        ended = run_command([sys.executable, "-W", "error", "-c", CORPUS_CODE, str(path)])
-        assert ended.returncode == 0, ended.stderr
-        blocks, grown[size] = map(int, ended.stdout.split())
+        ended = shared()(1, path, script=script)
+        assert ended.statuses == [0], ended
+        blocks, grown[size] = map(int, ended.out[0].split())
         assert blocks > size * 600
     assert mib(grown[64]) < mib(grown[1]) + 8, "eight times less than the corpus grew"
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from safetensors.torch import load_file
 
+from distributed.train_ranks import shared
 from lowtide.train.checkpoints import log_history
 
 Run = Callable[..., tuple[int, str, str]]
@@ -67,6 +68,7 @@ def test_two_ranks_train_as_one_process_does_and_resume(
 
     uninterrupted = load_file(output / "model" / "model.safetensors")
     (output / "checkpoint-4").rename(tmp_path / "away")
-    on_two_ranks(tmp_path, "train", "--resume", "--output", output)
+    ended = shared()(2, "train", "--resume", "--output", output, script=tmp_path / "main.py")
+    assert ended.statuses == [0, 0], ended
     resumed = load_file(output / "model" / "model.safetensors")
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)

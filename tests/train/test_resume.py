@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +17,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from distributed.train_ranks import shared
 from lowtide.train import checkpoints
 from lowtide.train.config import DEFAULT_ROOT
 from lowtide.train.resuming import resumed_config
 
 Run = Callable[..., tuple[int, str, str]]
 STEPS = 12  # as the fixture `finished`
-MAIN = "import sys; from lowtide.cli import main; sys.exit(main())"
 
 # Kills itself when the named function is called for the nth time: before it does anything, or half way through.
 KILL_IN = """
-import os, signal, sys
+import os, signal, sys, warnings
 from lowtide.cli import main
 import lowtide.train.run, torch
 from lowtide.train import checkpoints, trainer
+warnings.simplefilter("error")
 where, calls = sys.argv[1], int(sys.argv[2])
 
 def die(*args, **kwargs):
@@ -78,9 +80,10 @@ def test_killed_at_a_chosen_place(
     where: str, calls: int, tmp_path: Path, longer: list[str], lowtide: Run, finished: Path
 ) -> None:
     output = tmp_path / "killed"
-    command = [sys.executable, "-W", "error", "-c", KILL_IN, where, str(calls), *longer, "--output", str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == -9, ended.stderr
+    script = tmp_path / "killed.py"
+    script.write_text(KILL_IN)
+    ended = shared()(1, where, calls, *longer, "--output", output, script=script)
+    assert ended.statuses == [-9], ended
     assert checkpoints.checkpoints(output), "it was killed before its first checkpoint: the test tests nothing"
     for checkpoint in checkpoints.checkpoints(output):
         assert (checkpoint / "data_position_0.json").exists()
@@ -97,12 +100,15 @@ def test_killed_at_random_moments(tmp_path: Path, longer: list[str], lowtide: Ru
     output = tmp_path / "killed"
     arguments = [*longer, "--save-every", "1", "--output", str(output)]
     for _ in range(2):
-        child = subprocess.Popen([sys.executable, "-c", MAIN, *arguments], stdout=subprocess.DEVNULL)
-        while child.poll() is None and not checkpoints.checkpoints(output):
+        shared().start(1, *arguments)
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not (shared().pids() and checkpoints.checkpoints(output)):
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.5))
-        child.kill()
-        child.wait()
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            for pid in shared().pids():
+                os.kill(pid, signal.SIGKILL)
+        shared().end()
         arguments = ["train", "--resume", "--output", str(output)]
     assert lowtide(*arguments)[0] == 0
     assert_same_run(output, finished)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ def _fill(seen: Allocations, profiler: profile, kind: str) -> None:
         seen.peak_bytes = max(seen.peak_bytes, total)
 
 
+@cache
 def _kind(device_type: object) -> str:
     """Return ``cpu`` for ``DeviceType.CPU``; the enum's module has no public name."""
     return str(device_type).rpartition(".")[2].lower()

@@ -11,6 +11,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
+from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
 
@@ -65,8 +66,6 @@ def why_not_lazy(head: nn.Linear, hidden: Tensor) -> str | None:
     # Exact types: DTensor, quantised and fake tensors, and torch.func's wrapped parameters all have rules of their own.
     if type(head.weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return f"the output embedding's weight is a {type(head.weight).__name__}, not a plain Parameter"
-    if hasattr(head.weight, "ds_id"):
-        return "DeepSpeed's ZeRO-3 holds the output embedding's weight, and reads what each module returns"
     if type(hidden) is not Tensor:
         return f"the hidden states are a {type(hidden).__name__} of {getattr(hidden, 'dtype', 'no dtype')}"
     return why_not_now(head, hidden)
@@ -129,9 +128,11 @@ def module_name(model: nn.Module, module: nn.Module) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook of the module's own looks at its calls."""
+    """Whether a hook of the module's own looks at its calls. Those of ZeRO-3 only gather weights."""
     before, after = module._forward_pre_hooks, module._forward_hooks  # written out: asked of many at each call
-    return any((before, after, module._backward_hooks, module._backward_pre_hooks))
+    if not any((before, after, module._backward_hooks, module._backward_pre_hooks)):
+        return False
+    return not all(defining_module(hook).startswith(HOOKS) for hook in _own_hooks(module))
 
 
 def plain_class(module: nn.Module) -> type:
@@ -143,6 +144,9 @@ def plain_class(module: nn.Module) -> type:
 
 
 def _hooks(head: nn.Module) -> list[Callable[..., Any]]:
-    own = [hook for kind in MODULE_HOOKS for hook in getattr(head, kind).values()]
     every = [hook for kind in MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
-    return own + every
+    return _own_hooks(head) + every
+
+
+def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    return [hook for kind in MODULE_HOOKS for hook in getattr(module, kind).values()]

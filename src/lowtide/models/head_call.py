@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.distributed.zero import is_partitioned, keep_for_backward, stand_in
 from lowtide.errors import UnsupportedError
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
@@ -60,9 +61,9 @@ class Folded:
 
 _KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.detach)  # detach: what follows has no graph
 
-# The stock forward of a head, and work that needs it.
+# The stock forward of a head, and work that needs it, done with the head and its input.
 Forward = Callable[[Tensor], Tensor]
-Work = Callable[[nn.Linear, Forward], Any]
+Work = Callable[[nn.Linear, Forward, Tensor], Any]
 
 
 class InsideHead:
@@ -70,10 +71,11 @@ class InsideHead:
 
     Called with it as the input, the patched head runs it there, so that whatever hooks gather, move or free the weight
     (FSDP2, ZeRO-3, offloading) do so around it, as around any other call. It is no pytree and holds no tensor that
-    hooks could find.
+    hooks could find. What ZeRO-3 gathers for a backward it lets go of when that reaches the module's inputs: there the
+    hidden states are a second input.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Callable[..., Any]) -> None:
         self.work = work
 
 
@@ -85,7 +87,14 @@ class HeadCall:
         hidden: Its input [..., D].
         report: Where to count what becomes of the logits.
         options: For `linear_cross_entropy`.
+
+    Made inside the head's forward. Outside of it the weight may have no elements: what is asked for there is kept.
     """
+
+    linked: tuple[Tensor | None, ...]  # `tensors` as autograd is to have them
+    vocabulary: int
+    weight_dtype: torch.dtype
+    partitioned: bool  # by ZeRO-3
 
     def __init__(self, head: nn.Linear, hidden: Tensor, report: PatchReport, options: HeadOptions | None) -> None:
         self.head = head
@@ -96,6 +105,10 @@ class HeadCall:
         self.built = False
         self.passed = False  # something with a graph was computed past the logits
         self.hooked = False  # a gradient hook is on logits that are built
+        self.linked = tuple(map(stand_in, self.tensors))
+        self.vocabulary = head.weight.shape[0]
+        self.weight_dtype = head.weight.dtype
+        self.partitioned = any(map(is_partitioned, self.tensors))
         self._state = _state(self.tensors)
         self._steps_taken = steps_taken()
         self._sample = _sample(self.tensors)
@@ -138,12 +151,16 @@ class HeadCall:
 
     def logits(self, steps: tuple[Step, ...], why: str, *, grad_mode: bool) -> Tensor:
         """Build the logits [..., V], as the model would have: same operations, same autocast."""
+
+        def work(_: nn.Linear, forward: Forward, hidden: Tensor) -> Tensor:
+            return self._logits(forward, (hidden, *self.tensors[1:]))
+
         if not self.built:
             self.built = True
             self.report.count_materialised(why)
         with ExitStack() as modes:
             self._enter_modes(modes, grad_mode=grad_mode)
-            return replay(self._run(lambda _, forward: self._logits(forward, self.tensors), later=True), steps)
+            return replay(self._run(work, later=True), steps)
 
     def view(self, base: Tensor, step: Step, *, grad_mode: bool) -> Tensor:
         """Return a view of real logits, as the model would have taken it."""
@@ -154,7 +171,7 @@ class HeadCall:
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `tensors` for a gradient that reached the logits."""
 
-        def work(_: nn.Linear, forward: Forward) -> tuple[Tensor | None, ...]:
+        def work(_: nn.Linear, forward: Forward, __: Tensor) -> tuple[Tensor | None, ...]:
             # parameters as they are, for the head's own code reads them
             inputs = tuple(
                 x if x is None or isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
@@ -169,18 +186,21 @@ class HeadCall:
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.enable_grad())
             self._enter_autocast(modes)
-            return self._run(work, later=True)  # type: ignore[no-any-return]
+            if self.partitioned:
+                keep_for_backward(self.tensors)
+            return self._run(work, later=True, link=False)  # type: ignore[no-any-return]
 
     def operands(
-        self, head: nn.Linear, steps: tuple[Step, ...]
+        self, head: nn.Linear, hidden: Tensor, steps: tuple[Step, ...]
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return what a function of the logits takes: hidden states, weight, bias, and what else it needs, by name.
 
         Args:
             head: The output embedding, inside its forward.
+            hidden: Its input, as the work is given it.
             steps: Those that rearranged or chose rows.
         """
-        return rows_of(self.hidden, steps), head.weight, head.bias, {}
+        return rows_of(hidden, steps), head.weight, head.bias, {}
 
     def of_classes(self, vector: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002
         """Return of a vector [V] what goes with ``weight``, one of `operands`."""
@@ -206,8 +226,9 @@ class HeadCall:
                 what else `operands` returns.
         """
 
-        def work(head: nn.Linear, _: Forward) -> Any:
-            hidden, weight, bias, more = self.operands(head, tuple(s for s in steps if s.of_hidden is not None))
+        def work(head: nn.Linear, _: Forward, hidden: Tensor) -> Any:
+            rows = tuple(step for step in steps if step.of_hidden is not None)
+            hidden, weight, bias, more = self.operands(head, hidden, rows)
             for offset in folded.offsets:
                 part = self.of_classes(offset, weight)
                 bias = part if bias is None else bias + part
@@ -233,10 +254,10 @@ class HeadCall:
             self.report.count_fused()
         return result
 
-    def _run(self, work: Work, *, later: bool = False) -> Any:
-        def checked(head: nn.Linear, forward: Forward) -> Any:
+    def _run(self, work: Work, *, later: bool = False, link: bool = True) -> Any:
+        def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
             self._check_unchanged(head, later=later)
-            return work(head, forward)
+            return work(head, forward, hidden)
 
         why_not = why_not_call(self.head)
         if part_of(self.head) is None:
@@ -246,7 +267,7 @@ class HeadCall:
                 f"logits: expected the output embedding as the forward pass left it, got a change since: {why_not}. "
                 "The logits were not kept: read outputs.logits before that, or call the model again."
             )
-        return self.head(InsideHead(checked))
+        return self.head(InsideHead(checked), *([self.hidden] if self.partitioned and link else []))
 
     def _enter_modes(self, modes: ExitStack, *, grad_mode: bool) -> None:
         modes.enter_context(torch.inference_mode(self._inference))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError
 from lowtide.models.head_call import HeadCall, Step
 from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
@@ -35,12 +36,13 @@ class LazyLogits(Tensor):
     _viewed: "LazyLogits | None"
     _grad_mode: bool  # whether what made them recorded gradients
     _is_cut: bool  # a view taken without gradients of logits that have them: it requires a gradient and passes none on
+    _detached: "LazyLogits | None"  # what these were detached from, by the last step
     _has_children: bool  # recorded ones, whose graph goes past whatever this is built to
 
     @classmethod
     def of(cls, call: HeadCall) -> Self:
         """Return what the head gives for ``call``."""
-        like = torch.empty((*call.hidden.shape[:-1], call.head.weight.shape[0]), dtype=call.dtype(), device="meta")
+        like = torch.empty((*call.hidden.shape[:-1], call.vocabulary), dtype=call.dtype(), device="meta")
         return cls._make(call, (), like, None, grad_mode=torch.is_grad_enabled())
 
     @classmethod
@@ -58,9 +60,9 @@ class LazyLogits(Tensor):
             )
 
         with torch.set_grad_enabled(grad_mode):
-            lazy: Self = _Anchor.apply(wrapper, call, steps, *call.tensors)  # type: ignore[no-untyped-call]
+            lazy: Self = _Anchor.apply(wrapper, call, steps, *call.linked)  # type: ignore[no-untyped-call]
         lazy._call, lazy._steps, lazy._real, lazy._viewed = call, steps, None, viewed
-        lazy._grad_mode, lazy._is_cut, lazy._has_children = grad_mode, False, False
+        lazy._grad_mode, lazy._is_cut, lazy._has_children, lazy._detached = grad_mode, False, False, None
         return lazy
 
     @property
@@ -70,6 +72,8 @@ class LazyLogits(Tensor):
 
     def materialise(self, why: str) -> Tensor:
         """Return the logits themselves, built on the first call."""
+        if self._passed_on() is not self:
+            return self._passed_on().materialise(why)
         if self._real is None:
             if self._viewed is None:
                 self._real = self._call.logits(self._steps, why, grad_mode=self._grad_mode)
@@ -89,6 +93,19 @@ class LazyLogits(Tensor):
         if name in _OF_DTENSOR and self._call.gives_dtensor:
             return getattr(self.materialise(f"read by {name}"), name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _passed_on(self) -> "LazyLogits":
+        """Return the logits that DeepSpeed passed on as these, or these.
+
+        ZeRO-3 puts a node of its own behind whatever a module returns, which detaches it and changes nothing: it is
+        where the module's weights are gathered for backward. What is computed of the logits has one as well, for it is
+        computed by a call of the head.
+        """
+        if self._detached is None:
+            return self
+        with torch._C.DisableTorchFunctionSubclass():
+            function: Any = getattr(type(self.grad_fn), "_forward_cls", None)
+        return self._detached if getattr(function, "__module__", "").startswith(HOOKS) else self
 
     def _has_another_graph(self) -> bool:
         """Whether a custom autograd function (a reentrant checkpoint) made these and put its own node behind them.
@@ -127,6 +144,7 @@ class LazyLogits(Tensor):
         while parent is not None:  # a view is built from what it is a view of, which that goes past as well
             parent._has_children, parent = True, parent._viewed
         child = self._make(self._call, (*self._steps, step), like, self if view else None, grad_mode=grad_mode)
+        child._detached = self if step.function is Tensor.detach else None
         child._is_cut = view and not grad_mode and self.requires_grad and step.function is not Tensor.detach
         return child
 
@@ -144,7 +162,7 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs or {}))
         has_no_graph = func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
         if not has_no_graph and any(lazy._has_another_graph() for lazy in _found(args, kwargs)):
             with torch._C.DisableTorchFunctionSubclass():
@@ -185,7 +203,7 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logits: Tensor | None) -> Any:
         if grad_logits is None:  # of logits that a custom function passed on, and nothing read
-            return None, None, None, *(None for _ in ctx.call.tensors)
+            return None, None, None, *(None for _ in ctx.call.linked)
         if ctx.call.hooked:
             raise UnsupportedError(
                 "logits: expected operations of PyTorch on logits that have a hook, got a custom autograd function, "

@@ -57,8 +57,8 @@ def _add(input: "LazyLogits", other: Any) -> Any:
         return NotImplemented
     if other.numel() != input.shape[-1] or other.shape[-1] != input.shape[-1]:
         return NotImplemented
-    weight = input.call.head.weight
-    if (other.requires_grad and torch.is_grad_enabled()) or other.dtype != weight.dtype or other.device != input.device:
+    trained = other.requires_grad and torch.is_grad_enabled()
+    if trained or other.dtype != input.call.weight_dtype or other.device != input.device:
         return NotImplemented
     like = _alike(input).to(torch.promote_types(input.dtype, other.dtype))
     return input.then(Step(Tensor.add, (other.detach().clone(),)), like)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.distributed.zero import gather_for
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
@@ -71,6 +72,8 @@ def head_call(
     parameters = tuple(p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None)
     if any(type(parameter) is not nn.Parameter for parameter in parameters):
         return "a weight of the output embedding's LoRA is not a plain Parameter"
+    if not gather_for(head, parameters):
+        return "DeepSpeed is gathering the output embedding's LoRA for a call of its own"
     return LoraHeadCall(head, hidden, layer, report, options)
 
 
@@ -123,10 +126,10 @@ class LoraHeadCall(HeadCall):
     def operands(
         self,
         head: nn.Linear,  # noqa: ARG002
+        hidden: Tensor,
         steps: tuple[Step, ...],
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return those of the layer beneath the adapters, and by name the adapters with the rows of their inputs."""
         base, adapters = self._layer.base, zip(self._inner, self._layer.adapters, strict=True)
         low_rank = [(rows_of(h, steps), adapter.b.weight, adapter.b.bias, adapter.scale) for h, adapter in adapters]
-        hidden = rows_of(self.hidden, steps)
-        return hidden, base.weight, base.bias, {"adapters": low_rank} if low_rank else {}
+        return rows_of(hidden, steps), base.weight, base.bias, {"adapters": low_rank} if low_rank else {}

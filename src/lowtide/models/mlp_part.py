@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.distributed.zero import gather_for
 from lowtide.mlp.adapted import adapted_mlp
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import agreement
@@ -212,7 +213,7 @@ def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLi
     if isinstance(layers, str) or tuple(map(type, others)) != other_types or not _are_plain(layers, others):
         return None
     parameters = [p for linear in _linears(layers) for p in (linear.weight, linear.bias) if p is not None]
-    if not is_ordinary((x,), parameters):
+    if not is_ordinary((x,), parameters) or not gather_for(mlp, parameters):
         return None
     if why_not_together(layers) is not None:
         return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.distributed.zero import shape_of
 from lowtide.layers import rms_norm
 from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
 from lowtide.models.parallel_style import is_parallel_hook
@@ -32,7 +33,7 @@ def is_candidate(module: nn.Module) -> bool:
     """Whether what the module owns says that it may be an RMS norm."""
     weight = module._parameters.get("weight")
     owns_more = module._modules or module._buffers or len(module._parameters) != 1
-    return weight is not None and weight.dim() == 1 and not owns_more and _epsilon(module) is not None
+    return weight is not None and len(shape_of(weight)) == 1 and not owns_more and _epsilon(module) is not None
 
 
 def _epsilon(module: nn.Module) -> str | None:
@@ -51,7 +52,7 @@ def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str]] | str:
         return "tensor parallelism makes DTensors of its input and weight"
     if len(inspect.signature(base.forward).parameters) != 2:
         return "its forward takes more than one input"
-    if module.weight.numel() == 0:
+    if shape_of(module.weight).numel() == 0:
         return "its weight is elsewhere (sharded, with nothing here)"
     for rounding, offset in _CANDIDATES:
         if all(_computes(module, base, name, rounding, offset, *dtypes) for dtypes in _DTYPES):
@@ -64,7 +65,7 @@ def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str]] | str:
 def _computes(
     module: Any, base: Any, name: str, rounding: Any, offset: float, x_dtype: torch.dtype, w_dtype: torch.dtype
 ) -> bool:
-    D = module.weight.shape[0]
+    D = shape_of(module.weight)[0]
     weight = nn.Parameter(random(D, seed=1).to(w_dtype))
     twin = twin_of(module, base, modules={}, parameters={"weight": weight})
     x = rows(D)

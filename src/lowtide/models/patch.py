@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
+from lowtide.distributed.zero import Kept
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
@@ -49,7 +50,7 @@ class _Patch:
         self.heads: list[nn.Module] = []  # it, and others of modules_to_save that have a class of ours
         self.head_calls = 0
         self.why_not: str | None = None
-        self.gathered: Gathered | None = None  # between the head's lazy logits and the loss
+        self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
 
 
 # Whose each head with a class of ours is. A copy of one is in nobody's hands until a model finds it as its own.
@@ -323,7 +324,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             if state is not None and state.gathered is not None:
                 state.gathered.release()
                 state.gathered = None
-            return input.work(self, functools.partial(run_stock, self, base.forward))
+            return input.work(self, functools.partial(run_stock, self, base.forward), *args)
         state = _awaited_by(self)
         if state is None or is_stock_call(self):
             return base.forward(self, input, *args, **kwargs)
@@ -333,7 +334,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
             state.report.count_materialised(call)
             return run_stock(self, base.forward, input, *args, **kwargs)
         if state.gathered is None:
-            state.gathered = Gathered(self)
+            state.gathered = Kept(call.tensors) if call.partitioned else Gathered(self)
         return LazyLogits.of(call)
 
     return {"__call__": call, "forward": forward}

@@ -102,12 +102,13 @@ class ShardedHeadCall(HeadCall):
         """Whether the logits are a DTensor."""
         return not self._gives_local
 
-    def operands(self, head: Any, steps: tuple[Step, ...]) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    def operands(
+        self, head: Any, hidden: Any, steps: tuple[Step, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
         """Return plain tensors and which classes these are; of tokens in parts DTensors, if each has its part of them.
 
         Where rows of tokens in parts are chosen, all of them are gathered: a row's rank is not told by its number then.
         """
-        hidden: Any = self.hidden
         weight, bias = head.weight, head.bias
         if is_dtensor(hidden):
             if not hidden.placements[0].is_replicate():

@@ -1,4 +1,4 @@
-"""A model that the first rank alone reads before FSDP2 shares it out: the others have a form without memory."""
+"""A model that the first rank alone reads before FSDP2 or ZeRO-3 shares it out: others have a form without memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from accelerate.utils import broadcast_object_list
 
 from lowtide.errors import LowtideError
-from lowtide.train.parallel import all_read, first_reads
+from lowtide.train.parallel import all_read, built_whole, first_reads
 from lowtide.train.ranks import is_first_rank
 
 
@@ -68,16 +68,16 @@ def _nowhere(config: Any) -> Any:
     """Return a model whose parameters are on no device; its buffers are where they belong."""
     from transformers import AutoModelForCausalLM
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), built_whole():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()  # moved one by one, they were no longer
     return model
 
 
 def read_by_first(read: Callable[[], Any]) -> Any:
-    """Return the model that ``read`` gives: on other ranks than the first one of its form, if FSDP2 shares it out.
+    """Return the model that ``read`` gives: on other ranks than the first one of its form, if weights are shared out.
 
-    Nothing may look at the values of those ranks' parameters: they get their parts of the first rank's by FSDP2.
+    Nothing may look at the values of those ranks' parameters: they get their parts of the first rank's by the engine.
 
     Raises:
         LowtideError: the first rank's ``read`` raised it; on all ranks.
@@ -95,6 +95,29 @@ def read_by_first(read: Callable[[], Any]) -> Any:
         all_read()
         return kept[0] if kept else read()
     return kept[0] if kept else found.model()
+
+
+def share_out(model: Any, accelerator: Any) -> None:
+    """Leave each rank its part of the first rank's parameters, by ZeRO-3, one parameter at a time.
+
+    DeepSpeed itself would first have the whole model on each rank's device.
+    """
+    import deepspeed
+
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    for parameter in model.parameters():
+        if narrow is not None and parameter.is_floating_point():  # as DeepSpeed will have them
+            nothing = torch.empty_like(parameter, dtype=narrow)  # on other ranks, which nobody writes
+            parameter.data = parameter.data.to(narrow) if is_first_rank() else nothing
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(accelerator.device)
+    told = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    settings = {name: value for name, value in told.items() if value != "auto"}
+    deepspeed.zero.Init(
+        module=model,
+        config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings},
+        dtype=narrow or torch.float32,
+    )
 
 
 def by_first(do: Callable[[], Any]) -> Any:

@@ -85,8 +85,8 @@ def uses_fsdp() -> bool:
 
 
 def first_reads() -> bool:
-    """Return whether the first rank alone is to have the weights before FSDP shares them out."""
-    return uses_fsdp() and _is_on(_FIRST_READS)
+    """Return whether the first rank alone is to have the weights before FSDP or ZeRO-3 shares them out."""
+    return (uses_fsdp() and _is_on(_FIRST_READS)) or uses_zero3()
 
 
 def all_read() -> None:
@@ -105,6 +105,11 @@ def zero_stage() -> int | None:
     return int(stage) if stage.isdecimal() and not os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") else None
 
 
+def uses_zero3() -> bool:
+    """Return whether DeepSpeed shares out weights, as its launch file here says and not a configuration of its own."""
+    return launched_ranks() > 1 and uses_deepspeed() and zero_stage() == 3
+
+
 def shares_with_deepspeed(name: str) -> bool:
     """Return whether a run of the engine ``name`` would use DeepSpeed, before `engine_of` has said so."""
     return uses_deepspeed() or (launched_ranks() > 1 and name != AUTO and _USE_DEEPSPEED in variables(name))
@@ -119,7 +124,7 @@ def shares_with_fsdp(name: str) -> bool:
 def built_whole() -> Iterator[None]:
     """Let transformers build models whole while this lasts, as ZeRO-3 would not have it.
 
-    A model is looked at, patched and merged on each process by itself, before the engine shares it out.
+    A model is looked at, patched and merged on a process by itself, before the engine shares it out.
     """
     if not uses_deepspeed():
         yield

@@ -21,9 +21,9 @@ from lowtide.train import checkpoints, states
 from lowtide.train.checkpoints import SCHEDULER
 from lowtide.train.config import TrainConfig
 from lowtide.train.ending import is_lost_rank
-from lowtide.train.first_rank import by_first
+from lowtide.train.first_rank import by_first, share_out
 from lowtide.train.packing import Batches, PackedBlocks, nothing_predicted
-from lowtide.train.parallel import check_precision, first_reads, settle
+from lowtide.train.parallel import check_precision, first_reads, settle, uses_zero3
 from lowtide.train.positions import write_positions
 from lowtide.train.ranks import Shares
 from lowtide.train.rates import Rates
@@ -88,6 +88,8 @@ class LowtideTrainer(Trainer):  # type: ignore[misc]
             else:
                 self._load_from_checkpoint(resume_from_checkpoint)
             self.is_fsdp_enabled = True
+        if uses_zero3():
+            share_out(self.model, self.accelerator)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:

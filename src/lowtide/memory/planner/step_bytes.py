@@ -142,6 +142,8 @@ class Memory:
         are back; in between the bytes are a linear function of the layer. ``late`` ones come back behind backward.
         """
         found = self._phases(groups)
+        if not states:  # which the search asks for of every mixture
+            return found
         away = [int(states * (phase.away_late if late else phase.away)) for phase in found]
         return [replace(phase, optimizer=phase.optimizer - n) for phase, n in zip(found, away, strict=True)]
 

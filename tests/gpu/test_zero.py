@@ -1,0 +1,53 @@
+"""DeepSpeed's ZeRO on two GPUs with NCCL: the cases that gloo runs on CPUs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed import launch
+from gpu.test_train_ranks import curve, run
+from train.conftest import tiny_arguments
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+FILE = Path(__file__).parents[1] / "distributed" / "zero_cases.py"
+pytestmark = [
+    pytest.mark.skipif(GPUS < 2, reason="runs on 2 GPUs"),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "patched_models",
+        "memory",
+        "functional_head",
+        "offloaded",
+        "checkpointed_layers",
+        "kinds_of_model",
+        "patched_inside",
+        "logits_read",
+        "wrapped",
+        "adapters",
+        "built_in_parts",
+    ],
+)
+def test_cases_of_the_cpu(case: str) -> None:
+    launch.check(FILE, 2, case, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_train(dtype: str, tmp_path: Path) -> None:
+    """`lowtide train --parallel zero3`, whose model no GPU ever has as a whole, is `ddp`'s to rounding."""
+    arguments = [*tiny_arguments(tmp_path), "--dtype", dtype]
+    curves = []
+    for engine in ("zero3", "ddp"):
+        said = run(2, *arguments, "--parallel", engine, "--output", tmp_path / engine)
+        assert "0 with" in said, "a loss built its logits"
+        curves.append(curve(tmp_path / engine))
+    # DeepSpeed's weights are bfloat16 where its products are, and those of DDP are rounded at each product
+    assert curves[0] == pytest.approx(curves[1], rel={"float32": 1e-4, "bfloat16": 2e-2}[dtype])
