@@ -36,107 +36,30 @@ from transformers import DistributedConfig
 
 import lowtide
 from distributed.launch import DEVICE, main, named
+from distributed.parallel_models import (
+    FAMILIES,
+    GATHERED,
+    LOCAL,
+    SHAPE,
+    VOCAB,
+    T,
+    batch_of,
+    counted,
+    double,
+    fair,
+    fused,
+    in_sequence,
+    model_of,
+    parallel,
+    ranks_mesh,
+    step,
+    whole,
+)
 from lowtide.errors import UnsupportedError
 from lowtide.measure.timing import peak_above
 from lowtide.models import parallel_mlp
 from lowtide.models.lazy_logits import LazyLogits
 from support import relative_error
-
-VOCAB, T = 97, 11  # neither a multiple of 2 or 3
-SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
-    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 8, "tie_word_embeddings": False}),
-    "phi": ("Phi", {}),  # a head with a bias
-}
-GATHERED, LOCAL = ColwiseParallel(output_layouts=Replicate()), ColwiseParallel()
-COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-
-
-def model_of(family: str = "llama", **settings: Any) -> Any:
-    torch.manual_seed(1)
-    name, own = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **own, **settings})
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-    return model.to(DEVICE).train()
-
-
-def batch_of(stream: int = 0) -> dict[str, Tensor]:
-    """The same on all ranks; a third of the labels ignored."""
-    g = torch.Generator().manual_seed(stream)
-    ids = torch.randint(3, VOCAB - 1, (2, T), generator=g)
-    labels = ids.where(torch.rand(ids.shape, generator=g) > 0.33, -100)
-    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
-
-
-def ranks_mesh() -> Any:
-    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def layers_plan() -> dict[str, Any]:
-    """Attention and MLPs in parts: each projection to local tensors."""
-    names = [("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))]
-    projections = [f"model.layers.*.{part}.{x}_proj" for part, each in names for x in each]
-    return {name: (RowwiseParallel if name.endswith(ROWS) else ColwiseParallel)() for name in projections}
-
-
-def parallel(
-    model: Any,
-    head: Any = GATHERED,
-    *,
-    layers: bool = False,
-) -> Any:
-    plan = layers_plan() if layers else {}
-    return parallelize_module(model, ranks_mesh(), {**plan, "lm_head": head})
-
-
-def in_sequence(model: Any, head: Any) -> Any:
-    """The last norm works on parts of the sequence, and the head takes them as they come."""
-    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
-    parallelize_module(model, ranks_mesh(), {"model.norm": enter})
-    plan = {"model.norm": SequenceParallel(), **({} if head is None else {"lm_head": head})}
-    return parallelize_module(model, ranks_mesh(), plan)
-
-
-def whole(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def step(model: Any, batch: dict[str, Tensor], loss_of: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-    """Loss and gradients of one step, whole."""
-    model.zero_grad()
-    loss = model(**batch).loss if loss_of is None else loss_of(model, batch)
-    loss.backward()
-    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": whole(loss).detach(), **found}
-
-
-def fair(ours: Any, stock: Any, true: Any, batch: dict[str, Tensor], where: object, loss_of: Any = None) -> None:
-    """Ours is as near to the truth as the stock model in the same parallelisation, and the same on every rank."""
-    got, want, right = (step(m, batch, loss_of) for m in (ours, stock, true))
-    assert got.keys() == want.keys() == right.keys(), where
-    for name, value in got.items():
-        error, stock_error = relative_error(value, right[name]), relative_error(want[name], right[name])
-        assert error <= 3 * stock_error + 5e-7, (where, name, error, stock_error)
-        others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, value.contiguous())
-        assert name != "loss" or all(torch.equal(value, other) for other in others), where
-
-
-def double(model: Any) -> Any:
-    return copy.deepcopy(model).double()
-
-
-def fused(report: lowtide.models.PatchReport, calls: int, built: int = 0) -> None:
-    assert (report.calls_fused, report.calls_materialised) == (calls, built), str(report)
 
 
 def kinds_of_heads() -> None:
@@ -229,6 +152,34 @@ def tokens_in_parts() -> None:
     ours, stock = (parallelize_module(model, ranks_mesh(), plain) for model in models)
     report = lowtide.patch(ours)
     fair(ours, stock, double(model_of()), batch, "plain parts")
+    fused(report, 1)
+
+
+def sequence_parallel_layers() -> None:
+    """All of a model cut so: what lies between attention and MLPs is in parts of the sequence, up to the head."""
+    parts, whole_input = {"output_layouts": Shard(1), "use_local_output": False}, (Replicate(),)
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **parts),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for layer in ("model.layers.0.", "model.layers.1."):
+        plan |= {layer + norm: SequenceParallel() for norm in ("input_layernorm", "post_attention_layernorm")}
+        plan |= {f"{layer}self_attn.{x}_proj": ColwiseParallel() for x in "qkv"}
+        plan |= {f"{layer}mlp.{x}_proj": ColwiseParallel() for x in ("gate", "up")}
+        plan |= {layer + rows: RowwiseParallel(**parts) for rows in ("self_attn.o_proj", "mlp.down_proj")}
+        plan[layer + "mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=whole_input)
+        plan[layer + "self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            use_local_output=True,
+        )
+    length = T - T % dist.get_world_size()
+    batch = {name: x[:, :length] for name, x in batch_of().items()}
+    batch["position_ids"] = torch.arange(length, device=DEVICE)[None]  # the model would count those of its part
+    ours, stock = (parallelize_module(model_of(), ranks_mesh(), plan) for _ in range(2))
+    report = lowtide.patch(ours)
+    fair(ours, stock, double(model_of()), batch, "sequence parallel")
     fused(report, 1)
 
 
@@ -536,22 +487,6 @@ def mlps_in_parts() -> None:
     assert "checkpoint_level" not in vars(ours.model.layers[0].mlp)
 
 
-@contextmanager
-def counted(module: Any, name: str) -> Iterator[list[int]]:
-    """Count the calls of a module's function."""
-    count, stock = [0], getattr(module, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return stock(*args, **kwargs)
-
-    setattr(module, name, call)
-    try:
-        yield count
-    finally:
-        setattr(module, name, stock)
-
-
 def parts_of_layers() -> None:
     """What is cut in another way runs the stock code, as the report says; norms and rotations are fused."""
     gathered = ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
@@ -643,6 +578,7 @@ CASES = named(
     kinds_of_heads,
     with_loss_parallel,
     tokens_in_parts,
+    sequence_parallel_layers,
     losses_of_ones_own,
     labels_and_counts,
     embeddings_that_are_tied,

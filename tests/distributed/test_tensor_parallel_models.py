@@ -12,6 +12,7 @@ CASES = [
     "kinds_of_heads",
     "with_loss_parallel",
     "tokens_in_parts",
+    "sequence_parallel_layers",
     "losses_of_ones_own",
     "labels_and_counts",
     "embeddings_that_are_tied",

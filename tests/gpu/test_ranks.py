@@ -30,6 +30,7 @@ FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: eac
         "kinds_of_heads",
         "with_loss_parallel",
         "tokens_in_parts",
+        "sequence_parallel_layers",
         "losses_of_ones_own",
         "labels_and_counts",
         "embeddings_that_are_tied",

@@ -1,0 +1,138 @@
+"""Small models cut for tensor parallelism, and what ranks compare of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import lowtide
+from distributed.launch import DEVICE
+from support import relative_error
+
+VOCAB, T = 97, 11  # neither a multiple of 2 or 3
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 8, "tie_word_embeddings": False}),
+    "phi": ("Phi", {}),  # a head with a bias
+}
+GATHERED, LOCAL = ColwiseParallel(output_layouts=Replicate()), ColwiseParallel()
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def model_of(family: str = "llama", **settings: Any) -> Any:
+    torch.manual_seed(1)
+    name, own = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **own, **settings})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model.to(DEVICE).train()
+
+
+def batch_of(stream: int = 0) -> dict[str, Tensor]:
+    """The same on all ranks; a third of the labels ignored."""
+    g = torch.Generator().manual_seed(stream)
+    ids = torch.randint(3, VOCAB - 1, (2, T), generator=g)
+    labels = ids.where(torch.rand(ids.shape, generator=g) > 0.33, -100)
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
+
+
+def ranks_mesh() -> Any:
+    return init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def layers_plan() -> dict[str, Any]:
+    """Attention and MLPs in parts: each projection to local tensors."""
+    names = [("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))]
+    projections = [f"model.layers.*.{part}.{x}_proj" for part, each in names for x in each]
+    return {name: (RowwiseParallel if name.endswith(ROWS) else ColwiseParallel)() for name in projections}
+
+
+def parallel(
+    model: Any,
+    head: Any = GATHERED,
+    *,
+    layers: bool = False,
+) -> Any:
+    plan = layers_plan() if layers else {}
+    return parallelize_module(model, ranks_mesh(), {**plan, "lm_head": head})
+
+
+def in_sequence(model: Any, head: Any) -> Any:
+    """The last norm works on parts of the sequence, and the head takes them as they come."""
+    enter = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
+    parallelize_module(model, ranks_mesh(), {"model.norm": enter})
+    plan = {"model.norm": SequenceParallel(), **({} if head is None else {"lm_head": head})}
+    return parallelize_module(model, ranks_mesh(), plan)
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def step(model: Any, batch: dict[str, Tensor], loss_of: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """Loss and gradients of one step, whole."""
+    model.zero_grad()
+    loss = model(**batch).loss if loss_of is None else loss_of(model, batch)
+    loss.backward()
+    found = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": whole(loss).detach(), **found}
+
+
+def fair(ours: Any, stock: Any, true: Any, batch: dict[str, Tensor], where: object, loss_of: Any = None) -> None:
+    """Ours is as near to the truth as the stock model in the same parallelisation, and the same on every rank."""
+    got, want, right = (step(m, batch, loss_of) for m in (ours, stock, true))
+    assert got.keys() == want.keys() == right.keys(), where
+    for name, value in got.items():
+        error, stock_error = relative_error(value, right[name]), relative_error(want[name], right[name])
+        assert error <= 3 * stock_error + 5e-7, (where, name, error, stock_error)
+        others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, value.contiguous())
+        assert name != "loss" or all(torch.equal(value, other) for other in others), where
+
+
+def double(model: Any) -> Any:
+    return copy.deepcopy(model).double()
+
+
+def fused(report: lowtide.models.PatchReport, calls: int, built: int = 0) -> None:
+    assert (report.calls_fused, report.calls_materialised) == (calls, built), str(report)
+
+
+@contextmanager
+def counted(module: Any, name: str) -> Iterator[list[int]]:
+    """Count the calls of a module's function."""
+    count, stock = [0], getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return stock(*args, **kwargs)
+
+    setattr(module, name, call)
+    try:
+        yield count
+    finally:
+        setattr(module, name, stock)
