@@ -168,8 +168,8 @@ class HeadCall:
             modes.enter_context(torch.enable_grad())
             self._enter_autocast(modes)
             if self.partitioned:
-                keep_for_backward(self.tensors)
-            return self._run(work, later=True, link=False)  # type: ignore[no-any-return]
+                keep_for_backward(self.linked)
+            return self._run(work, later=True, link=False)  # type: ignore[no-any-return]  # gradients are what it gives
 
     def linear(self, head: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """Return (weight, bias) of the linear layer that gives these logits; inside the head's forward."""
