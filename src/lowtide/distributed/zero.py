@@ -87,25 +87,3 @@ def keep_for_backward(parameters: Iterable[Any]) -> None:
     """
     kept = Kept(parameters)
     torch.autograd.Variable._execution_engine.queue_callback(kept.let_go)
-
-
-def stand_in(x: Tensor | None) -> Tensor | None:
-    """Return what takes the place of a Parameter that is shared out in autograd's graph, and any other as it is.
-
-    Called where it is gathered. It has its shape and passes gradients on to it, which the Parameter itself, without
-    elements, would not take later. It keeps one element.
-    """
-    if x is None or not is_partitioned(x):
-        return x
-    found: Tensor = _StandIn.apply(x)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _StandIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        return x.new_zeros(()).expand(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
-        return grad

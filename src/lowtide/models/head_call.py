@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.distributed.zero import is_partitioned, keep_for_backward, stand_in
+from lowtide.distributed.zero import is_partitioned, keep_for_backward
 from lowtide.errors import UnsupportedError
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
@@ -88,13 +88,8 @@ class HeadCall:
         report: Where to count what becomes of the logits.
         options: For `linear_cross_entropy`.
 
-    Made inside the head's forward. Outside of it the weight may have no elements: what is asked for there is kept.
+    Made inside the head's forward. Elsewhere ZeRO-3 would gather the weight for whoever asks the head for it.
     """
-
-    linked: tuple[Tensor | None, ...]  # `tensors` as autograd is to have them
-    vocabulary: int
-    weight_dtype: torch.dtype
-    partitioned: bool  # by ZeRO-3
 
     def __init__(self, head: nn.Linear, hidden: Tensor, report: PatchReport, options: HeadOptions | None) -> None:
         self.head = head
@@ -105,10 +100,9 @@ class HeadCall:
         self.built = False
         self.passed = False  # something with a graph was computed past the logits
         self.hooked = False  # a gradient hook is on logits that are built
-        self.linked = tuple(map(stand_in, self.tensors))
-        self.vocabulary = head.weight.shape[0]
         self.weight_dtype = head.weight.dtype
-        self.partitioned = any(map(is_partitioned, self.tensors))
+        self.partitioned = any(map(is_partitioned, self.tensors))  # by ZeRO-3
+        self._found = self.tensors if self.partitioned else None
         self._state = _state(self.tensors)
         self._steps_taken = steps_taken()
         self._sample = _sample(self.tensors)
@@ -142,6 +136,11 @@ class HeadCall:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return what the logits are computed from, in the order in which `vjp` returns gradients."""
         return self.hidden, self.head.weight, self.head.bias
+
+    @property
+    def linked(self) -> tuple[Tensor | None, ...]:
+        """Return `tensors` for autograd's graph; where ZeRO-3 shares them out, without asking a module, who gathers."""
+        return self.tensors if self._found is None else self._found
 
     def dtype(self) -> torch.dtype:
         """Return the dtype that the head gives its logits."""
@@ -187,8 +186,8 @@ class HeadCall:
             modes.enter_context(torch.enable_grad())
             self._enter_autocast(modes)
             if self.partitioned:
-                keep_for_backward(self.tensors)
-            return self._run(work, later=True, link=False)  # type: ignore[no-any-return]
+                keep_for_backward(self.linked)
+            return self._run(work, later=True, link=False)  # type: ignore[no-any-return]  # gradients are what it gives
 
     def operands(
         self, head: nn.Linear, hidden: Tensor, steps: tuple[Step, ...]

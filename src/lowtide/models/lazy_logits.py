@@ -42,7 +42,7 @@ class LazyLogits(Tensor):
     @classmethod
     def of(cls, call: HeadCall) -> Self:
         """Return what the head gives for ``call``."""
-        like = torch.empty((*call.hidden.shape[:-1], call.vocabulary), dtype=call.dtype(), device="meta")
+        like = torch.empty((*call.hidden.shape[:-1], call.head.weight.shape[0]), dtype=call.dtype(), device="meta")
         return cls._make(call, (), like, None, grad_mode=torch.is_grad_enabled())
 
     @classmethod
