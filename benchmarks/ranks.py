@@ -192,11 +192,12 @@ def measure(
             rows[name] = row | {"peak_mib": highest(row["peak_mib"], device)} | dict((notes or {}).get(name, {}))
         save()
     dist.destroy_process_group(speaking)
-    before = next(iter({**bare, **runs}.values()), lambda: None)
+    before, begun = next(iter({**bare, **runs}.values()), lambda: None), torch.zeros(1, device=device)
 
     def heat() -> None:
         before()
         before()
+        dist.all_reduce(begun)  # no rank begins before the others are as far
 
     kinds = {"": None, "queued_": heat}
     times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in kinds for name in (*runs, *bare)}

@@ -58,8 +58,7 @@ def alone(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 # Each start of a process takes a while: what a CPU cannot show, and no more (tests/distributed/test_train_ranks.py).
-CASES = [(2, "fsdp2", "float32"), (2, "ddp", "float32"), (2, "fsdp2", "bfloat16"), (2, "zero3", "float32")]
-CASES += [(4, "fsdp2", "float32")]
+CASES = [(2, "fsdp2", "float32"), (2, "ddp", "float32"), (2, "fsdp2", "bfloat16"), (4, "fsdp2", "float32")]
 
 
 @pytest.mark.parametrize(("ranks", "engine", "dtype"), CASES)
@@ -68,8 +67,6 @@ def test_is_one_gpu_and_goes_on_on_it(
 ) -> None:
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
-    if engine == "zero3":
-        pytest.importorskip("deepspeed")
     output = tmp_path / "run"
     out = run(ranks, *arguments, "--dtype", dtype, "--parallel", engine, "--output", output)
     assert "0 with" in out
