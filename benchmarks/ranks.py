@@ -306,7 +306,9 @@ def main() -> None:
     ]
     files, told = None, {}
     if dist.get_rank() == 0:
-        asked = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "benchmarks/ranks.py", *sys.argv[1:]]
+        asked = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "benchmarks/ranks.py"]
+        asked += [word for text in args.shape or [] for word in ("--shape", text)]
+        asked += ["--device", args.device, "--warm", str(args.warm), "--reps", str(args.reps)]
         files, told = begin(args.output, f"ranks-{ranks}", shlex.join(asked), device, ["liger-kernel"])
         told["settings"] = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL_"))}
         if device.type == "cuda":

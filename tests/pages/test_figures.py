@@ -26,7 +26,9 @@ RATIOS = ("time", "lowtide / stock")  # columns that divide the last two before 
 _UNIT = re.compile(r"(?<=\d )s\b|\b(ms|seconds|GB/s|MiB|GiB|GB|tokens/s|errors?|speed|share)\b")
 _LINK = re.compile(r"benchmarks/results/([\w.-]+\.json)")
 _MARK = re.compile(r"<!-- not measured: (\w+) -->\s*\Z")
-_COMMAND = re.compile(r"`(?:lowtide (?:bench|plan|profile|train)|python benchmarks/|make train|pytest)")
+_COMMAND = re.compile(
+    r"`(?:lowtide (?:bench|plan|profile|train)|python benchmarks/|torchrun [^`]*benchmarks/|make train|pytest)"
+)
 _NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?%?(?![\w.])")
 
 
