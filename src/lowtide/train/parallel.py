@@ -69,6 +69,10 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     _check(config, wanted)
     before = {name: os.environ.get(name) for name in (*wanted, _USE_FSDP, _USE_DEEPSPEED, _PRECISION, _FIRST_READS)}
     os.environ.update(wanted)
+    if launched_ranks() > 1 and importlib.util.find_spec("deepspeed") is not None:
+        # accelerate imports it in any run where it is installed. Functions of it have the group of that moment as a
+        # default argument: one that is there already would never end, nor its threads (see leave_group).
+        importlib.import_module("deepspeed")
     try:
         yield
     finally:
