@@ -111,7 +111,7 @@ def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> N
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=patience)
     torch.set_num_threads(1)
     warnings.filterwarnings("error", category=UserWarning, module=r"lowtide(\.|\Z)")
-    failed = False
+    failed, failures = False, dist.FileStore(f"{folder}/failures", ranks)
     with (folder / f"{rank}.jsonl").open("w") as report:
         for name, case in cases.items():
             if only and name not in only:
@@ -125,9 +125,19 @@ def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> N
                 said, failed = f"rank {rank}: {traceback.format_exc()}", True
             report.write(json.dumps([name, said]) + "\n")
             report.flush()
-            if failed:  # the ranks no longer are where the others think
-                break
+            if said != RIGHT and not _all_failed(failures, name, rank, ranks):
+                break  # the ranks no longer are where the others think
     if not failed:
         dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(int(failed))  # gloo's threads may still let tensors go, which aborts an interpreter being torn down
+
+
+def _all_failed(failures: dist.Store, case: str, rank: int, ranks: int) -> bool:
+    """Return whether every rank failed in a case: most likely at one place of it, so that the next one can be tried."""
+    failures.set(f"{case} {rank}", "")
+    try:
+        failures.wait([f"{case} {other}" for other in range(ranks)], timedelta(seconds=10))
+    except RuntimeError:
+        return False
+    return True
