@@ -17,6 +17,7 @@ CASES = [
     "checkpointed_layers",
     "kinds_of_model",
     "patched_inside",
+    "evaluation_between",
     "logits_read",
     "wrapped",
     "adapters",

@@ -243,8 +243,30 @@ def patched_inside() -> None:
         same_steps(f"patched after {ran}", engine, stock, steps=3)
         fused(report, 3)
         assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm"))
+    assert any(vars(m).get("_external_params") for m in engine.module.modules())
     lowtide.unpatch(engine.module)
+    assert not any(vars(m).get("_external_params") for m in engine.module.modules()), "gathered for nothing"
     same_steps("unpatched", engine, stock)
+
+
+def evaluation_between() -> None:
+    """What DeepSpeed keeps gathered by its defaults, it keeps through steps and evaluations in turn."""
+    batch = batch_of(dist.get_rank())
+    defaults = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 50_000_000}
+    counts = []
+    for one in pair(**defaults)[:2]:
+        for _ in range(3):
+            step(one, batch)
+            with torch.no_grad():
+                one(**batch)
+        with counted_gathers() as counted:
+            for _ in range(2):
+                step(one, batch)
+                with torch.no_grad():
+                    one(**batch)
+        counts.append(counted)
+    assert counts[1]["calls"] > 0
+    assert counts[0] <= counts[1], counts
 
 
 def logits_read() -> None:
@@ -416,6 +438,7 @@ CASES = named(
     checkpointed_layers,
     kinds_of_model,
     patched_inside,
+    evaluation_between,
     logits_read,
     wrapped,
     adapters,

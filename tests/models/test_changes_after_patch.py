@@ -316,3 +316,25 @@ def test_two_models_that_share_a_head(build, batch):
     del one, report
     gc.collect()
     assert lowtide.patch(two).parts["loss"].patched  # nobody else's any more
+
+
+def test_a_hooked_weight_and_a_custom_function_raise(build, batch):
+    """The gradient of the weight would go through its hook inside of the logits', and on its way out again."""
+
+    class Squares(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.square().sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    model = build("llama")
+    lowtide.patch(model, mlp=False)
+    handle = model.lm_head.weight.register_hook(lambda grad: grad * 0.5)
+    with pytest.raises(UnsupportedError, match="gradient hook"):
+        Squares.apply(called_without_loss(model, batch)).backward()
+    handle.remove()
+    Squares.apply(called_without_loss(model, batch)).backward()

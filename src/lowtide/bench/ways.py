@@ -62,13 +62,13 @@ class Way:
 
     @classmethod
     def named(cls, name: str) -> Way:
-        """Return the way of a name, an implementation or ``implementation:policy``; without one layers keep "input".
+        """Return the way of a name, an implementation or ``implementation:policy``.
 
         Raises:
             ArgumentValueError: As for the class.
         """
         impl, _, policy = name.partition(":")
-        return cls(impl=impl, policy=policy or "input")
+        return cls(impl=impl, policy=policy) if policy else cls(impl=impl)
 
     def check_installed(self) -> None:
         """Raise where the implementation's package is not installed.

@@ -52,6 +52,19 @@ def gather_for(module: Any, parameters: Iterable[Any]) -> bool:
     return True
 
 
+def gathers_for(module: Any) -> bool:
+    """Whether `gather_for` has done so for ``module``: the order in which modules run is to stay what it was then."""
+    return bool(vars(module).get("_external_params"))
+
+
+def forget(module: Any) -> None:
+    """Let DeepSpeed gather Parameters of the modules inside ``module`` for their own calls alone, as before."""
+    own = {id(parameter) for parameter in module.parameters()}
+    for parameter in list(vars(module).get("_external_params", {}).values()):
+        if id(parameter) in own:
+            sys.modules["deepspeed"].zero.partition_parameters.unregister_external_parameter(module, parameter)
+
+
 class Kept:
     """Parameters that stay gathered after the call that is running, until `release` or `let_go`.
 

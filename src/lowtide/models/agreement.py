@@ -17,7 +17,7 @@ from lowtide.head.vocab import exchange as exchange
 _UNABLE: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 
 
-def why_not_together(module: nn.Module, mesh: Any, device: torch.device, why_not: str | None) -> str | None:
+def why_not_agreed(module: nn.Module, mesh: Any, device: torch.device, why_not: str | None) -> str | None:
     """Return why ``module`` runs the stock code on every rank of ``mesh``; None where it is fused on every rank.
 
     Every rank has to call this, at each call of the module. At the first one the host waits.
@@ -40,8 +40,8 @@ def why_not_together(module: nn.Module, mesh: Any, device: torch.device, why_not
     if why_not is not None:
         raise UnsupportedError(
             f"model: expected what the ranks that share {type(module).__name__} had at its first call, got a change "
-            f"since: {why_not}. The others may not know of it. If it is so on every rank, call lowtide.patch(model) "
-            "again on each."
+            f"since: {why_not}. The others may not know of it. If it is so on every rank (a FlopCounterMode, which has "
+            "hooks on all modules), call lowtide.patch(model) again on each."
         )
     return None
 

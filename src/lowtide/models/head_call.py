@@ -181,6 +181,11 @@ class HeadCall:
             found = iter(torch.autograd.grad(logits, wanted, grad_logits))
             return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
 
+        if any(isinstance(x, nn.Parameter) and x._backward_hooks for x in self.tensors):
+            raise UnsupportedError(
+                "logits: expected operations of PyTorch, for the output embedding's weight has a gradient hook, got a "
+                "custom autograd function, behind which that hook would run twice. Call lowtide.unpatch(model)."
+            )
         with ExitStack() as modes:
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.enable_grad())

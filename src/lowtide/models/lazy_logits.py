@@ -162,9 +162,13 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        lazies = _found(args, kwargs)
+        if any(lazy._detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view
+            args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
+            lazies = _found(args, kwargs)
         has_no_graph = func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
-        if not has_no_graph and any(lazy._has_another_graph() for lazy in _found(args, kwargs)):
+        if not has_no_graph and any(lazy._has_another_graph() for lazy in lazies):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))
         lazy = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, LazyLogits)), None)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.distributed.zero import gather_for
+from lowtide.distributed.zero import gather_for, gathers_for
 from lowtide.mlp.adapted import adapted_mlp
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import agreement
@@ -156,7 +156,7 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
         # None: not patched. Somebody made it from this class, or holds this method of one that was unpatched since.
         level: Any = getattr(self, LEVEL, None) if ours else None
         # Asked before all that follows, which takes as long as the MLP of a token.
-        if level is not None and has_nothing_to_save(args[0]) and not _drops(self):
+        if level is not None and has_nothing_to_save(args[0]) and not (_drops(self) or gathers_for(self)):
             level = None
         layers = None if level is None else _ours(self, args[0], other_types)
         if layers is None:
@@ -234,7 +234,7 @@ def _in_parts(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[tuple
     if mesh is None or isinstance(mesh, str) or not is_cut_over(layers, mesh) or not _fits(x, layers):
         return None
     alone = are_plain_linears((), others) and not is_looked_at(layers) and is_ordinary((x,), ())
-    why_not = agreement.why_not_together(mlp, mesh, x.device, None if alone else _LOOKED_AT)
+    why_not = agreement.why_not_agreed(mlp, mesh, x.device, None if alone else _LOOKED_AT)
     return (layers, mesh) if why_not is None else None
 
 

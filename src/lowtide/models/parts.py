@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from lowtide.distributed.zero import forget
 from lowtide.models import mlp_part, norm_part, rope_part
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, stock_class, take_class_back
 from lowtide.models.report import PartReport, PatchReport
@@ -77,5 +78,6 @@ def patched_modules(model: nn.Module, part: str) -> Iterator[nn.Module]:
 
 def _restore(module: nn.Module) -> None:
     take_class_back(module)
+    forget(module)
     vars(module).pop(mlp_part.LEVEL, None)
     vars(module).pop(mlp_part.TILE, None)

@@ -18,7 +18,7 @@ from lowtide.distributed.zero import Kept
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
-from lowtide.models.agreement import forget, why_not_together
+from lowtide.models.agreement import forget, why_not_agreed
 from lowtide.models.eligibility import (
     LABELS,
     is_under_compile,
@@ -307,7 +307,7 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
         if state is not None and not inside:
             why_not = why_not_call(self)
             if isinstance(style, Style):
-                why_not = why_not_together(self, style.mesh, self.weight.device, why_not)
+                why_not = why_not_agreed(self, style.mesh, self.weight.device, why_not)
             if why_not is not None:
                 state.head_calls += 1
                 state.report.count_materialised(why_not)

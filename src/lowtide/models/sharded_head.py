@@ -15,7 +15,7 @@ from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.head.vocab import exchange as exchange
 from lowtide.head.vocab.shard import shard_of_dtensor
-from lowtide.models.agreement import why_not_together
+from lowtide.models.agreement import why_not_agreed
 from lowtide.models.eligibility import why_not_now
 from lowtide.models.head_call import HeadCall, Step, rows_of
 from lowtide.models.parallel_style import Style, style_aside
@@ -54,7 +54,7 @@ def sharded_call(head: Any, hidden: Any, report: PatchReport, options: HeadOptio
         hidden = _placed(hidden, mesh, style.input_placement)
     why_not = why_not_now(head, hidden)
     if style is None:  # with one, the ranks have told each other before
-        why_not = why_not_together(head, mesh, hidden.device, why_not)
+        why_not = why_not_agreed(head, mesh, hidden.device, why_not)
     if why_not is not None:
         return why_not
     return ShardedHeadCall(head, hidden, style, report, options)

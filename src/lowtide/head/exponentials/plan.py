@@ -90,6 +90,9 @@ def plan_exp(
             many = -(-N // rows) > few
             accumulate = accumulate_in(options, weight_dtype, torch.float32, many=many)
     blocked_schedule = gradient == "recompute" or columns < V
+    product_rows = min(rows, piece_rows)
+    if pieces:
+        product_rows = level(rows, product_rows)
     sum_row = sums + 64 + 2 * D * input_is_copied + sum_row_bytes
     sum_rows = max(1, min(max(1, N), EXP_SUM_ROWS, _whole_tiles(room // sum_row)))
     scratch = fixed + rows * (thin + 2 * padded(columns) + (0 if blocked_schedule else sums))
@@ -110,7 +113,7 @@ def plan_exp(
         schedule="blocks" if blocked_schedule else "chunks",
         block_columns=columns,
         sum_rows=sum_rows,
-        product_rows=rows if blocked_schedule else min(rows, piece_rows),
+        product_rows=rows if blocked_schedule else product_rows,
     )
 
 
