@@ -10,34 +10,18 @@ import pytest
 import torch
 
 from distributed import launch
+from distributed.test_zero import CASES, FILE
 from gpu.test_train_ranks import curve, run
 from train.conftest import tiny_arguments
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-FILE = Path(__file__).parents[1] / "distributed" / "zero_cases.py"
 pytestmark = [
     pytest.mark.skipif(GPUS < 2, reason="runs on 2 GPUs"),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "patched_models",
-        "memory",
-        "functional_head",
-        "offloaded",
-        "checkpointed_layers",
-        "kinds_of_model",
-        "patched_inside",
-        "evaluation_between",
-        "logits_read",
-        "wrapped",
-        "adapters",
-        "built_in_parts",
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_cases_of_the_cpu(case: str) -> None:
     launch.check(FILE, 2, case, device="cuda")
 

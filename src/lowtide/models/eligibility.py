@@ -132,7 +132,7 @@ def has_hooks(module: nn.Module) -> bool:
     before, after = module._forward_pre_hooks, module._forward_hooks  # written out: asked of many at each call
     if not any((before, after, module._backward_hooks, module._backward_pre_hooks)):
         return False
-    return not all(defining_module(hook).startswith(HOOKS) for hook in _own_hooks(module))
+    return not all(defining_module(hook).startswith(HOOKS) for hook in own_hooks(module))
 
 
 def plain_class(module: nn.Module) -> type:
@@ -145,8 +145,9 @@ def plain_class(module: nn.Module) -> type:
 
 def _hooks(head: nn.Module) -> list[Callable[..., Any]]:
     every = [hook for kind in MODULE_HOOKS for hook in getattr(nn_module, f"_global{kind}").values()]
-    return _own_hooks(head) + every
+    return own_hooks(head) + every
 
 
-def _own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+def own_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks on a module's own calls, forward and backward."""
     return [hook for kind in MODULE_HOOKS for hook in getattr(module, kind).values()]

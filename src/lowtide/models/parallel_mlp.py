@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.head.arguments import is_dtensor
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models.adapters import AdaptedLinear
-from lowtide.models.eligibility import MODULE_HOOKS
+from lowtide.models.eligibility import own_hooks
 from lowtide.models.parallel_style import Style, linear_style
 
 _CUT = (0, 0, 1)  # the axis along which each projection is cut
@@ -42,8 +42,7 @@ def is_looked_at(layers: Sequence[AdaptedLinear]) -> bool:
     """Whether anything but its style is around a projection."""
     for layer in layers:
         style: Any = linear_style(layer.base)
-        hooks = [hook for name in MODULE_HOOKS for hook in getattr(layer.base, name).values()]
-        if any(hook not in (style.before, style.after) for hook in hooks):
+        if any(hook not in (style.before, style.after) for hook in own_hooks(layer.base)):
             return True
         if vars(layer.base).get("forward") is not style.forward:
             return True

@@ -226,7 +226,7 @@ class ExpHead:
 
     def _reports(self, part: slice, loss_N: Tensor, lse_N: Tensor, miss_N: Tensor) -> Any:
         C = part.stop - part.start
-        if C not in self._views:  # chunks are of two lengths at most: the host makes their views once
+        if C not in self._views:  # chunks have few lengths: the host makes the views of each once
             self._views[C] = (
                 *self._numbers[:4, :C].unbind(), *self._integers[:, :C].unbind(),
                 self._numbers[4, :1].view(torch.int32),
