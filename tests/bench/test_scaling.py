@@ -92,7 +92,7 @@ def test_rows_are_told_and_written_while_others_are_measured(tmp_path: Path, mon
             with Path(told["file"]).open("a") as out:
                 out.write(json.dumps(row) + "\n" + '{"sec')  # the next one is half written
             until = time.monotonic() + 20
-            while time.monotonic() < until and not (files := list(tmp_path.glob("*.json"))):
+            while time.monotonic() < until and not (files := list(tmp_path.glob("[!.]*.json"))):
                 time.sleep(0.01)
             while time.monotonic() < until and len(json.loads(files[0].read_text())["rows"]) < known:
                 time.sleep(0.01)
