@@ -207,7 +207,7 @@ def _tensor(value: Any) -> Tensor | None:
 
 
 def _sorted(log: list[Any]) -> list[Any]:
-    numbers = sorted(float(one) for one in log if isinstance(one, Tensor | float))
+    numbers = sorted(float(one.detach() if isinstance(one, Tensor) else one) for one in log if isinstance(one, Tensor | float))
     others = sorted((one for one in log if not isinstance(one, Tensor | float)), key=repr)
     return [*others, *numbers]
 
