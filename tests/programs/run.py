@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from lowtide.errors import LowtideError
 from programs.counts import counted_wrong
@@ -127,6 +128,8 @@ def verdict(program: Program) -> Verdict:
     judge = Judge(program, stock, patched, lambda how: run(program, how))
     if patched.error is not None and (stock.error is None or patched.error[0] < stock.error[0]):
         at, error = patched.error
+        if isinstance(error, CheckpointError):  # PyTorch's own word that a checkpoint's second forward ran otherwise
+            return Verdict("refused", f"CheckpointError at statement {at}")
         if not isinstance(error, LowtideError):
             return Verdict("different", f"statement {at} raises {type(error).__name__}: {error}")
         if not says_what_to_do(error):
