@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -14,9 +15,9 @@ from lowtide.head.arguments import (
     check_number,
     check_options,
     check_per_token,
+    check_real,
     check_reduction,
     check_target,
-    check_tensor,
     logit_scale_tensor,
     num_items_tensor,
     refuse_transforms,
@@ -26,6 +27,7 @@ from lowtide.head.backends import choose_backend
 from lowtide.head.operators import Call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
+from lowtide.head.scaling import with_trained_scale
 from lowtide.head.vocab.cross_entropy import ShardedHead
 from lowtide.head.vocab.parallel import ranks_of, with_ranks
 from lowtide.head.vocab.shard import VocabShard
@@ -76,7 +78,7 @@ def linear_cross_entropy(
         z_loss: Factor of the squared logsumexp, added to each kept token's loss; not class weighted.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
-            a gradient gets it, at the price of a copy of ``input`` [..., D] that is multiplied with it.
+            a gradient gets it, in float16 at the price of a float32 copy of ``input`` [..., D].
         token_weight: One factor for each token [...], not differentiated and not part of the mean's denominator.
         num_items: Number above 0, or 0-d tensor (not inspected), that takes the place of the mean's denominator, as
             gradient accumulation needs. An error with the other reductions.
@@ -118,13 +120,13 @@ def linear_cross_entropy(
     refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias, scale)
     dtype = check_head(input, linear_weight, linear_bias)
     ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
-    check_target(input, target)
+    check_target(input, target, linear_weight)
     V = linear_weight.shape[0] if ranks is None else ranks.shard.vocab
     check_reduction(reduction)
     if not isinstance(shift, bool):
         raise ArgumentTypeError(message("shift", "True or False", f"{shift!r}"))
     if weight is not None:
-        if check_tensor("weight", weight).shape not in ((V,), (linear_weight.shape[0],)):
+        if check_real("weight", weight).shape not in ((V,), (linear_weight.shape[0],)):
             got = f"shape {list(weight.shape)}"
             raise ArgumentValueError(message("weight", f"one class weight for each of {V}", got))
         check_device("weight", weight, input)
@@ -147,14 +149,9 @@ def linear_cross_entropy(
     if shift:
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
-    if scale is not None and scale.requires_grad:
-        # as factors of input and bias, where autograd finds its gradient; a NaN in an ignored token must not reach it
-        kept, of_input, of_bias = target != ignore_index, scale, scale
-        if ranks is not None:
-            kept, (of_input, of_bias) = ranks.tokens.mine(kept), ranks.factors(scale)
-        input = input.where(kept[..., None], 0) * of_input
-        linear_bias = None if linear_bias is None else linear_bias * of_bias
-        scale = None
+    if scale is not None and scale.requires_grad and torch.is_grad_enabled():
+        factors = (scale, scale) if ranks is None else ranks.factors(scale)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
     call = Call(
         input=input,
         linear_weight=linear_weight,

@@ -40,7 +40,7 @@ class HeadMatmul:
         V, D = self.weight_VD.shape
         for start in range(0, V, self.plan.block_rows):
             part = slice(start, min(start + self.plan.block_rows, V))
-            wide = self._block[: (part.stop - part.start) * D].view(-1, D)
+            wide = self._block[: (part.stop - part.start) * D].view(part.stop - part.start, D)
             yield part, wide.copy_(self.weight_VD[part].to(self.dtype))
 
     def take_bias(self, bias_V: Tensor) -> None:
@@ -98,7 +98,8 @@ class HeadMatmul:
         elif factor_C is None:
             torch.mm(g_CV, self.weight_VD, out=out_CD)
         elif g_CV.is_cuda:
-            product = torch.mm(g_CV, self.weight_VD, out_dtype=self.wide)
+            product = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
+            torch.mm(g_CV, self.weight_VD, out_dtype=self.wide, out=product)
             torch.mul(product, factor_C[:, None], out=out_CD)
         else:
             out_CD.copy_((g_CV @ self.weight_VD) * factor_C[:, None])
@@ -120,7 +121,7 @@ class HeadMatmul:
         V, D = total_VD.shape
         for start in range(0, V, self.plan.block_rows):
             part = slice(start, min(start + self.plan.block_rows, V))
-            wide = self._block[: (part.stop - part.start) * D].view(-1, D)
+            wide = self._block[: (part.stop - part.start) * D].view(part.stop - part.start, D)
             if g_CV.dtype == self.wide:
                 torch.mm(g_CV[:, part].T, x_CD, out=wide)
             else:
