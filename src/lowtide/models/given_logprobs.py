@@ -77,7 +77,7 @@ class GivenLogprobs:
         return replay(logits, steps[end:])
 
     def _alike(self, steps: tuple[Step, ...]) -> list[_Given]:
-        """Return those of the same scale, bias and soft cap, latest first, so that the first ones have the last word."""
+        """Return those of the same scale, bias and soft cap, latest first: the first ones have the last word."""
         return [given for given in reversed(self._given) if _same(_changes(given.steps), _changes(steps))]
 
     def _of_rows(self, given: _Given, steps: tuple[Step, ...], device: torch.device) -> tuple[Tensor, Tensor]:

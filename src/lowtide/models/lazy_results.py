@@ -115,9 +115,7 @@ def _loss(
         return result if reduction != "none" else result.reshape(target.shape)
 
     result: Tensor = input.call.without_logits(steps, folded, loss)
-    result = result.to(
-        gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device)))
-    )
+    result = result.to(gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
     if each and not is_dtensor(result):
         classes = target.where(target != ignore_index, NO_CLASS)
         input.call.given.add(steps, classes[..., None], result[..., None], sign=-1)
@@ -140,6 +138,7 @@ def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
         return NotImplemented
     if not index.is_cuda and bool(((index < 0) | (index >= input.shape[-1])).any()):  # an error of gather's own
         return NotImplemented
+
     def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         one = index.shape[-1] == 1
         values = linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_NO_CLASS, **kwargs)
