@@ -207,9 +207,9 @@ def _tensor(value: Any) -> Tensor | None:
 
 
 def _sorted(log: list[Any]) -> list[Any]:
-    numbers = sorted(float(one.detach() if isinstance(one, Tensor) else one) for one in log if isinstance(one, Tensor | float))
-    others = sorted((one for one in log if not isinstance(one, Tensor | float)), key=repr)
-    return [*others, *numbers]
+    log = [float(one.detach()) if isinstance(one, Tensor) else one for one in log]
+    numbers = sorted(one for one in log if isinstance(one, float))
+    return [*sorted((one for one in log if not isinstance(one, float)), key=repr), *numbers]
 
 
 def _distinct(values: list[Any]) -> list[Any]:
