@@ -9,12 +9,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError
 from lowtide.models.head_call import HeadCall, Step
-from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
+from lowtide.models.lazy_operations import COMMUTATIVE
+from lowtide.models.lazy_operations import OPERATIONS as _OPERATIONS
+from lowtide.models.stock_functions import asking, original
 
 _RETAIN_OR_UNPATCH = (
     "Where you compute the loss, call logits.retain_grad() first, and they are built. Where the model does, call "
@@ -162,7 +165,7 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = asking(func), kwargs or {}
         lazies = _found(args, kwargs)
         if any(lazy._detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view
             args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
@@ -193,6 +196,17 @@ class LazyLogits(Tensor):
         # Reached past __torch_function__, by C++ and by custom autograd functions. Autograd is above this and goes
         # through `_Anchor`, so values are all that is asked for.
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))
+
+
+def _keep_from_compiling(function: Any) -> None:
+    """Have torch.compile neither trace a function nor compile what it calls; it runs between two graphs."""
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "lazy logits of lowtide.patch: pass logits.clone() for a graph without breaks"
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+_keep_from_compiling(LazyLogits.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
 class _Anchor(torch.autograd.Function):
@@ -241,7 +255,7 @@ def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if func in _GRADIENT_HOOKS:
         lazies, expected = _found(args[:1]), "to be hooked before the loss"
     elif func in _GRADIENTS:
-        lazies = _found(args[1:2] if func is torch.autograd.grad else (), kwargs.get("inputs"))
+        lazies = _found(args[1:2] if func is _GRAD else (), kwargs.get("inputs"))
         expected = "to be built before the loss that is differentiated by them"
     else:
         return
@@ -280,12 +294,14 @@ def _is_distributed(args: tuple[Any, ...]) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.", "deepspeed."))
 
 
+OPERATIONS = {original(function): operation for function, operation in _OPERATIONS.items()}
+
 _OF_DTENSOR = frozenset(("device_mesh", "placements", "to_local", "full_tensor", "redistribute"))
 
 _METADATA: frozenset[Any] = frozenset(
     [
         *(
-            getattr(Tensor, name).__get__
+            getattr(torch._C.TensorBase, name).__get__
             for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda",
                          "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize")
         ),
@@ -297,6 +313,7 @@ _METADATA: frozenset[Any] = frozenset(
 
 _BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
-_GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])
+_GRADIENT_HOOKS: frozenset[Any] = frozenset(map(original, [Tensor.register_hook, Tensor.retain_grad]))
 _DETACH: frozenset[Any] = frozenset([Tensor.detach, torch.detach])
-_GRADIENTS: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
+_GRAD: Any = original(torch.autograd.grad)
+_GRADIENTS: frozenset[Any] = frozenset([_GRAD, original(torch.autograd.backward)])

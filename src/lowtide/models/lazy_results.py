@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import TensorBase
 from torch.return_types import max as max_type
 from torch.return_types import topk as topk_type
 
@@ -24,10 +25,12 @@ from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_s
 from lowtide.models.adapted_loss import adapted_cross_entropy
 from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.head_call import Folded, Step, fold
+from lowtide.models.stock_functions import original
 
 if TYPE_CHECKING:
     from lowtide.models.lazy_logits import LazyLogits
 
+_cross_entropy: Any = original(F.cross_entropy)
 _NO_CLASS = -(2**62)  # an ignore_index that no target has
 
 
@@ -69,7 +72,7 @@ def nll_loss(
 def _steps_of_rows(input: "LazyLogits") -> tuple[Step, ...]:
     """Return the steps of logits; where the last one moved their classes second, those before, of [B, T, V]."""
     last = input.steps[-1] if input.steps and input.dim() == 3 else None
-    moved = last is not None and last.function in (Tensor.transpose, Tensor.permute) and last.of_hidden is None
+    moved = last is not None and last.function in (TensorBase.transpose, TensorBase.permute) and last.of_hidden is None
     return input.steps[:-1] if moved else input.steps
 
 
@@ -113,7 +116,7 @@ def _loss(
         return result if reduction != "none" else result.reshape(target.shape)
 
     result: Tensor = input.call.without_logits(steps, folded, loss)
-    return result.to(gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
+    return result.to(gives(input, lambda z: _cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
 
 
 def _fold_rows(input: "LazyLogits") -> Folded | None:
@@ -182,7 +185,7 @@ def row_sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtyp
         values = (stats.mean_logit - stats.lse) * input.shape[-1]
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, total, gives(input, lambda z: z.sum(-1, dtype=dtype)))
+    return _of_rows(input, folded, total, gives(input, lambda z: TensorBase.sum(z, -1, dtype=dtype)))
 
 
 def logsumexp(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
@@ -234,7 +237,7 @@ def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
         values: Tensor = getattr(stats, name)
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, stat, gives(input, lambda z: z.logsumexp(-1)))
+    return _of_rows(input, folded, stat, gives(input, lambda z: TensorBase.logsumexp(z, -1)))
 
 
 def _of_rows(
