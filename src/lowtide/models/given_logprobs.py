@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import TensorBase
 
 from lowtide.models.steps import KEEPS_VALUES, Step, fold, replay, rows_of
 
@@ -77,7 +78,7 @@ class GivenLogprobs:
         return replay(logits, steps[end:])
 
     def _alike(self, steps: tuple[Step, ...]) -> list[_Given]:
-        """Return those of the same scale, bias and soft cap, latest first, so that the first ones have the last word."""
+        """Return those of the same scale, bias and soft cap, latest first, so that the first have the last word."""
         return [given for given in reversed(self._given) if _same(_changes(given.steps), _changes(steps))]
 
     def _of_rows(self, given: _Given, steps: tuple[Step, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ def _changes(steps: tuple[Step, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     """Return what was done to the logits' values before the log-softmax."""
     changes: list[tuple[Any, tuple[Any, ...]]] = []
     for step in steps:
-        if step.function is Tensor.log_softmax:
+        if step.function is TensorBase.log_softmax:
             break
         if step.of_hidden is None and step.function not in KEEPS_VALUES:
             changes.append((step.function, step.args))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lowtide.distributed.zero import is_partitioned, keep_for_backward
 from lowtide.errors import UnsupportedError
-from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import is_autocast_on, why_not_call
 from lowtide.models.fingerprint import fingerprint
