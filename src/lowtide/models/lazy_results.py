@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import TensorBase
 
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.cross_entropy import linear_cross_entropy
@@ -22,10 +23,12 @@ from lowtide.models.adapted_loss import adapted_cross_entropy
 from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.given_logprobs import NO_CLASS
 from lowtide.models.steps import Folded, Step, fold
+from lowtide.models.stock_functions import original
 
 if TYPE_CHECKING:
     from lowtide.models.lazy_logits import LazyLogits
 
+_cross_entropy: Any = original(F.cross_entropy)
 _NO_CLASS = -(2**62)  # an ignore_index that no target has
 
 
@@ -67,7 +70,7 @@ def nll_loss(
 def _steps_of_rows(input: "LazyLogits") -> tuple[Step, ...]:
     """Return the steps of logits; where the last one moved their classes second, those before, of [B, T, V]."""
     last = input.steps[-1] if input.steps and input.dim() == 3 else None
-    moved = last is not None and last.function in (Tensor.transpose, Tensor.permute) and last.of_hidden is None
+    moved = last is not None and last.function in (TensorBase.transpose, TensorBase.permute) and last.of_hidden is None
     return input.steps[:-1] if moved else input.steps
 
 
@@ -115,7 +118,7 @@ def _loss(
         return result if reduction != "none" else result.reshape(target.shape)
 
     result: Tensor = input.call.without_logits(steps, folded, loss)
-    result = result.to(gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
+    result = result.to(gives(input, lambda z: _cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
     if each and not is_dtensor(result):
         classes = target.where(target != ignore_index, NO_CLASS)
         input.call.given.add(steps, classes[..., None], result[..., None], sign=-1)
@@ -162,7 +165,7 @@ def row_sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtyp
         values = (stats.mean_logit - stats.lse) * input.shape[-1]
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, total, gives(input, lambda z: z.sum(-1, dtype=dtype)))
+    return _of_rows(input, folded, total, gives(input, lambda z: TensorBase.sum(z, -1, dtype=dtype)))
 
 
 def logsumexp(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
@@ -185,7 +188,7 @@ def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
         values: Tensor = getattr(stats, name)
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, stat, gives(input, lambda z: z.logsumexp(-1)))
+    return _of_rows(input, folded, stat, gives(input, lambda z: TensorBase.logsumexp(z, -1)))
 
 
 def _of_rows(
