@@ -48,6 +48,8 @@ def test_the_product_with_the_factor_is_right(name: str, gap: float, factor: flo
     x, w, y = confident(48, 64, 40, gap)
     if gap > 1 and factor < 1:
         pytest.skip("the product itself is below float16's numbers")
+    if gap > 1 and name == "apply":
+        pytest.skip("autograd's cross entropy of float32 logits takes the difference of 1 and p itself")
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
     (factor * oracle(*exact, y)).backward()
     inputs = (x, w) if "frozen" not in name else (x,)
