@@ -47,9 +47,10 @@ def test_fp16_gradients_for_any_factor(gradient: Any, factor: float, logit_scale
     x, w, _, y = head(20, 8, 33, dtype=torch.float16, bias=False)
     y[3] = -100
     with torch.no_grad():
-        size = min(700.0, 1e3 / (factor * logit_scale))  # so that the weight's gradient is within float16's range
+        most = 1e3 / (factor * logit_scale)  # so that the gradients are within float16's range
+        size = min(700.0, most)
         x *= size
-        w /= max(size, 0.1) * logit_scale
+        w *= min(most, 1 / (size * logit_scale))
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
     kwargs: dict[str, Any] = {"logit_scale": logit_scale, "reduction": "sum"}
     true = torch.autograd.grad(factor * oracle(*exact, y, **kwargs), exact)
