@@ -309,7 +309,8 @@ class HeadCall:
         """Return whether the tensors hold something else than in the forward pass, a bool on the device."""
         now = fingerprint(tensors)
         assert now is not None
-        return (now != self._fingerprint).any()
+        assert self._fingerprint is not None
+        return torch.ne(now, self._fingerprint).any()
 
 
 def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:

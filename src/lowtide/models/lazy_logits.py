@@ -59,7 +59,7 @@ class LazyLogits(Tensor):
         cls, call: HeadCall, steps: tuple[Step, ...], like: Tensor, viewed: "LazyLogits | None", *, grad_mode: bool
     ) -> Self:
         def wrapper() -> Any:
-            return Tensor._make_wrapper_subclass(
+            lazy: Any = Tensor._make_wrapper_subclass(
                 cls,
                 like.shape,
                 strides=like.stride(),
@@ -67,6 +67,8 @@ class LazyLogits(Tensor):
                 dtype=like.dtype,
                 device=call.hidden.device,
             )
+            torch._C._set_throw_on_mutable_data_ptr(lazy)  # for C++ that asks neither of the two functions below
+            return lazy
 
         with torch.set_grad_enabled(grad_mode), call.as_in_forward(call.linked):
             lazy: Self = _Anchor.apply(wrapper, call, steps, *call.linked)  # type: ignore[no-untyped-call]
@@ -195,6 +197,11 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch._C._get_tracing_state() is not None:  # it follows memory, and there is none
+            raise UnsupportedError(
+                "logits: expected a tensor with memory in torch.jit.trace, got logits of a patched model that were not "
+                "built. Pass logits.clone(), made before."
+            )
         func, kwargs = asking(func), kwargs or {}
         lazies = _found(args, kwargs)
         if any(lazy._detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view
