@@ -11,6 +11,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
+from lowtide.code import Code
 from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
@@ -24,7 +25,7 @@ _ACCELERATE = "accelerate.hooks"
 _MOVES = ("AlignDevicesHook", "CpuOffload")
 # The arguments of a forward that say that a loss follows.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
-LINEAR_FORWARD = nn.Linear.forward
+LINEAR = Code((nn.Linear,))
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -94,8 +95,9 @@ def why_not_call(head: nn.Module) -> str | None:
     why_not = _why_not_forward(head) or why_not_class(head)
     if why_not is not None:
         return why_not
-    if nn.Linear.forward is not LINEAR_FORWARD:
-        return "torch.nn.Linear.forward was replaced"
+    exchanged = LINEAR.exchanged()
+    if exchanged is not None:
+        return f"{exchanged} was replaced"
     if is_function_mode_active():
         return "a TorchFunctionMode is active"
     style = style_of(head)
