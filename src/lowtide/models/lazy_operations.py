@@ -161,9 +161,14 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
             return NotImplemented
         rows = like.shape[:-1]
         step = Step(functools.partial(function, **kwargs), args, lambda x: x.reshape(*rows, x.shape[-1]), True)
-        return input.then(step, like, view=like._is_view())
+        return input.then(step, like, view=_shares_memory(like, meta))
 
     return apply
+
+
+def _shares_memory(view: Tensor, base: Tensor) -> bool:
+    """Whether one tensor is a view of the other; ``_is_view`` is always False in inference mode."""
+    return view.untyped_storage()._cdata == base.untyped_storage()._cdata
 
 
 def _transpose(input: "LazyLogits", dim0: int, dim1: int) -> Any:

@@ -103,7 +103,7 @@ def _loss(
     if each and input.call.built:
         return NotImplemented
 
-    def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+    def loss(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
         compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
         result = compute(
             hidden,
@@ -113,6 +113,7 @@ def _loss(
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
+            options=_of_tokens(options) if reduction == "none" else options,
             **kwargs,
         )
         return result if reduction != "none" else result.reshape(target.shape)
@@ -197,14 +198,19 @@ def _of_rows(
     """Return a value of each row, of the dtype that the real logits give it."""
 
     def values(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-        if options is not None and options.gradient == "forward":  # which the loss alone can have
-            options = dataclasses.replace(options, gradient="auto")
-        return function(hidden, head, options=options, **kwargs)
+        return function(hidden, head, options=_of_tokens(options), **kwargs)
 
     result: Tensor = input.call.without_logits(input.steps, folded, values)
     if not result.is_floating_point():
         return result
     return (result * float(folded.sign)).to(dtype or input.dtype)  # a tensor of its own: it may be changed in place
+
+
+def _of_tokens(options: HeadOptions | None) -> HeadOptions | None:
+    """Return options for a value of each token: gradients in forward are what a loss that is one number can have."""
+    if options is None or options.gradient != "forward":
+        return options
+    return dataclasses.replace(options, gradient="auto")
 
 
 def _only(dim: Any) -> Any:
