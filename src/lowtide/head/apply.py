@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
@@ -22,6 +23,7 @@ from lowtide.head.arguments import (
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.head.registration import scalar_on, undisturbed
+from lowtide.head.scaling import with_trained_scale
 from lowtide.head.user_function import autograd as apply_autograd
 from lowtide.head.user_function.call import ApplyCall
 from lowtide.head.user_function.function import TENSOR, UserFunction, compiled, current_autocast
@@ -29,6 +31,7 @@ from lowtide.head.user_function.function import TENSOR, UserFunction, compiled, 
 OUT = ("token", "sum")
 
 
+@_disable_dynamo  # torch.compiler.disable, without importing it: plan and loop are the host's, and in no graph
 def linear_apply(
     fn: Callable[..., Any],
     input: Tensor,
@@ -68,7 +71,7 @@ def linear_apply(
         out: ``"token"``: fn returns tensors [C, *], in any pytree. ``"sum"``: scalars that add up over tokens.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
-            a gradient gets it, at the price of a copy of ``input`` [..., D] that is multiplied with it.
+            a gradient gets it, in float16 at the price of a float32 copy of ``input`` [..., D].
         compile: Compile ``fn`` (not the loop) for any number of rows, once for each ``fn``: define it once, not in each
             step.
         options: Memory, accumulation and when gradients are computed: see `HeadOptions`.
@@ -125,11 +128,8 @@ def linear_apply(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     softcap = softcap_number("softcap", softcap)
     plain_scale = scalar_tensor("logit_scale", logit_scale, torch.float64)
-    if plain_scale.requires_grad:
-        # as factors of input and bias, where autograd finds its gradient; a NaN in a masked token must not reach it
-        kept = input if mask is None else input.where(mask[..., None], 0)
-        input = kept * plain_scale
-        linear_bias = None if linear_bias is None else linear_bias * plain_scale
+    if plain_scale.requires_grad and torch.is_grad_enabled():
+        input, linear_bias, plain_scale = with_trained_scale(input, linear_bias, plain_scale, plain_scale)
     index = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
     needed = [t.requires_grad for t in (linear_weight, linear_bias) if t is not None]
     V, D = linear_weight.shape
@@ -155,7 +155,7 @@ def linear_apply(
         params_rest=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in param_leaves),
     )
     with undisturbed(input.device):
-        unscaled = plain_scale.requires_grad or (scale is None and logit_scale == 1)
+        unscaled = scale is None and logit_scale == 1
         on_device = None if unscaled else scalar_on(input.device, plain_scale, wide)
     call = ApplyCall(
         function=function,

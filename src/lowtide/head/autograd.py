@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head import operators
-from lowtide.head.graph import in_places
+from lowtide.head.graph import in_places, refuse_batched
 from lowtide.head.operators import Call, Stored, Wanted
 from lowtide.head.registration import tensor_fields, wanted_gradients
 from lowtide.head.stored import keep, multiplied
@@ -60,6 +60,7 @@ class _Stored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
+        refuse_batched("linear_cross_entropy", upstream)
         needs = Wanted(*(ctx.needs_input_grad[2 + i] for i in _TRAINED))
         grads, sources = multiplied(ctx, upstream, needs, "linear_cross_entropy")
         return None, None, *in_places(grads, _TRAINED, len(Call._fields), (*sources, upstream))
@@ -79,6 +80,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
+        refuse_batched("linear_cross_entropy", upstream)
         fields = list(ctx.scalars)
         *tensors, lse, miss = ctx.saved_tensors
         for i, tensor in zip(_TENSORS, tensors, strict=True):

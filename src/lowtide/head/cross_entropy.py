@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -26,6 +27,7 @@ from lowtide.head.backends import choose_backend
 from lowtide.head.operators import Call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
+from lowtide.head.scaling import with_trained_scale
 from lowtide.head.vocab.cross_entropy import ShardedHead
 from lowtide.head.vocab.parallel import ranks_of, with_ranks
 from lowtide.head.vocab.shard import VocabShard
@@ -76,7 +78,7 @@ def linear_cross_entropy(
         z_loss: Factor of the squared logsumexp, added to each kept token's loss; not class weighted.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap. A tensor that requires
-            a gradient gets it, at the price of a copy of ``input`` [..., D] that is multiplied with it.
+            a gradient gets it, in float16 at the price of a float32 copy of ``input`` [..., D].
         token_weight: One factor for each token [...], not differentiated and not part of the mean's denominator.
         num_items: Number above 0, or 0-d tensor (not inspected), that takes the place of the mean's denominator, as
             gradient accumulation needs. An error with the other reductions.
@@ -147,14 +149,9 @@ def linear_cross_entropy(
     if shift:
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
-    if scale is not None and scale.requires_grad:
-        # as factors of input and bias, where autograd finds its gradient; a NaN in an ignored token must not reach it
-        kept, of_input, of_bias = target != ignore_index, scale, scale
-        if ranks is not None:
-            kept, (of_input, of_bias) = ranks.tokens.mine(kept), ranks.factors(scale)
-        input = input.where(kept[..., None], 0) * of_input
-        linear_bias = None if linear_bias is None else linear_bias * of_bias
-        scale = None
+    if scale is not None and scale.requires_grad and torch.is_grad_enabled():
+        factors = (scale, scale) if ranks is None else ranks.factors(scale)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
     call = Call(
         input=input,
         linear_weight=linear_weight,

@@ -42,7 +42,7 @@ def differentiable_once(
     return list(_DifferentiatedOnce.apply(error, len(leaves), *leaves, *sources))  # type: ignore[no-untyped-call]
 
 
-def refuse_batched(function: str, *upstream: Tensor) -> None:
+def refuse_batched(function: str, *upstream: Tensor | None) -> None:
     """Raise where gradients of several outputs come at once, for which ``function`` has no formula.
 
     Raises:
@@ -54,8 +54,10 @@ def refuse_batched(function: str, *upstream: Tensor) -> None:
     raise UnsupportedError(message(function, "one gradient of its output at a time", "a batch of them", hint))
 
 
-def _is_batch(tensor: Tensor) -> bool:
+def _is_batch(tensor: Tensor | None) -> bool:
     functorch: Any = torch._C._functorch
+    if tensor is None:
+        return False
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)  # type: ignore[no-any-return]
 
 

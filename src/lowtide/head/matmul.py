@@ -98,7 +98,8 @@ class HeadMatmul:
         elif factor_C is None:
             torch.mm(g_CV, self.weight_VD, out=out_CD)
         elif g_CV.is_cuda:
-            product = torch.mm(g_CV, self.weight_VD, out_dtype=self.wide)
+            product = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
+            torch.mm(g_CV, self.weight_VD, out_dtype=self.wide, out=product)
             torch.mul(product, factor_C[:, None], out=out_CD)
         else:
             out_CD.copy_((g_CV @ self.weight_VD) * factor_C[:, None])

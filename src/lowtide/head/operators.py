@@ -6,6 +6,7 @@ Both begin with the fields of `Call`, declared once: the operators' schemas are 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,7 @@ from lowtide.head.registration import (
 )
 from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
-from lowtide.head.stored import StoredGradients, fake_stored_gradients, lacks_denominator, stored_gradients
+from lowtide.head.stored import Kept, StoredGradients, fake_stored_gradients, lacks_denominator, stored_gradients
 
 
 class Call(NamedTuple):
@@ -107,18 +108,20 @@ class Stored(NamedTuple):
     """What `cross_entropy` returns; what was not asked for is empty."""
 
     loss: Tensor  # scalar, or [N] with reduction "none"
-    input_grad: Tensor  # this and the next four: see `StoredGradients`
+    input_grad: Tensor  # this and the next six: see `StoredGradients`
     weight_grad: Tensor
     bias_grad: Tensor
     input_factor: Tensor
     weight_factor: Tensor
+    kept_tokens: Tensor
+    kept_any: Tensor
     lse: Tensor  # [N] each row's logsumexp, where it was to be kept
     miss: Tensor  # [N] and that minus its target's logit
 
     @property
     def gradients(self) -> StoredGradients:
         """Return the part of it that is gradients."""
-        return StoredGradients(*self[1:6])
+        return StoredGradients(*self[1:8])
 
 
 _CALL = schema_of(Call)
@@ -147,10 +150,12 @@ def _(*args: Any) -> Stored:
     call, wanted = _split(fields)
     N = call.target.numel()
     loss = call.input.new_empty((N,) if call.reduction == "none" else (), dtype=call.wide)
-    tokens = N if call.reduction == "none" else None
+    per_token = call.reduction == "none"
     return Stored(
         loss,
-        *fake_stored_gradients(wanted, call.input, call.linear_weight, call.wide, tokens),
+        *fake_stored_gradients(
+            wanted, call.input, call.linear_weight, call.wide, per_token=per_token, ignores=any(wanted)
+        ),
         lse=loss.new_empty(N if keep_rows else 0),
         miss=loss.new_empty(N if keep_rows else 0),
     )
@@ -222,7 +227,9 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
 
     def settle() -> tuple[Tensor, Gradients]:
         nonlocal into
-        into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None)
+        into = gradient_buffers(
+            job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None, stored=True
+        )
         return _stored_factor(call, job, rows), into
 
     if plan.backend == "exp":
@@ -238,14 +245,21 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
     denominator = rows.denominator
     if denominator is not None:
         loss = loss / denominator
-    return _stored(call, job, rows, loss, into, kept)
+    return _stored(call, job, rows, wanted, loss, into, kept)
 
 
-def _stored(call: Call, job: CrossEntropyJob, rows: Rows, loss: Tensor, into: Gradients, kept_2N: Tensor) -> Stored:
+def _stored(
+    call: Call, job: CrossEntropyJob, rows: Rows, wanted: Wanted, loss: Tensor, into: Gradients, kept_2N: Tensor
+) -> Stored:
     """Bring the gradients into the dtypes of what they belong to, with the factors that they still lack."""
-    factor = _among_all(rows.unit, job, rows).clone() if call.reduction == "none" else None
     gradients = stored_gradients(
-        into, call.input, call.linear_weight, job.wide, denominator=rows.denominator, input_factor_N=factor
+        into,
+        call.input,
+        call.linear_weight,
+        job.wide,
+        denominator=rows.denominator,
+        input_factor_N=_among_all(rows.unit, job, rows).clone() if call.reduction == "none" else None,
+        kept=Kept.of(job.target_N != job.ignore_index) if any(wanted) else None,
     )
     return Stored(loss, *gradients, lse=kept_2N[0].clone(), miss=kept_2N[1].clone())
 
@@ -261,6 +275,8 @@ def _gradients(
     call: Call, wanted: Wanted, upstream: Tensor, lse: Tensor, miss: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     job = call.job()
+    if upstream.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
+        job = replace(job, target_N=job.target_N.where(upstream != 0, job.ignore_index))
     rows, plan = plan_rows(job, call.options("recompute"), weight_frozen=not (wanted.weight or wanted.bias))
     into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None)
     if rows.index is not None:

@@ -1,37 +1,69 @@
 """Stored gradients times the upstream gradient, which is read where it lies and costs nothing where it is 1."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.head.graph import differentiable_once, refuse_batched
+
+ALMOST_ZERO = 2.0**-64
 CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype
+FP16_TOP_EXPONENT = 14  # the largest entry of what `lift_of` scales is below 2**14, a quarter of fp16's largest number
 
 
-def scaled(grad: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+def lift_of(highest: Tensor) -> Tensor:
+    """Return the power of two that brings ``highest``, a largest magnitude, to [2**13, 2**14), where fp16 is precise.
+
+    1 where there is nothing to bring there: of 0, infinity and NaN.
+    """
+    exponent = torch.frexp(highest).exponent
+    lift = torch.exp2((FP16_TOP_EXPONENT - exponent).clamp(-126, 126).to(highest.dtype))
+    return lift.where((highest > 0) & highest.isfinite(), 1)
+
+
+def lift_of_rows(x_ND: Tensor) -> Tensor:
+    """Return `lift_of` for each row [N]."""
+    if not x_ND.numel():
+        return x_ND.new_ones(x_ND.shape[0])
+    return lift_of(torch.linalg.vector_norm(x_ND, torch.inf, dim=1))
+
+
+def scaled(
+    grad: Tensor, factor: Tensor, in_place: bool, kept_N: Tensor | None = None, *, zeros_stay: bool = False
+) -> Tensor:
     """Return ``grad * factor`` in the dtype of ``grad``, the product itself taken in the factor's.
 
     Args:
         grad: A stored gradient, contiguous.
         factor: Scalar, or one value for each row [...] of ``grad`` [..., D], flattened.
         in_place: Whether ``grad`` may be overwritten; else the result shares no memory with it.
+        kept_N: bool, False at rows that are 0 and stay 0 even if the factor is infinite or NaN. None: no such rows.
+        zeros_stay: The same of every 0 in ``grad``, for one that nobody knows the rows of. Not under a compiler.
     """
     if torch.compiler.is_compiling():
-        shape = (*grad.shape[:-1], 1) if factor.dim() else (1,) * grad.dim()
-        return (grad * factor.view(shape)).to(grad.dtype)
+        rows = (*grad.shape[:-1], 1)
+        product = (grad * factor.view(rows if factor.dim() else (1,) * grad.dim())).to(grad.dtype)
+        return product if kept_N is None else product.where(kept_N.view(rows), 0)
     out = grad if in_place else torch.empty_like(grad)
+    on_cpu = grad.device.type == "cpu" and type(grad) is Tensor  # a FakeTensor holds no number
+    if kept_N is not None and not (on_cpu and factor.dim() == 0 and math.isfinite(factor.item())):
+        factor = factor.where(kept_N, 1)
     if factor.dim() == 0:
-        _scale_all(grad, factor, out)
+        _scale_all(grad, factor, out, zeros_stay=zeros_stay)
     else:
         shape = (factor.numel(), grad.shape[-1])
         _scale_rows(grad.view(shape), factor, out.view(shape))
     return out
 
 
-def _scale_all(grad: Tensor, factor: Tensor, out: Tensor) -> None:
-    if grad.device.type == "cpu" and type(grad) is Tensor:  # a FakeTensor holds no number
+def _scale_all(grad: Tensor, factor: Tensor, out: Tensor, *, zeros_stay: bool) -> None:
+    if grad.device.type == "cpu" and type(grad) is Tensor:
         value = factor.item()  # a number keeps its own precision, a 0-d tensor would be rounded to grad's
-        if value != 1:
+        if zeros_stay and not math.isfinite(value):
+            out.copy_(times(grad, factor))
+        elif value != 1:
             torch.mul(grad, value, out=out)
         elif out is not grad:
             out.copy_(grad)
@@ -39,36 +71,80 @@ def _scale_all(grad: Tensor, factor: Tensor, out: Tensor) -> None:
     if out is grad and grad.is_cuda:
         from lowtide.head.kernels import scale
 
-        scale.scale_(grad, factor)
-        return
-    torch.mul(grad, factor.view((1,) * grad.dim()), out=out)
+        scale.scale_(grad, factor, zeros_stay=zeros_stay)
+    elif zeros_stay:
+        out.copy_(times(grad, factor))
+    else:
+        torch.mul(grad, factor.view((1,) * grad.dim()), out=out)
+
+
+def times(grad: Tensor, factor: Tensor) -> Tensor:
+    """Return ``grad * factor``, 0 where ``grad`` is, also where the factor is infinite or NaN."""
+    return (grad * factor.view((1,) * grad.dim())).masked_fill_(grad == 0, 0)
 
 
 def _scale_rows(grad_ND: Tensor, factor_N: Tensor, out_ND: Tensor) -> None:
     N, D = grad_ND.shape
+    if grad_ND.is_cuda and out_ND.data_ptr() == grad_ND.data_ptr():
+        from lowtide.head.kernels import scale
+
+        scale.scale_(grad_ND, factor_N.contiguous())
+        return
     step = max(1, CPU_BLOCK // max(1, D)) if grad_ND.device.type == "cpu" else max(1, N)
     for start in range(0, N, step):
         part = slice(start, start + step)
         torch.mul(grad_ND[part], factor_N[part, None], out=out_ND[part])
 
 
-def scaled_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """Return ``x * scale`` for a 0-d ``scale`` that is trained: what has no gradient does not reach the scale's.
+def with_trained_scale(
+    input: Tensor, linear_bias: Tensor | None, of_input: Tensor, of_bias: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return hidden states, bias and logit scale with which the scale gets its gradient.
 
-    A hidden state that counts for nothing may be NaN, and NaN times 0 is not 0.
+    With m the scale and g the logits' gradient, ``dX = m g W`` and ``db = m sum g``: the scale's own gradient, ``sum_nv
+    g_nv (x_n w_v + b_v)``, is ``(sum X dX + sum b db) / m``, and no number of the logits is needed for it. Half
+    precision would lose it where a GradScaler's factor takes dX out of fp16's range, or with the few numbers of a bias:
+    these are copied to float32.
+
+    Args:
+        input: Hidden states [..., D].
+        linear_bias: [V], or None.
+        of_input: The scale, a scalar that requires a gradient: which gets that of the hidden states' part.
+        of_bias: The same scale, which gets that of the bias's part.
     """
-    product: Tensor = _ScaledRows.apply(x, scale)  # type: ignore[no-untyped-call]
-    return product
+    if input.dtype == torch.float16:
+        input = input.float()
+    if linear_bias is not None and linear_bias.dtype.itemsize < 4:
+        linear_bias = linear_bias.float()
+    return (
+        _CarriesScale.apply(input, of_input),  # type: ignore[no-untyped-call]
+        None if linear_bias is None else _CarriesScale.apply(linear_bias, of_bias),  # type: ignore[no-untyped-call]
+        _not_zero(of_input.detach()),
+    )
 
 
-class _ScaledRows(torch.autograd.Function):
+def _not_zero(scale: Tensor) -> Tensor:
+    """Return a scale to divide by: in place of 0 a number with which all logits are as good as 0."""
+    scale = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    return scale.where(scale != 0, ALMOST_ZERO)
+
+
+class _CarriesScale(torch.autograd.Function):
+    """Stands before a tensor that the scale multiplies further on, and finds the scale's gradient in the tensor's."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(x, scale)
-        return x * scale
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         x, scale = ctx.saved_tensors
-        product = upstream.to(scale.dtype) * x
-        return upstream * scale, product.where(upstream != 0, 0).sum()
+        refuse_batched("a trained logit_scale", upstream)
+        with torch.no_grad():
+            # what counts for nothing may be NaN, or a bias -inf, and times 0 that is not 0
+            product = (upstream.to(torch.promote_types(x.dtype, torch.float32)) * x).where(upstream != 0, 0).sum()
+            divisor = _not_zero(scale)
+            of_scale = (product.to(divisor.device) / divisor).to(scale.dtype)
+        grads = (upstream if ctx.needs_input_grad[0] else None, of_scale)
+        return tuple(differentiable_once(grads, (x, scale, upstream)))

@@ -17,6 +17,7 @@ from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul, narrow_view
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
+from lowtide.head.scaling import lift_of_rows
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_gradient_, loss_rows, row_stats
 
 KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
@@ -73,8 +74,21 @@ class Gradients:
     """What a pass adds up, each None where nobody needs it."""
 
     input_ND: Tensor | None = None
+    lift_N: Tensor | None = None  # [N] wide: what each row of ``input_ND`` was multiplied with; None: nothing
     weight_VD: Tensor | None = None
     bias_V: Tensor | None = None
+
+    def put_input(self, rows: slice | Tensor, wide_CD: Tensor) -> None:
+        """Write rows of the input's gradient, lifted where that is wanted: then ``wide_CD`` is changed in place."""
+        assert self.input_ND is not None
+        if self.lift_N is not None:
+            lift_C = lift_of_rows(wide_CD)
+            self.lift_N[rows] = lift_C
+            wide_CD.mul_(lift_C[:, None])
+        if isinstance(rows, slice):
+            self.input_ND[rows].copy_(wide_CD)
+        else:
+            self.input_ND.index_copy_(0, rows, wide_CD.to(self.input_ND.dtype))
 
 
 def gradient_buffers(
@@ -85,6 +99,7 @@ def gradient_buffers(
     wanted: tuple[bool, bool, bool],
     *,
     some_rows: bool,
+    stored: bool = False,
 ) -> Gradients:
     """Return memory for the gradients of input, weight and bias that are ``wanted``, not filled where chunks will.
 
@@ -95,11 +110,17 @@ def gradient_buffers(
         plan: Says in which dtype the weight's gradient adds up, and whether there is any chunk.
         wanted: For each of the three, in this order.
         some_rows: Whether some of the hidden states are in no chunk; theirs is 0.
+        stored: Whether the upstream gradient is still to come, and with it a GradScaler's factor. An fp16 gradient is
+            then lifted row by row, in the chunk that computes it; the exponential path's stays wide until it is stored.
     """
     (V, D), device, into = weight_VD.shape, input.device, Gradients()
     if wanted[0]:
-        make = torch.zeros if some_rows else torch.empty
-        into.input_ND = make(math.prod(input.shape[:-1]), D, dtype=input.dtype, device=device)
+        make, dtype, N = torch.zeros if some_rows else torch.empty, input.dtype, math.prod(input.shape[:-1])
+        if stored and dtype == torch.float16 and plan.backend == "exp":
+            dtype = wide
+        elif stored and dtype == torch.float16:
+            into.lift_N = torch.ones(N, dtype=wide, device=device)
+        into.input_ND = make(N, D, dtype=dtype, device=device)
     if wanted[1]:
         dtype = wide if plan.accumulate == "float32" else weight_VD.dtype
         into.weight_VD = torch.empty(V, D, dtype=dtype, device=device)
@@ -260,7 +281,7 @@ def run_chunks(
             continue
         g_CV = matmul.operand(z_CV)
         if into.input_ND is not None:
-            put_input_grad(matmul, g_CV, outside, into.input_ND, rows.index, part)
+            put_input_grad(matmul, g_CV, outside, into, rows.index, part)
         if into.weight_VD is not None:
             # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
             raised = outside if lift == 1 or outside is None else outside * lift
@@ -396,12 +417,15 @@ def rows_are_viewable(x: Tensor, axes: int = -1) -> bool:
 
 
 def put_input_grad(
-    matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, out_ND: Tensor, index: Tensor | None, part: slice
+    matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, into: Gradients, index: Tensor | None, part: slice
 ) -> None:
     """Write the input's gradient of a chunk, as `HeadMatmul.input_grad` gives it, to its rows among all N tokens."""
-    if index is None:
+    out_ND = into.input_ND
+    assert out_ND is not None
+    if index is None and into.lift_N is None:
         matmul.input_grad(g_CV, factor_C, out_ND[part])
         return
-    chunk = out_ND.new_empty(g_CV.shape[0], out_ND.shape[1])
+    dtype = out_ND.dtype if into.lift_N is None else matmul.wide
+    chunk = out_ND.new_empty(g_CV.shape[0], out_ND.shape[1], dtype=dtype)
     matmul.input_grad(g_CV, factor_C, chunk)
-    out_ND.index_copy_(0, index[part], chunk)
+    into.put_input(part if index is None else index[part], chunk)

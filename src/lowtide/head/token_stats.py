@@ -20,7 +20,7 @@ from lowtide.head.arguments import (
 from lowtide.head.backends import choose_stats_backend
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
-from lowtide.head.scaling import scaled_rows
+from lowtide.head.scaling import with_trained_scale
 from lowtide.head.statistics import autograd as token_stats_autograd
 from lowtide.head.statistics.rows import OF_TARGETS
 from lowtide.head.vocab.parallel import ranks_of, with_ranks
@@ -87,7 +87,7 @@ def linear_logprobs(
         linear_bias: [V], or None.
         softcap: Cap of the logits, above 0, or None.
         logit_scale: Number or 0-d tensor by which the logits are multiplied, before the cap: 1 / temperature. A tensor
-            that requires a gradient gets it, at the price of a copy of ``input`` that is multiplied with it.
+            that requires a gradient gets it, in float16 at the price of a float32 copy of ``input``.
         ignore_index: Targets of this value have log-probability 0 and contribute nothing, whatever the hidden state.
         options: Memory and implementation: see `HeadOptions`. With one target a token all backends of
             `linear_cross_entropy` run here; with [..., K] ``"torch"``, and ``"exp"`` for K up to 64.
@@ -260,11 +260,9 @@ def _token_stats(
     if ranks is not None:
         input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
         target, scale = ranks.whole(target), ranks.whole(scale)
-    if scale is not None and scale.requires_grad:  # as a factor of input and bias, where autograd finds its gradient
-        of_input, of_bias = (scale, scale) if ranks is None else ranks.factors(scale)
-        input = scaled_rows(input, of_input)
-        linear_bias = None if linear_bias is None else linear_bias * of_bias
-        scale = None
+    if scale is not None and scale.requires_grad and torch.is_grad_enabled():
+        factors = (scale, scale) if ranks is None else ranks.factors(scale)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
     N = math.prod(leading)
     found = with_ranks(
         ranks,

@@ -21,7 +21,7 @@ from lowtide.head.divergences.rows import (
     stored_chunks,
 )
 from lowtide.head.divergences.terms import Kind, RowNumbers
-from lowtide.head.graph import in_places
+from lowtide.head.graph import in_places, refuse_batched
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
     fake_gradients,
@@ -36,6 +36,7 @@ from lowtide.head.registration import (
     watched,
 )
 from lowtide.head.stored import (
+    Kept,
     StoredGradients,
     fake_stored_gradients,
     keep,
@@ -175,11 +176,13 @@ class Stored(NamedTuple):
     """What `divergence_stored` returns; what was not asked for is empty."""
 
     value: Tensor  # scalar, or [N] with reduction "none"
-    input_grad: Tensor  # this and the next four: see `StoredGradients`
+    input_grad: Tensor  # this and the next six: see `StoredGradients`
     weight_grad: Tensor
     bias_grad: Tensor
     input_factor: Tensor
     weight_factor: Tensor
+    kept_tokens: Tensor
+    kept_any: Tensor
 
 
 @torch.library.custom_op(
@@ -200,10 +203,17 @@ def divergence_stored(*args: Any) -> Stored:
 def _(*args: Any) -> Stored:
     *fields, input_grad, weight_grad, bias_grad = args
     call, wanted = DivergenceCall(*fields), (input_grad, weight_grad, bias_grad)
-    tokens = call.tokens if call.reduction == "none" else None
+    per_token = call.reduction == "none"
     return Stored(
-        call.input.new_empty(() if tokens is None else (tokens,), dtype=call.wide),
-        *fake_stored_gradients(wanted, call.input, call.linear_weight, call.wide, tokens),
+        call.input.new_empty((call.tokens,) if per_token else (), dtype=call.wide),
+        *fake_stored_gradients(
+            wanted,
+            call.input,
+            call.linear_weight,
+            call.wide,
+            per_token=per_token,
+            ignores=call.mask is not None,
+        ),
     )
 
 
@@ -267,16 +277,10 @@ def _value_and_gradients(call: DivergenceCall, wanted: tuple[bool, bool, bool], 
             call.linear_weight,
             call.wide,
             denominator=denominator,
-            input_factor_N=_kept(call) if per_token else None,
+            input_factor_N=torch.ones_like(value_N) if per_token else None,
+            kept=None if call.mask is None else Kept.of(call.mask.clone()),  # an operator returns no memory of others
         )
         return Stored(value_N if per_token else _reduced(value_N, denominator), *gradients)
-
-
-def _kept(call: DivergenceCall) -> Tensor:
-    """Return 1 for each token that counts, 0 for the others [N]."""
-    if call.mask is None:
-        return torch.ones(call.tokens, dtype=call.wide, device=call.input.device)
-    return call.mask.to(call.wide)
 
 
 def _reduced(value_N: Tensor, denominator: Tensor | None) -> Tensor:
@@ -322,6 +326,7 @@ class _Stored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
+        refuse_batched("linear_divergence", upstream)
         needs = [ctx.needs_input_grad[2 + i] for i in _TRAINED]
         grads, sources = multiplied(ctx, upstream, needs, "linear_divergence")
         return None, None, *in_places(grads, _TRAINED, len(DivergenceCall._fields), (*sources, upstream))
@@ -341,6 +346,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
+        refuse_batched("linear_divergence", upstream)
         fields = list(ctx.scalars)
         tensors = ctx.saved_tensors
         for i, tensor in zip(_TENSORS, tensors, strict=False):

@@ -58,7 +58,7 @@ class KernelPair:
         if into.bias_V is not None:
             add_column_sums(g_CV, torch.ones_like(factor_C) if outside is None else outside, into.bias_V)
         if into.input_ND is not None:
-            put_input_grad(self.matmul, g_CV, outside, into.input_ND, index, part)
+            put_input_grad(self.matmul, g_CV, outside, into, index, part)
         if into.weight_VD is not None:
             # an fp16 gradient is stored so much too large; what multiplies x must not be as much too small
             raised = outside * FP16_LIFT if half and outside is not None else outside

@@ -179,7 +179,7 @@ class TorchPair:
             return rows.value
         g_CV = self.matmul.operand(z_CV)
         if into.input_ND is not None:
-            put_input_grad(self.matmul, g_CV, outside, into.input_ND, index, part)
+            put_input_grad(self.matmul, g_CV, outside, into, index, part)
         if into.weight_VD is not None:
             self.matmul.weight_grad(g_CV, outside, x_CD, into.weight_VD, part.start == 0)
         return rows.value
@@ -299,7 +299,9 @@ def stored_chunks(
     kept, index = _counted_rows(job)
     n = N if index is None else index.numel()
     plans = _plans(job, n, options, wanted, "forward")
-    into = gradient_buffers(job.input, job.weight_VD, job.wide, plans[0], wanted, some_rows=index is not None)
+    into = gradient_buffers(
+        job.input, job.weight_VD, job.wide, plans[0], wanted, some_rows=index is not None, stored=True
+    )
     pair = pair_of(job, *plans)
     value = job.input.new_zeros(N, dtype=job.wide)
     for part in plans[0].slices():

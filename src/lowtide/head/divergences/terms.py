@@ -96,8 +96,7 @@ def _lse(z_CV: Tensor, columns: int) -> Tensor:
     """Return each row's logsumexp, -inf where there is nothing to sum."""
     if not z_CV.shape[1]:
         return z_CV.new_full((z_CV.shape[0],), -torch.inf)
-    sums = row_sums(z_CV, columns)
-    return sums.lse.masked_fill(sums.top == -torch.inf, -torch.inf)
+    return row_sums(z_CV, columns).lse
 
 
 def dense_gradient_(

@@ -44,7 +44,7 @@ def _finish_stats(  # type: ignore[no-untyped-def]
     in_tile = tl.load(at, mask=inside, other=0.0) + own
     rest = tl.sum(tl.where(inside, weight * in_tile, 0.0), 0) + (highest - highest)  # NaN where that is not finite
     spread = log1p(rest)
-    lse = highest + spread
+    lse = tl.where(tl.abs(highest) == float("inf"), highest, highest + spread)
     tl.store(lse_ptr + i, lse)
     tl.store(argmax_ptr + i, tl.minimum(top_id, V - 1).to(tl.int64))
     tl.store(top_ptr + i, -spread)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lowtide.head.graph import in_places
+from lowtide.head.graph import in_places, refuse_batched
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
     fake_gradients,
@@ -258,6 +258,7 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        refuse_batched("linear_token_stats", *upstream)
         fields = list(ctx.scalars)
         tensors = ctx.saved_tensors
         for i, tensor in zip(_TENSORS, tensors, strict=False):

@@ -31,8 +31,8 @@ class RowSums:
 
     @property
     def lse(self) -> Tensor:
-        """Return each row's logsumexp [C]."""
-        return self.top + torch.log1p(self.rest)
+        """Return each row's logsumexp [C]; where the highest logit is infinite, that."""
+        return self.top.where(self.top.isinf(), self.top + torch.log1p(self.rest))
 
     @property
     def entropy(self) -> Tensor:

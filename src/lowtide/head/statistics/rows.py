@@ -137,7 +137,7 @@ class TorchChunks:
             return
         g_CV = self.matmul.operand(z_CV)
         if into.input_ND is not None:
-            put_input_grad(self.matmul, g_CV, outside, into.input_ND, index, part)
+            put_input_grad(self.matmul, g_CV, outside, into, index, part)
         if into.weight_VD is not None:
             self.matmul.weight_grad(g_CV, outside, x_CD, into.weight_VD, part.start == 0)
 

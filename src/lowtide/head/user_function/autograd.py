@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.head.graph import differentiable_once, is_last_backward
+from lowtide.head.graph import differentiable_once, is_last_backward, refuse_batched
 from lowtide.head.registration import undisturbed
-from lowtide.head.scaling import scaled
+from lowtide.head.scaling import scaled, times
 from lowtide.head.user_function.call import ApplyCall, Needs, Tensors, Totals
 from lowtide.head.user_function.checks import check_rows_are_independent
 from lowtide.head.user_function.function import own_saved_tensors
@@ -29,7 +28,6 @@ FREED = (
 )
 
 
-@_disable_dynamo  # torch.compiler.disable, without importing the compiler
 def apply(call: ApplyCall, tensors: tuple[Tensor | None, ...]) -> Any:
     """Return the function's results in their pytree, connected to whichever of the tensors need a gradient.
 
@@ -89,6 +87,7 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        refuse_batched("linear_apply", *upstream)
         call, needed = ctx.call, list(ctx.needs_input_grad[2:])
         if all(u is None for u in upstream):
             return (None,) * len(ctx.needs_input_grad)
@@ -111,7 +110,10 @@ class _Applied(torch.autograd.Function):
 
 
 def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | None]:
-    """Return the stored gradients times the upstream one, in place where nobody will read them again."""
+    """Return the stored gradients times the upstream one, in place where nobody will read them again.
+
+    What is 0 stays 0 whatever comes from upstream: tokens that are masked, or that the function itself leaves out.
+    """
     if ctx.stored is None:
         raise UnsupportedError(FREED)
     stored = _in_order(ctx.stored)
@@ -123,9 +125,10 @@ def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | Non
         if grad is None or not needed[i]:
             grads.append(None)
         elif i < 2:
-            grads.append(scaled(grad, upstream, last and not ctx.shared).to(dtype).view(shape))
+            product = scaled(grad, upstream, last and not ctx.shared, zeros_stay=True)
+            grads.append(product.to(dtype).view(shape))
         else:
-            grads.append((grad * upstream).to(dtype).view(shape))
+            grads.append(times(grad, upstream).to(dtype).view(shape))
     return grads
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.schedules import rows_are_viewable, take_leading
+from lowtide.head.schedules import Gradients, rows_are_viewable, take_leading
 from lowtide.head.user_function.function import UserFunction
 
 
@@ -101,12 +101,9 @@ class Rows:
 
 
 @dataclass(kw_only=True)
-class Totals:
-    """Gradients as they add up over chunks, None where nobody needs one."""
+class Totals(Gradients):
+    """Gradients as they add up over chunks, None where nobody needs one; the bias's may be [P, V], parts of a sum."""
 
-    input_ND: Tensor | None = None
-    weight_VD: Tensor | None = None
-    bias_V: Tensor | None = None  # or [P, V], parts to be added
     token_args: list[Tensor | None] = field(default_factory=list)
     params: list[Tensor | None] = field(default_factory=list)
 

@@ -176,7 +176,7 @@ class Pass:
         g_CV = self._operand(z_CV)
         if into.input_ND is not None:
             ones = self._ones[: len(z_CV)] if g_CV.dtype != self.call.wide else None
-            put_input_grad(self.matmul, g_CV, ones, into.input_ND, self.tensors.index, part)
+            put_input_grad(self.matmul, g_CV, ones, into, self.tensors.index, part)
         if into.weight_VD is not None:
             self.matmul.weight_grad(g_CV, None, x_CD, into.weight_VD, first=part.start == 0)
 

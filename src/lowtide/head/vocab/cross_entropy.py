@@ -6,7 +6,7 @@ smoothing the sum of all. From everybody's each rank has the row's whole logsume
 gradient over the ranks runs while the weight's gradient is computed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ from lowtide.head.schedules import (
     gradient_buffers,
 )
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
-from lowtide.head.stored import lacks_denominator, stored_gradients
+from lowtide.head.stored import Kept, lacks_denominator, stored_gradients
 from lowtide.head.vocab.exp import ShardedExp
 from lowtide.head.vocab.exp_pieces import ELSEWHERE
 from lowtide.head.vocab.exp_sums import ExpShard
@@ -102,7 +102,7 @@ class ShardedHead:
             if not call.input.requires_grad and (keep_rows or (any(wanted) and plan.schedule == "blocks")):
                 self.ranks.tokens.keep()
             rows = _select(job, self.ranks, plan)
-            into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
+            into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False, stored=True)
 
             def factor() -> Tensor:
                 return rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
@@ -115,9 +115,15 @@ class ShardedHead:
             loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
             loss = loss_N if call.reduction == "none" else loss_N.sum()
             loss = loss if rows.denominator is None else loss / rows.denominator
+            kept = None
+            if any(wanted):
+                kept_N = job.target_N != job.ignore_index
+                mine = self.ranks.tokens.mine(kept_N.view(call.target.shape))
+                kept = Kept(mine.reshape(-1), kept_N.any())
             gradients = stored_gradients(
-                into, call.input, call.linear_weight, job.wide, denominator=rows.denominator, input_factor_N=None
-            )
+                into, call.input, call.linear_weight, job.wide, denominator=rows.denominator, input_factor_N=None,
+                kept=kept,
+            )  # fmt: skip
             lse, miss = (numbers[i].reshape(-1) if keep_rows else loss.new_empty(0) for i in (1, 2))
             if keep_rows and rows.own is not None and rows.total is not None:
                 miss = torch.cat((miss, rows.own.reshape(-1), rows.total[None]))
@@ -133,6 +139,8 @@ class ShardedHead:
         tokens = self.ranks.tokens
         with torch.no_grad(), undisturbed(call.input.device):
             job = call.job()
+            if upstream.dim():  # as in `operators`
+                job = replace(job, target_N=job.target_N.where(upstream != 0, job.ignore_index))
             plan = _plan(job, self.ranks, call.options("recompute"), wanted)
             tokens_here = lse.numel()
             rows = _select(job, self.ranks, plan, miss[tokens_here:])

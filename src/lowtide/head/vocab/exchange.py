@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.head.schedules import Gradients
+
 
 def size_of(group: Any) -> int:
     """Return the number of ranks."""
@@ -63,12 +65,13 @@ class Reduced(NamedTuple):
     value: Tensor
     work: Any
 
-    def write(self, out_ND: Tensor, start: int) -> None:
-        """Write the sum to the rows of ``out_ND`` from ``start`` on, as many as there are."""
+    def write(self, into: Gradients, start: int) -> None:
+        """Write the sum to the rows of the input's gradient from ``start`` on, as many as there are."""
         self.work.wait()
-        rows = min(self.value.shape[0], out_ND.shape[0] - start)
+        assert into.input_ND is not None
+        rows = min(self.value.shape[0], into.input_ND.shape[0] - start)
         if rows > 0:
-            out_ND[start : start + rows].copy_(self.value[:rows])
+            into.put_input(slice(start, start + rows), self.value[:rows])
 
 
 def begin_sum(part: Tensor, group: Any) -> Reduced:

@@ -135,7 +135,7 @@ class Products:
             shard.head.thin.add_column_sums(e_CV, self.s_C[:rows], into.bias_V)
         for reduced, start in summed:
             if into.input_ND is not None:
-                reduced.write(into.input_ND, start)
+                reduced.write(into, start)
         self.open, self.begun = [], True
 
 
@@ -207,5 +207,5 @@ class Rebuilt:
     def _write(self) -> None:
         """Wait for the sum that is under way, and write it where it belongs."""
         if self._under_way is not None and self.into.input_ND is not None:
-            self._under_way[0].write(self.into.input_ND, self._under_way[1])
+            self._under_way[0].write(self.into, self._under_way[1])
             self._under_way = None

@@ -97,4 +97,4 @@ def add_products(
     if into.weight_VD is not None:
         matmul.weight_grad(g_CV, outside_C, x_CD, into.weight_VD, not begun)
     if reduced is not None and into.input_ND is not None:
-        reduced.write(into.input_ND, part.start)
+        reduced.write(into, part.start)
