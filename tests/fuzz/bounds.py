@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-WIDE_STEPS, LOW_STEPS, NORM_STEPS = 6.0, 3.0, 1.5  # roundings that are allowed beside plain PyTorch's error
+WIDE_STEPS, LOW_STEPS, NORM_STEPS = 4.0, 2.0, 1.0  # roundings that are allowed beside plain PyTorch's error
 PLAIN = 3.0
 NOTHING = {torch.float64: 1e-300, torch.float32: 1e-37, torch.bfloat16: 1e-37, torch.float16: 2.0**-24}
 
@@ -92,7 +92,8 @@ def _of_mlp(notes: dict[str, Any]) -> Scales:
     kappa = 1.0 + ((x @ wg.T + (0 if bg is None else bg)).max().item() if gate.numel() else 0.0)
     flat = gate.shape[:-1].numel()
     x, gate, up = (t.reshape(flat, t.shape[-1]) for t in (x, gate, up))
-    g = torch.full((flat, wd.shape[0]), notes["upstream"], dtype=x.dtype)
+    g = notes["out"].grad
+    g = torch.zeros(flat, wd.shape[0], dtype=x.dtype) if g is None else g.abs().view(flat, wd.shape[0])
     d_act = g @ wd
     d_gate, d_up, act = 1.1 * d_act * up, d_act * gate, gate * up
     lead = notes["mlp"][0].shape

@@ -120,14 +120,16 @@ def write_head(case: Case, w: Writer, *, K: int | None = None) -> dict[str, str 
     w.leaf("linear_weight", (V, D), "0.0" if case["logits"] == "equal" else f"{2 / max(D, 1) ** 0.5:.3g}")
     if case["linear_bias"]:
         w.leaf("linear_bias", (V,), "0.0" if case["logits"] == "equal" else "1.0")
-        if case["ruled_out"] == "some" and V > 2:
+        infinite = case.get("label_smoothing") or "mean_logit" in case.get("want", ())  # the value, whatever the scale
+        ruled_out = case["ruled_out"] == "some" and V > 2 and not (infinite and case["logit_scale"] == "trained")
+        if ruled_out:
             w.line("linear_bias[2] = -math.inf")
     if "ignored" in case:
         shape = leading if K is None else (*leading, K)
         highest = min(V, 128) if case["target_dtype"] == "uint8" else V
         ignore = case["ignore_index"] if case["target_dtype"] != "uint8" else 200
         w.value("target", f"torch.randint(0, {highest}, {shape}, generator=g)")
-        if case["linear_bias"] and case["ruled_out"] == "some" and V > 2:
+        if case["linear_bias"] and ruled_out:
             w.line("target[target == 2] = 0")
         if case["logits"] in ("confident", "wrong") and K is None and D > 0:
             sign = "" if case["logits"] == "confident" else "-"

@@ -28,7 +28,12 @@ def logits_of(input, linear_weight, linear_bias=None, softcap=None, logit_scale=
     raw = F.linear(input, linear_weight, linear_bias)
     if raw.requires_grad:
         raw.retain_grad()
-    z = wide(raw) * logit_scale
+    z = wide(raw)
+    if isinstance(logit_scale, torch.Tensor) and logit_scale.requires_grad:  # a class ruled out says nothing of it
+        of_scale = z.detach().masked_fill(z == -math.inf, 0) * (logit_scale - logit_scale.detach())
+        z = z * logit_scale.detach() + of_scale
+    else:
+        z = z * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
         if z.requires_grad:
@@ -205,9 +210,12 @@ def apply(fn, input, linear_weight, *token_args, linear_bias=None, params=(), ma
 
 def swiglu(input, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, activation="silu"):
     gate, up = wide(F.linear(input, gate_weight, gate_bias)), wide(F.linear(input, up_weight, up_bias))
-    note(mlp=(input, gate_weight, up_weight, down_weight, gate_bias, gate, up))
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (F.linear((act * up).to(down_weight.dtype), down_weight, down_bias),)
+    out = F.linear((act * up).to(down_weight.dtype), down_weight, down_bias)
+    note(mlp=(input, gate_weight, up_weight, down_weight, gate_bias, gate, up), out=out)
+    if out.requires_grad:
+        out.retain_grad()
+    return (out,)
 
 
 def rms_norm(input, weight=None, eps=1e-6, offset=0.0, rounding="after_weight", residual=None):
