@@ -30,15 +30,16 @@ FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: eac
     "tensor_parallel_cases": ["two_axes", "patched"],
     "tensor_parallel_models_cases": [case for case in OF_MODELS if case not in ON_A_CPU],
 }
+EXPONENTIAL = ("bfloat16", "edges", "no_host_waits", "float16_and_others")
 FOR_FOUR = ("mesh_cases", "tensor_parallel_cases")  # whose meshes are two by two
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("case", ["bfloat16", "edges", "no_host_waits", "float16_and_others"])
+@pytest.mark.parametrize("case", EXPONENTIAL)
 def test_vocabulary_in_parts(case: str, ranks: int) -> None:
     if ranks > GPUS or torch.cuda.get_device_capability() < (9, 0):
         pytest.skip(f"needs {ranks} GPUs of compute capability 9.0")
-    launch.check(Path(__file__).with_name("rank_cases.py"), ranks, case, device="cuda")
+    launch.check(Path(__file__).with_name("rank_cases.py"), ranks, case, EXPONENTIAL, device="cuda")
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2), pytest.param(4)])

@@ -104,6 +104,20 @@ def test_precision(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_narrow_leaves_are_cast_once(name: str) -> None:
+    """What several terms send back is summed in float32, and rounded once."""
+    grads = []
+    for dtype in (torch.bfloat16, torch.float32):
+        b = batch(5, dtype=torch.bfloat16)
+        b.advantage = b.advantage.to(torch.float32)
+        leaves = with_leaves(b, lambda x, dtype=dtype: x.nan_to_num(0, 0, 0).to(dtype))
+        TOKEN_LOSSES[name](b, {}).backward()
+        grads.append([x.grad for x in leaves])
+    for narrow, wide in zip(*grads, strict=True):
+        assert narrow is wide is None or torch.equal(narrow, wide.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_leading_axes(name: str) -> None:
     b = batch(3, 6, 4)
     whole = TOKEN_LOSSES[name](b, {"reduction": "none"})

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.arguments import (
+    check_dense,
     check_device,
     check_head,
     check_options,
@@ -109,6 +110,9 @@ def linear_apply(
         raise ArgumentTypeError(message("params", "a tuple of what fn gets last", got, "Write params=(x,)."))
     param_leaves, params_spec = pytree.tree_flatten(list(params))
     tensors = [leaf for leaf in param_leaves if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        if tensor.requires_grad:  # the others are handed to fn as they are, whatever they are
+            check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
     refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=apply_autograd.NAIVE)
     dtype = check_head(input, linear_weight, linear_bias)
@@ -190,7 +194,7 @@ def _check_arguments(
         if not isinstance(value, Tensor):
             got, hint = type(value).__name__, "What is not one row for each token goes into params."
             raise ArgumentTypeError(message(name, "a torch.Tensor", got, hint))
-        if value.shape[: len(leading)] != leading:
+        if check_dense(name, value).shape[: len(leading)] != leading:
             expected = f"first axes {list(leading)}, as input is {list(input.shape)}"
             raise ArgumentValueError(message(name, expected, str(list(value.shape)), "Whole tensors go into params."))
         check_device(name, value, input)

@@ -15,15 +15,50 @@ REDUCTIONS = ("mean", "sum", "none")
 NAIVE = "torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)"
 
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def check_tensor(name: str, value: object) -> Tensor:
-    """Return ``value`` as the tensor that it is.
+    """Return ``value`` as the tensor that it is: dense, and of a dtype that PyTorch computes with.
 
     Raises:
-        ArgumentTypeError: It is not a tensor.
+        ArgumentTypeError: It is not a tensor, or it is nested, sparse, quantised, or float8.
+    """
+    tensor = check_dense(name, value)
+    if tensor.is_quantized:
+        raise ArgumentTypeError(message(name, "numbers", str(tensor.dtype), "Pass .dequantize()."))
+    if tensor.is_floating_point() and tensor.dtype not in FLOATS:
+        hint = "Cast it, and multiply it with its scale if it has one."
+        raise ArgumentTypeError(message(name, "float64, float32, bfloat16 or float16", str(tensor.dtype), hint))
+    return tensor
+
+
+def check_dense(name: str, value: object) -> Tensor:
+    """Return a tensor of any dtype that has one size an axis, and all of its numbers in memory.
+
+    Raises:
+        ArgumentTypeError: It is not a tensor, or it is nested or sparse.
     """
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(message(name, "a torch.Tensor", type(value).__name__))
+    if value.is_nested:
+        hint = "Pad it with .to_padded_tensor(), or take the tokens of a jagged one, .values()."
+        raise ArgumentTypeError(message(name, "a tensor with one size an axis", "a nested tensor", hint))
+    if value.layout != torch.strided:
+        raise ArgumentTypeError(message(name, "a dense tensor", str(value.layout), "Pass .to_dense()."))
     return value
+
+
+def check_real(name: str, value: object) -> Tensor:
+    """Return a tensor of real numbers, integers and booleans among them.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    tensor = check_tensor(name, value)
+    if tensor.is_complex():
+        raise ArgumentTypeError(message(name, "real numbers", str(tensor.dtype), "Pass .real or .abs()."))
+    return tensor
 
 
 def check_head(
@@ -42,7 +77,8 @@ def check_head(
     check_tensor(input_name, input)
     check_whole(weight_name, check_tensor(weight_name, linear_weight), input)
     if linear_weight.dim() != 2:
-        raise ArgumentValueError(message(weight_name, "shape [V, D]", _shape(linear_weight)))
+        swapped = _swapped(names) if input.dim() == 2 and linear_weight.shape[-1:] == input.shape[-1:] else ""
+        raise ArgumentValueError(message(weight_name, "shape [V, D]", _shape(linear_weight), swapped))
     V, D = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != D:
         expected = f"shape [..., {D}], as {weight_name} is [{V}, {D}]"
@@ -67,6 +103,13 @@ def check_head(
         expected = f"shape [{V}], as {weight_name} is [{V}, {D}]"
         raise ArgumentValueError(message(bias_name, expected, _shape(linear_bias)))
     return dtype
+
+
+def _swapped(names: tuple[str, str, str] = ("input", "linear_weight", "linear_bias")) -> str:
+    return (
+        f"Are {names[0]} and {names[1]} swapped? The hidden states come first here; Liger's functions take the weight"
+        " first."
+    )
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -106,8 +149,10 @@ def operand_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def check_target(input: Tensor, target: Tensor, *, several: bool = False) -> None:
+def check_target(input: Tensor, target: Tensor, linear_weight: Tensor | None = None, *, several: bool = False) -> None:
     """Check class indices [...] against hidden states [..., D]; with ``several`` also [..., K], K of them a token.
+
+    Where they fit ``linear_weight``, as if that were the hidden states, the error says so.
 
     Raises:
         ArgumentTypeError: Not integers.
@@ -130,22 +175,29 @@ def check_target(input: Tensor, target: Tensor, *, several: bool = False) -> Non
         if target.shape[:-1] != input.shape[:-1] or target.shape[-1] == 0:
             leading = ", ".join(map(str, input.shape[:-1]))
             expected = f"shape [{leading}] or [{leading}{', ' if leading else ''}K] with K above 0"
-            raise ArgumentValueError(message("target", f"{expected}, as input is {_shape(input)}", _shape(target)))
+            hint = _swapped() if _is_of(linear_weight, target, 2) else ""
+            expected = f"{expected}, as input is {_shape(input)}"
+            raise ArgumentValueError(message("target", expected, _shape(target), hint))
         check_device("target", target, input)
     else:
-        check_per_token("target", target, input)
+        hint = _swapped() if _is_of(linear_weight, target, 1) else ""
+        check_per_token("target", target, input, hint)
 
 
-def check_per_token(name: str, value: Tensor, input: Tensor) -> None:
+def _is_of(hidden: Tensor | None, target: Tensor, axes: int) -> bool:
+    return hidden is not None and target.dim() == axes and target.shape[:1] == hidden.shape[:1]
+
+
+def check_per_token(name: str, value: Tensor, input: Tensor, hint: str = "") -> None:
     """Check a tensor [...] with one value for each of the hidden states [..., D].
 
     Raises:
-        ArgumentValueError: Another shape or device.
+        ArgumentTypeError: Not real numbers.
+        ArgumentValueError: Another shape or device, with ``hint`` at its end.
     """
-    if check_tensor(name, value).shape != input.shape[:-1]:
-        raise ArgumentValueError(
-            message(name, f"shape {list(input.shape[:-1])}, as input is {_shape(input)}", _shape(value))
-        )
+    if check_real(name, value).shape != input.shape[:-1]:
+        expected = f"shape {list(input.shape[:-1])}, as input is {_shape(input)}"
+        raise ArgumentValueError(message(name, expected, _shape(value), hint))
     check_device(name, value, input)
 
 
@@ -195,11 +247,11 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
     """Return a number or a 0-d tensor as a 0-d tensor; a tensor is not inspected.
 
     Raises:
-        ArgumentTypeError: Neither.
+        ArgumentTypeError: Neither, or a tensor of no real number.
         ArgumentValueError: A tensor with axes.
     """
     if isinstance(value, Tensor):
-        if value.dim() != 0:
+        if check_real(name, value).dim() != 0:
             raise ArgumentValueError(message(name, "a number or a 0-d tensor", f"shape {_shape(value)}"))
         return value
     if not _is_number(value):

@@ -15,9 +15,9 @@ from lowtide.head.arguments import (
     check_number,
     check_options,
     check_per_token,
+    check_real,
     check_reduction,
     check_target,
-    check_tensor,
     logit_scale_tensor,
     num_items_tensor,
     refuse_transforms,
@@ -120,13 +120,13 @@ def linear_cross_entropy(
     refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias, scale)
     dtype = check_head(input, linear_weight, linear_bias)
     ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
-    check_target(input, target)
+    check_target(input, target, linear_weight)
     V = linear_weight.shape[0] if ranks is None else ranks.shard.vocab
     check_reduction(reduction)
     if not isinstance(shift, bool):
         raise ArgumentTypeError(message("shift", "True or False", f"{shift!r}"))
     if weight is not None:
-        if check_tensor("weight", weight).shape not in ((V,), (linear_weight.shape[0],)):
+        if check_real("weight", weight).shape not in ((V,), (linear_weight.shape[0],)):
             got = f"shape {list(weight.shape)}"
             raise ArgumentValueError(message("weight", f"one class weight for each of {V}", got))
         check_device("weight", weight, input)

@@ -40,7 +40,7 @@ class HeadMatmul:
         V, D = self.weight_VD.shape
         for start in range(0, V, self.plan.block_rows):
             part = slice(start, min(start + self.plan.block_rows, V))
-            wide = self._block[: (part.stop - part.start) * D].view(-1, D)
+            wide = self._block[: (part.stop - part.start) * D].view(part.stop - part.start, D)
             yield part, wide.copy_(self.weight_VD[part].to(self.dtype))
 
     def take_bias(self, bias_V: Tensor) -> None:
@@ -121,7 +121,7 @@ class HeadMatmul:
         V, D = total_VD.shape
         for start in range(0, V, self.plan.block_rows):
             part = slice(start, min(start + self.plan.block_rows, V))
-            wide = self._block[: (part.stop - part.start) * D].view(-1, D)
+            wide = self._block[: (part.stop - part.start) * D].view(part.stop - part.start, D)
             if g_CV.dtype == self.wide:
                 torch.mm(g_CV[:, part].T, x_CD, out=wide)
             else:

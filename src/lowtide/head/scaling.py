@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lowtide.head.graph import differentiable_once, refuse_batched
 
-ALMOST_ZERO = 2.0**-64
 CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype
 FP16_TOP_EXPONENT = 14  # the largest entry of what `lift_of` scales is below 2**14, a quarter of fp16's largest number
 
@@ -126,7 +125,7 @@ def with_trained_scale(
 def _not_zero(scale: Tensor) -> Tensor:
     """Return a scale to divide by: in place of 0 a number with which all logits are as good as 0."""
     scale = scale.to(torch.promote_types(scale.dtype, torch.float32))
-    return scale.where(scale != 0, ALMOST_ZERO)
+    return scale.where(scale != 0, 2.0**-64)  # torch.compile(dynamic=True) would make a variable of a global number
 
 
 class _CarriesScale(torch.autograd.Function):

@@ -113,7 +113,7 @@ def linear_logprobs(
     """
     refuse_transforms("linear_logprobs", input, linear_weight, linear_bias, _tensor_or_none(logit_scale))
     check_head(input, linear_weight, linear_bias)
-    check_target(input, target, several=True)
+    check_target(input, target, linear_weight, several=True)
     names = frozenset({"logprob"})
     stats = _token_stats(
         input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, 0, options, vocab_shard
@@ -197,7 +197,7 @@ def linear_token_stats(
     elif "topk" in names:
         raise ArgumentValueError(message("topk", "an int, as want names 'topk'", "None", "Say how many: topk=5."))
     if target is not None:
-        check_target(input, target, several=True)
+        check_target(input, target, linear_weight, several=True)
     elif not names.isdisjoint(OF_TARGETS):
         needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
         hint = "Pass the targets, or a want without these."

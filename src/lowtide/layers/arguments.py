@@ -5,12 +5,11 @@ from lowtide.head.arguments import check_tensor, is_dtensor
 
 
 def why_not_taken(name: str, value: object) -> ArgumentTypeError | None:
-    """Return the error for what is no floating-point tensor that is whole on this rank, None for one that is.
-
-    Raises:
-        ArgumentTypeError: Not a tensor at all.
-    """
-    tensor = check_tensor(name, value)
+    """Return the error for what is no dense floating-point tensor that is whole on this rank, None for one that is."""
+    try:
+        tensor = check_tensor(name, value)
+    except ArgumentTypeError as error:
+        return error
     if not tensor.is_floating_point():
         return ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
     if is_dtensor(tensor):

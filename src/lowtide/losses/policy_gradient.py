@@ -51,6 +51,7 @@ def ppo_loss(
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347, eq. 7.
     """
+    logprob = check_tokens("logprob", logprob)  # cast once: the gradients of a cast each would be summed as narrow ones
     ratios = importance_ratio(logprob, old_logprob, mask, level=level)
     advantages = _kept_advantage(advantage, logprob, mask)
     surrogate = clipped_surrogate(ratios, advantages, clip_low=clip_low, clip_high=clip_high, ratio_max=ratio_max)
@@ -323,6 +324,7 @@ def cispo_loss(
     low = check_not_negative("ratio_min", ratio_min)
     if check_positive("ratio_max", ratio_max) <= low:
         raise ArgumentValueError(message("ratio_max", f"a number above ratio_min, {low}", f"{ratio_max!r}"))
+    logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
     weight = importance_ratio(logprob, old_logprob, mask).detach().clamp(low, ratio_max)
     return policy_loss(-weight * _weighted_logprob(logprob, advantage, mask), logprob, mask, **terms)
 
@@ -363,6 +365,7 @@ def sapo_loss(
     """
     positive, negative = check_positive("tau_positive", tau_positive), check_positive("tau_negative", tau_negative)
     terms.setdefault("reduction", "sequence")
+    logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
     ratio = importance_ratio(logprob, old_logprob, mask)
     advantages = _kept_advantage(advantage, logprob, mask)
     surrogates = [-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages for tau in (positive, negative)]
@@ -395,14 +398,13 @@ def reinforce_loss(
     Ahmadian et al. 2024, arXiv 2402.14740, for RLOO.
     """
     terms.setdefault("reduction", "sequence_sum")
+    logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
     return policy_loss(-_weighted_logprob(logprob, advantage, mask), logprob, mask, **terms)
 
 
 def _kept_advantage(advantage: Tensor, logprob: Tensor, mask: Tensor | None) -> Tensor:
-    logprob = check_tokens("logprob", logprob)
     return per_token_advantage(advantage, "logprob", logprob).where(check_mask(mask, "logprob", logprob), 0)
 
 
 def _weighted_logprob(logprob: Tensor, advantage: Tensor, mask: Tensor | None) -> Tensor:
-    logprob = check_tokens("logprob", logprob)
     return _kept_advantage(advantage, logprob, mask) * logprob

@@ -13,13 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_steps = [0]
 _watched: weakref.WeakSet[Versions] = weakref.WeakSet()
-
-
-def steps_taken() -> int:
-    """Return how often any optimizer has stepped in this process."""
-    return _steps[0]
 
 
 class Versions:
@@ -45,7 +39,6 @@ class Versions:
 
 
 def _see_step(optimizer: Any, *_: Any) -> None:
-    _steps[0] += 1
     if _watched:
         fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
         stepped = {id(p) for params in fused for p in params if p.grad is not None}

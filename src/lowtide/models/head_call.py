@@ -3,10 +3,9 @@
 Legend: hidden [..., D], logits [..., V].
 """
 
-import math
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,50 +15,27 @@ from lowtide.distributed.zero import is_partitioned, keep_for_backward
 from lowtide.errors import UnsupportedError
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
-from lowtide.memory.versions import steps_taken
 from lowtide.models.eligibility import is_autocast_on, why_not_call
+from lowtide.models.fingerprint import fingerprint
+from lowtide.models.given_logprobs import GivenLogprobs
 from lowtide.models.instance import part_of
 from lowtide.models.report import PatchReport
+from lowtide.models.steps import Folded, Step, replay, rows_of
 
+# What stands for the forward of a patched model that is running with labels; each thread sees its own.
+running_forward: ContextVar[object] = ContextVar("lowtide_running_forward", default=None)
 
-@dataclass(frozen=True)
-class Step:
-    """Something that was done to the logits since the head, to be done again as it was: ``function(logits, *args)``.
+_CHANGED = (
+    "logits: expected the hidden states and the output embedding as the forward pass left them, got ones changed since "
+    "(by an optimizer step, a load, an average put in). The logits were not kept: read outputs.logits before the "
+    "change, or call the model again."
+)
 
-    Args:
-        function: What was done.
-        args: Its arguments after the logits.
-        of_hidden: Where it rearranged or chose rows and left the V columns as they were: what does the same to hidden
-            states. None for what works on each logit by itself.
-        keeps_rows: Whether the rows are the same ones in the same order, whatever shape they stand in.
-    """
-
-    function: Callable[..., Tensor]
-    args: tuple[Any, ...] = ()
-    of_hidden: Callable[[Tensor], Tensor] | None = None
-    keeps_rows: bool = False
-
-
-@dataclass(frozen=True)
-class Folded:
-    """Steps as the arguments of lowtide's functions.
-
-    Args:
-        logit_scale: As theirs, applied after ``offsets``.
-        softcap: As theirs.
-        offsets: Vectors [V] that count as bias.
-        normalised: Whether the log-softmax was taken at the end.
-        sign: What that was multiplied by, 1 or -1.
-    """
-
-    logit_scale: float | Tensor
-    softcap: float | None
-    offsets: tuple[Tensor, ...]
-    normalised: bool
-    sign: int
-
-
-_KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.detach)  # detach: what follows has no graph
+# At most 255 characters.
+_CHANGED_ON_DEVICE = (
+    "lowtide: the hidden states or the output embedding changed between the forward pass and a loss of outputs.logits, "
+    "which were not kept. Compute it before the change, or call the model again."
+)
 
 # The stock forward of a head, and work that needs it, done with the head and its input.
 Forward = Callable[[Tensor], Tensor]
@@ -102,10 +78,15 @@ class HeadCall:
         self.hooked = False  # a gradient hook is on logits that are built
         self.weight_dtype = head.weight.dtype
         self.partitioned = any(map(is_partitioned, self.tensors))  # by ZeRO-3
-        self._found = self.tensors if self.partitioned else None
-        self._state = _state(self.tensors)
-        self._steps_taken = steps_taken()
-        self._sample = _sample(self.tensors)
+        self.given = GivenLogprobs(hidden.shape[:-1])
+        tensors = self.tensors
+        self._found = tensors if self.partitioned else None
+        self._forward = running_forward.get()
+        self._state, self._versions = _state(tensors), _versions(tensors)
+        self._fingerprint = fingerprint(tensors)
+        # What stock's graph has: flags that are set later count for the calls that follow.
+        self._required = tuple(x is not None and x.requires_grad for x in tensors)
+        self._node = hidden.grad_fn
         self._inference = torch.is_inference_mode_enabled()
         self._autocast_dtype: torch.dtype | None = None
         device_type = hidden.device.type
@@ -159,7 +140,7 @@ class HeadCall:
             self.report.count_materialised(why)
         with ExitStack() as modes:
             self._enter_modes(modes, grad_mode=grad_mode)
-            return replay(self._run(work, later=True), steps)
+            return self.given.replay(self._run(work), steps)
 
     def view(self, base: Tensor, step: Step, *, grad_mode: bool) -> Tensor:
         """Return a view of real logits, as the model would have taken it."""
@@ -178,7 +159,7 @@ class HeadCall:
             )
             logits = replay(self._logits(forward, inputs), steps)
             wanted = [x for x in inputs if x is not None and x.requires_grad]
-            found = iter(torch.autograd.grad(logits, wanted, grad_logits))
+            found = iter(torch.autograd.grad(logits, wanted, grad_logits) if wanted else ())
             return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
 
         if any(isinstance(x, nn.Parameter) and x._backward_hooks for x in self.tensors):
@@ -192,7 +173,7 @@ class HeadCall:
             self._enter_autocast(modes)
             if self.partitioned:
                 keep_for_backward(self.linked)
-            return self._run(work, later=True, link=False)  # type: ignore[no-any-return]  # gradients are what it gives
+            return self._run(work, link=False)  # type: ignore[no-any-return]  # gradients are what it gives
 
     def operands(
         self, head: nn.Linear, hidden: Tensor, steps: tuple[Step, ...]
@@ -251,17 +232,40 @@ class HeadCall:
 
         with ExitStack() as modes:
             self._enter_autocast(modes)
-            result = self._run(work, later=self._steps_taken != steps_taken())
+            has_graph = torch.is_grad_enabled() and any(self._required)
+            result = self._run(work, wait=not has_graph)
         self.passed |= result.requires_grad
         if not self.fused:
             self.fused = True
             self.report.count_fused()
         return result
 
-    def _run(self, work: Work, *, later: bool = False, link: bool = True) -> Any:
+    @contextmanager
+    def as_in_forward(self, tensors: tuple[Tensor | None, ...]) -> Iterator[None]:
+        """Let `tensors`, or what stands for them, require gradients inside as they did in the forward pass.
+
+        A node of the graph that is made inside accumulates no gradient where a tensor does not require one in backward,
+        as those that the forward pass of the stock model made.
+        """
+        pairs = zip(tensors, self._required, strict=True)
+        changed = [(x, required) for x, required in pairs if x is not None and x.requires_grad != required]
+        if changed and self.hidden.grad_fn is not self._node:  # which no flag can bring back
+            raise UnsupportedError(_CHANGED)
+        for x, required in changed:
+            x.requires_grad_(required)
+        try:
+            yield
+        finally:
+            for x, required in changed:
+                x.requires_grad_(not required)
+
+    def _run(self, work: Work, *, wait: bool = True, link: bool = True) -> Any:
+        """Do ``work`` inside the head's forward; ``wait``: whether the host may wait for the device."""
+
         def checked(head: nn.Linear, forward: Forward, hidden: Tensor = self.hidden) -> Any:
-            self._check_unchanged(head, later=later)
-            return work(head, forward, hidden)
+            self._check_unchanged(head, wait=wait)
+            with self.as_in_forward(self.tensors):
+                return work(head, forward, hidden)
 
         why_not = why_not_call(self.head)
         if part_of(self.head) is None:
@@ -285,99 +289,34 @@ class HeadCall:
         elif is_autocast_on(device_type):
             modes.enter_context(torch.autocast(device_type, enabled=False))
 
-    def _check_unchanged(self, head: nn.Linear, *, later: bool) -> None:
+    def _check_unchanged(self, head: nn.Linear, *, wait: bool) -> None:
+        tensors = self.tensors
         # accelerate's offloading gives the head new Parameters, of the same values, at each call.
-        changed = _state(self.tensors) != self._state and not hasattr(head, "_hf_hook")
-        # Fused optimizers and writes to .data leave versions alone. Comparing waits for the device, so only where
-        # logits are built, which costs far more, or an optimizer has stepped since.
-        if changed or (later and self._differs()):
-            raise UnsupportedError(
-                "logits: expected the hidden states and the output embedding as the forward pass left them, got ones "
-                "changed since (by an optimizer step, or a load). The logits were not kept: read outputs.logits before "
-                "the change, or call the model again."
-            )
+        changed = _state(tensors) != self._state and not hasattr(head, "_hf_hook")
+        if running_forward.get() is self._forward:  # nothing but the model's own code has run since
+            changed |= _versions(tensors) != self._versions and not hasattr(head, "_hf_hook")
+        if changed:
+            raise UnsupportedError(_CHANGED)
+        if running_forward.get() is self._forward or self._fingerprint is None:
+            return
+        differs = self._differs(tensors)
+        if wait or differs.device.type != "cuda" or torch.version.hip is not None:  # where assertions are compiled out
+            if bool(differs):
+                raise UnsupportedError(_CHANGED)
+        else:  # in training, where a host that waits costs more: the error is CUDA's, and ends its context
+            torch._assert_async(~differs, _CHANGED_ON_DEVICE)
 
-    def _differs(self) -> bool:
-        return not torch.equal(_sample(self.tensors), self._sample)
-
-
-def fold(steps: tuple[Step, ...]) -> Folded | None:
-    """Return steps as arguments of lowtide's functions, None where they are not of that form.
-
-    Any ``tanh(z * a / b) * c`` is a cap at c of ``z * (a * c / b)``. Changes of dtype and shape are no part of it.
-    """
-    above: float | Tensor = 1.0
-    below: float | Tensor = 1.0
-    cap: Any = None
-    offsets: list[Tensor] = []
-    normalised, sign, untouched = False, 1, True
-    for step in steps:
-        function, args = step.function, step.args
-        if step.of_hidden is not None or function in _KEEPS_VALUES:
-            continue
-        if function is Tensor.neg and normalised:
-            sign = -sign
-        elif normalised:
-            return None
-        elif function is Tensor.add and untouched:
-            offsets.append(args[0].flatten())
-            continue
-        elif function is Tensor.log_softmax:
-            normalised = True
-        elif function is Tensor.mul or function is Tensor.neg:
-            factor = args[0] if args else -1.0
-            above, cap = (above * factor, None) if cap is None else (above, cap * factor)
-        elif function is Tensor.div:
-            below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
-        elif function is Tensor.tanh and cap is None:
-            cap = 1.0
-        else:
-            return None
-        untouched = False
-    if not _is_usable(above) or not _is_usable(below):
-        return None
-    scale = above / below
-    if cap is not None:
-        if isinstance(cap, Tensor) or not 0 < abs(cap) < math.inf:
-            return None
-        scale, cap = above * cap / below, abs(cap)  # tanh is odd
-    return Folded(scale, cap, tuple(offsets), normalised, sign)
-
-
-def _is_usable(factor: float | Tensor) -> bool:
-    return isinstance(factor, Tensor) or (factor != 0 and math.isfinite(factor))
-
-
-def rows_of(tensor: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """Return the rows of a tensor [..., *] as ``steps`` rearranged and chose those of the logits."""
-    for step in steps:
-        assert step.of_hidden is not None
-        tensor = step.of_hidden(tensor)
-    return tensor
-
-
-def replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """Return ``logits`` after the steps."""
-    for step in steps:
-        logits = step.function(logits, *step.args)
-    return logits
+    def _differs(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        """Return whether the tensors hold something else than in the forward pass, a bool on the device."""
+        now = fingerprint(tensors)
+        assert now is not None
+        return (now != self._fingerprint).any()
 
 
 def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     # The Parameters live as long as the head does, so an id is enough to tell them apart.
-    return tuple(
-        None
-        if tensor is None
-        else (id(tensor), None if tensor.is_inference() else tensor._version, tensor.dtype, tensor.device)
-        for tensor in tensors
-    )
+    return tuple(None if x is None else (id(x), x.shape, x.dtype, x.device) for x in tensors)
 
 
-def _sample(tensors: tuple[Tensor | None, ...]) -> Tensor:
-    """Return sums of a few rows of each tensor, as bits, which a NaN cannot make unequal to themselves."""
-    held: list[Any] = [x for x in tensors if x is not None]
-    with torch.no_grad():  # where a DTensor hands out what it has; to detach one is an error in inference mode
-        here: list[Tensor] = [x.to_local() if is_dtensor(x) else x.detach() for x in held]
-    rows = [x.flatten(0, -2) if x.dim() > 1 else x[None] for x in here]
-    some = [x[:: max(1, x.shape[0] // 16)] for x in rows]
-    return torch.cat([x.sum(-1, dtype=torch.float32) for x in some]).view(torch.int32)
+def _versions(tensors: tuple[Tensor | None, ...]) -> tuple[int | None, ...]:
+    return tuple(None if x is None or x.is_inference() else x._version for x in tensors)

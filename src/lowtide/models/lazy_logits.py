@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError
-from lowtide.models.head_call import HeadCall, Step
+from lowtide.models.head_call import HeadCall
 from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
+from lowtide.models.steps import Step
 
 _RETAIN_OR_UNPATCH = (
     "Where you compute the loss, call logits.retain_grad() first, and they are built. Where the model does, call "
@@ -59,7 +60,7 @@ class LazyLogits(Tensor):
                 device=call.hidden.device,
             )
 
-        with torch.set_grad_enabled(grad_mode):
+        with torch.set_grad_enabled(grad_mode), call.as_in_forward(call.linked):
             lazy: Self = _Anchor.apply(wrapper, call, steps, *call.linked)  # type: ignore[no-untyped-call]
         lazy._call, lazy._steps, lazy._real, lazy._viewed = call, steps, None, viewed
         lazy._grad_mode, lazy._is_cut, lazy._has_children, lazy._detached = grad_mode, False, False, None

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _DDPSink
 
-from lowtide.models.head_call import Step
 from lowtide.models.lazy_results import (
     argmax,
     cross_entropy,
@@ -25,10 +24,9 @@ from lowtide.models.lazy_results import (
     is_last,
     logsumexp,
     nll_loss,
-    row_max,
     row_sum,
-    topk,
 )
+from lowtide.models.steps import Step
 
 if TYPE_CHECKING:
     from lowtide.models.lazy_logits import LazyLogits
@@ -276,6 +274,4 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((Tensor.sum, torch.sum), row_sum),
     **dict.fromkeys((Tensor.logsumexp, torch.logsumexp), logsumexp),
     **dict.fromkeys((Tensor.argmax, torch.argmax), argmax),
-    **dict.fromkeys((Tensor.max, torch.max), row_max),
-    **dict.fromkeys((Tensor.topk, torch.topk), topk),
 }  # fmt: skip

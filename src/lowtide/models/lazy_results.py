@@ -7,23 +7,21 @@ Legend: hidden [..., D], logits [..., V].
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.return_types import max as max_type
-from torch.return_types import topk as topk_type
 
-from lowtide.head.arguments import operand_dtype
+from lowtide.head.arguments import is_dtensor
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.models.adapted_loss import adapted_cross_entropy
 from lowtide.models.eligibility import is_autocast_on
-from lowtide.models.head_call import Folded, Step, fold
+from lowtide.models.given_logprobs import NO_CLASS
+from lowtide.models.steps import Folded, Step, fold
 
 if TYPE_CHECKING:
     from lowtide.models.lazy_logits import LazyLogits
@@ -97,7 +95,11 @@ def _loss(
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
-) -> Tensor:
+) -> Any:
+    each = reduction == "none" and weight is None and label_smoothing == 0  # then they are log-probabilities
+    if each and input.call.built:
+        return NotImplemented
+
     def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
         result = compute(
@@ -113,7 +115,13 @@ def _loss(
         return result if reduction != "none" else result.reshape(target.shape)
 
     result: Tensor = input.call.without_logits(steps, folded, loss)
-    return result.to(gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
+    result = result.to(
+        gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device)))
+    )
+    if each and not is_dtensor(result):
+        classes = target.where(target != ignore_index, NO_CLASS)
+        input.call.given.add(steps, classes[..., None], result[..., None], sign=-1)
+    return result
 
 
 def _fold_rows(input: "LazyLogits") -> Folded | None:
@@ -122,9 +130,9 @@ def _fold_rows(input: "LazyLogits") -> Folded | None:
 
 
 def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
-    """Logits or log-probabilities of some classes of each row."""
+    """Log-probabilities of some classes of each row, and not logits: those are compared with what is built."""
     folded = _fold_rows(input)
-    if folded is None or not is_last(input, dim):
+    if folded is None or not folded.normalised or input.call.built or not is_last(input, dim):
         return NotImplemented
     if type(index) is not Tensor or index.dtype != torch.int64 or index.device != input.device:
         return NotImplemented
@@ -132,41 +140,14 @@ def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
         return NotImplemented
     if not index.is_cuda and bool(((index < 0) | (index >= input.shape[-1])).any()):  # an error of gather's own
         return NotImplemented
-    if not folded.normalised:
-        # The weights of these classes, in float32 and kept for backward, take less than the logits would.
-        few = 4 * index.shape[-1] * input.call.hidden.shape[-1] <= input.shape[-1] and not input.call.in_parts
-        return _of_rows(input, folded, functools.partial(_chosen, index)) if few else NotImplemented
-
     def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         one = index.shape[-1] == 1
         values = linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_NO_CLASS, **kwargs)
         return values[..., None] if one else values
 
-    return _of_rows(input, folded, logprobs)
-
-
-def _chosen(
-    index: Tensor,
-    hidden: Tensor,
-    head: Tensor,
-    *,
-    linear_bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float | Tensor,
-    options: HeadOptions | None,  # noqa: ARG001 (of what has a choice)
-) -> Tensor:
-    """Return the logits of ``index`` [..., K]: a product of each row with the weights of its K classes.
-
-    Summed in float32 and not rounded, as what else is computed of a row: a log-probability is never above 0.
-    """
-    narrow = operand_dtype(hidden)
-    wide = torch.promote_types(narrow, torch.float32)
-    weights, row = F.embedding(index, head).to(narrow).to(wide), hidden.to(narrow).to(wide)
-    z = (weights * row.unsqueeze(-2)).sum(-1)
-    if linear_bias is not None:
-        z = z + F.embedding(index, linear_bias.unsqueeze(-1)).squeeze(-1)
-    z = z * logit_scale
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
+    result = _of_rows(input, folded, logprobs)
+    input.call.given.add(input.steps, index, result, sign=folded.sign)
+    return result
 
 
 def row_sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -193,35 +174,6 @@ def logsumexp(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
 def argmax(input: "LazyLogits", dim: Any = None, keepdim: bool = False) -> Any:
     """`torch.argmax` of each row."""
     return _stat(input, "argmax", dim, keepdim)
-
-
-def row_max(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
-    """`torch.max` of each row, without its gradient."""
-    found = _highest(input, 1, dim)
-    return found if found is NotImplemented else max_type(tuple(x if keepdim else x.squeeze(-1) for x in found))
-
-
-def topk(input: "LazyLogits", k: Any, dim: Any = -1, largest: Any = True, sorted: Any = True) -> Any:
-    """`torch.topk` of each row, without its gradient."""
-    found = _highest(input, k, dim) if largest is True and sorted is True else NotImplemented
-    return found if found is NotImplemented else topk_type(found)
-
-
-def _highest(input: "LazyLogits", k: Any, dim: Any) -> Any:
-    folded = _fold_rows(input)
-    if folded is None or folded.normalised or not is_last(input, dim) or type(k) is not int:
-        return NotImplemented
-    if not 1 <= k <= min(64, input.shape[-1]) or (torch.is_grad_enabled() and input.requires_grad):
-        return NotImplemented
-    ids: list[Tensor] = []
-
-    def values(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
-        found = linear_token_stats(hidden, head, topk=k, want=("topk",), **kwargs).topk
-        assert found is not None
-        ids.append(found.ids)
-        return found.values
-
-    return _of_rows(input, folded, values), *ids
 
 
 def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:

@@ -12,11 +12,12 @@ from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
 from lowtide.models.eligibility import why_not_lazy
-from lowtide.models.head_call import Forward, HeadCall, Step, rows_of
+from lowtide.models.head_call import Forward, HeadCall
 from lowtide.models.ordinary import are_plain_linears
 from lowtide.models.parallel_style import style_of
 from lowtide.models.report import PatchReport
 from lowtide.models.sharded_head import sharded_call
+from lowtide.models.steps import Step, rows_of
 
 _LORA_IN_PARTS = "has LoRA on a weight that is in parts over ranks"
 

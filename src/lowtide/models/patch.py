@@ -27,7 +27,7 @@ from lowtide.models.eligibility import (
     why_not_patch_head,
     why_not_patch_model,
 )
-from lowtide.models.head_call import InsideHead
+from lowtide.models.head_call import InsideHead, running_forward
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.lora_head import called_head, head_call, saved_layers, why_not_linear, with_what
@@ -255,11 +255,13 @@ def _loss_awaited(model: nn.Module) -> Iterator[None]:
     if why_not is not None:
         state.report.count_materialised(why_not)
     token = _awaiting_loss.set(state if why_not is None else None)
+    running = running_forward.set(object())
     calls = state.head_calls
     try:
         yield
     finally:
         _awaiting_loss.reset(token)
+        running_forward.reset(running)
         if state.gathered is not None:  # there was no loss
             state.gathered.let_go()
             state.gathered = None

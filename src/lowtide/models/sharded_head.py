@@ -17,9 +17,10 @@ from lowtide.head.vocab import exchange
 from lowtide.head.vocab.shard import shard_of_dtensor
 from lowtide.models.agreement import why_not_agreed
 from lowtide.models.eligibility import why_not_now
-from lowtide.models.head_call import HeadCall, Step, rows_of
+from lowtide.models.head_call import HeadCall
 from lowtide.models.parallel_style import Style, style_aside
 from lowtide.models.report import PatchReport
+from lowtide.models.steps import Step, rows_of
 
 
 def sharded_call(head: Any, hidden: Any, report: PatchReport, options: HeadOptions | None) -> HeadCall | str:
@@ -136,10 +137,11 @@ class ShardedHeadCall(HeadCall):
         given: Tensor = result
         return given
 
-    def _differs(self) -> bool:
-        """Whether a rank's numbers have changed: a step may leave the sample of one as it was."""
-        here, group = super()._differs(), self._mesh.get_group()
-        return any(there for (there,) in exchange.numbers_of_all([int(here)], group, self.hidden.device))
+    def _differs(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        """Return the same of all ranks: an error on one of them alone would leave the others waiting."""
+        differing = super()._differs(tensors).long()
+        exchange.begin_sum(differing, self._mesh.get_group()).work.wait()
+        return differing > 0
 
 
 def _placed(tensor: Tensor, mesh: Any, placement: Any) -> Any:

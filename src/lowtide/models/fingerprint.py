@@ -1,0 +1,87 @@
+"""Whether tensors hold what they held: a number made of all of their bits.
+
+A tensor's version counts what autograd sees written to it. Not so writes to ``.data`` (an average of the weights that
+is put in for an evaluation, say) and some releases' fused optimizers. The number is a sum, modulo 2^64, of the bits
+times odd factors that depend on the place: one value that changes always changes it, anything else but for one case in
+2^64. It is one pass over the memory, small beside the GEMMs of some hundred tokens, and no host waits for it.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head.arguments import is_dtensor
+from lowtide.head.backends import why_no_triton
+
+_ROW = 4096  # values that are summed at a time, whose factors stay in the cache
+_LEVELS = 8  # of sums of sums: more than memory has
+_SHARE = 2**20  # values that are worth a thread
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensors: Iterable[Tensor | None]) -> Tensor | None:
+    """Return a number for each tensor [k], int64, on their device; of a DTensor one for what this rank holds of it.
+
+    Args:
+        tensors: Of any dtype and strides; None is left out.
+
+    Returns:
+        Tensor | None: None where there are no numbers to look at, on the meta device.
+    """
+    held: list[Any] = [x for x in tensors if x is not None]
+    with torch.no_grad():  # where a DTensor hands out what it has; to detach one is an error in inference mode
+        here: list[Tensor] = [x.to_local() if is_dtensor(x) else x.detach() for x in held]
+        if any(x.is_meta for x in here):
+            return None
+        return torch.stack([_of(x).to(here[0].device) for x in here])
+
+
+def _of(x: Tensor) -> Tensor:
+    # By descending strides: a transposed weight is not copied.
+    x = x.permute(sorted(range(x.dim()), key=lambda axis: -x.stride(axis))).contiguous().view(-1)
+    if why_no_triton(x.device) is None:
+        from lowtide.models.kernels.fingerprint import sum_bits
+
+        with torch.cuda.device(x.device):
+            return sum_bits(x.view(_INTEGERS[x.dtype.itemsize]))
+    octets = x.view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    if octets.storage_offset() % 8:  # within another tensor, of which a view has to begin at eight bytes
+        octets = octets.clone()
+    values = torch.cat([octets[whole:], octets.new_zeros(whole + 8 - octets.numel())]).view(torch.int64)
+    return _sum(octets[:whole].view(torch.int64)) + values[0]
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Return the sum of int64 values [n] times factors of their places."""
+    factors = _factors(values.device)
+    for level in range(_LEVELS - 1):
+        rows = values.numel() // _ROW
+        if values.numel() <= _ROW:
+            break
+        whole = values[: rows * _ROW].view(rows, _ROW)
+        values = torch.cat([_row_sums(whole, factors[level]), values[rows * _ROW :]])
+    return (values * factors[-1, : values.numel()]).sum()
+
+
+def _row_sums(values: Tensor, factors: Tensor) -> Tensor:
+    if values.device.type != "cpu":  # which multiplies no matrices of integers
+        return torch.cat([(block * factors).sum(1) for block in values.split(_SHARE // _ROW)])
+    # On the CPU that product runs on one thread, so each takes a share of the rows. No parallel region is opened.
+    threads = min(torch.get_num_threads(), values.numel() // _SHARE)
+    if threads < 2:
+        return values.mv(factors)
+    with ThreadPoolExecutor(threads) as pool:
+        return torch.cat(list(pool.map(lambda share: share.mv(factors), values.chunk(threads))))
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        generator = torch.Generator().manual_seed(0)
+        bits = torch.randint(-(2**62), 2**62, (_LEVELS, _ROW), generator=generator, device="cpu")
+        return (bits | 1).to(device)

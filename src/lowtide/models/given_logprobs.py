@@ -1,0 +1,119 @@
+"""Log-probabilities that were computed without logits: what is built afterwards has the same values in their places.
+
+Two ways of summing differ in the last digits, and comparisons count those: of ``(lp > lp.gather(-1, y)).sum(-1)``, the
+rank of a label, half would be one too high.
+
+Legend: N rows of hidden states, V classes, K classes of a row.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.models.steps import KEEPS_VALUES, Step, fold, replay, rows_of
+
+NO_CLASS = -1  # in the place of a class where there is none: an ignored label
+
+
+class _Given(NamedTuple):
+    """Some log-probabilities.
+
+    Args:
+        steps: What was done to the logits.
+        classes: [..., K], `NO_CLASS` for all K of a row where none was given.
+        values: [..., K]
+    """
+
+    steps: tuple[Step, ...]
+    classes: Tensor
+    values: Tensor
+
+
+class GivenLogprobs:
+    """The log-probabilities given of one call of the head.
+
+    Args:
+        leading: The shape of the hidden states without their last axis.
+    """
+
+    def __init__(self, leading: torch.Size) -> None:
+        self._leading = leading
+        self._given: list[_Given] = []
+
+    def add(self, steps: tuple[Step, ...], classes: Tensor, values: Tensor, *, sign: int) -> None:
+        """Remember log-probabilities; those that were given before get the values that they had then, in place.
+
+        Args:
+            steps: What was done to the logits; a row is left out or chosen once, never twice.
+            classes: [..., K] int64, `NO_CLASS` for all K of a row or for none.
+            values: [..., K], ``sign`` times the log-probabilities.
+            sign: 1 or -1.
+        """
+        values = values.data
+        for before in self._alike(steps):
+            known, given = self._of_rows(before, steps, values.device)
+            order = known.sort(-1)
+            at = torch.searchsorted(order.values, classes).clamp(max=known.shape[-1] - 1)
+            found = (order.values.gather(-1, at) == classes) & (classes != NO_CLASS)
+            given = sign * given.gather(-1, order.indices.gather(-1, at)).to(values.dtype)
+            values.copy_(given.where(found, values))
+        # Copies: what the caller gets, and what it asked with, may be changed in place.
+        self._given.append(_Given(steps, classes.clone(), sign * values))
+
+    def replay(self, logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
+        """Return ``logits`` after the steps, with the values given where these are the same log-probabilities."""
+        ends = range(len(steps), 0, -1) if self._given else ()
+        end = next((n for n in ends if (folded := fold(steps[:n])) is not None and folded.normalised), 0)
+        logits = replay(logits, steps[:end])
+        for before in self._alike(steps[:end]) if end else ():
+            folded = fold(steps[:end])
+            assert folded is not None
+            classes, given = self._of_rows(before, steps[:end], logits.device)
+            at = classes.clamp(min=0)
+            values = logits.data  # past the graph, in which log-softmax keeps its result: to rounding it stays the same
+            given = (folded.sign * given).to(values.dtype)
+            values.scatter_(-1, at, given.where(classes != NO_CLASS, values.gather(-1, at)))
+        return replay(logits, steps[end:])
+
+    def _alike(self, steps: tuple[Step, ...]) -> list[_Given]:
+        """Return those of the same scale, bias and soft cap, latest first, so that the first ones have the last word."""
+        return [given for given in reversed(self._given) if _same(_changes(given.steps), _changes(steps))]
+
+    def _of_rows(self, given: _Given, steps: tuple[Step, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return classes and values [..., K] of the rows of logits that went through ``steps``."""
+        numbers = torch.arange(self._leading.numel(), device=device).view(*self._leading, 1)
+        K = given.classes.shape[-1]
+        to, rows = (_rows_after(numbers, x)[..., 0] for x in (given.steps, steps))
+        classes = given.classes.new_full((numbers.numel(), K), NO_CLASS)
+        values = given.values.new_zeros(numbers.numel(), K)
+        classes[to], values[to] = given.classes, given.values
+        return classes[rows], values[rows]
+
+
+def _rows_after(numbers: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    return rows_of(numbers, tuple(step for step in steps if step.of_hidden is not None))
+
+
+def _changes(steps: tuple[Step, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return what was done to the logits' values before the log-softmax."""
+    changes: list[tuple[Any, tuple[Any, ...]]] = []
+    for step in steps:
+        if step.function is Tensor.log_softmax:
+            break
+        if step.of_hidden is None and step.function not in KEEPS_VALUES:
+            changes.append((step.function, step.args))
+    return changes
+
+
+def _same(ours: list[tuple[Any, tuple[Any, ...]]], others: list[tuple[Any, tuple[Any, ...]]]) -> bool:
+    return len(ours) == len(others) and all(
+        function is other and all(_equal(x, y) for x, y in zip(args, other_args, strict=True))
+        for (function, args), (other, other_args) in zip(ours, others, strict=True)
+    )
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x is y or (x.shape == y.shape and torch.equal(x, y))
+    return not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y)

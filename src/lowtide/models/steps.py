@@ -1,0 +1,113 @@
+"""What was done to the logits since the head, step by step, and the same as arguments of lowtide's functions.
+
+Legend: hidden [..., D], logits [..., V].
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that was done to the logits since the head, to be done again as it was: ``function(logits, *args)``.
+
+    Args:
+        function: What was done.
+        args: Its arguments after the logits.
+        of_hidden: Where it rearranged or chose rows and left the V columns as they were: what does the same to hidden
+            states. None for what works on each logit by itself.
+        keeps_rows: Whether the rows are the same ones in the same order, whatever shape they stand in.
+    """
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...] = ()
+    of_hidden: Callable[[Tensor], Tensor] | None = None
+    keeps_rows: bool = False
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Steps as the arguments of lowtide's functions.
+
+    Args:
+        logit_scale: As theirs, applied after ``offsets``.
+        softcap: As theirs.
+        offsets: Vectors [V] that count as bias.
+        normalised: Whether the log-softmax was taken at the end.
+        sign: What that was multiplied by, 1 or -1.
+    """
+
+    logit_scale: float | Tensor
+    softcap: float | None
+    offsets: tuple[Tensor, ...]
+    normalised: bool
+    sign: int
+
+
+KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.detach)  # detach: what follows has no graph
+
+
+def fold(steps: tuple[Step, ...]) -> Folded | None:
+    """Return steps as arguments of lowtide's functions, None where they are not of that form.
+
+    Any ``tanh(z * a / b) * c`` is a cap at c of ``z * (a * c / b)``. Changes of dtype and shape are no part of it.
+    """
+    above: float | Tensor = 1.0
+    below: float | Tensor = 1.0
+    cap: Any = None
+    offsets: list[Tensor] = []
+    normalised, sign, untouched = False, 1, True
+    for step in steps:
+        function, args = step.function, step.args
+        if step.of_hidden is not None or function in KEEPS_VALUES:
+            continue
+        if function is Tensor.neg and normalised:
+            sign = -sign
+        elif normalised:
+            return None
+        elif function is Tensor.add and untouched:
+            offsets.append(args[0].flatten())
+            continue
+        elif function is Tensor.log_softmax:
+            normalised = True
+        elif function is Tensor.mul or function is Tensor.neg:
+            factor = args[0] if args else -1.0
+            above, cap = (above * factor, None) if cap is None else (above, cap * factor)
+        elif function is Tensor.div:
+            below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
+        elif function is Tensor.tanh and cap is None:
+            cap = 1.0
+        else:
+            return None
+        untouched = False
+    if not _is_usable(above) or not _is_usable(below):
+        return None
+    scale = above / below
+    if cap is not None:
+        if isinstance(cap, Tensor) or not 0 < abs(cap) < math.inf:
+            return None
+        scale, cap = above * cap / below, abs(cap)  # tanh is odd
+    return Folded(scale, cap, tuple(offsets), normalised, sign)
+
+
+def _is_usable(factor: float | Tensor) -> bool:
+    return isinstance(factor, Tensor) or (factor != 0 and math.isfinite(factor))
+
+
+def rows_of(tensor: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Return the rows of a tensor [..., *] as ``steps`` rearranged and chose those of the logits."""
+    for step in steps:
+        assert step.of_hidden is not None
+        tensor = step.of_hidden(tensor)
+    return tensor
+
+
+def replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Return ``logits`` after the steps."""
+    for step in steps:
+        logits = step.function(logits, *step.args)
+    return logits
