@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.errors import UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
-from lowtide.memory.versions import Samples
+from lowtide.samples import Samples
 from memory.models import Plain
 
 pytestmark = [

@@ -18,7 +18,8 @@ from lowtide.memory.attention import KeptAttention, Store, changed_in_place, con
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.state import Snapshot
-from lowtide.memory.versions import Samples, Versions
+from lowtide.memory.versions import Versions
+from lowtide.samples import Samples
 
 Forward = Callable[..., Any]
 _LEFT_OUT = "_lowtide_left_out"  # of a cache: the layers that have not filled it

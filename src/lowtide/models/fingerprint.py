@@ -44,14 +44,15 @@ def _of(x: Tensor) -> Tensor:
     strides = x.stride()
     x = x.permute(sorted(range(x.dim()), key=lambda axis: -strides[axis]))  # a transposed weight is not copied
     x = x.contiguous().view(-1)
+    octets = x.view(torch.uint8)
+    whole, aligned = octets.numel() // 8 * 8, octets.storage_offset() % 8 == 0
     if why_no_triton(x.device) is None:
         from lowtide.models.kernels.fingerprint import sum_bits
 
+        by_eight = aligned and whole == octets.numel()
         with torch.cuda.device(x.device):
-            return sum_bits(x.view(_INTEGERS[x.dtype.itemsize]))
-    octets = x.view(torch.uint8)
-    whole = octets.numel() // 8 * 8
-    if octets.storage_offset() % 8:  # within another tensor, of which a view has to begin at eight bytes
+            return sum_bits(octets.view(torch.int64) if by_eight else x.view(_INTEGERS[x.dtype.itemsize]))
+    if not aligned:  # within another tensor, of which a view has to begin at eight bytes
         octets = octets.clone()
     values = torch.cat([octets[whole:], octets.new_zeros(whole + 8 - octets.numel())]).view(torch.int64)
     return _sum(octets[:whole].view(torch.int64)) + values[0]

@@ -71,10 +71,8 @@ class GivenLogprobs:
             folded = fold(steps[:end])
             assert folded is not None
             classes, given = self._of_rows(before, steps[:end], logits.device)
-            at = classes.clamp(min=0)
-            values = logits.data  # past the graph, in which log-softmax keeps its result: to rounding it stays the same
-            given = (folded.sign * given).to(values.dtype)
-            values.scatter_(-1, at, given.where(classes != NO_CLASS, values.gather(-1, at)))
+            # past the graph, in which log-softmax keeps its result: to rounding it stays the same
+            _put(logits.data, classes, (folded.sign * given).to(logits.dtype))
         return replay(logits, steps[end:])
 
     def _alike(self, steps: tuple[Step, ...]) -> list[_Given]:
@@ -90,6 +88,23 @@ class GivenLogprobs:
         values = given.values.new_zeros(numbers.numel(), K)
         classes[to], values[to] = given.classes, given.values
         return classes[rows], values[rows]
+
+
+def _put(values: Tensor, classes: Tensor, given: Tensor) -> None:
+    """Put ``given`` [..., K] into ``values`` [..., V] in place.
+
+    The others keep their order to one class of a row: those that round alike in the logits' dtype still equal it, and
+    what the value given would pass comes to lie next to it.
+    """
+    at, there = classes.clamp(min=0), classes != NO_CLASS
+    built = values.gather(-1, at)
+    if classes.shape[-1] == 1:
+        numbers = torch.finfo(values.dtype)
+        step = (given.abs() * numbers.eps).clamp(min=numbers.tiny).where(given.isfinite(), 0)
+        moved = torch.where(values > built, values.maximum(given + step), values.minimum(given - step))
+        values.copy_(moved.where(values != built, given).where(there, values))
+    else:
+        values.scatter_(-1, at, given.where(there, built))
 
 
 def _rows_after(numbers: Tensor, steps: tuple[Step, ...]) -> Tensor:
