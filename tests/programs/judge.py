@@ -76,6 +76,7 @@ class Judge:
         if list(ours) != list(theirs):
             return f"other parameters: {sorted(set(ours) ^ set(theirs))}"
         largest = max((_largest(grad) for _, _, grad in theirs.values() if grad is not None), default=0.0)
+        low = "bfloat16" in self.program.text
         for name, (needs, value, grad) in ours.items():
             needed, expected, gradient = theirs[name]
             if needs != needed:
@@ -90,7 +91,7 @@ class Judge:
                     _one_oddity(grad),
                     _one_oddity(gradient),
                     lambda o, n=name: o.state[n][2] if n in o.state else None,
-                    floor=1e-6 * largest,
+                    floor=max((1e-3 if low else 1e-6) * largest, 1e-8),  # of what cancels, or is 0 but for rounding
                 )
                 if wrong:
                     return f"{name}.grad: {wrong}"
