@@ -54,7 +54,7 @@ Exit status: 0; 1: --compare found a difference; 2: an error, in one line; 3: ou
 Ctrl-C; 143: SIGTERM.
 
 On a CPU that other programs use too, set OMP_WAIT_POLICY=PASSIVE in the environment: threads that spin while they wait
-can make training ten times slower there. --compare does so for both its runs."""
+can make training ten times slower there. --compare runs both as the environment says."""
 
 
 def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
