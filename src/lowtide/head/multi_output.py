@@ -42,9 +42,10 @@ def multi_output_cross_entropy(
     if target.shape != expected:
         raise ArgumentValueError(message("target", f"shape {list(expected)}", str(list(target.shape))))
     # unbind, and not an index for each output: its backward fills one gradient, not K of the whole weight's size
-    weights = linear_weight.view(-1, K, linear_weight.shape[1]).unbind(1)
-    biases = [None] * K if linear_bias is None else linear_bias.view(-1, K).unbind(1)
-    targets = target.reshape(*input.shape[:-1], K)
+    rows, D = linear_weight.shape
+    weights = linear_weight.view(rows // K, K, D).unbind(1)
+    biases = [None] * K if linear_bias is None else linear_bias.view(rows // K, K).unbind(1)
+    targets = target.reshape((*input.shape[:-1], K))
     losses = [
         linear_cross_entropy(
             input,
@@ -65,4 +66,7 @@ def multi_output_cross_entropy(
     if reduction == "sum":
         return total
     kept = target != ignore_index
-    return total / (kept.sum() if weight is None else (weight[target.where(kept, 0)] * kept).sum().to(total.dtype))
+    if weight is None:
+        return total / kept.sum()
+    # in the loss's dtype: a module cast to half precision has class weights of it, whose sum has 8 digits or overflows
+    return total / (weight.to(total.dtype)[target.where(kept, 0)] * kept).sum()

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
+from lowtide.models.stock_functions import original
 
+_plain_cross_entropy: Any = original(F.cross_entropy)
 # h [..., r], B [V, r], a bias [V] or None, and s.
 AdapterTerm = tuple[Tensor, Tensor, Tensor | None, float]
 
@@ -105,7 +107,7 @@ def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         weight = options["weight"]
-        loss: Tensor = F.cross_entropy(
+        loss: Tensor = _plain_cross_entropy(
             logits,
             target,
             None if weight is None else weight.to(logits.dtype),

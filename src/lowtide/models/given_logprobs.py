@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import TensorBase
 
 from lowtide.models.steps import KEEPS_VALUES, Step, fold, replay, rows_of
 
@@ -114,7 +115,7 @@ def _changes(steps: tuple[Step, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     """Return what was done to the logits' values before the log-softmax."""
     changes: list[tuple[Any, tuple[Any, ...]]] = []
     for step in steps:
-        if step.function is Tensor.log_softmax:
+        if step.function is TensorBase.log_softmax:
             break
         if step.of_hidden is None and step.function not in KEEPS_VALUES:
             changes.append((step.function, step.args))

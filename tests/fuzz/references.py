@@ -1,0 +1,242 @@
+"""What every public function means, in plain PyTorch with the logits in memory: the truth where tensors are float64.
+
+Nothing of lowtide is used. Each function runs in the dtype of its tensors: float64 gives the truth, the dtype of a
+case what plain PyTorch errs. Matrices are multiplied in the tensors' dtype (autocast's where it is on), and what
+follows is float32 or float64. `note` says what an error bound is made of; a printed program does without.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+NOTES = {}
+
+
+def note(**what):
+    """Keep what bounds are made of, for who looks at `NOTES`: see `bounds.Scales`."""
+    NOTES.update(what)
+
+
+def wide(x):
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def logits_of(input, linear_weight, linear_bias=None, softcap=None, logit_scale=1.0, side="student"):
+    raw = F.linear(input, linear_weight, linear_bias)
+    if raw.requires_grad:
+        raw.retain_grad()
+    z = wide(raw)
+    if isinstance(logit_scale, torch.Tensor) and logit_scale.requires_grad:  # a class ruled out says nothing of it
+        of_scale = z.detach().masked_fill(z == -math.inf, 0) * (logit_scale - logit_scale.detach())
+        z = z * logit_scale.detach() + of_scale
+    else:
+        z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+        if z.requires_grad:
+            z.retain_grad()
+    note(**{side: (input, linear_weight, linear_bias, raw, z)})
+    return z
+
+
+def logprob_of(z, y):
+    """Return log p_y; in float64 such that no digit is lost where p_y is nearly 1, as the truth has to be there."""
+    if z.dtype != torch.float64:
+        return z.log_softmax(-1).gather(-1, y[..., None])[..., 0]
+    others = z.scatter(-1, y[..., None], -math.inf)
+    some = (others > -math.inf).any(-1)
+    against = others.masked_fill(~some[..., None], 0).logsumexp(-1)
+    chosen = z.gather(-1, y[..., None])[..., 0]
+    logprob = F.logsigmoid(chosen - against).where(some | others.isnan().any(-1), chosen - z.logsumexp(-1))
+    return logprob.masked_fill(chosen == math.inf, math.nan)
+
+
+def kept_rows(input, kept):
+    """Return the hidden states with 0 where a token counts for nothing, whatever it holds."""
+    return input.masked_fill(~kept[..., None], 0)
+
+
+def cross_entropy(
+    input, linear_weight, target, linear_bias=None, weight=None, reduction="mean", ignore_index=-100,
+    label_smoothing=0.0, z_loss=0.0, softcap=None, logit_scale=1.0, token_weight=None, num_items=None, shift=False,
+):  # fmt: skip
+    if shift:
+        input, target = input[..., :-1, :], target[..., 1:]
+        token_weight = None if token_weight is None else token_weight[..., 1:]
+    kept = target != ignore_index
+    z = logits_of(kept_rows(input, kept), linear_weight, linear_bias, softcap, logit_scale)
+    y, lse = target.long().where(kept, 0), z.logsumexp(-1)
+    q = z.new_ones(z.shape[-1]) if weight is None else weight.to(z.dtype)
+    loss = (1 - label_smoothing) * q[y] * -logprob_of(z, y)
+    if label_smoothing:
+        loss = loss - label_smoothing / z.shape[-1] * (q * z.log_softmax(-1)).sum(-1)
+    if z_loss:
+        loss = loss + z_loss * lse**2
+    if token_weight is not None:
+        loss = loss * token_weight.detach().to(z.dtype)
+    loss = loss.where(kept, 0)
+    note(cancels=bool(label_smoothing or z_loss), rows=(loss,))
+    if loss.requires_grad:
+        loss.retain_grad()
+    if reduction == "none":
+        return (loss,)
+    if reduction == "sum":
+        return (loss.sum(),)
+    return (loss.sum() / ((q[y] * kept).sum() if num_items is None else num_items),)
+
+
+def several_outputs(input, linear_weight, target, out_features, linear_bias=None, weight=None, **options):
+    """`cross_entropy` of prod(out_features) heads that read the same hidden states."""
+    K = math.prod(out_features)
+    reduction, kept = options.pop("reduction", "mean"), target != options.get("ignore_index", -100)
+    rows, biases = linear_weight.view(len(linear_weight) // K, K, linear_weight.shape[1]), [None] * K
+    if linear_bias is not None:
+        biases = linear_bias.view(len(linear_bias) // K, K).unbind(1)
+    each = [
+        cross_entropy(input, rows[:, k], y, biases[k], weight, reduction="none", **options)[0]
+        for k, y in enumerate(target.reshape((*input.shape[:-1], K)).unbind(-1))
+    ]
+    loss = torch.stack(each, -1).view(target.shape)
+    if reduction != "mean":
+        return (loss,) if reduction == "none" else (loss.sum(),)
+    return (loss.sum() / (kept if weight is None else weight.to(loss.dtype)[target.where(kept, 0)] * kept).sum(),)
+
+
+def token_stats(
+    input, linear_weight, target=None, want=("logprob",), linear_bias=None, softcap=None, logit_scale=1.0,
+    ignore_index=-100, topk=None, dead=None,
+):  # fmt: skip
+    """The floating fields of ``want`` in its order. ``dead`` [...]: tokens whose hidden states are not finite."""
+    alone = tuple(want) == ("logprob",) and target.dim() < input.dim()
+    nothing = dead
+    if alone:  # a token without a target counts for nothing
+        nothing = (target == ignore_index) if dead is None else dead | (target == ignore_index)
+    kept = input if nothing is None else kept_rows(input, ~nothing)
+    z = logits_of(kept, linear_weight, linear_bias, softcap, logit_scale)
+    logp = z.log_softmax(-1)
+    p = logp.exp()
+    found = {
+        "entropy": -(p * logp.masked_fill(p == 0, 0)).sum(-1),
+        "lse": z.logsumexp(-1),
+        "mean_logit": z.mean(-1),
+        "sum_sq_prob": (p * p).sum(-1).detach(),
+    }
+    if topk is not None:
+        found["topk"] = z.detach().topk(topk, -1).values
+    if target is not None:
+        several = target if target.dim() == input.dim() else target[..., None]
+        ys = several.long().where(several != ignore_index, 0)
+        logprob = logprob_of(z, ys[..., 0])[..., None] if ys.shape[-1] == 1 else logp.gather(-1, ys)
+        found["logprob"] = logprob.reshape(target.shape)
+    if dead is not None:
+        found = {k: v.masked_fill(dead.view((*dead.shape, *[1] * (v.dim() - dead.dim()))), math.nan) for k, v in found.items()}
+    if target is not None:
+        found["logprob"] = found["logprob"].where(target != ignore_index, 0)
+    rows = tuple(found[name] for name in want)
+    note(cancels=not alone, rows=rows)
+    for row in rows:
+        if row.requires_grad:
+            row.retain_grad()
+    return rows
+
+
+def divergence(
+    input, linear_weight, teacher_input=None, teacher_weight=None, kind="forward_kl", beta=0.5, temperature=1.0,
+    linear_bias=None, teacher_bias=None, teacher_topk=None, mask=None, reduction="none", num_items=None, softcap=None,
+    teacher_softcap=None,
+):  # fmt: skip
+    mask = torch.ones(input.shape[:-1], dtype=torch.bool) if mask is None else mask
+    a = logits_of(kept_rows(input, mask), linear_weight, linear_bias, softcap)
+    if teacher_topk is None:
+        teacher_input = kept_rows(teacher_input.detach(), mask)
+        no_bias = None if teacher_bias is None else teacher_bias.detach()
+        b = logits_of(teacher_input, teacher_weight.detach(), no_bias, teacher_softcap, side="teacher")
+        more = b.shape[-1] - a.shape[-1]
+        a, b = F.pad(a, (0, max(more, 0)), value=-math.inf), F.pad(b, (0, max(-more, 0)), value=-math.inf)
+        log_s, log_t = (a / temperature).log_softmax(-1), (b / temperature).log_softmax(-1)
+    else:
+        ids, log_t, tail = teacher_topk
+        whole = (a / temperature).log_softmax(-1)
+        log_s, log_t = whole.gather(-1, ids), wide(log_t).to(whole.dtype)
+        log_s = log_s.masked_fill(log_t == -math.inf, -math.inf)
+        if tail == "renormalise":
+            log_s, log_t = log_s.log_softmax(-1), log_t.log_softmax(-1)
+        elif tail == "bucket":
+            used = torch.zeros_like(whole).scatter_add(-1, ids, (log_t > -math.inf).to(whole.dtype)) > 0
+            rest = whole.masked_fill(used, -math.inf).logsumexp(-1, keepdim=True)
+            left = (1 - log_t.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(log_t.dtype).eps)
+            left = left.log().masked_fill(used.all(-1, keepdim=True), -math.inf)
+            log_s, log_t = torch.cat((log_s, rest), -1), torch.cat((log_t, left), -1)
+
+    def kl(log_p, log_q):
+        none = log_p == -math.inf
+        return (log_p.exp() * (log_p.masked_fill(none, 0) - log_q.masked_fill(none, 0))).sum(-1)
+
+    if kind == "tv":
+        value = (log_s.exp() - log_t.exp()).abs().sum(-1) / 2
+    elif kind == "jsd" and 0 < beta < 1:
+        log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+        value = beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+    elif kind == "forward_kl" or (kind == "jsd" and beta == 0):
+        value = kl(log_t, log_s)
+    else:
+        value = kl(log_s, log_t)
+    value = value.where(mask, 0)
+    note(cancels=True, rows=(value,))
+    if value.requires_grad:
+        value.retain_grad()
+    if reduction == "none":
+        return (value,)
+    if reduction == "sum":
+        return (value.sum(),)
+    return (value.sum() / (mask.sum() if num_items is None else num_items),)
+
+
+def apply(fn, input, linear_weight, *token_args, linear_bias=None, params=(), mask=None, softcap=None, logit_scale=1.0):
+    """Values of tokens, 0 where masked; sums are taken by who calls this."""
+    mask = torch.ones(input.shape[:-1], dtype=torch.bool) if mask is None else mask
+    z = logits_of(kept_rows(input, mask), linear_weight, linear_bias, softcap, logit_scale)
+    values = fn(z.reshape(mask.numel(), z.shape[-1]), *(a.reshape(-1) for a in token_args), *params)
+    value = values.view((*mask.shape, *values.shape[1:]))
+    value = value.where(mask.view((*mask.shape, *[1] * (value.dim() - mask.dim()))), 0)
+    note(cancels=True, rows=(value,))
+    if value.requires_grad:
+        value.retain_grad()
+    return (value,)
+
+
+def swiglu(input, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, activation="silu"):
+    gate, up = wide(F.linear(input, gate_weight, gate_bias)), wide(F.linear(input, up_weight, up_bias))
+    act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    out = F.linear((act * up).to(down_weight.dtype), down_weight, down_bias)
+    note(mlp=(input, gate_weight, up_weight, down_weight, gate_bias, gate, up), out=out)
+    if out.requires_grad:
+        out.retain_grad()
+    return (out,)
+
+
+def rms_norm(input, weight=None, eps=1e-6, offset=0.0, rounding="after_weight", residual=None):
+    total = input if residual is None else input + residual
+    x = wide(total)
+    note(norm=(x, weight, offset, eps))
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    scale = torch.ones(x.shape[-1:], dtype=input.dtype) if weight is None else weight
+    if rounding == "before_weight":
+        out = x.to(input.dtype) * (scale + offset)
+    else:
+        out = (x * (wide(scale) + offset)).to(input.dtype)
+    return (out,) if residual is None else (out, total)
+
+
+def rotary(q, k, cos, sin, unsqueeze_dim=1):
+    def turned(x):
+        r = cos.shape[-1]
+        c, s = cos.to(wide(x).dtype).unsqueeze(unsqueeze_dim), sin.to(wide(x).dtype).unsqueeze(unsqueeze_dim)
+        part, rest = wide(x)[..., :r], x[..., r:]
+        half = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1)
+        return torch.cat(((part * c + half * s).to(x.dtype), rest), -1)
+
+    return turned(q), turned(k)
