@@ -106,9 +106,10 @@ def test_a_change_past_versions_is_found_and_training_does_not_wait() -> None:
     lowtide.patch(model)
     inputs = batch(V)
     for mode in ("default", "error"):  # the first time compiles
+        logits = model(**inputs).logits
+        torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            logits = model(**inputs).logits
             logits.log_softmax(-1).gather(-1, inputs["labels"].clamp(min=0)[..., None]).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
