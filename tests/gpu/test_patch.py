@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from typing import Any
@@ -132,7 +133,8 @@ model.lm_head.weight.data[3, 5] += 1
 torch.nn.functional.cross_entropy(logits.view(-1, V), inputs["labels"].view(-1))
 torch.cuda.synchronize()
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert ran.returncode != 0
     assert "changed between the forward pass and a loss" in ran.stderr, ran.stderr[-2000:]
     assert "device-side assert" in ran.stderr
