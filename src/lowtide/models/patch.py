@@ -117,7 +117,8 @@ def patch(
     it is, with the reason in the report: an output embedding that is not a ``torch.nn.Linear``, plain, with peft's LoRA
     or in its modules_to_save (other adapters, quantised weights). A plain one may have its classes in parts over ranks,
     as PyTorch's ``ColwiseParallel`` or transformers' ``tp_plan`` cut it; logits are then read on every rank or on none.
-    Inside a region compiled by ``torch.compile`` they are built.
+    Inside a region compiled by ``torch.compile`` they are built; training that does so is counted,
+    and warned of once.
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
