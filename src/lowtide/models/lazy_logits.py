@@ -245,7 +245,7 @@ def _keep_from_compiling(function: Any) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
-_keep_from_compiling(LazyLogits.__torch_function__.__func__)  # type: ignore[attr-defined]
+_keep_from_compiling(vars(LazyLogits)["__torch_function__"].__func__)
 
 
 class _Anchor(torch.autograd.Function):
