@@ -277,3 +277,20 @@ def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
     assert row.product_rows * 4 * (V + U) + narrow < row.scratch_bytes
     assert row.product_rows == row.chunk_rows if dtype == torch.float32 else 2 * row.product_rows <= row.chunk_rows
     assert row.backward_gemm == ("same" if dtype == torch.float32 else "narrow")
+
+
+@pytest.mark.parametrize("factor", [2.0**-14, 1.0, 2.0**16])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_fp16_gradients_for_any_factor(reduction: str, factor: float) -> None:
+    """Neither what multiplies the hidden states nor what is stored leaves fp16's range before the factor has come."""
+    x, w, _, _ = head(10, 8, 33, dtype=torch.float16)
+    teacher = torch.randn(10, 8).half()
+    with torch.no_grad():
+        x /= 2**12 if factor > 1 else 1
+    value = linear_divergence(x, w, teacher, w.detach() / 2, temperature=0.25, reduction=reduction).sum()
+    got = torch.autograd.grad(value * factor, (x, w))
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    true = divergence_oracle(*exact, teacher.double(), w.detach().double() / 2, temperature=0.25).sum()
+    for g, t in zip(got, torch.autograd.grad(true * factor, exact), strict=True):
+        if t.abs().max() < 6e4:
+            assert relative_error(g, t) < NEAR[torch.float16] + relative_error(t.half(), t)

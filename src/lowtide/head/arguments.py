@@ -175,29 +175,30 @@ def check_target(input: Tensor, target: Tensor, linear_weight: Tensor | None = N
         if target.shape[:-1] != input.shape[:-1] or target.shape[-1] == 0:
             leading = ", ".join(map(str, input.shape[:-1]))
             expected = f"shape [{leading}] or [{leading}{', ' if leading else ''}K] with K above 0"
-            hint = _swapped() if _is_of(linear_weight, target, 2) else ""
             expected = f"{expected}, as input is {_shape(input)}"
-            raise ArgumentValueError(message("target", expected, _shape(target), hint))
+            raise ArgumentValueError(message("target", expected, _shape(target), _swapped_for(linear_weight, target)))
         check_device("target", target, input)
     else:
-        hint = _swapped() if _is_of(linear_weight, target, 1) else ""
-        check_per_token("target", target, input, hint)
+        check_per_token("target", target, input, linear_weight)
 
 
-def _is_of(hidden: Tensor | None, target: Tensor, axes: int) -> bool:
-    return hidden is not None and target.dim() == axes and target.shape[:1] == hidden.shape[:1]
+def _swapped_for(linear_weight: Tensor | None, target: Tensor) -> str:
+    fits = linear_weight is not None and target.dim() > 0 and target.shape[0] == linear_weight.shape[0]
+    return _swapped() if fits else ""
 
 
-def check_per_token(name: str, value: Tensor, input: Tensor, hint: str = "") -> None:
+def check_per_token(name: str, value: Tensor, input: Tensor, linear_weight: Tensor | None = None) -> None:
     """Check a tensor [...] with one value for each of the hidden states [..., D].
+
+    Where it fits ``linear_weight``, as if that were the hidden states, the error says so.
 
     Raises:
         ArgumentTypeError: Not real numbers.
-        ArgumentValueError: Another shape or device, with ``hint`` at its end.
+        ArgumentValueError: Another shape or device.
     """
     if check_real(name, value).shape != input.shape[:-1]:
         expected = f"shape {list(input.shape[:-1])}, as input is {_shape(input)}"
-        raise ArgumentValueError(message(name, expected, _shape(value), hint))
+        raise ArgumentValueError(message(name, expected, _shape(value), _swapped_for(linear_weight, value)))
     check_device(name, value, input)
 
 

@@ -29,6 +29,18 @@ def lift_of_rows(x_ND: Tensor) -> Tensor:
     return lift_of(torch.linalg.vector_norm(x_ND, torch.inf, dim=1))
 
 
+def factor_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
+    """Return the power of two that brings the largest product of these factors to [2**-3, 2**-2).
+
+    With them hidden states in fp16 are multiplied, which then neither leave its range nor sink below it.
+    """
+    largest = factor.abs().amax() if factor.numel() else factor.new_ones(())
+    for other in others:
+        if other is not None:
+            largest = largest * other.abs().amax()
+    return lift_of(largest) * 2.0 ** -(FP16_TOP_EXPONENT + 2)
+
+
 def scaled(
     grad: Tensor, factor: Tensor, in_place: bool, kept_N: Tensor | None = None, *, zeros_stay: bool = False
 ) -> Tensor:

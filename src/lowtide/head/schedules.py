@@ -17,7 +17,7 @@ from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul, narrow_view
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.head.scaling import lift_of_rows
+from lowtide.head.scaling import factor_lift, lift_of_rows
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_gradient_, loss_rows, row_stats
 
 KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
@@ -264,6 +264,10 @@ def run_chunks(
     V = job.weight_VD.shape[0]
     matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
     z_buffer = job.input.new_empty(plan.chunk_rows if plan.chunks else 0, padded(V), dtype=job.wide)
+    lift = None
+    if plan.backend == "row" and job.dtype == torch.float16 and factor_n is not None and into.weight_VD is not None:
+        # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
+        lift = FP16_LIFT * factor_lift(factor_n, job.logit_scale, job.terms.class_weight)
     for part in plan.slices():
         first = part.start == 0
         x_CD = take_rows(job.input, rows.index, part, job.dtype)
@@ -274,20 +278,19 @@ def run_chunks(
         loss_C = None if loss_n is None else loss_n[part]
         factor_C = None if factor_n is None else factor_n[part]
         if plan.backend == "row":
-            outside, lift = _turn_by_kernel(job, rows, part, z_CV, loss_C, factor_C, into.bias_V)
+            outside = _turn_by_kernel(job, rows, part, z_CV, loss_C, factor_C, into.bias_V)
         else:
-            outside, lift = _turn_by_columns(job, rows, plan, part, z_CV, loss_C, factor_C, into.bias_V)
+            outside = _turn_by_columns(job, rows, plan, part, z_CV, loss_C, factor_C, into.bias_V)
         if factor_C is None or (into.input_ND is None and into.weight_VD is None):
             continue
         g_CV = matmul.operand(z_CV)
         if into.input_ND is not None:
             put_input_grad(matmul, g_CV, outside, into, rows.index, part)
         if into.weight_VD is not None:
-            # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
-            raised = outside if lift == 1 or outside is None else outside * lift
+            raised = outside if lift is None or outside is None else outside * lift
             matmul.weight_grad(g_CV, raised, x_CD, into.weight_VD, first)
-    if into.weight_VD is not None and plan.backend == "row" and job.dtype == torch.float16:
-        into.weight_VD.mul_(1 / FP16_LIFT)
+    if into.weight_VD is not None and lift is not None:
+        into.weight_VD.div_(lift)
 
 
 def _turn_by_columns(
@@ -299,12 +302,11 @@ def _turn_by_columns(
     loss_C: Tensor | None,
     factor_C: Tensor | None,
     bias_grad_V: Tensor | None,
-) -> tuple[Tensor | None, float]:
+) -> Tensor | None:
     """Turn products into losses and gradients in plain PyTorch, and add the bias's gradient.
 
     Returns:
-        tuple[Tensor | None, float]: What each row's gradient is still to be multiplied with, None for 1; and by how
-        much that must be raised before a narrow dtype can hold its product with x.
+        Tensor | None: What each row's gradient is still to be multiplied with, None for 1.
     """
     y_C = rows.target[part]
     finish_logits_(z_CV, job.bias_V, job.logit_scale, job.softcap, plan.columns)
@@ -312,12 +314,12 @@ def _turn_by_columns(
     if loss_C is not None:
         loss_C.copy_(loss_rows(z_CV, stats_2C, y_C, job.terms))
     if factor_C is None:
-        return None, 1
+        return None
     inside, outside = (factor_C, None) if plan.backward_gemm != "narrow" else (torch.ones_like(factor_C), factor_C)
     loss_gradient_(z_CV, stats_2C, y_C, inside, job.terms, job.logit_scale, job.softcap, plan.columns)
     if bias_grad_V is not None:
         bias_grad_V += z_CV.sum(0) if outside is None else outside @ z_CV
-    return outside, 1
+    return outside
 
 
 def _turn_by_kernel(
@@ -328,7 +330,7 @@ def _turn_by_kernel(
     loss_C: Tensor | None,
     factor_C: Tensor | None,
     bias_grad_V: Tensor | None,
-) -> tuple[Tensor | None, float]:
+) -> Tensor | None:
     """The same by one kernel that reads each row twice; it leaves a narrow gradient in the first half of the row."""
     from lowtide.head.kernels.exp_rows import add_column_sums
     from lowtide.head.kernels.row_softmax import softmax_rows
@@ -355,12 +357,12 @@ def _turn_by_kernel(
         lift_C=lift_C,
     )
     if factor_C is None:
-        return None, 1
+        return None
     outside = factor_C if lift_C is None else factor_C * lift_C
     if bias_grad_V is not None:
         g_CV = narrow_view(z_CV, job.dtype) if narrow else z_CV
         add_column_sums(g_CV, outside if narrow else torch.ones_like(factor_C), bias_grad_V)
-    return (outside if narrow else None), FP16_LIFT if half else 1
+    return outside if narrow else None
 
 
 def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:

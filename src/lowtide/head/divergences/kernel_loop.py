@@ -12,6 +12,7 @@ from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.kernels.pair_rows import Logits, pair_gradient, pair_rows, pair_value_and_gradient
 from lowtide.head.matmul import HeadMatmul
+from lowtide.head.scaling import factor_lift
 from lowtide.head.schedules import FP16_LIFT, Gradients, put_input_grad
 
 
@@ -26,12 +27,18 @@ class KernelPair:
         rows, V = plan.product_rows if plan.chunks else 0, padded(job.weight_VD.shape[0])
         self._buffer = job.input.new_empty(rows, V, dtype=job.wide)
         self._teacher_buffer = job.input.new_empty(rows, padded(teacher.weight_VD.shape[0]), dtype=job.wide)
+        self._lift: Tensor | None = None
         self._narrow: Tensor | None = None  # a chunk's gradient; a wide one takes the logits' place
 
     def forward(self, x_CD: Tensor, index: Tensor | None, part: slice, kept_C: Tensor | None) -> RowNumbers:
         """Return the chunk's divergences, and what backward needs to know of its rows."""
         z_CV, teacher_CU = self._products(x_CD, index, part, kept_C)
         return pair_rows(z_CV, teacher_CU, self.job.kind, self.logits, kept_C=kept_C)
+
+    def expect(self, factor: Tensor) -> None:
+        """Find by how much fp16 factors of the hidden states are raised: the logits' gradient is stored larger."""
+        if self.job.dtype == torch.float16:
+            self._lift = FP16_LIFT * factor_lift(factor, self.job.scale)
 
     def backward(
         self,
@@ -60,8 +67,7 @@ class KernelPair:
         if into.input_ND is not None:
             put_input_grad(self.matmul, g_CV, outside, into, index, part)
         if into.weight_VD is not None:
-            # an fp16 gradient is stored so much too large; what multiplies x must not be as much too small
-            raised = outside * FP16_LIFT if half and outside is not None else outside
+            raised = outside if self._lift is None or outside is None else outside * self._lift
             self.matmul.weight_grad(g_CV, raised, x_CD, into.weight_VD, part.start == 0)
         return value_C
 
@@ -101,8 +107,8 @@ class KernelPair:
 
     def finish(self, into: Gradients) -> None:
         """Take back, after the last chunk, by how much what multiplied x was raised."""
-        if into.weight_VD is not None and self.job.dtype == torch.float16:
-            into.weight_VD.mul_(1 / FP16_LIFT)
+        if into.weight_VD is not None and self._lift is not None:
+            into.weight_VD.div_(self._lift)
 
     def _products(
         self, x_CD: Tensor, index: Tensor | None, part: slice, kept_C: Tensor | None

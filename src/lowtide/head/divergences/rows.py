@@ -94,6 +94,9 @@ class Pair(Protocol):
     def forward(self, x_CD: Tensor, index: Tensor | None, part: slice, kept_C: Tensor | None) -> RowNumbers:
         """Return the chunk's divergences, and what backward needs to know of its rows."""
 
+    def expect(self, factor: Tensor) -> None:
+        """Take note of all factors, a scalar or [n], that `backward` will get."""
+
     def backward(
         self,
         x_CD: Tensor,
@@ -139,6 +142,9 @@ class TorchPair:
             return dense_rows(z_CW, self._teacher(job.teacher, index, part, kept_C), job.kind, columns, self.everyone)
         ids, logprobs = self._known(job.teacher, index, part)
         return topk_rows(z_CW, ids, logprobs, job.teacher.tail, job.kind, columns, self.everyone)
+
+    def expect(self, factor: Tensor) -> None:
+        """Nothing depends on it: the logits' gradient is wide, or as wide in range."""
 
     def backward(
         self,
@@ -303,6 +309,7 @@ def stored_chunks(
         job.input, job.weight_VD, job.wide, plans[0], wanted, some_rows=index is not None, stored=True
     )
     pair = pair_of(job, *plans)
+    pair.expect(factor)
     value = job.input.new_zeros(N, dtype=job.wide)
     for part in plans[0].slices():
         x_CD, kept_C = _chunk(job, index, part, kept)
@@ -331,6 +338,7 @@ def backward_chunks(
     plans = _plans(job, upstream_N.numel(), options, wanted, "recompute")
     into = gradient_buffers(job.input, job.weight_VD, job.wide, plans[0], wanted, some_rows=index is not None)
     pair = pair_of(job, *plans)
+    pair.expect(upstream_N)
     for part in plans[0].slices():
         x_CD, kept_C = _chunk(job, index, part, kept)
         of_chunk = RowNumbers(*(x[part] for x in rows))
