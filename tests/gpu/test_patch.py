@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -97,3 +99,39 @@ def test_few_tokens_without_gradients_run_the_models_own_code() -> None:
         assert torch.equal(mlps[0](hidden[:, :-1]), mlps[1](hidden[:, :-1]))
         assert not torch.equal(many, true)
         assert (many - true).norm() <= 2**-7 * true.norm()
+
+
+def test_a_change_past_versions_is_found_and_training_does_not_wait() -> None:
+    model = build("Llama", torch.bfloat16)
+    lowtide.patch(model)
+    inputs = batch(V)
+    for mode in ("default", "error"):  # the first time compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            logits = model(**inputs).logits
+            logits.log_softmax(-1).gather(-1, inputs["labels"].clamp(min=0)[..., None]).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    logits.argmax(-1)
+    model.lm_head.weight.data[[7, 900]] = model.lm_head.weight.data[[900, 7]]
+    with pytest.raises(lowtide.errors.UnsupportedError, match="changed since"):
+        logits.argmax(-1)
+
+
+def test_a_loss_after_a_change_ends_in_an_assertion_of_the_device() -> None:
+    """In a process of its own, for it ends the CUDA context."""
+    code = """
+import torch, lowtide
+from gpu.test_patch import V, batch, build
+model = build("Llama", torch.bfloat16)
+lowtide.patch(model)
+inputs = batch(V)
+logits = model(**inputs).logits
+model.lm_head.weight.data[3, 5] += 1
+torch.nn.functional.cross_entropy(logits.view(-1, V), inputs["labels"].view(-1))
+torch.cuda.synchronize()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode != 0
+    assert "changed between the forward pass and a loss" in ran.stderr, ran.stderr[-2000:]
+    assert "device-side assert" in ran.stderr

@@ -318,6 +318,7 @@ class Sharded(Tensor):
         ({"weight": torch.ones(1, 8)}, ArgumentValueError, r"weight: expected shape \[D\]"),
         ({"weight": torch.ones(8, device="meta")}, ArgumentValueError, "weight: expected a tensor on cpu"),
         ({"eps": "small"}, ArgumentTypeError, "eps: expected a number"),
+        ({"eps": torch.tensor(1e-5)}, ArgumentTypeError, r"eps: expected a number, got Tensor\. Pass float\(eps\)"),
         ({"eps": -1e-5}, ArgumentValueError, "eps: expected a finite number of at least 0, got -1e-05"),
         ({"eps": float("nan")}, ArgumentValueError, "eps: expected a finite number"),
         ({"offset": True}, ArgumentTypeError, "offset: expected a number"),

@@ -306,3 +306,16 @@ def test_it_is_the_mlp_of_the_field() -> None:
     x = torch.randn(3, 4)
     got = call([x, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias])
     torch.testing.assert_close(got, down(F.silu(gate(x)) * up(x)))
+
+
+def test_backward_is_that_of_the_functions_that_forward_ran(
+    mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = mlp(5, 4, 6, dtype=torch.float64)
+    y = call(leaves, **mode)
+    for name in ("silu", "linear"):  # a user's wrapper, which stock's graph would not know either
+        monkeypatch.setattr(F, name, None)
+    found = grads(y.square().sum(), leaves)
+    monkeypatch.undo()
+    for g, e in zip(found, grads(mlp_oracle(leaves).square().sum(), leaves), strict=True):
+        assert relative_error(g, e) < 1e-12

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide import swiglu_mlp
-from lowtide.errors import LowtideError
+from lowtide import nn, swiglu_mlp
+from lowtide.errors import LowtideError, UnsupportedError
 
 X, GATE, UP, DOWN = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 4), torch.randn(4, 6)
 
@@ -55,3 +55,20 @@ def test_one_clear_error(change: dict[str, Any], kind: type[Exception], words: s
     with pytest.raises(LowtideError, match=words) as told:
         swiglu_mlp(**arguments)
     assert isinstance(told.value, kind)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_weights_written_through_data_before_backward(level: int) -> None:
+    """Level 1 reads them again for gate and up, which plain PyTorch has kept; level 0 has kept them as well."""
+    torch.manual_seed(0)
+    mlp = nn.SwiGLU(8, 12, checkpoint_level=level)
+    x = torch.randn(3, 8)
+    for change in (lambda w: w.data.mul_(2), lambda w: w.data[5].zero_(), lambda w: setattr(w, "data", w.data * 3)):
+        y = mlp(x)
+        change(mlp.up_proj.weight)
+        if level:
+            with pytest.raises(UnsupportedError, match="written to through .data.*checkpoint_level=0"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+    mlp(x).sum().backward()

@@ -182,6 +182,22 @@ def test_a_shape_that_does_not_fit_is_the_error_of_stock(pair, batch):
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_without_gradients_are_views(mode, pair, batch):
+    """Inference mode keeps no record of what is a view, and shares memory all the same."""
+    model, stock = pair("gpt2")
+    lowtide.patch(model, mlp=False)
+    seen = []
+    for m in (model, stock):
+        logits = m(**batch).logits
+        with mode():
+            flat = logits.view(-1, V)
+            seen.append([flat.requires_grad, flat.view(-1)[3].requires_grad])
+            flat[0] = -7.0
+            seen[-1] += [logits[0, 0, 0].item(), flat.argmax(-1)[0].item()]
+    assert seen[0] == seen[1]
+
+
 def test_views_share_memory_with_the_logits(pair, batch):
     """Whichever is looked at first, changed in place, or read again."""
     model, stock = pair("gpt2")

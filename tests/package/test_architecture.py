@@ -17,8 +17,8 @@ import lowtide
 
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
-    "errors", "swap", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed", "models", "trl",
-    "train", "bench", "profile", "cli",
+    "errors", "swap", "code", "samples", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed",
+    "models", "trl", "train", "bench", "profile", "cli",
 ]  # fmt: skip
 
 

@@ -162,7 +162,10 @@ def _check(
             raise ArgumentValueError(message("residual", f"{expected}, as input has", got))
     for name, number in (("eps", eps), ("offset", offset)):
         if not isinstance(number, int | float) or isinstance(number, bool):
-            raise ArgumentTypeError(message(name, "a number", type(number).__name__))
+            hint = f"Pass float({name}), once and not at each call: on a GPU that waits for the device."
+            raise ArgumentTypeError(
+                message(name, "a number", type(number).__name__, hint if isinstance(number, Tensor) else "")
+            )
         check_number(name, number, -math.inf, math.inf)
     if not 0 <= eps < math.inf:  # type: ignore[operator]
         raise ArgumentValueError(message("eps", "a finite number of at least 0", f"{eps}"))

@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.measure.units import as_gib
-from lowtide.memory.checkpoint import LayerState, double_recompute, run_layer
+from lowtide.memory.checkpoint import LayerState, check_cache, double_recompute, run_layer
 from lowtide.memory.offload import ON_DEVICE, Offloader, available
 from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.report import PolicyReport
@@ -232,7 +232,10 @@ def _overrides(base: type[nn.Module]) -> dict[str, Any]:
         state = getattr(self, _STATE, None)
         stock = functools.partial(base.forward, self)  # not a bound method: dynamo may look that up again, and find us
         # A class put on top of ours (fully_shard) keeps it in place under keep="all" as well.
-        if state is None or state.policy.keep == "all" or not torch.is_grad_enabled():
+        if state is None or state.policy.keep == "all":
+            return stock(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            check_cache(state.name, args, kwargs)
             return stock(*args, **kwargs)
         return run_layer(self, state, stock, args, kwargs)
 

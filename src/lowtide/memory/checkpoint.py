@@ -17,9 +17,12 @@ from lowtide.errors import UnsupportedError, message
 from lowtide.memory.attention import KeptAttention, Store, changed_in_place, contexts_under_compile, stay
 from lowtide.memory.offload import Offloader
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.state import Snapshot
 from lowtide.memory.versions import Versions
+from lowtide.samples import Samples
 
 Forward = Callable[..., Any]
+_LEFT_OUT = "_lowtide_left_out"  # of a cache: the layers that have not filled it
 
 
 @dataclass
@@ -139,34 +142,44 @@ def _of_hidden_states(
 
 
 def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: Any) -> Forward:
-    """Return a forward that raises when it runs again after a tensor of ``rest`` or a parameter was written to.
+    """Return a forward that, when it runs again, finds all as the first time; or raises where that cannot be.
 
-    Hidden states are not for it to hold: they may be on the host meanwhile, and the checkpoint looks after them.
+    What was assigned is put back for it, what was written to (a tensor of ``rest``, a parameter) cannot be. Hidden
+    states are not for it to hold: they may be on the host meanwhile, and the checkpoint looks after them.
     """
     if torch.compiler.is_compiling():
         return forward  # the compiler makes writes part of its graph
     given = Versions(x for x in tree_leaves(rest) if isinstance(x, Tensor))
-    parameters: list[Versions] = []  # as forward left them: an embedding with max_norm writes to its own
+    first: list[tuple[Snapshot, Versions, Versions, Samples]] = []
 
     def unchanged(*args: Any, **kwargs: Any) -> Any:
+        if not first:
+            state = Snapshot(layer, rest)
+            buffers = Versions(state.large_buffers)
+            outputs = forward(*args, **kwargs)
+            state.end()
+            # As forward left them: an embedding with max_norm writes to its own.
+            first.append((state, buffers, Versions(state.parameters), Samples(state.parameters)))
+            return outputs
+        state, buffers, parameters, samples = first[0]
         if given.changed():
             raise changed_in_place()
-        if parameters and parameters[0].changed():
-            raise _parameters_changed(name)
-        outputs = forward(*args, **kwargs)
-        if not parameters:
-            # FSDP1 has other tensors in their places during forward, and looks after them itself.
-            parameters.append(Versions(p for p in layer.parameters() if isinstance(p, nn.Parameter)))
-        return outputs
+        if parameters.changed() or samples.changed():
+            raise _weights_changed(name, "parameters")
+        if buffers.changed():
+            raise _weights_changed(name, "buffers")
+        state.check(name)
+        with state.restored():
+            return forward(*args, **kwargs)
 
     return unchanged
 
 
-def _parameters_changed(name: str) -> UnsupportedError:
+def _weights_changed(name: str, what: str) -> UnsupportedError:
     """Return the error for a layer whose recompute would differ from its forward: gradients would be wrong."""
-    hint = "Step the optimizer behind the backward of every forward, or give this layer keep='all'."
-    got = "one changed by an in-place operation"
-    return UnsupportedError(message(name, "parameters that are in backward what they were in forward", got, hint))
+    hint = "Step the optimizer, merge adapters and swap weights behind every backward, or give this layer keep='all'."
+    got = "one changed by an in-place operation, or through .data"
+    return UnsupportedError(message(name, f"{what} that are in backward what they were in forward", got, hint))
 
 
 def _is_hidden(value: Any) -> bool:
@@ -184,6 +197,7 @@ def _without_cache(
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches or getattr(layer, "_can_checkpoint_with_cache", False):
         return args, kwargs, False
+    check_cache(name, args, kwargs)
     if not layer.training:
         return args, kwargs, True
     found: list[Any] = [getattr(module, "layer_idx", None) for module in layer.modules()]
@@ -191,10 +205,25 @@ def _without_cache(
     if any(_is_filled(cache, index) for cache in caches):
         hint = "Train without past_key_values, or give this layer keep='all'."
         raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))
+    for cache in caches:
+        setattr(cache, _LEFT_OUT, (*getattr(cache, _LEFT_OUT, ()), name))
     kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     return tuple(None if _is_cache(value) else value for value in args), kwargs, False
+
+
+def check_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that no cache among the arguments lacks the keys and values of this layer for an earlier forward.
+
+    Raises:
+        UnsupportedError: One does, and the layer would run without the context that the cache stands for.
+    """
+    for value in (*args, *kwargs.values()):
+        if _is_cache(value) and name in getattr(value, _LEFT_OUT, ()):
+            hint = "Pass use_cache=False in training; to go on from a cache, give the layers keep='all'."
+            got = "one of a forward in which this layer was under a policy that recomputes, and left it empty"
+            raise UnsupportedError(message(name, "a cache that its own forwards have filled", got, hint))
 
 
 def _is_cache(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """Tensors that have to be in backward what they were in forward, and whether somebody has written to one since.
 
 What is written in place counts as a version of a tensor. What a fused optimizer writes does not in some releases of
-PyTorch, so its steps are looked at while such tensors are watched. Writes to ``.data`` are not seen, as elsewhere.
+PyTorch, so its steps are looked at while such tensors are watched. Writes through ``.data`` count nowhere:
+`lowtide.samples` compares some values of each weight.
 """
 
 from __future__ import annotations

@@ -88,6 +88,13 @@ class SwigluCall(NamedTuple):
         return (*self[:7], *adapters)
 
     @property
+    def read_again(self) -> tuple[Tensor, ...]:
+        """Return what gate and up are computed from, but the input."""
+        parameters = (self.gate_weight, self.up_weight, self.gate_bias, self.up_bias)
+        adapters = (self.gate_a, self.gate_b, self.up_a, self.up_b)
+        return tuple(t for t in (*parameters, *adapters) if t is not None)
+
+    @property
     def tokens(self) -> int:
         """Return N."""
         return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant

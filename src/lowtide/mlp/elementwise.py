@@ -65,7 +65,8 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _act(a: Tensor, activation: str) -> Tensor:
     if activation == "silu":
-        return torch.nn.functional.silu(a)
+        result: Tensor = torch.ops.aten.silu.default(a)  # not F.silu, which a user may have replaced since the forward
+        return result
     s, _ = _gelu_sigmoid(a)
     return s.mul_(a)
 

@@ -16,6 +16,7 @@ from lowtide.head.registration import flop_formula, held_elsewhere, schema_of, t
 from lowtide.mlp.call import SwigluCall, Wanted
 from lowtide.mlp.flop import backward_flop, forward_flop, projections_flop
 from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
+from lowtide.samples import Samples
 
 WRITTEN_OUT = (
     "torch.nn.functional.linear(torch.nn.functional.silu(torch.nn.functional.linear(input, gate_weight))"
@@ -24,6 +25,10 @@ WRITTEN_OUT = (
 TWICE = (
     "lowtide.swiglu_mlp: expected to be differentiated once, got a second derivative. Its gradients are computed"
     f" without a graph of their own; for second derivatives write it out: {WRITTEN_OUT}."
+)
+_WRITTEN_TO = (
+    "lowtide.swiglu_mlp: expected weights that are in backward what they were in forward, since checkpoint_level=1 "
+    "computes gate and up again; got one written to through .data. Write behind backward, or take checkpoint_level=0."
 )
 
 _CALL = schema_of(SwigluCall)
@@ -185,6 +190,9 @@ class _SwigluMlp(torch.autograd.Function):
         ctx.input_kept = wanted.reads_input if keep else wanted.projections
         if not ctx.input_kept:
             tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one number in memory
+        # Gate and up are computed again of weights that autograd takes for unchanged after a write through .data.
+        recomputed = () if keep or not wanted.projections or torch.compiler.is_compiling() else call.read_again
+        ctx.samples = Samples(recomputed)
         ctx.save_for_backward(*tensors, gate, up)
         ctx.mark_non_differentiable(gate, up)
         ctx.set_materialize_grads(False)  # of gate and up there are none, and zeros would take as much memory
@@ -201,6 +209,8 @@ class _SwigluMlp(torch.autograd.Function):
         del gate, up
         if torch.is_grad_enabled() and not (ctx.input_kept or torch.compiler.is_compiling()):
             raise UnsupportedError(TWICE)  # the input is not there for a derivative by it to be refused later
+        if ctx.samples.changed():
+            raise UnsupportedError(_WRITTEN_TO)
         of_mlp, of_adapters = ctx.scalars
         call = SwigluCall(*tensors[:_OWN], *of_mlp, *tensors[_OWN:], *of_adapters)
         wanted = _wanted(ctx)

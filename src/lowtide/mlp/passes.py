@@ -6,7 +6,6 @@ C rows of a tile (all N tokens, or ``tile_tokens`` of them), D hidden size, F in
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.mlp.call import SwigluCall, Wanted
@@ -232,8 +231,8 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) 
     """Return ``x W^T + b``, in ``out`` where there is one."""
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    if out is None:
-        return F.linear(x, weight, bias)
+    if out is None:  # not F.linear, which a user may have replaced since the forward
+        return torch.mm(x, weight.T) if bias is None else torch.addmm(bias, x, weight.T)
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from lowtide.head.apply import linear_apply
 from lowtide.head.options import HeadOptions
+from lowtide.models.stock_functions import original
 
+_plain_cross_entropy: Any = original(F.cross_entropy)
 # h [..., r], B [V, r], a bias [V] or None, and s.
 AdapterTerm = tuple[Tensor, Tensor, Tensor | None, float]
 
@@ -45,26 +47,44 @@ def adapted_cross_entropy(
         "softcap": softcap,
         "logit_scale": logit_scale,
     }
+    kept = target != ignore_index
+    input, *inner = (_Kept.apply(kept, x) for x in (input, *(h for h, *_ in adapters)))  # type: ignore[no-untyped-call]
     loss: Tensor = linear_apply(
         _cross_entropy,
         input,
         linear_weight,
         target,
-        *(h for h, *_ in adapters),
+        *inner,
         linear_bias=linear_bias,
         params=([tuple(rest) for _, *rest in adapters], settings),
         out="token" if reduction == "none" else "sum",
         options=options,
     )
-    if reduction != "mean":
+    if reduction == "none":
         return loss
-    kept = target != ignore_index
+    loss = loss.where(kept.any(), 0)  # without a token the gradients are 0 whatever comes from upstream
+    if reduction == "sum":
+        return loss
     counted = kept if weight is None else weight.detach()[target.where(kept, 0)] * kept
     total = counted.sum(dtype=loss.dtype)
     if weight is not None:
         return loss / total
     # without a token the mean is NaN, and gradients are 0 as stock's, not NaN
     return torch.where(total > 0, loss / total.clamp(min=1), torch.nan)
+
+
+class _Kept(torch.autograd.Function):
+    """Lets no gradient through to ignored tokens: an upstream factor of inf makes NaN of the zeros that were stored."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        return None, grad.masked_fill(~kept.unsqueeze(-1), 0)
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
@@ -87,7 +107,7 @@ def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         weight = options["weight"]
-        loss: Tensor = F.cross_entropy(
+        loss: Tensor = _plain_cross_entropy(
             logits,
             target,
             None if weight is None else weight.to(logits.dtype),

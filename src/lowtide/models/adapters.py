@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.code import Code
 from lowtide.models.eligibility import has_hooks, plain_class
 from lowtide.models.instance import BASE
 from lowtide.models.probe import agree, outcome, random, twin_of
@@ -131,22 +132,25 @@ def _active(lora: Any) -> tuple[LowRankAdapter, ...] | str:
     return tuple(found)
 
 
-# Of each class and forward that was met: why a layer of it does something else, None where it does not.
-_LORA: dict[tuple[type, Any], str | None] = {}
-_SAVED: dict[tuple[type, Any], str | None] = {}
+# Of each class and forward that was met: why a layer of it does something else, None where it does not; and the code
+# that this was found out of.
+_Known = dict[tuple[type, Any], tuple[str | None, Code]]
+_LORA: _Known = {}
+_SAVED: _Known = {}
 
 
-def _why_not_class(
-    module: nn.Module, known: dict[tuple[type, Any], str | None], probe: Callable[[nn.Module, Any], str | None]
-) -> str | None:
+def _why_not_class(module: nn.Module, known: _Known, probe: Callable[[nn.Module, Any], str | None]) -> str | None:
     kind: Any = plain_class(module)
     kind = vars(kind).get(BASE, kind)
     key = (kind, kind.forward)  # a library may have put another forward into the class
     if key not in known:
         if torch.compiler.is_compiling():
             return "was not there when lowtide.patch looked"
-        known[key] = probe(module, kind)
-    return known[key]
+        known[key] = probe(module, kind), Code((kind, nn.Dropout, nn.Identity))
+    why_not, code = known[key]
+    if why_not is None and code.exchanged() is not None:
+        return f"runs code that was replaced since lowtide looked at it ({code.exchanged()})"
+    return why_not
 
 
 def _small(rows: int, columns: int, seed: int, *, bias: bool = False) -> nn.Linear:

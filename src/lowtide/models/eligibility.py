@@ -11,15 +11,21 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
+from lowtide.code import Code
 from lowtide.distributed.zero import HOOKS
-from lowtide.models.instance import part_of
+from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
+from lowtide.models.stock_functions import is_defined_in
 
-# Hooks of these packages move and gather weights and pass outputs through; any other hook may look at the logits.
-_HOOKS_THAT_DO_NOT_LOOK = ("torch.", "accelerate.", "deepspeed.")
+# Hooks of these packages move and gather weights, or count modules, and pass outputs through; any other may look at the
+# logits, or change them.
+_HOOKS_THAT_DO_NOT_LOOK = ("torch.distributed.", "torch.nn.parallel.", "torch.utils.", *HOOKS)
+# accelerate's, of which one stands as a forward on the instance: these move weights, inputs and outputs.
+_ACCELERATE = "accelerate.hooks"
+_MOVES = ("AlignDevicesHook", "CpuOffload")
 # The arguments of a forward that say that a loss follows.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
-LINEAR_FORWARD = nn.Linear.forward
+LINEAR = Code((nn.Linear,))
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -86,10 +92,12 @@ def why_not_now(head: nn.Linear, hidden: Tensor) -> str | None:
 
 def why_not_call(head: nn.Module) -> str | None:
     """Return why calling ``head`` may do more than a linear layer does, which a loss without logits would miss."""
-    if has_foreign_forward(head) and not hasattr(head, "_hf_hook"):  # accelerate's wrapper calls the class's forward
-        return "the output embedding's forward was replaced on the instance"
-    if nn.Linear.forward is not LINEAR_FORWARD:
-        return "torch.nn.Linear.forward was replaced"
+    why_not = _why_not_forward(head) or why_not_class(head)
+    if why_not is not None:
+        return why_not
+    exchanged = LINEAR.exchanged()
+    if exchanged is not None:
+        return f"{exchanged} was replaced"
     if is_function_mode_active():
         return "a TorchFunctionMode is active"
     style = style_of(head)
@@ -100,6 +108,35 @@ def why_not_call(head: nn.Module) -> str | None:
         if not module.startswith(_HOOKS_THAT_DO_NOT_LOOK):
             return f"the output embedding has a hook from {module or 'an unknown module'}"
     return None
+
+
+def _why_not_forward(head: nn.Module) -> str | None:
+    """Return why the forward on the instance, if there is one, may be another than the class's, moved by accelerate."""
+    if not has_foreign_forward(head):
+        return None
+    before = getattr(vars(head).get("_old_forward"), "__func__", None)
+    if defining_module(vars(head)["forward"]) != _ACCELERATE or before is not type(head).forward:
+        return "the output embedding's forward was replaced on the instance"
+    hook: Any = vars(head)["_hf_hook"]
+    for each in hook.hooks if _kind(hook) == f"{_ACCELERATE}.SequentialHook" else (hook,):
+        if _kind(each) not in [f"{_ACCELERATE}.{name}" for name in _MOVES] or each.no_grad:
+            return f"the output embedding has a hook of accelerate's, a {type(each).__name__}, that may change logits"
+    return None
+
+
+def why_not_class(head: nn.Module) -> str | None:
+    """Return why the class of a patched head, or that of all modules, may do more with a call than it did then."""
+    base = vars(plain_class(head)).get(BASE)
+    if base is None:
+        return f"the output embedding was given another class, {type(head).__name__}"
+    own = is_defined_in(base.__call__, nn_module, "Module._wrapped_call_impl")
+    if not own or not is_defined_in(nn.Module._call_impl, nn_module, "Module._call_impl"):
+        return "torch.nn.Module.__call__ was replaced"
+    return None
+
+
+def _kind(hook: object) -> str:
+    return f"{type(hook).__module__}.{type(hook).__qualname__}"
 
 
 def is_under_compile() -> bool:

@@ -19,7 +19,7 @@ from lowtide.head.backends import why_no_triton
 
 _ROW = 4096  # values that are summed at a time, whose factors stay in the cache
 _LEVELS = 8  # of sums of sums: more than memory has
-_SHARE = 2**20  # values that are worth a thread
+_SHARE = 2**20  # values that are worth a thread, or an operation on another device
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,16 +41,18 @@ def fingerprint(tensors: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def _of(x: Tensor) -> Tensor:
-    # By descending strides: a transposed weight is not copied.
-    x = x.permute(sorted(range(x.dim()), key=lambda axis: -x.stride(axis))).contiguous().view(-1)
+    strides = x.stride()
+    x = x.permute(sorted(range(x.dim()), key=lambda axis: -strides[axis]))  # a transposed weight is not copied
+    x = x.contiguous().view(-1)
+    octets = x.view(torch.uint8)
+    whole, aligned = octets.numel() // 8 * 8, octets.storage_offset() % 8 == 0
     if why_no_triton(x.device) is None:
         from lowtide.models.kernels.fingerprint import sum_bits
 
+        by_eight = aligned and whole == octets.numel()
         with torch.cuda.device(x.device):
-            return sum_bits(x.view(_INTEGERS[x.dtype.itemsize]))
-    octets = x.view(torch.uint8)
-    whole = octets.numel() // 8 * 8
-    if octets.storage_offset() % 8:  # within another tensor, of which a view has to begin at eight bytes
+            return sum_bits(octets.view(torch.int64) if by_eight else x.view(_INTEGERS[x.dtype.itemsize]))
+    if not aligned:  # within another tensor, of which a view has to begin at eight bytes
         octets = octets.clone()
     values = torch.cat([octets[whole:], octets.new_zeros(whole + 8 - octets.numel())]).view(torch.int64)
     return _sum(octets[:whole].view(torch.int64)) + values[0]
@@ -70,7 +72,7 @@ def _sum(values: Tensor) -> Tensor:
 
 def _row_sums(values: Tensor, factors: Tensor) -> Tensor:
     if values.device.type != "cpu":  # which multiplies no matrices of integers
-        return torch.cat([(block * factors).sum(1) for block in values.split(_SHARE // _ROW)])
+        return torch.cat([(block * factors).sum(1) for block in torch.split(values, _SHARE // _ROW)])
     # On the CPU that product runs on one thread, so each takes a share of the rows. No parallel region is opened.
     threads = min(torch.get_num_threads(), values.numel() // _SHARE)
     if threads < 2:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import TensorBase
 
 from lowtide.models.steps import KEEPS_VALUES, Step, fold, replay, rows_of
 
@@ -70,14 +71,12 @@ class GivenLogprobs:
             folded = fold(steps[:end])
             assert folded is not None
             classes, given = self._of_rows(before, steps[:end], logits.device)
-            at = classes.clamp(min=0)
-            values = logits.data  # past the graph, in which log-softmax keeps its result: to rounding it stays the same
-            given = (folded.sign * given).to(values.dtype)
-            values.scatter_(-1, at, given.where(classes != NO_CLASS, values.gather(-1, at)))
+            # past the graph, in which log-softmax keeps its result: to rounding it stays the same
+            _put(logits.data, classes, (folded.sign * given).to(logits.dtype))
         return replay(logits, steps[end:])
 
     def _alike(self, steps: tuple[Step, ...]) -> list[_Given]:
-        """Return those of the same scale, bias and soft cap, latest first, so that the first ones have the last word."""
+        """Return those of the same scale, bias and soft cap, latest first: the first ones have the last word."""
         return [given for given in reversed(self._given) if _same(_changes(given.steps), _changes(steps))]
 
     def _of_rows(self, given: _Given, steps: tuple[Step, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -91,6 +90,23 @@ class GivenLogprobs:
         return classes[rows], values[rows]
 
 
+def _put(values: Tensor, classes: Tensor, given: Tensor) -> None:
+    """Put ``given`` [..., K] into ``values`` [..., V] in place.
+
+    The others keep their order to one class of a row: those that round alike in the logits' dtype still equal it, and
+    what the value given would pass comes to lie next to it.
+    """
+    at, there = classes.clamp(min=0), classes != NO_CLASS
+    built = values.gather(-1, at)
+    if classes.shape[-1] == 1:
+        numbers = torch.finfo(values.dtype)
+        step = (given.abs() * numbers.eps).clamp(min=numbers.tiny).where(given.isfinite(), 0)
+        moved = torch.where(values > built, values.maximum(given + step), values.minimum(given - step))
+        values.copy_(moved.where(values != built, given).where(there, values))
+    else:
+        values.scatter_(-1, at, given.where(there, built))
+
+
 def _rows_after(numbers: Tensor, steps: tuple[Step, ...]) -> Tensor:
     return rows_of(numbers, tuple(step for step in steps if step.of_hidden is not None))
 
@@ -99,7 +115,7 @@ def _changes(steps: tuple[Step, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     """Return what was done to the logits' values before the log-softmax."""
     changes: list[tuple[Any, tuple[Any, ...]]] = []
     for step in steps:
-        if step.function is Tensor.log_softmax:
+        if step.function is TensorBase.log_softmax:
             break
         if step.of_hidden is None and step.function not in KEEPS_VALUES:
             changes.append((step.function, step.args))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lowtide.distributed.zero import is_partitioned, keep_for_backward
 from lowtide.errors import UnsupportedError
-from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.models.eligibility import is_autocast_on, why_not_call
 from lowtide.models.fingerprint import fingerprint
@@ -310,7 +309,8 @@ class HeadCall:
         """Return whether the tensors hold something else than in the forward pass, a bool on the device."""
         now = fingerprint(tensors)
         assert now is not None
-        return (now != self._fingerprint).any()
+        assert self._fingerprint is not None
+        return torch.ne(now, self._fingerprint).any()
 
 
 def _state(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from lowtide.swap import child_class
 # The mark of a class that patch made: what it is a child of; and the part of the model that it was made for.
 BASE = "_lowtide_base"
 PART = "_lowtide_part"
+WATCH = "_lowtide_watch"  # of a part that was probed: the code that the probe has seen, a `Watch`
 
 # Makes the overrides of a child from its base and further arguments; a function that its module holds by name.
 Overrides = Callable[..., dict[str, Any]]
@@ -28,6 +29,9 @@ def give_class(module: nn.Module, part: str, overrides: Overrides, *args: Hashab
     """
     assign: Any = module
     assign.__class__ = child_class(stock_class(module), _Attributes(part, overrides, args), BASE)
+    watch: Any = vars(type(module)).get(WATCH)
+    if watch is not None:
+        watch.look()
 
 
 def take_class_back(module: nn.Module) -> None:

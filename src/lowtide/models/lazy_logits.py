@@ -4,23 +4,31 @@ Legend: hidden [..., D], logits [..., V].
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.distributed.zero import HOOKS
 from lowtide.errors import UnsupportedError
 from lowtide.models.head_call import HeadCall
-from lowtide.models.lazy_operations import COMMUTATIVE, OPERATIONS
+from lowtide.models.lazy_operations import COMMUTATIVE
+from lowtide.models.lazy_operations import OPERATIONS as _OPERATIONS
 from lowtide.models.steps import Step
+from lowtide.models.stock_functions import asking, original
 
 _RETAIN_OR_UNPATCH = (
     "Where you compute the loss, call logits.retain_grad() first, and they are built. Where the model does, call "
     "lowtide.unpatch(model)."
 )
+
+
+# What these hook, or look at, of a module's outputs they do for the gradients of parameters, and with the loss as well.
+_DISTRIBUTED = ("torch.distributed.", "torch.nn.parallel.", "deepspeed.")
 
 
 class LazyLogits(Tensor):
@@ -51,7 +59,7 @@ class LazyLogits(Tensor):
         cls, call: HeadCall, steps: tuple[Step, ...], like: Tensor, viewed: "LazyLogits | None", *, grad_mode: bool
     ) -> Self:
         def wrapper() -> Any:
-            return Tensor._make_wrapper_subclass(
+            lazy: Any = Tensor._make_wrapper_subclass(
                 cls,
                 like.shape,
                 strides=like.stride(),
@@ -59,6 +67,8 @@ class LazyLogits(Tensor):
                 dtype=like.dtype,
                 device=call.hidden.device,
             )
+            torch._C._set_throw_on_mutable_data_ptr(lazy)  # for C++ that asks neither of the two functions below
+            return lazy
 
         with torch.set_grad_enabled(grad_mode), call.as_in_forward(call.linked):
             lazy: Self = _Anchor.apply(wrapper, call, steps, *call.linked)  # type: ignore[no-untyped-call]
@@ -116,6 +126,30 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad and not self._grad_mode
 
+    def _node(self, reader: str) -> Any:
+        """Return ``grad_fn`` for code of the module ``reader``: that of the real logits, for what is done with it.
+
+        Where something was computed past the logits it is too late for that: whoever asks whether there is one gets a
+        node that refuses the rest.
+
+        Raises:
+            UnsupportedError: PyTorch's own code is about to hook it, and it is too late.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            node = self.grad_fn
+        if reader.startswith(_DISTRIBUTED) or (node is None and not self._is_cut) or self._has_another_graph():
+            return node
+        if self._is_passed():
+            if reader == "torch.autograd.graph":
+                raise UnsupportedError(_too_late("to be hooked before the loss"))
+            return node
+        self._call.hooked = True
+        return self.materialise("read by grad_fn").grad_fn
+
+    def _is_passed(self) -> bool:
+        """Whether something was computed that the gradient of these logits, once built, would not be all of."""
+        return self._call.passed or self._has_children
+
     def _can_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether what becomes of these logits now has a graph if and only if gradients were recorded then and are now.
 
@@ -140,13 +174,13 @@ class LazyLogits(Tensor):
             like: A tensor of the shape, strides and dtype that it gives.
             view: Whether the result shares these logits' memory.
         """
-        grad_mode = self._grad_mode and torch.is_grad_enabled() and step.function is not Tensor.detach
+        grad_mode = self._grad_mode and torch.is_grad_enabled() and step.function is not torch._C.TensorBase.detach
         parent = None if view or not grad_mode else self
         while parent is not None:  # a view is built from what it is a view of, which that goes past as well
             parent._has_children, parent = True, parent._viewed
         child = self._make(self._call, (*self._steps, step), like, self if view else None, grad_mode=grad_mode)
-        child._detached = self if step.function is Tensor.detach else None
-        child._is_cut = view and not grad_mode and self.requires_grad and step.function is not Tensor.detach
+        child._detached = self if step.function is torch._C.TensorBase.detach else None
+        child._is_cut = view and not grad_mode and self.requires_grad and child._detached is None
         return child
 
     @property
@@ -163,11 +197,18 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if torch._C._get_tracing_state() is not None:  # it follows memory, and there is none
+            raise UnsupportedError(
+                "logits: expected a tensor with memory in torch.jit.trace, got logits of a patched model that were not "
+                "built. Pass logits.clone(), made before."
+            )
+        func, kwargs = asking(func), kwargs or {}
         lazies = _found(args, kwargs)
         if any(lazy._detached is not None for lazy in lazies):  # seldom: the walk takes as long as a view
             args, kwargs = tree_map_only(LazyLogits, LazyLogits._passed_on, (args, kwargs))
             lazies = _found(args, kwargs)
+        if func == _GRAD_FN and lazies:
+            return lazies[0]._node(sys._getframe(1).f_globals.get("__name__", ""))
         has_no_graph = func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
         if not has_no_graph and any(lazy._has_another_graph() for lazy in lazies):
             with torch._C.DisableTorchFunctionSubclass():
@@ -194,6 +235,17 @@ class LazyLogits(Tensor):
         # Reached past __torch_function__, by C++ and by custom autograd functions. Autograd is above this and goes
         # through `_Anchor`, so values are all that is asked for.
         return func(*_real(args, func, detach=True), **_real(kwargs or {}, func, detach=True))
+
+
+def _keep_from_compiling(function: Any) -> None:
+    """Have torch.compile neither trace a function nor compile what it calls; it runs between two graphs."""
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "lazy logits of lowtide.patch: pass logits.clone() for a graph without breaks"
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+_keep_from_compiling(LazyLogits.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
 class _Anchor(torch.autograd.Function):
@@ -242,17 +294,21 @@ def _check_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if func in _GRADIENT_HOOKS:
         lazies, expected = _found(args[:1]), "to be hooked before the loss"
     elif func in _GRADIENTS:
-        lazies = _found(args[1:2] if func is torch.autograd.grad else (), kwargs.get("inputs"))
+        lazies = _found(args[1:2] if func is _GRAD else (), kwargs.get("inputs"))
         expected = "to be built before the loss that is differentiated by them"
     else:
         return
-    if any(lazy._call.passed or lazy._has_children for lazy in lazies):
-        raise UnsupportedError(
-            f"logits: expected {expected}, got logits that something was computed from without building them, so that "
-            f"its gradient does not go through them. {_RETAIN_OR_UNPATCH}"
-        )
+    if any(lazy._is_passed() for lazy in lazies):
+        raise UnsupportedError(_too_late(expected))
     for lazy in lazies:
         lazy._call.hooked |= func in _GRADIENT_HOOKS
+
+
+def _too_late(expected: str) -> str:
+    return (
+        f"logits: expected {expected}, got logits that something was computed from without building them, so that "
+        f"its gradient does not go through them. {_RETAIN_OR_UNPATCH}"
+    )
 
 
 def _operate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -278,16 +334,29 @@ def _name(func: Any) -> str:
 def _is_distributed(args: tuple[Any, ...]) -> bool:
     """Whether the hook being registered is FSDP's or DeepSpeed's own: these put one on the loss as well."""
     hook = args[1] if len(args) > 1 else None
-    return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.", "deepspeed."))
+    return (getattr(hook, "__module__", None) or "").startswith(_DISTRIBUTED)
 
+
+def _refuse(*_: Any) -> Any:
+    raise UnsupportedError(_too_late("their graph to be looked at before the loss"))
+
+
+# The node that lazy logits have is not the one that gradients go through.
+for _name_of_node in ("register_hook", "register_prehook"):
+    setattr(_Anchor._backward_cls, _name_of_node, _refuse)
+for _name_of_node in ("next_functions", "metadata"):
+    setattr(_Anchor._backward_cls, _name_of_node, property(_refuse))
+
+
+OPERATIONS = {original(function): operation for function, operation in _OPERATIONS.items()}
 
 _OF_DTENSOR = frozenset(("device_mesh", "placements", "to_local", "full_tensor", "redistribute"))
 
 _METADATA: frozenset[Any] = frozenset(
     [
         *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda",
+            getattr(torch._C.TensorBase, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda",
                          "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize")
         ),
         Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
@@ -296,8 +365,10 @@ _METADATA: frozenset[Any] = frozenset(
     ]
 )  # fmt: skip
 
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 _BASE: Any = vars(torch._C.TensorBase)["_base"].__get__  # Any: torch's stub has it as a tensor
 _REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__get__
-_GRADIENT_HOOKS: frozenset[Any] = frozenset([Tensor.register_hook, Tensor.retain_grad])
+_GRADIENT_HOOKS: frozenset[Any] = frozenset(map(original, [Tensor.register_hook, Tensor.retain_grad]))
 _DETACH: frozenset[Any] = frozenset([Tensor.detach, torch.detach])
-_GRADIENTS: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
+_GRAD: Any = original(torch.autograd.grad)
+_GRADIENTS: frozenset[Any] = frozenset([_GRAD, original(torch.autograd.backward)])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import TensorBase
 from torch.nn.parallel.distributed import _DDPSink
 
 from lowtide.models.lazy_results import (
@@ -59,22 +60,22 @@ def _add(input: "LazyLogits", other: Any) -> Any:
     if trained or other.dtype != input.call.weight_dtype or other.device != input.device:
         return NotImplemented
     like = _alike(input).to(torch.promote_types(input.dtype, other.dtype))
-    return input.then(Step(Tensor.add, (other.detach().clone(),)), like)
+    return input.then(Step(TensorBase.add, (other.detach().clone(),)), like)
 
 
 def _tanh(input: "LazyLogits") -> Any:
-    return input.then(Step(Tensor.tanh), _alike(input))
+    return input.then(Step(TensorBase.tanh), _alike(input))
 
 
 def _neg(input: "LazyLogits") -> Any:
-    return input.then(Step(Tensor.neg), _alike(input))
+    return input.then(Step(TensorBase.neg), _alike(input))
 
 
 def _log_softmax(input: "LazyLogits", dim: Any = None, dtype: Any = None) -> Any:
     if not is_last(input, dim) or not (dtype is None or dtype.is_floating_point):
         return NotImplemented
-    like = input.meta().log_softmax(-1, gives(input, lambda z: z.log_softmax(-1, dtype)))
-    return input.then(Step(Tensor.log_softmax, (-1, dtype)), like)
+    like = TensorBase.log_softmax(input.meta(), -1, gives(input, lambda z: TensorBase.log_softmax(z, -1, dtype)))
+    return input.then(Step(TensorBase.log_softmax, (-1, dtype)), like)
 
 
 def _alike(input: "LazyLogits") -> Tensor:
@@ -83,7 +84,10 @@ def _alike(input: "LazyLogits") -> Tensor:
 
 
 def _log_softmax_function(input: "LazyLogits", dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _log_softmax(input, dim, dtype)
+    # As PyTorch's own does, so that a method put in the place of torch.Tensor's runs as it would there.
+    if type(dim) is not int:
+        return NotImplemented
+    return input.log_softmax(dim) if dtype is None else input.log_softmax(dim, dtype=dtype)
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
@@ -102,7 +106,7 @@ def _to(input: "LazyLogits", *args: Any, **kwargs: Any) -> Any:
         if wanted == input.dtype:
             return input
         if wanted.is_floating_point:
-            return input.then(Step(Tensor.to, (wanted,)), input.meta().to(wanted))
+            return input.then(Step(TensorBase.to, (wanted,)), TensorBase.to(input.meta(), wanted))
         return NotImplemented
     # not a number, which is a device of its own kind, and not a tensor, which has a dtype too
     return input if isinstance(wanted, str | torch.device) and torch.device(wanted) == input.device else NotImplemented
@@ -114,7 +118,7 @@ def _to(input: "LazyLogits", *args: Any, **kwargs: Any) -> Any:
 def _contiguous(input: "LazyLogits") -> Any:
     if input.is_contiguous():
         return input
-    return input.then(Step(Tensor.contiguous), input.meta().contiguous())
+    return input.then(Step(TensorBase.contiguous), TensorBase.contiguous(input.meta()))
 
 
 _NEAR = 12  # frames between DDP's node and the operation in it, and some more
@@ -136,11 +140,11 @@ def _clone(input: "LazyLogits") -> Any:
     """DDP's, inside a node of its own. Any other is a copy that is to outlast what the logits are computed from."""
     if torch.is_grad_enabled() or not input.requires_grad or not _called_by(_DDPSink.forward):
         return NotImplemented
-    return input.then(Step(Tensor.clone), _alike(input))
+    return input.then(Step(TensorBase.clone), _alike(input))
 
 
 def _detach(input: "LazyLogits") -> Any:
-    return input.then(Step(Tensor.detach), input.meta(), view=True)
+    return input.then(Step(TensorBase.detach), input.meta(), view=True)
 
 
 def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -157,23 +161,28 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
             return NotImplemented
         rows = like.shape[:-1]
         step = Step(functools.partial(function, **kwargs), args, lambda x: x.reshape(*rows, x.shape[-1]), True)
-        return input.then(step, like, view=like._is_view())
+        return input.then(step, like, view=_shares_memory(like, meta))
 
     return apply
+
+
+def _shares_memory(view: Tensor, base: Tensor) -> bool:
+    """Whether one tensor is a view of the other; ``_is_view`` is always False in inference mode."""
+    return bool(view.untyped_storage()._cdata == base.untyped_storage()._cdata)
 
 
 def _transpose(input: "LazyLogits", dim0: int, dim1: int) -> Any:
     if is_last(input, dim0) or is_last(input, dim1):
         swaps = type(dim0) is int and type(dim1) is int and {dim0 % input.dim(), dim1 % input.dim()} == {1, 2}
-        return _with_classes_second(input, Tensor.transpose, dim0, dim1) if swaps else NotImplemented
-    return _moved(input, Tensor.transpose, dim0, dim1)
+        return _with_classes_second(input, TensorBase.transpose, dim0, dim1) if swaps else NotImplemented
+    return _moved(input, TensorBase.transpose, dim0, dim1)
 
 
 def _permute(input: "LazyLogits", *dims: Any) -> Any:
     order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
     if order in ((0, 2, 1), (0, -1, 1), (0, -1, -2), (0, 2, -2)):
-        return _with_classes_second(input, Tensor.permute, order)
-    return _moved(input, Tensor.permute, order) if order and is_last(input, order[-1]) else NotImplemented
+        return _with_classes_second(input, TensorBase.permute, order)
+    return _moved(input, TensorBase.permute, order) if order and is_last(input, order[-1]) else NotImplemented
 
 
 def _with_classes_second(input: "LazyLogits", function: Callable[..., Tensor], *args: Any) -> Any:
@@ -208,10 +217,10 @@ def _getitem(input: "LazyLogits", index: Any) -> Any:
     if everything and not (input.requires_grad and not torch.is_grad_enabled()):
         return input
     chosen = full[:-1]
-    like = _shown(input.meta(), Tensor.__getitem__, (full,), {})
+    like = _shown(input.meta(), TensorBase.__getitem__, (full,), {})
     if like is None:
         return NotImplemented
-    return input.then(Step(Tensor.__getitem__, (full,), lambda x: x[chosen]), like, view=True)
+    return input.then(Step(TensorBase.__getitem__, (full,), lambda x: x[chosen]), like, view=True)
 
 
 def _masked(input: "LazyLogits", mask: Tensor) -> Any:
@@ -219,7 +228,7 @@ def _masked(input: "LazyLogits", mask: Tensor) -> Any:
         return NotImplemented
     chosen = mask.nonzero(as_tuple=True)  # indexing by a mask does the same, and so waits for the device as well
     like = input.meta().new_empty(len(chosen[0]), *input.shape[mask.dim() :])
-    return input.then(Step(Tensor.__getitem__, (chosen,), lambda x: x[chosen]), like)
+    return input.then(Step(TensorBase.__getitem__, (chosen,), lambda x: x[chosen]), like)
 
 
 def _is_int_slice(part: Any) -> bool:
@@ -242,11 +251,11 @@ COMMUTATIVE = frozenset((
 OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys(
         (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply),
-        _scaled(Tensor.mul),
+        _scaled(TensorBase.mul),
     ),
     **dict.fromkeys(
         (Tensor.div, Tensor.__truediv__, Tensor.divide, Tensor.true_divide, torch.div, torch.divide, torch.true_divide),
-        _scaled(Tensor.div),
+        _scaled(TensorBase.div),
     ),
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), _add),
     **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import TensorBase
 
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.cross_entropy import linear_cross_entropy
@@ -22,10 +23,12 @@ from lowtide.models.adapted_loss import adapted_cross_entropy
 from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.given_logprobs import NO_CLASS
 from lowtide.models.steps import Folded, Step, fold
+from lowtide.models.stock_functions import original
 
 if TYPE_CHECKING:
     from lowtide.models.lazy_logits import LazyLogits
 
+_cross_entropy: Any = original(F.cross_entropy)
 _NO_CLASS = -(2**62)  # an ignore_index that no target has
 
 
@@ -67,7 +70,7 @@ def nll_loss(
 def _steps_of_rows(input: "LazyLogits") -> tuple[Step, ...]:
     """Return the steps of logits; where the last one moved their classes second, those before, of [B, T, V]."""
     last = input.steps[-1] if input.steps and input.dim() == 3 else None
-    moved = last is not None and last.function in (Tensor.transpose, Tensor.permute) and last.of_hidden is None
+    moved = last is not None and last.function in (TensorBase.transpose, TensorBase.permute) and last.of_hidden is None
     return input.steps[:-1] if moved else input.steps
 
 
@@ -100,7 +103,7 @@ def _loss(
     if each and input.call.built:
         return NotImplemented
 
-    def loss(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
+    def loss(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
         compute = adapted_cross_entropy if input.call.adapted else linear_cross_entropy
         result = compute(
             hidden,
@@ -110,14 +113,13 @@ def _loss(
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
+            options=_of_tokens(options) if reduction == "none" else options,
             **kwargs,
         )
         return result if reduction != "none" else result.reshape(target.shape)
 
     result: Tensor = input.call.without_logits(steps, folded, loss)
-    result = result.to(
-        gives(input, lambda z: F.cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device)))
-    )
+    result = result.to(gives(input, lambda z: _cross_entropy(z, torch.zeros(1, dtype=torch.int64, device=z.device))))
     if each and not is_dtensor(result):
         classes = target.where(target != ignore_index, NO_CLASS)
         input.call.given.add(steps, classes[..., None], result[..., None], sign=-1)
@@ -140,6 +142,7 @@ def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
         return NotImplemented
     if not index.is_cuda and bool(((index < 0) | (index >= input.shape[-1])).any()):  # an error of gather's own
         return NotImplemented
+
     def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         one = index.shape[-1] == 1
         values = linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_NO_CLASS, **kwargs)
@@ -163,7 +166,7 @@ def row_sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtyp
         values = (stats.mean_logit - stats.lse) * input.shape[-1]
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, total, gives(input, lambda z: z.sum(-1, dtype=dtype)))
+    return _of_rows(input, folded, total, gives(input, lambda z: TensorBase.sum(z, -1, dtype=dtype)))
 
 
 def logsumexp(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
@@ -186,7 +189,7 @@ def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
         values: Tensor = getattr(stats, name)
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, stat, gives(input, lambda z: z.logsumexp(-1)))
+    return _of_rows(input, folded, stat, gives(input, lambda z: TensorBase.logsumexp(z, -1)))
 
 
 def _of_rows(
@@ -195,14 +198,19 @@ def _of_rows(
     """Return a value of each row, of the dtype that the real logits give it."""
 
     def values(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
-        if options is not None and options.gradient == "forward":  # which the loss alone can have
-            options = dataclasses.replace(options, gradient="auto")
-        return function(hidden, head, options=options, **kwargs)
+        return function(hidden, head, options=_of_tokens(options), **kwargs)
 
     result: Tensor = input.call.without_logits(input.steps, folded, values)
     if not result.is_floating_point():
         return result
     return (result * float(folded.sign)).to(dtype or input.dtype)  # a tensor of its own: it may be changed in place
+
+
+def _of_tokens(options: HeadOptions | None) -> HeadOptions | None:
+    """Return options for a value of each token: gradients in forward are what a loss that is one number can have."""
+    if options is None or options.gradient != "forward":
+        return options
+    return dataclasses.replace(options, gradient="auto")
 
 
 def _only(dim: Any) -> Any:

@@ -11,7 +11,7 @@ from lowtide.distributed.zero import gather_for
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
-from lowtide.models.eligibility import why_not_lazy
+from lowtide.models.eligibility import why_not_class, why_not_lazy
 from lowtide.models.head_call import Forward, HeadCall
 from lowtide.models.ordinary import are_plain_linears
 from lowtide.models.parallel_style import style_of
@@ -56,7 +56,9 @@ def head_call(
     """Return what remembers this call of the head, or why it must return real logits."""
     if len(args) != 1 or kwargs:
         return "the output embedding was called with more than hidden states"
-    hidden = args[0]
+    hidden, why_not = args[0], why_not_class(head)
+    if why_not is not None:  # before anything reads the weight: a parametrization computes it anew each time
+        return why_not
     if is_dtensor(head.weight):
         in_parts = f"the output embedding {_LORA_IN_PARTS}"
         return in_parts if is_lora(head) else sharded_call(head, hidden, report, options)

@@ -20,11 +20,12 @@ from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import agreement
 from lowtide.models.adapters import AdaptedLinear, adapted_linear
 from lowtide.models.eligibility import is_autocast_on
-from lowtide.models.instance import part_of
+from lowtide.models.instance import WATCH, part_of
 from lowtide.models.lora_mlp import low_rank_projections, why_not_together
 from lowtide.models.ordinary import are_plain_linears, has_nothing_to_save, is_ordinary
 from lowtide.models.parallel_mlp import is_cut_over, is_looked_at, mesh_of_mlp, run_in_parts
-from lowtide.models.probe import agree, outcome, random, rows, twin_of
+from lowtide.models.probe import agree, outcome, outcomes, random, rows, twin_of
+from lowtide.models.watch import Settings, Watch, code_of, settings_of
 
 LEVEL = "checkpoint_level"
 TILE = "tile_tokens"
@@ -44,7 +45,7 @@ def is_candidate(module: nn.Module) -> bool:
     return all(name in children for name in _PROJECTIONS) or {"gate_up_proj", "down_proj"} <= children.keys()
 
 
-def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]]] | str:
+def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...], Settings]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
     children = dict(module.named_children())
     if "gate_up_proj" in children:
@@ -75,10 +76,10 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[str, tuple[type, ...]
     with_what = f", LoRA on {', '.join(adapted)} with it" if adapted else ""
     if mesh is not None:
         with_what = ", each rank with its part of them, unless one has hooks there"
-    return f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up{with_what}", (
-        activation,
-        tuple(map(type, others)),
-    )
+    types = tuple(map(type, others))
+    found = settings_of((module, *others), code_of((base, *types)))
+    what = f"runs as lowtide.swiglu_mlp ({activation}), which keeps gate and up{with_what}"
+    return what, (activation, types, found)
 
 
 def _layers(mlp: nn.Module) -> tuple[AdaptedLinear, ...] | str:
@@ -118,11 +119,13 @@ def _activation(module: nn.Module, base: Any, children: dict[str, nn.Module], la
     others = {name: copy.deepcopy(child) for name, child in children.items() if name not in _PROJECTIONS}
     twin = twin_of(module, base, modules={**others, **small}, parameters={})
     x = 2 * rows(6)
-    got = outcome(lambda: base.forward(twin, x))
-    if isinstance(got, Exception):
-        return f"its forward does not run on its projections alone ({type(got).__name__})"
+    got = outcomes(base, twin, x)
+    for one in got:
+        if isinstance(one, Exception):
+            return f"its forward does not run on its projections alone ({type(one).__name__})"
     for name, function in _ACTIVATIONS.items():
-        if agree(got, outcome(functools.partial(_written_out, small, function, x)), _TOLERANCE):
+        expected = outcome(functools.partial(_written_out, small, function, x))
+        if all(agree(one, expected, _TOLERANCE) for one in got):
             return name
     return "it is not down(act(gate(x)) * up(x)) with SiLU or tanh-GELU"
 
@@ -142,14 +145,17 @@ def _small(name: str, linear: nn.Module) -> nn.Linear:
     return small
 
 
-def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict[str, Any]:
+def overrides(base: Any, activation: str, other_types: tuple[type, ...], found: Settings) -> dict[str, Any]:
     """Return what a patched MLP does differently from ``base``.
 
     Args:
         base: The stock class.
         activation: As `swiglu_mlp` takes it.
         other_types: Of the children beside the projections, which were a part of what the probe ran.
+        found: The settings of the MLP and of these children.
     """
+    args = (activation, other_types, found)
+    watch = Watch(base, lambda: code_of((base, *other_types), found), found, lambda mlp: find(mlp, base)[1:] == (args,))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = len(args) == 1 and not kwargs
@@ -158,12 +164,12 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
         # Asked before all that follows, which takes as long as the MLP of a token.
         if level is not None and has_nothing_to_save(args[0]) and not (_drops(self) or gathers_for(self)):
             level = None
-        layers = None if level is None else _ours(self, args[0], other_types)
+        layers = None if level is None else _ours(self, args[0], other_types, watch)
         if layers is None:
-            found = None if level is None else _in_parts(self, args[0], other_types)
-            if found is None:
+            cut = None if level is None else _in_parts(self, args[0], other_types, watch)
+            if cut is None:
                 return base.forward(self, *args, **kwargs)
-            return run_in_parts(args[0], *found, activation, level, getattr(self, TILE, None))
+            return run_in_parts(args[0], *cut, activation, level, getattr(self, TILE, None))
         if any(layer.adapters for layer in layers):
             projections = low_rank_projections(layers)
             tile: int | None = getattr(self, TILE, None)
@@ -184,7 +190,7 @@ def overrides(base: Any, activation: str, other_types: tuple[type, ...]) -> dict
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
-    return {"forward": forward}
+    return {"forward": forward, WATCH: watch}
 
 
 def _drops(mlp: Any) -> bool:
@@ -206,11 +212,13 @@ def _may_drop(projection: nn.Module) -> bool:
     return any(module.training and type(module) is nn.Dropout for module in dropouts.children())
 
 
-def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLinear, ...] | None:
+def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...], watch: Watch) -> tuple[AdaptedLinear, ...] | None:
     """Return the projections of a call that is ours to run, None where it is not."""
     others = _others(mlp)
     layers = _layers(mlp)
     if isinstance(layers, str) or tuple(map(type, others)) != other_types or not _are_plain(layers, others):
+        return None
+    if watch.differs(mlp, others):
         return None
     parameters = [p for linear in _linears(layers) for p in (linear.weight, linear.bias) if p is not None]
     if not is_ordinary((x,), parameters) or not gather_for(mlp, parameters):
@@ -220,7 +228,9 @@ def _ours(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[AdaptedLi
     return layers if _fits(x, layers) else None
 
 
-def _in_parts(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[tuple[AdaptedLinear, ...], Any] | None:
+def _in_parts(
+    mlp: Any, x: Tensor, other_types: tuple[type, ...], watch: Watch
+) -> tuple[tuple[AdaptedLinear, ...], Any] | None:
     """Return the projections of a call that is ours to run on this rank's part, and their mesh; None where it is not.
 
     What is asked first is alike on all ranks; of what may not be they tell each other, and so all do the same.
@@ -234,6 +244,7 @@ def _in_parts(mlp: Any, x: Tensor, other_types: tuple[type, ...]) -> tuple[tuple
     if mesh is None or isinstance(mesh, str) or not is_cut_over(layers, mesh) or not _fits(x, layers):
         return None
     alone = are_plain_linears((), others) and not is_looked_at(layers) and is_ordinary((x,), ())
+    alone = alone and not watch.differs(mlp, others)
     why_not = agreement.why_not_agreed(mlp, mesh, x.device, None if alone else _LOOKED_AT)
     return (layers, mesh) if why_not is None else None
 

@@ -6,6 +6,7 @@ are found by a probe.
 
 import inspect
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from lowtide.distributed.zero import shape_of
 from lowtide.layers import rms_norm
+from lowtide.models.instance import WATCH
 from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
 from lowtide.models.parallel_style import is_parallel_hook
-from lowtide.models.probe import ROW_SCALES, outcome, random, rows, twin_of
+from lowtide.models.probe import ROW_SCALES, outcomes, random, rows, twin_of
+from lowtide.models.watch import Settings, Watch, code_of, settings_of
 
 _EPSILONS = ("variance_epsilon", "eps")
 # Of the rows and of the weight. transformers' norms of float64 rows compute in float32, and are left to it.
@@ -40,12 +43,12 @@ def _epsilon(module: nn.Module) -> str | None:
     return next((name for name in _EPSILONS if name in vars(module)), None)
 
 
-def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str]] | str:
+def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str, Settings]] | str:
     """Return what the module computes, as text and as arguments of `overrides`; or why it stays as it is."""
     name = _epsilon(module)
     assert name is not None
-    if type(getattr(module, name)) is not float:
-        return f"its {name} is {getattr(module, name)!r}, not a number"
+    if not _is_number(getattr(module, name)):
+        return f"its {name} is {getattr(module, name)!r}, not a finite number of at least 0"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if any(map(is_parallel_hook, (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))):
@@ -58,7 +61,8 @@ def find(module: Any, base: Any) -> tuple[str, tuple[str, float, str]] | str:
         if all(_computes(module, base, name, rounding, offset, *dtypes) for dtypes in _DTYPES):
             weight = "(1 + weight)" if offset else "weight"
             order = "before" if rounding == "before_weight" else "after"
-            return f"runs as lowtide.layers.rms_norm, rounded {order} {weight}", (rounding, offset, name)
+            found = settings_of((module,), code_of((base,)), but=name)
+            return f"runs as lowtide.layers.rms_norm, rounded {order} {weight}", (rounding, offset, name, found)
     return "it is not an RMS norm whose arithmetic is float32"
 
 
@@ -73,9 +77,12 @@ def _computes(
     if eps > 0:
         x[0, 0] *= eps**0.5 / ROW_SCALES[0]  # its mean square is of the epsilon's size: where that is added shows
     x = x.to(x_dtype)
-    got = outcome(lambda: base.forward(twin, x))
     with torch.no_grad():
         expected = rms_norm(x, weight, eps, offset=offset, rounding=rounding)
+    return all(_is_near(got, expected) for got in outcomes(base, twin, x))
+
+
+def _is_near(got: object, expected: Tensor) -> bool:
     if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     # A last bit may differ (a root of another form), a rounding more may not.
@@ -83,20 +90,30 @@ def _computes(
     return bool(near.all()) and bool((got == expected).float().mean() >= _EQUAL or expected.dtype == torch.float32)
 
 
-def overrides(base: Any, rounding: Any, offset: float, name: str) -> dict[str, Any]:
-    """Return what a patched norm does differently from ``base``."""
+def _is_number(eps: object) -> bool:
+    return type(eps) in (int, float) and 0 <= eps < math.inf  # type: ignore[operator]
+
+
+def overrides(base: Any, rounding: Any, offset: float, name: str, found: Settings) -> dict[str, Any]:
+    """Return what a patched norm does differently from ``base``; ``found`` are its settings beside its epsilon."""
     plus_one = offset == 1.0
+    args = (rounding, offset, name, found)
+    confirm = lambda norm: is_candidate(norm) and find(norm, base)[1:] == (args,)  # noqa: E731
+    watch = Watch(base, lambda: code_of((base,), found), found, confirm, but=name)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or has_nothing_to_save(args[0]) or not _is_ours(self.weight, args[0]):
             return base.forward(self, *args, **kwargs)
+        eps: Any = getattr(self, name)
+        if watch.differs(self) or not _is_number(eps):
+            return base.forward(self, *args, **kwargs)
         # Written here: a number that layers share is a variable of the first one's checkpoint to compile(dynamic=True).
         added = 1.0 if plus_one else 0.0
-        return rms_norm(args[0], self.weight, getattr(self, name), offset=added, rounding=rounding)
+        return rms_norm(args[0], self.weight, eps, offset=added, rounding=rounding)
 
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
-    return {"forward": forward}
+    return {"forward": forward, WATCH: watch}
 
 
 def _is_ours(weight: nn.Parameter, x: Tensor) -> bool:

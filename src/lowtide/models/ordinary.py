@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
-from lowtide.models.eligibility import LINEAR_FORWARD, has_hooks, is_function_mode_active, plain_class
+from lowtide.models.eligibility import LINEAR, has_hooks, is_function_mode_active, plain_class
 
 FEW = 2**23  # values: 2048 tokens of 4096
 
@@ -62,6 +62,6 @@ def are_plain_linears(linears: tuple[nn.Module, ...], others: tuple[nn.Module, .
     for module in (*linears, *others):
         if "forward" in vars(module) or has_hooks(module):
             return False
-    if torch.compiler.is_compiling():
-        return True
-    return nn.Linear.forward is LINEAR_FORWARD and not nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    if LINEAR.exchanged() is not None:
+        return False
+    return torch.compiler.is_compiling() or not nn_module._has_any_global_hook()  # type: ignore[no-untyped-call]

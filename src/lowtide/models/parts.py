@@ -9,6 +9,7 @@ from lowtide.distributed.zero import forget
 from lowtide.models import mlp_part, norm_part, rope_part
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, stock_class, take_class_back
 from lowtide.models.report import PartReport, PatchReport
+from lowtide.models.watch import report_to
 
 
 class Part(Protocol):
@@ -46,11 +47,10 @@ def fuse(model: nn.Module, part: str, report: PatchReport) -> None:
             continue
         what, args = found
         give_class(module, part, kind.overrides, *args)
+        report_to(module, report)
         if part == "mlp":
             vars(module).setdefault(mlp_part.LEVEL, 0)
             vars(module).setdefault(mlp_part.TILE, None)
-        elif part == "rope":
-            rope_part.refresh(module, stock_class(module), *args)
         rows.append(PartReport(part, name, what, patched=True))
     if rows:
         report.add_modules(part, rows)

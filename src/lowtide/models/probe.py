@@ -5,6 +5,7 @@ weights (they may be on no device yet, or on a full one) and takes a millisecond
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +53,11 @@ def outcome(function: Callable[[], Any]) -> Any:
             return function()
     except Exception as error:  # whatever a stranger's forward raises means that it is not of our form
         return error.with_traceback(None)  # which holds frames, and they the module
+
+
+def outcomes(base: Any, twin: nn.Module, x: Tensor) -> list[Any]:
+    """Return what the forward of ``base`` makes of a twin and ``x``, in training and in evaluation."""
+    return [outcome(functools.partial(base.forward, twin.train(mode), x)) for mode in (True, False)]
 
 
 def agree(got: object, expected: Tensor, tolerance: float) -> bool:

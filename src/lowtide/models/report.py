@@ -39,6 +39,8 @@ class PatchReport:
         calls_fused: Calls of the output layer whose loss was computed without logits.
         calls_materialised: Calls of the output layer whose logits were built after all.
         why_materialised: How often each reason for building them came up.
+        exchanged: Functions, forwards and settings that were exchanged since, each once: modules that use them run the
+            model's own code from then on.
 
     Example:
         >>> report = lowtide.patch(model)
@@ -52,6 +54,7 @@ class PatchReport:
     calls_fused: int = 0
     calls_materialised: int = 0
     why_materialised: dict[str, int] = field(default_factory=dict)
+    exchanged: list[str] = field(default_factory=list)
 
     def add(self, part: str, module: str, outcome: str, *, patched: bool) -> None:
         """Put the line of ``part`` in, in place of what it may have had."""
@@ -79,6 +82,11 @@ class PatchReport:
         self.calls_materialised += 1
         self.why_materialised[why] = self.why_materialised.get(why, 0) + 1
 
+    def note_exchanged(self, what: str) -> None:
+        """Take note that modules run their own code, since ``what`` is not what it was."""
+        if what not in self.exchanged:
+            self.exchanged.append(what)
+
     def __str__(self) -> str:
         header = ("part", "module", "what was done, or why not")
         lines = [line for row in self.parts.values() for line in (row, *row.more)]
@@ -89,4 +97,7 @@ class PatchReport:
         text.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")
         text.append(f"calls with the loss fused: {self.calls_fused}; with the logits built: {self.calls_materialised}")
         text += [f"  {times} x {why}" for why, times in self.why_materialised.items()]
+        text += [
+            f"exchanged since, so that modules with it run the model's own code: {what}" for what in self.exchanged
+        ]
         return "\n".join(text)

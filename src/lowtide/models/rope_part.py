@@ -2,9 +2,11 @@
 
 An attention is a module whose forward calls a global function ``apply_rotary_pos_emb``. The patched one has the same
 code with globals of its own, in which that name is another function; what the stock function computes is found by
-calling it.
+calling it. These globals are a copy: where a name that the code uses stands for something else by now, the stock code
+runs.
 """
 
+import dis
 import inspect
 from types import FunctionType
 from typing import Any
@@ -12,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.code import Code, names_of
 from lowtide.layers import rotary
 from lowtide.layers.rope import why_not_rotary
+from lowtide.models.instance import WATCH, part_of
 from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
 from lowtide.models.probe import outcome, random
+from lowtide.models.watch import Watch
 
 _NAME = "apply_rotary_pos_emb"
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
@@ -25,11 +30,14 @@ _DTYPES = (  # of q and k, and of cos and sin
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float16),
 )
+_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _ROUNDINGS = 4  # of the products and the sum, in units of the dtype's epsilon
 
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether the module's forward calls a rotary embedding by its usual name."""
+    if part_of(module) is not None:  # ours: what it was is `find`'s affair
+        return True
     forward = inspect.unwrap(type(module).forward)
     return isinstance(forward, FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
 
@@ -41,6 +49,8 @@ def find(module: nn.Module, base: Any) -> tuple[str, tuple[bool]] | str:
         return "its forward was replaced on the instance"
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return "its forward is wrapped in another function"
+    if "globals" in names_of(forward.__code__) or any(i.opname in _WRITES for i in dis.get_instructions(forward)):
+        return "its forward writes to globals of its module"
     stock = forward.__globals__[_NAME]
     mixed = _outcome(stock, torch.bfloat16, torch.float32, 8, 1)
     promote = isinstance(mixed, tuple) and isinstance(mixed[0], Tensor) and mixed[0].dtype == torch.float32
@@ -84,19 +94,32 @@ def _computes(stock: Any, promote: bool, x_dtype: torch.dtype, table_dtype: torc
 
 def overrides(base: Any, promote: bool) -> dict[str, Any]:
     """Return what a patched attention does differently from ``base``: the same code, another global."""
-    stock: FunctionType = base.forward
+    rotating = _rotating(base.forward, promote)
+
+    def look() -> Code:
+        nonlocal rotating
+        rotating = _rotating(base.forward, promote)
+        stock = base.forward
+        return Code((), functions=(stock.__globals__[_NAME],), shallow=(stock,), attributes=((base, "forward"),))
+
+    watch = Watch(base, look, None, lambda attention: find(attention, base)[1:] == ((promote,),))
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if watch.differs(self):
+            return base.forward(self, *args, **kwargs)
+        return rotating(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = base.forward.__doc__
+    return {"forward": forward, WATCH: watch}
+
+
+def _rotating(stock: FunctionType, promote: bool) -> FunctionType:
+    """Return ``stock`` with our own rotation among its globals."""
     own = _globals(stock, promote)
     forward = FunctionType(stock.__code__, own, stock.__name__, stock.__defaults__, stock.__closure__)
     forward.__kwdefaults__ = stock.__kwdefaults__
-    forward.__dict__.update(vars(stock))
-    for name in ("__annotations__", "__doc__", "__qualname__", "__module__"):
-        setattr(forward, name, getattr(stock, name))
-    return {"forward": forward}
-
-
-def refresh(module: Any, base: Any, promote: bool) -> None:
-    """Bring a patched module's globals up to date: its class may be older than what was last put into the stock's."""
-    type(module).forward.__globals__.update(_globals(base.forward, promote))
+    return forward
 
 
 def _globals(stock: FunctionType, promote: bool) -> dict[str, Any]:

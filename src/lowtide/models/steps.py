@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch._C import TensorBase
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ class Folded:
     sign: int
 
 
-KEEPS_VALUES = (Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.detach)  # detach: what follows has no graph
+KEEPS_VALUES = (
+    TensorBase.to,
+    TensorBase.contiguous,
+    TensorBase.clone,
+    TensorBase.detach,
+)  # detach: what follows has no graph
 
 
 def fold(steps: tuple[Step, ...]) -> Folded | None:
@@ -65,21 +71,21 @@ def fold(steps: tuple[Step, ...]) -> Folded | None:
         function, args = step.function, step.args
         if step.of_hidden is not None or function in KEEPS_VALUES:
             continue
-        if function is Tensor.neg and normalised:
+        if function is TensorBase.neg and normalised:
             sign = -sign
         elif normalised:
             return None
-        elif function is Tensor.add and untouched:
+        elif function is TensorBase.add and untouched:
             offsets.append(args[0].flatten())
             continue
-        elif function is Tensor.log_softmax:
+        elif function is TensorBase.log_softmax:
             normalised = True
-        elif function is Tensor.mul or function is Tensor.neg:
+        elif function is TensorBase.mul or function is TensorBase.neg:
             factor = args[0] if args else -1.0
             above, cap = (above * factor, None) if cap is None else (above, cap * factor)
-        elif function is Tensor.div:
+        elif function is TensorBase.div:
             below, cap = (below * args[0], None) if cap is None else (below, cap / args[0])
-        elif function is Tensor.tanh and cap is None:
+        elif function is TensorBase.tanh and cap is None:
             cap = 1.0
         else:
             return None

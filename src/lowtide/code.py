@@ -1,0 +1,212 @@
+"""What a module's code consists of: its forward, the functions that this calls, and every name that they look up.
+
+Code that was read once, by a probe or in a forward, may be exchanged later by assignment: a forward set on a class, a
+function set in a module, ``torch.nn.functional.silu`` wrapped. `Code` remembers what stood behind each name, and tells
+in a few microseconds whether it still does.
+"""
+
+import _random
+import builtins
+import functools
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_MISSING = object()
+_Entry = tuple[Any, str, Any]  # whose, its name, what stood there
+
+
+class Code:
+    """What stands now behind the names that some classes of modules and some functions use.
+
+    Functions are followed, as are methods of the classes; PyTorch's functions and ours are compared by identity.
+
+    Args:
+        classes: Of modules: their ``forward``, and the methods and properties that it uses.
+        functions: Further functions.
+        shallow: Functions whose own globals count, but not the names that these use.
+        attributes: Of classes: whose, and the name.
+    """
+
+    def __init__(
+        self,
+        classes: Iterable[type],
+        functions: Iterable[Any] = (),
+        shallow: Iterable[FunctionType] = (),
+        attributes: Iterable[tuple[Any, str]] = (),
+    ) -> None:
+        self._items: list[_Entry] = []  # of dictionaries: what globals and modules hold
+        self._attributes: list[_Entry] = []  # of classes and functions
+        self._seen: set[Any] = set()
+        self.modules: set[str] = set()  # the names of those that are among the globals
+        self.names: set[str] = set()  # that methods of the classes use: the attributes of an instance among them
+        for owner, name in ((nn.Module, "__call__"), *attributes):
+            self._attribute(owner, name)
+        for kind in classes:
+            self._follow_class(kind)
+        for function in functions:
+            self._follow(function, frozenset())
+        for function in shallow:
+            self._attribute(function, "__code__")
+            for name in sorted(names_of(function.__code__)):
+                self._global(function, name)
+        del self._seen
+
+        def traced() -> str | None:
+            return self._exchanged()
+
+        traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result
+        self._traced = traced
+
+    def exchanged(self) -> str | None:
+        """Return what is not what it was, by its name; None where all is. A trace asks once, when it is made."""
+        return self._traced() if torch.compiler.is_compiling() else self._exchanged()
+
+    def _exchanged(self) -> str | None:
+        for owner, name, value in self._items:
+            if owner.get(name, _MISSING) is not value:
+                return f"{owner.get('__name__', '')}.{name}".lstrip(".")
+        for owner, name, value in self._attributes:
+            if getattr(owner, name, _MISSING) is not value:
+                return f"{owner.__module__}.{owner.__qualname__}.{name}"
+        return None
+
+    def _item(self, namespace: dict[str, Any], name: str) -> Any:
+        value = namespace.get(name, _MISSING)
+        if (id(namespace), name) not in self._seen:
+            self._seen.add((id(namespace), name))
+            self._items.append((namespace, name, value))
+        return value
+
+    def _global(self, function: FunctionType, name: str) -> Any:
+        """Return what a function would find under a name, which may be an attribute's and no global's."""
+        known = name in function.__globals__ or name in vars(builtins)
+        return self._item(function.__globals__, name) if known else None
+
+    def _attribute(self, owner: Any, name: str) -> Any:
+        value = getattr(owner, name, _MISSING)
+        if (id(owner), name) not in self._seen and getattr(owner, name, _MISSING) is value:  # no new object each time
+            self._seen.add((id(owner), name))
+            self._attributes.append((owner, name, value))
+        return value
+
+    def _follow_class(self, kind: Any) -> None:
+        if kind in self._seen:
+            return
+        self._seen.add(kind)
+        self._attribute(kind, "__call__")
+        self._function(self._attribute(kind, "forward"), kind)
+
+    def _follow(self, value: Any, names: frozenset[str]) -> None:
+        """Go on to what a name stands for: a module's or a class's attributes of these names, or a function's code."""
+        if isinstance(getattr(value, "__self__", None), _random.Random):  # from random import random
+            self.modules.add("random")
+        if isinstance(value, ModuleType):
+            self.modules.add(value.__name__)
+            for name in names:
+                key = (id(value), name, names)
+                if name in vars(value) and key not in self._seen:  # modules name each other in circles
+                    self._seen.add(key)
+                    self._follow(self._item(vars(value), name), names)
+        elif isinstance(value, functools.partial):
+            self._follow(value.func, names)
+        elif isinstance(value, MethodType):
+            self._function(value.__func__, None)
+        elif isinstance(value, FunctionType):
+            self._function(value, None)
+        elif isinstance(value, type):
+            for name in names:
+                if not name.startswith("__") and isinstance(getattr(value, name, None), FunctionType):
+                    self._function(self._attribute(value, name), None)
+
+    def _function(self, function: Any, kind: Any) -> None:
+        """Take up a function's names; those of a method, or property, of ``kind`` are looked up there too."""
+        if isinstance(function, property):
+            function = function.fget
+        if not isinstance(function, FunctionType) or (function, kind) in self._seen:
+            return
+        self._seen.add((function, kind))
+        self._attribute(function, "__code__")
+        if _is_left(function) and (kind is None or function.__module__.startswith("lowtide")):
+            return
+        names = names_of(function.__code__)
+        for cell in function.__closure__ or ():
+            content = _content(cell)
+            if isinstance(content, FunctionType | MethodType | functools.partial):
+                self._follow(content, names)
+        for name in sorted(names):
+            self._follow(self._global(function, name), names)
+            if hasattr(torch.Tensor, name):
+                self._attribute(torch.Tensor, name)
+            if kind is not None and hasattr(kind, name):
+                value = self._attribute(kind, name)
+                if not (isinstance(value, FunctionType) and _is_left(value)):
+                    self._function(value, kind)
+        if kind is not None:
+            self.names |= names
+
+
+@functools.cache
+def names_of(code: CodeType) -> frozenset[str]:
+    """Return every name that code, and code inside it, looks up: globals and attributes."""
+    inner = (names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def settings(value: Any, names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
+    """Return the attributes of these names that an object has of its own, in a form that can be hashed and compared.
+
+    Submodules, parameters, buffers and ``training`` are none.
+    """
+    return tuple(_settings(vars(value), names))
+
+
+def _settings(own: dict[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        if name in own and name != "training":
+            yield name, _frozen(own[name], names)
+
+
+def functions_in(frozen: Any) -> Iterator[Any]:
+    """Return the functions in what `settings` returned."""
+    if isinstance(frozen, FunctionType):
+        yield frozen
+    elif isinstance(frozen, tuple):
+        for part in frozen:
+            yield from functions_in(part)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+
+
+def _frozen(value: Any, names: Iterable[str]) -> Any:
+    if isinstance(value, (*_PLAIN, FunctionType, BuiltinFunctionType)):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(_frozen(one, ()) for one in value)
+    if isinstance(value, functools.partial):
+        return (
+            _frozen(value.func, ()),
+            _frozen(value.args, ()),
+            tuple(_frozen(one, ()) for one in value.keywords.items()),
+        )
+    if isinstance(value, MethodType):
+        return value.__func__
+    if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | nn.Module):  # a config
+        return type(value), settings(value, names)
+    return type(value)
+
+
+def _is_left(function: FunctionType) -> bool:
+    """Whether a function counts as one: PyTorch's and our own are not followed."""
+    return (function.__module__ or "").partition(".")[0] in ("torch", "lowtide")
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty yet
+        return None

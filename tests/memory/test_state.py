@@ -1,0 +1,372 @@
+"""Between forward and backward anything may be assigned: a recompute finds what its forward found, or says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.errors import UnsupportedError
+from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
+from lowtide.samples import Samples
+from memory.models import Plain
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Adapter first was active which is now deleted"),
+    pytest.mark.filterwarnings("ignore:Already unmerged"),
+]
+KEEPS = ("input", "attention")
+
+
+def lora(model: Any, dropout: float = 0.3) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    names = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    first, second = (
+        peft.LoraConfig(r=4, lora_alpha=a, target_modules=names, lora_dropout=dropout, init_lora_weights=False)
+        for a in (8, 24)
+    )
+    wrapped = peft.get_peft_model(model, first, adapter_name="first")
+    wrapped.add_adapter("second", second)
+    return wrapped
+
+
+def layers(model: Any) -> Any:
+    return model.get_base_model().model.layers if hasattr(model, "get_base_model") else model.model.layers
+
+
+def results(
+    model: Any, ids: Tensor, change: Callable[[Any], object], around: Callable[[], Any] = contextlib.nullcontext
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients, with a change between forward and backward."""
+    torch.manual_seed(5)
+    random.seed(5)
+    before = list(model.named_parameters())
+    with around():
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    change(model)
+    loss.backward()
+    return loss.detach(), {name: None if p.grad is None else p.grad.clone() for name, p in before}
+
+
+def assert_as_stock(
+    build: Callable[[], Any], ids: Tensor, change: Any, keep: Any, around: Any = contextlib.nullcontext
+) -> None:
+    stock = build()
+    model = copy.deepcopy(stock)
+    apply_policy(model.get_base_model() if hasattr(model, "get_base_model") else model, ActivationPolicy(keep=keep))
+    want, got = (results(m, ids, change, around) for m in (stock, model))
+    assert torch.equal(got[0], want[0])
+    for name, gradient in want[1].items():
+        other = got[1][name]
+        assert (gradient is None) == (other is None), name
+        if gradient is not None and other is not None:
+            torch.testing.assert_close(other, gradient, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def every(kind: type, name: str, value: Any) -> Callable[[Any], object]:
+    def change(model: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, kind):
+                setattr(module, name, value)
+
+    return change
+
+
+def set_scaling(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["first"] = 9.0
+
+
+ADAPTERS: dict[str, Callable[[Any], object]] = {
+    "another adapter": lambda m: m.set_adapter("second"),
+    "none": lambda m: m.base_model.disable_adapter_layers(),
+    "another scale": set_scaling,
+    "taken off": lambda m: m.unload(),
+    "deleted": lambda m: m.delete_adapter("first"),
+    "evaluation": lambda m: m.eval(),
+    "dropout": every(nn.Dropout, "p", 0.9),
+}
+
+
+@pytest.mark.parametrize("change", ADAPTERS)
+def test_adapters_and_modes_are_those_of_forward(change: str, llama: Any, ids: Tensor) -> None:
+    keep = KEEPS[len(change) % 2]
+    assert_as_stock(lambda: lora(llama()), ids, ADAPTERS[change], keep)
+
+
+def test_merging_before_backward_is_an_error(llama: Any, ids: Tensor) -> None:
+    """It writes to the weights, through .data."""
+    model = lora(llama())
+    apply_policy(model.get_base_model(), ActivationPolicy(keep="input"))
+    with pytest.raises(UnsupportedError, match=r"layers\.4: expected parameters that are in backward.* merge adapters"):
+        results(model, ids, lambda m: m.merge_adapter())
+
+
+def hooked(model: Any) -> Any:
+    for layer in layers(model):
+        layer.mlp.register_forward_hook(lambda module, args, output: output * 3)
+    return model
+
+
+def replace_weights(model: Any) -> None:
+    for layer in layers(model):
+        for module in (layer.mlp.gate_proj, layer.input_layernorm):
+            module.weight = nn.Parameter(module.weight.detach() * 2)
+
+
+def freeze(model: Any) -> None:
+    for layer in layers(model):
+        layer.mlp.requires_grad_(not layer.mlp.gate_proj.weight.requires_grad)
+
+
+def frozen(model: Any) -> Any:
+    freeze(model)
+    return model
+
+
+def replace_mlps(model: Any) -> None:
+    for layer in layers(model):
+        layer.mlp = nn.Linear(24, 24)
+
+
+def hook_mlps(model: Any) -> None:
+    for layer in layers(model):
+        layer.mlp.register_forward_hook(lambda module, args, output: output * 3)
+
+
+ASSIGNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
+    "hooks removed": (hooked, lambda m: [layer.mlp._forward_hooks.clear() for layer in layers(m)]),
+    "hooks added": (lambda m: m, hook_mlps),
+    "parameters": (lambda m: m, replace_weights),
+    "frozen": (lambda m: m, freeze),
+    "thawed": (frozen, freeze),
+    "modules": (lambda m: m, replace_mlps),
+    "a config": (lambda m: m, lambda m: m.set_attn_implementation("eager")),
+    "patched": (lambda m: m, lowtide.patch),
+    "policy removed": (lambda m: m, remove_policy),
+}
+
+
+@pytest.mark.parametrize("what", ASSIGNED)
+def test_what_is_assigned_is_put_back_for_the_recompute(what: str, llama: Any, ids: Tensor) -> None:
+    prepare, change = ASSIGNED[what]
+    assert_as_stock(lambda: prepare(llama()), ids, change, KEEPS[len(what) % 2])
+
+
+def test_unpatching_before_backward(llama: Any, ids: Tensor) -> None:
+    model, stock = llama(), llama()
+    for m in (model, stock):
+        lowtide.patch(m)
+    apply_policy(model, ActivationPolicy(keep="input"))
+    want, got = (results(m, ids, lowtide.unpatch) for m in (stock, model))
+    for name, gradient in want[1].items():
+        torch.testing.assert_close(got[1][name], gradient, msg=name)
+
+
+def test_functional_call_recomputes_with_its_parameters(llama: Any, ids: Tensor) -> None:
+    model, stock = llama(), llama()
+    apply_policy(model, ActivationPolicy(keep="input"))
+    seen = []
+    for m in (model, stock):
+        torch.manual_seed(9)
+        others = {name: (torch.randn_like(p) * 0.3).requires_grad_() for name, p in m.named_parameters()}
+        kwargs = {"input_ids": ids, "labels": ids, "use_cache": False}
+        loss = torch.func.functional_call(m, others, args=(), kwargs=kwargs).loss
+        seen.append(torch.autograd.grad(loss, list(others.values())))
+    for got, want in zip(*seen, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+class Moving(nn.Module):
+    """A layer whose forward depends on what its calls leave behind: a count, a list, a buffer, Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls, self.past = 0, [1.0]
+        self.mean: Tensor
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: Tensor, log: list[int]) -> Tensor:
+        self.calls += 1
+        self.past.append(self.past[-1] + 1.0)
+        log.append(self.calls)
+        y: Tensor = torch.tanh(self.linear(x)) / self.mean.clone() * self.calls * self.past[-1] * random.random()
+        with torch.no_grad():
+            self.mean.mul_(0.5)
+        return y * len(log)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Moving() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log: list[int] = []
+        for layer in self.layers:
+            x = layer(x, self.log)
+        return x.square().sum()
+
+
+def test_what_forward_moves_is_moved_once() -> None:
+    stock = Stack()
+    model = copy.deepcopy(stock)
+    apply_policy(model, ActivationPolicy(keep="input"))
+    x = torch.randn(2, 8)
+    for m in (stock, model):
+        random.seed(3)
+        losses = [m(x), m(x)]  # two graphs, each with the state of its own forward
+        losses[1].backward(retain_graph=True)
+        losses[1].backward()
+        losses[0].backward()
+        m.after = random.random()
+    assert model.after == stock.after
+    assert model.log == stock.log
+    for got, want in zip(model.layers, stock.layers, strict=True):
+        assert (got.calls, got.past) == (want.calls, want.past)
+        assert torch.equal(got.mean, want.mean)
+        assert torch.equal(got.linear.weight.grad, want.linear.weight.grad)
+
+
+def test_a_large_buffer_that_changes_is_an_error() -> None:
+    model = Stack()
+    for layer in model.layers:
+        layer.register_buffer("mean", torch.ones(20_000))
+        layer.linear = nn.Linear(20_000, 1)
+        layer.linear.out_features = 1
+    apply_policy(model, ActivationPolicy(keep="input"))
+    x = torch.randn(1, 20_000, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="expected buffers that are in backward"):
+        model(x).backward()
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.linear else result
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+MATH = torch.nn.attention.SDPBackend.MATH
+AROUND: dict[str, Callable[[], Any]] = {
+    "a function mode": Doubling,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "attention by matmuls": lambda: torch.nn.attention.sdpa_kernel(MATH),
+}
+
+
+@pytest.mark.parametrize("what", AROUND)
+def test_what_surrounds_forward_surrounds_its_recompute(what: str, llama: Any, ids: Tensor) -> None:
+    assert_as_stock(llama, ids, lambda m: None, "input", AROUND[what])
+
+
+def test_the_default_dtype_is_that_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Plain().blocks[0].__class__.forward
+    monkeypatch.setattr(Plain().blocks[0].__class__, "forward", lambda self, x: attend(self, x) * torch.ones(()))
+    model, ids = Plain(), torch.arange(8)[None]
+    apply_policy(model, ActivationPolicy(keep="input"))
+    loss = model(ids)
+    torch.set_default_dtype(torch.float64)
+    try:
+        loss.backward()
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_dispatch_mode_around_forward_alone_is_an_error(llama: Any, ids: Tensor) -> None:
+    model = llama()
+    apply_policy(model, ActivationPolicy(keep="input"))
+    with pytest.raises(UnsupportedError, match="none of the Watching that was active"):
+        results(model, ids, lambda m: None, Watching)
+
+
+def test_code_that_is_replaced_between_is_an_error(llama: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    apply_policy(model, ActivationPolicy(keep="input"))
+    stock = F.silu
+    with pytest.raises(UnsupportedError, match=r"another torch\.nn\.functional\.silu"):
+        results(model, ids, lambda m: monkeypatch.setattr(F, "silu", lambda x, inplace=False: stock(x) * 2))
+    model.zero_grad()
+    results(model, ids, lambda m: None)  # forward and backward with the new one
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "all": lambda p: p.data.mul_(2),
+    "a row": lambda p: p.data[7].zero_(),
+    "a column": lambda p: p.data[:, 5].zero_(),
+    "storage": lambda p: setattr(p, "data", p.data * 2),
+    "a dtype": lambda p: setattr(p, "data", p.data.double()),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_writes_through_data_are_seen(what: str, llama: Any, ids: Tensor) -> None:
+    model = llama()
+    apply_policy(model, ActivationPolicy(keep="attention"))
+    with pytest.raises(UnsupportedError, match=r"layers\.2: expected parameters .* or through \.data"):
+        results(model, ids, lambda m: WRITES[what](layers(m)[2].mlp.gate_proj.weight))
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 9), (9, 1), (8, 8), (30, 12), (12, 30), (3, 8, 16), (64, 48)])
+def test_every_row_and_column_has_a_sample(shape: tuple[int, ...]) -> None:
+    weight = nn.Parameter(torch.randn(shape))
+    matrix = weight.data.reshape(-1, shape[-1])
+    for axis in (0, 1):
+        for index in range(matrix.shape[axis]):
+            seen = Samples([weight])
+            assert not seen.changed()
+            matrix.select(axis, index).add_(1)
+            assert seen.changed(), (shape, axis, index)
+
+
+def test_samples_of_odd_weights() -> None:
+    transposed = nn.Parameter(torch.randn(6, 4).t())
+    empty, nan = nn.Parameter(torch.randn(0, 3)), nn.Parameter(torch.full((3, 3), torch.nan, dtype=torch.bfloat16))
+    seen = Samples([transposed, empty, nan, nn.Parameter(torch.randn(()))])
+    assert not seen.changed()
+    transposed.data[1].zero_()
+    assert seen.changed()
+
+
+def chunks(model: Any, ids: Tensor) -> Any:
+    first = model(input_ids=ids[:, :6], use_cache=True)
+    return model(input_ids=ids[:, 6:], labels=ids[:, 6:], past_key_values=first.past_key_values)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_cache_that_a_recomputing_layer_left_empty_is_not_read(keep: Any, llama: Any, ids: Tensor) -> None:
+    model = llama()
+    apply_policy(model, [ActivationPolicy()] * 2 + [ActivationPolicy(keep=keep)] * 3)
+    with pytest.raises(UnsupportedError, match=r"layers\.2: expected a cache that its own forwards have filled"):
+        chunks(model, ids)
+    first = model(input_ids=ids[:, :6])  # transformers' default makes a cache, which nobody reads
+    first.logits.sum().backward()
+    model.eval()
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="use_cache=False"):
+        model(input_ids=ids[:, 6:], past_key_values=first.past_key_values)
+    with torch.no_grad():
+        chunks(model, ids)
+
+
+def test_chunks_train_with_a_cache_where_all_is_kept(llama: Any, ids: Tensor) -> None:
+    model, stock = llama(), llama()
+    apply_policy(model, ActivationPolicy(mlp_level=None))
+    assert torch.equal(chunks(model, ids).loss, chunks(stock, ids).loss)

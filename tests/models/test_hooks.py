@@ -1,0 +1,261 @@
+"""What is put around the head, and on the graph of its logits, does what it does to a stock model, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
+from torch.nn.modules import module as nn_module
+from torch.nn.utils import parametrizations, prune
+
+import lowtide
+from lowtide.errors import UnsupportedError
+
+hooks = pytest.importorskip("accelerate.hooks")
+
+
+class Doubled(hooks.ModelHook):
+    def post_forward(self, module, output):
+        return output * 2
+
+
+class Align(hooks.AlignDevicesHook):
+    """A class of a user's, which may do anything."""
+
+
+def accelerate(*classes):
+    def change(model):
+        for each in classes:
+            hooks.add_hook_to_module(model.lm_head, each(), append=True)
+
+    return change
+
+
+def forward_hook(**settings):
+    def change(model):
+        hook = (lambda m, args, kwargs, out: out * 2) if "with_kwargs" in settings else (lambda m, args, out: out * 2)
+        model.lm_head.register_forward_hook(hook, **settings)
+
+    return change
+
+
+def another_class(name):
+    def change(model):
+        base = type(model.lm_head)
+        twice = {name: lambda self, *args: getattr(base, name)(self, *args) * 2}
+        model.lm_head.__class__ = type("Twice", (base,), twice)
+
+    return change
+
+
+def replaced_forward(model):
+    stock = model.lm_head.forward
+    model.lm_head.forward = lambda *args: stock(*args) * 2
+
+
+def replaced_before_accelerate(model):
+    replaced_forward(model)
+    accelerate(hooks.AlignDevicesHook)(model)
+
+
+def replaced_after_accelerate(model):
+    accelerate(hooks.AlignDevicesHook)(model)
+    replaced_forward(model)
+
+
+def backward_hook(model):
+    model.lm_head.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
+
+
+# each with what the report says of it
+CHANGES = {
+    "accelerate": (accelerate(Doubled), "Doubled"),
+    "accelerate, several": (accelerate(hooks.AlignDevicesHook, Doubled), "Doubled"),
+    "accelerate, nested": (accelerate(hooks.AlignDevicesHook, Doubled, hooks.AlignDevicesHook), "SequentialHook"),
+    "accelerate, a child": (accelerate(Align), "Align"),
+    "forward, then accelerate": (replaced_before_accelerate, "forward was replaced"),
+    "accelerate, then forward": (replaced_after_accelerate, "forward was replaced"),
+    "with_kwargs": (forward_hook(with_kwargs=True), "a hook from"),
+    "always_call": (forward_hook(always_call=True), "a hook from"),
+    "prepend": (forward_hook(prepend=True), "a hook from"),
+    "backward": (backward_hook, "a hook from"),
+    "__call__": (another_class("__call__"), "another class, Twice"),
+    "forward": (another_class("forward"), "another class, Twice"),
+    "prune": (lambda model: prune.l1_unstructured(model.lm_head, "weight", 0.3), "weight is a Tensor"),
+    "weight_norm": (lambda model: nn.utils.weight_norm(model.lm_head), "weight is a Tensor"),
+    "spectral_norm": (lambda model: nn.utils.spectral_norm(model.lm_head), "weight is a Tensor"),
+    "parametrization": (lambda model: parametrizations.spectral_norm(model.lm_head), "another class, Param"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_put_around_the_head_runs_once_and_is_reported(name, pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    report = lowtide.patch(model, mlp=False)
+    change, reason = CHANGES[name]
+    losses = []
+    for m in (model, stock):
+        torch.manual_seed(0)
+        change(m)
+        losses.append(m(**batch).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    assert_same_gradients(model, stock)
+    assert (report.calls_fused, report.calls_materialised) == (0, 1)
+    assert reason in str(report)
+
+
+@pytest.mark.parametrize("classes", [[hooks.AlignDevicesHook], [hooks.AlignDevicesHook, hooks.CpuOffload]])
+def test_accelerate_may_move_the_head(classes, pair, batch, assert_same_gradients):
+    if hooks.CpuOffload in classes:  # which offloads at once, on a machine that has something else
+        classes = [lambda: hooks.AlignDevicesHook(), lambda: hooks.CpuOffload(torch.device("cpu"))]
+    model, stock = pair("llama")
+    report = lowtide.patch(model, mlp=False)
+    accelerate(*classes)(model)
+    for m in (model, stock):
+        m(**batch).loss.backward()
+    assert_same_gradients(model, stock)
+    assert report.calls_fused == 1
+
+
+def of_all_modules(model, stock):
+    heads = model.lm_head, stock.lm_head
+    return nn_module.register_module_forward_hook(lambda m, args, out: out * 2 if m in heads else None).remove
+
+
+def of_the_class(name):
+    def change(model, stock):
+        heads, before = (model.lm_head, stock.lm_head), getattr(nn.Module, name)
+
+        def call(self, *args, **kwargs):
+            result = before(self, *args, **kwargs)
+            return result * 2 if any(self is head for head in heads) else result
+
+        setattr(nn.Module, name, call)
+        return lambda: setattr(nn.Module, name, before)
+
+    return change
+
+
+@pytest.mark.parametrize("change", [of_all_modules, of_the_class("__call__"), of_the_class("_call_impl")])
+def test_what_is_put_around_all_modules_runs_once(change, pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    report = lowtide.patch(model, mlp=False)
+    undo = change(model, stock)
+    try:
+        losses = [m(**batch).loss for m in (model, stock)]
+    finally:
+        undo()
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model, stock)
+    assert (report.calls_fused, report.calls_materialised) == (0, 1)
+
+
+def test_a_hook_between_forward_and_loss_is_an_error(build, batch):
+    model = build("llama")
+    lowtide.patch(model, mlp=False)
+    logits = called(model, batch)
+    accelerate(Doubled)(model)
+    with pytest.raises(UnsupportedError, match=r"got a change since.*Doubled"):
+        loss_of(logits, batch)
+
+
+def called(model, batch):
+    """Logits of which nothing was computed yet."""
+    return model(input_ids=batch["input_ids"], num_items_in_batch=3).logits
+
+
+def loss_of(logits, batch):
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def norms(grads):
+    return [torch.linalg.vector_norm(grad).item() for grad in grads if grad is not None]
+
+
+def edge(logits, weight, batch, seen):
+    at = get_gradient_edge(logits)
+    loss = loss_of(logits, batch)
+    seen += norms(torch.autograd.grad(loss, at, retain_graph=True))
+    return loss
+
+
+def hooked(hook):
+    def use(logits, weight, batch, seen):
+        hook(logits, weight, seen)
+        return loss_of(logits, batch)
+
+    return use
+
+
+def view_hooked(logits, weight, batch, seen):
+    rows = logits[:, :-1]
+    rows.grad_fn.register_hook(lambda grads, out: seen.extend(norms(out)))
+    return F.cross_entropy(rows.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+ON_THE_GRAPH = {
+    "register_hook": hooked(lambda z, w, seen: z.grad_fn.register_hook(lambda grads, out: seen.extend(norms(out)))),
+    "register_prehook": hooked(lambda z, w, seen: z.grad_fn.register_prehook(lambda out: (out[0] * 3,))),
+    "of a view": view_hooked,
+    "of several": hooked(lambda z, w, seen: register_multi_grad_hook((z, w), lambda grads: seen.extend(norms(grads)))),
+    "of any": hooked(lambda z, w, seen: register_multi_grad_hook((z,), lambda g: seen.extend(norms([g])), mode="any")),
+    "an edge": edge,
+    "names": hooked(lambda z, w, seen: seen.extend([z.grad_fn.name(), len(z.grad_fn.next_functions)])),
+    "of the weight": hooked(
+        lambda z, w, seen: w.register_post_accumulate_grad_hook(lambda p: seen.extend(norms([p.grad])))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_GRAPH)
+def test_hooks_on_the_graph_fire_as_in_stock(name, pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    lowtide.patch(model, mlp=False)
+    records = []
+    for m in (model, stock):
+        records.append([])
+        ON_THE_GRAPH[name](called(m, batch), m.lm_head.weight, batch, records[-1]).backward()
+    assert len(records[0]) == len(records[1])
+    assert name == "register_prehook" or records[1]
+    for ours, theirs in zip(*records, strict=True):
+        assert ours == (theirs if isinstance(theirs, str) else pytest.approx(theirs, rel=1e-4, abs=1e-6))
+    assert_same_gradients(model, stock)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_the_graph_of_logits_that_a_loss_went_past_is_refused(read, build, batch):
+    model = build("llama")
+    report = lowtide.patch(model, mlp=False)
+    logits = model(**batch).logits
+    assert logits.grad_fn is not None
+    assert report.calls_materialised == 0
+    if read:
+        logits.sum()
+    for attempt in (
+        lambda: logits.grad_fn.register_hook(print),
+        lambda: logits.grad_fn.register_prehook(print),
+        lambda: logits.grad_fn.next_functions,
+        lambda: logits.grad_fn.metadata,
+        lambda: register_multi_grad_hook((logits,), print),
+        lambda: get_gradient_edge(logits),
+    ):
+        with pytest.raises(UnsupportedError, match=r"call logits\.retain_grad\(\) first"):
+            attempt()
+    assert logits.detach().grad_fn is None
+
+
+@pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone())])
+def test_hooks_on_what_is_saved(around, pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    lowtide.patch(model, mlp=False)
+    for m in (model, stock):
+        with around():
+            outputs = m(**batch)
+        (outputs.loss + outputs.logits.square().mean()).backward()
+    assert_same_gradients(model, stock)

@@ -1,0 +1,230 @@
+"""What is read of outputs.logits is what stock's logits give: compared with one another, or after something changed."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowtide
+from lowtide.errors import UnsupportedError
+
+V = 97
+
+
+def targets(batch):
+    return batch["labels"].clamp(min=0)[..., None]
+
+
+# Each compares numbers of the same logits or log-probabilities, and gives what stock gives to the last bit.
+COMPARED = {
+    "rank": lambda z, y: (z > z.gather(-1, y)).sum(-1),
+    "rank, taken along": lambda z, y: (z > z.take_along_dim(y, -1)).sum(-1),
+    "rank, indexed": lambda z, y: (z[0] > z[0, torch.arange(11), y[0, :, 0]][:, None]).sum(-1),
+    "highest": lambda z, y: z == z.amax(-1, keepdim=True),
+    "highest, without gradients": lambda z, y: z.detach() == z.detach().max(-1, keepdim=True).values,
+    "top-k filter": lambda z, y: (z >= z.detach().topk(10).values[..., -1:]).sum(-1),
+    "rank of log-probabilities": lambda z, y: rank(z.log_softmax(-1), y),
+    "rank of scaled ones": lambda z, y: rank((z[:, 1:] * 1.3).log_softmax(-1), y[:, 1:]),
+    "rank of masked rows": lambda z, y: rank(F.log_softmax(z[y[..., 0] > 40], -1), y[y[..., 0] > 40]),
+    "rank of negative ones": lambda z, y: rank(-z.log_softmax(-1), y),
+    "rank, log-softmax twice": lambda z, y: (
+        F.log_softmax(z[:, :-1], -1) > z.view(-1, V).log_softmax(-1).gather(-1, y.view(-1, 1)).view(y.shape)[:, :-1]
+    ).sum(-1),
+    "rank, in float32": lambda z, y: rank(z.float().log_softmax(-1), y),
+    "rank after": lambda z, y: (
+        (lp := z.log_softmax(-1)).exp().sum(-1) > 2, z.log_softmax(-1).gather(-1, y) == lp.gather(-1, y)
+    )[1],
+    "rank by the loss": lambda z, y: (
+        -F.cross_entropy(z.view(-1, V), y.flatten(), reduction="none")[:, None] < z.view(-1, V).log_softmax(-1)
+    ).sum(-1),
+    "rank by nll_loss": lambda z, y: by_nll(z.log_softmax(-1), y[..., 0]),
+    "rank among candidates": lambda z, y: among(z.log_softmax(-1), y),
+    "what was given is changed": lambda z, y: changed_in_place(z.log_softmax(-1), y),
+}  # fmt: skip
+
+
+def rank(logprobs, y):
+    return (logprobs > logprobs.gather(-1, y)).sum(-1)
+
+
+def by_nll(logprobs, y):
+    chosen = -F.nll_loss(logprobs.transpose(1, 2), y, ignore_index=5, reduction="none")
+    return (logprobs > chosen[..., None]).sum(-1).where(y != 5, 0)
+
+
+def among(logprobs, y):
+    candidates = torch.cat([(y + k) % V for k in range(8)], -1)
+    return (logprobs.gather(-1, y) < logprobs.gather(-1, candidates)).sum(-1)
+
+
+def changed_in_place(logprobs, y):
+    given = logprobs.gather(-1, y).detach()
+    kept = given.clone()
+    given.zero_()
+    return (logprobs > kept).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compare", COMPARED)
+def test_numbers_of_the_same_logits_compare_as_in_stock(compare, dtype, pair, batch):
+    if dtype != torch.float32 and compare == "rank among candidates":
+        pytest.skip("those that were handed out are compared with each other: of unrounded logits")
+    model, stock = pair("llama", dtype)
+    lowtide.patch(model, mlp=False, norm=False, rope=False)
+    results = [COMPARED[compare](m(**batch).logits, targets(batch)) for m in (model, stock)]
+    assert torch.equal(*results)
+
+
+def test_log_probabilities_given_before_keep_the_gradient(pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    lowtide.patch(model, mlp=False)
+    for m in (model, stock):
+        logprobs = m(**batch).logits.log_softmax(-1)
+        chosen = logprobs.gather(-1, targets(batch))
+        (chosen.sum() + (logprobs.exp() * logprobs).sum()).backward()
+    assert_same_gradients(model, stock)
+
+
+# Each changes what the logits are computed from, past autograd's versions.
+def swap_rows(m, hidden):
+    m.lm_head.weight.data[[3, 50]] = m.lm_head.weight.data[[50, 3]]
+
+
+def one_value(m, hidden):
+    m.lm_head.weight.data[70, 9] = torch.nextafter(m.lm_head.weight.data[70, 9], torch.tensor(9.0))
+
+
+def average(m, hidden):
+    for p in m.parameters():
+        p.data.copy_(0.5 * p.data)
+
+
+def by_hand(m, hidden):
+    m.lm_head.weight.data -= 0.1 * torch.ones_like(m.lm_head.weight)
+
+
+def one_row(m, hidden):
+    m.lm_head.weight.data[m.lm_head.weight.detach().square().sum(-1).argmax()].zero_()  # which is another one each time
+
+
+def of_hidden(m, hidden):
+    hidden.data[1, 4] += 1e-6
+
+
+CHANGES = [swap_rows, one_value, average, by_hand, one_row, of_hidden]
+READS = {
+    "argmax": lambda z, y: z.argmax(-1),
+    "log-probabilities": lambda z, y: z.log_softmax(-1).gather(-1, y),
+    "loss": lambda z, y: F.cross_entropy(z.view(-1, V), y.flatten()),
+    "logsumexp": lambda z, y: z.logsumexp(-1),
+    "logits": lambda z, y: z + 1,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_read_after_a_change_is_an_error(change, build, batch):
+    model = build("llama")
+    lowtide.patch(model, mlp=False, norm=False, rope=False)
+    for read in READS.values():
+        out = model(**batch, output_hidden_states=True)
+        read(out.logits, targets(batch))  # before it is none
+        later = model(**batch, output_hidden_states=True)
+        change(model, later.hidden_states[-1])
+        with pytest.raises(UnsupportedError, match="changed since"):
+            read(later.logits, targets(batch))
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="changed since"):
+            read(later.logits, targets(batch))
+
+
+def test_what_comes_back_is_no_change(pair, batch, assert_same_gradients):
+    model, stock = pair("llama")
+    lowtide.patch(model, mlp=False)
+    for m in (model, stock):
+        out = m(**batch)
+        kept = [p.detach().clone() for p in m.parameters()]
+        average(m, None)
+        m(**batch).logits.argmax(-1)
+        for p, was in zip(m.parameters(), kept, strict=True):
+            p.data.copy_(was)
+        m.zero_grad()
+        m.double().float()
+        out.logits.logsumexp(-1).sum().backward()
+    assert_same_gradients(model, stock)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+@pytest.mark.parametrize("frozen", ["at the forward", "since"])
+@pytest.mark.parametrize("read", ["loss", "logsumexp", "logits", "own function"])
+def test_what_is_trained_is_what_was_at_the_forward(kind, frozen, read, pair, batch):
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    reads = {**READS, "own function": lambda z, y: Own.apply(z * 0.5)}
+    model, stock = pair("phi")
+    lowtide.patch(model, mlp=False)
+    graphs = []
+    for m in (model, stock):
+        parameter = getattr(m.lm_head, kind)
+        others = [p for p in m.parameters() if p is not parameter]
+        for p in others:
+            p.requires_grad_(frozen == "at the forward" and p.dim() == 2)
+        parameter.requires_grad_(frozen == "since")
+        logits = m(**batch).logits
+        for p in others:
+            p.requires_grad_(True)
+        parameter.requires_grad_(frozen != "since")
+        loss = reads[read](logits * 2, targets(batch)).sum()
+        parameter.requires_grad_(True)  # at backward, AccumulateGrad looks
+        loss.backward()
+        graphs.append({name: p.grad for name, p in m.named_parameters()})
+    for name, expected in graphs[1].items():
+        assert (graphs[0][name] is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(graphs[0][name], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's
+@pytest.mark.parametrize("reduction", ["sum", "each"])
+@pytest.mark.parametrize("head", ["trained", "frozen", "lora"])
+def test_nothing_to_learn_from_leaves_gradients_of_0(reduction, head, pair, batch):
+    model, stock = pair("llama")
+    if head == "lora":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+        stock = copy.deepcopy(model)
+    lowtide.patch(model, mlp=False)
+    y = torch.full_like(batch["labels"], -100)
+    for m in (model, stock):
+        if head == "frozen":
+            m.lm_head.weight.requires_grad_(False)
+        z = m(**batch).logits.view(-1, V)
+        if reduction == "sum":
+            loss = F.cross_entropy(z, y.view(-1), reduction="sum") / (y != -100).sum()
+        else:
+            loss = F.cross_entropy(z, y.view(-1), reduction="none").sum() / (y != -100).sum()
+        assert loss.isnan()
+        loss.backward()
+    trained = dict(model.named_parameters())
+    for name, p in stock.named_parameters():
+        assert (trained[name].grad is None) == (p.grad is None), name
+        assert p.grad is None or (not p.grad.any() and not trained[name].grad.any()), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+def test_c_code_gets_no_null_pointer(build, batch):
+    model = build("llama")
+    lowtide.patch(model, mlp=False)
+    logits = model(**batch).logits.detach()
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(logits)
+    with pytest.raises(UnsupportedError, match=r"logits\.clone"):
+        torch.jit.trace(lambda x: x * 2, (logits,))
+    assert torch.equal(torch.from_dlpack(logits), logits.clone())

@@ -1,0 +1,224 @@
+"""Compares what a program showed patched with what it showed stock.
+
+Floating values are equal if they are so to a few roundings of their dtype. If not, stock's own uncertainty decides: the
+distance of stock from itself in float64, and from itself with weights shaken by a rounding. What is discrete (an index,
+a comparison, a count) may differ only where that noise moves it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from programs.grammar import Program
+    from programs.run import Outcome
+
+_FEW = 32  # roundings that a sum may be off by
+_FACTOR = 4  # of stock's own uncertainty
+_NOISES = ("exact", "noise-1", "noise-2", "noise-3", "noise-4", "noise-5", "noise-6")
+
+
+class Mismatch(Exception):
+    """Two values that are different whatever rounding does."""
+
+
+class Judge:
+    def __init__(self, program: Program, stock: Outcome, patched: Outcome, again: Callable[[str], Outcome]) -> None:
+        self.program, self.stock, self.patched = program, stock, patched
+        self._again = again
+        self._runs: dict[str, Outcome] = {}
+        self.recomputes = "apply_policy" in program.text
+
+    def other(self, how: str) -> Outcome:
+        if how not in self._runs:
+            self._runs[how] = self._again(how)
+        return self._runs[how]
+
+    def seen(self, before: int | None = None) -> str:
+        """Return what is wrong with the values that were shown, "" if nothing."""
+        ours, theirs = self.patched.seen, self.stock.seen
+        if before is not None:
+            ours, theirs = ([one for one in seen if one[0] < before] for seen in (ours, theirs))
+        if len(ours) != len(theirs):
+            return f"{len(ours)} values shown, stock {len(theirs)}"
+        for number, ((at, got), (_, expected)) in enumerate(zip(ours, theirs, strict=True)):
+            # What is computed without the logits equals what is computed of them to rounding, not to the bit.
+            floor = 1e-5 if any(word in self.program.statements[at] for word in ("logsumexp", "softmax")) else 0.0
+            wrong = self.compare(got, expected, lambda o, n=number: o.seen[n][1] if n < len(o.seen) else None, floor)
+            if wrong:
+                return f"statement {at} ({self.program.statements[at][-100:]!r}): {wrong}"
+        return ""
+
+    def log(self) -> str:
+        """Return what is wrong with what hooks wrote. Their order is not part of the promise."""
+        ours, theirs = _sorted(self.patched.log), _sorted(self.stock.log)
+        if self.recomputes:
+            ours, theirs = _distinct(ours), _distinct(theirs)
+        if len(ours) != len(theirs):
+            return f"hooks and wrappers ran {len(ours)} times, in stock {len(theirs)}"
+
+        def of(outcome: Outcome) -> Any:
+            values = _sorted(outcome.log)
+            return _distinct(values) if self.recomputes else values
+
+        wrong = self.compare(ours, theirs, of)
+        return f"log of hooks: {wrong}" if wrong else ""
+
+    def state(self) -> str:
+        """Return what is wrong with parameters and gradients at the end."""
+        ours, theirs = self.patched.state, self.stock.state
+        if list(ours) != list(theirs):
+            return f"other parameters: {sorted(set(ours) ^ set(theirs))}"
+        largest = max((_largest(grad) for _, _, grad in theirs.values() if grad is not None), default=0.0)
+        for name, (needs, value, grad) in ours.items():
+            needed, expected, gradient = theirs[name]
+            if needs != needed:
+                return f"{name}.requires_grad is {needs}"
+            wrong = self.compare(value, expected, lambda o, n=name: o.state[n][1] if n in o.state else None)
+            if wrong:
+                return f"{name}: {wrong}"
+            if (grad is None) != (gradient is None):
+                return f"{name}.grad is {'None, in stock not' if grad is None else 'not None, in stock it is'}"
+            if grad is not None:
+                wrong = self.compare(
+                    _one_oddity(grad),
+                    _one_oddity(gradient),
+                    lambda o, n=name: o.state[n][2] if n in o.state else None,
+                    floor=1e-6 * largest,
+                )
+                if wrong:
+                    return f"{name}.grad: {wrong}"
+        return ""
+
+    def compare(self, got: Any, expected: Any, of: Callable[[Outcome], Any], floor: float = 0.0) -> str:
+        """Return how ``got`` differs from ``expected``; ``of`` finds the same value in another run."""
+        try:
+            self._compare(got, expected, of, floor)
+        except Mismatch as wrong:
+            return str(wrong)
+        return ""
+
+    def _compare(self, got: Any, expected: Any, of: Callable[[Outcome], Any], floor: float) -> None:
+        if type(got) is not type(expected):
+            raise Mismatch(
+                f"a {type(got).__name__}, in stock a {type(expected).__name__}: {got!r:.80}, {expected!r:.80}"
+            )
+        if isinstance(got, dict):
+            if list(got) != list(expected):
+                raise Mismatch(f"other keys: {list(got)}, in stock {list(expected)}")
+            for key in got:
+                self._compare(got[key], expected[key], lambda o, k=key: _at(of(o), k), floor)
+        elif isinstance(got, tuple | list):
+            if len(got) != len(expected):
+                raise Mismatch(f"{len(got)} values, in stock {len(expected)}")
+            for at, (one, other) in enumerate(zip(got, expected, strict=True)):
+                self._compare(one, other, lambda o, k=at: _at(of(o), k), floor)
+        elif isinstance(got, np.ndarray):
+            self._compare(torch.from_numpy(got), torch.from_numpy(expected), lambda o: _tensor(of(o)), floor)
+        elif isinstance(got, Tensor):
+            self._tensors(got, expected, of, floor)
+        elif isinstance(got, float) or (isinstance(got, int) and not isinstance(got, bool)):
+            self._tensors(torch.tensor(got), torch.tensor(expected), lambda o: _tensor(of(o)), floor)
+        elif got != expected:
+            raise Mismatch(f"{got!r:.100}, in stock {expected!r:.100}")
+
+    def _tensors(self, got: Tensor, expected: Tensor, of: Callable[[Outcome], Any], floor: float) -> None:
+        if got.dtype != expected.dtype or got.shape != expected.shape:
+            raise Mismatch(f"{got.dtype} {tuple(got.shape)}, in stock {expected.dtype} {tuple(expected.shape)}")
+        if not got.numel():
+            return
+        if not got.is_floating_point():
+            unequal = got != expected
+            if unequal.any():
+                for how in _NOISES:
+                    other = _tensor(of(self.other(how)))
+                    if other is None or other.shape != expected.shape:
+                        unequal = torch.zeros_like(unequal)
+                    else:
+                        unequal = unequal & (other == expected)
+                    if not unequal.any():
+                        return
+                where = tuple(unequal.nonzero()[0].tolist())
+                some = f"at {where} {got[where]}, in stock {expected[where]}"
+                raise Mismatch(f"{int(unequal.sum())} of {got.numel()} differ, {some}")
+            return
+        eps = max(
+            torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps
+        )  # the models compute in float32 themselves
+        a, b = got.double(), expected.double()
+        odd = ~(a.isfinite() & b.isfinite())
+        strange = odd & ~((a == b) | (a.isnan() & b.isnan()))
+        a, b = a.masked_fill(odd, 0), b.masked_fill(odd, 0)
+        allowed = _FEW * eps * b.abs().amax().item() + floor
+        off = (a - b).abs()
+        off = off.masked_fill(strange, math.inf)
+        if off.amax().item() <= allowed:
+            return
+        spread = torch.zeros_like(b)
+        limit = torch.full_like(b, allowed)
+        for how in _NOISES:
+            other = _tensor(of(self.other(how)))
+            if other is None or other.shape != b.shape:
+                continue
+            c = other.double()
+            apart = (c - b).abs().nan_to_num(math.inf, math.inf, math.inf).masked_fill(odd, 0)
+            # what noise makes odd, rounding may
+            apart = apart.masked_fill(strange & ~((c == expected.double()) | (c.isnan() & expected.isnan())), math.inf)
+            spread = torch.maximum(spread, apart)
+            limit = allowed + _FACTOR * torch.maximum(spread, spread.square().mean().sqrt())
+            if bool((off <= limit).all()):
+                return
+        where = (off - limit).flatten().argmax().item()
+        raise Mismatch(
+            f"off by {off.flatten()[where]:.3g} at {where} of {tuple(got.shape)}: {got.flatten()[where].item():.9g}, "
+            f"in stock {expected.flatten()[where].item():.9g} +- {limit.flatten()[where]:.2g}"
+        )
+
+
+def _one_oddity(gradient: Tensor) -> Tensor:
+    """Return a gradient with NaN for inf: which of both an overflow gives depends on the order of products."""
+    return gradient.masked_fill(gradient.isinf(), math.nan)
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor.double().nan_to_num(0, 0, 0)
+    return finite.abs().amax().item() if tensor.numel() else 0.0
+
+
+def _at(value: Any, key: Any) -> Any:
+    try:
+        return value[key]
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+def _tensor(value: Any) -> Tensor | None:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, int | float):
+        return torch.tensor(value)
+    return value if isinstance(value, Tensor) else None
+
+
+def _sorted(log: list[Any]) -> list[Any]:
+    log = [float(one.detach()) if isinstance(one, Tensor) else one for one in log]
+    numbers = sorted(one for one in log if isinstance(one, float))
+    return [*sorted((one for one in log if not isinstance(one, float)), key=repr), *numbers]
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    kept: list[Any] = []
+    for one in values:
+        if not kept or (
+            abs(one - kept[-1]) > 1e-4 * abs(one)
+            if isinstance(one, float) and isinstance(kept[-1], float)
+            else one != kept[-1]
+        ):
+            kept.append(one)
+    return kept

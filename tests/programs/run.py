@@ -1,0 +1,190 @@
+"""Runs a program stock and patched: is it equal, or is there an error of lowtide's that says what to do?"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+
+from lowtide.errors import LowtideError
+from programs.counts import counted_wrong
+from programs.families import build
+from programs.grammar import Program, make
+from programs.judge import Judge
+from programs.prelude import Recorder, namespace, sandbox
+
+
+@dataclass
+class Outcome:
+    """What one run of a program gave.
+
+    Args:
+        seen: What ``see`` was given, each with its statement's number.
+        log: What hooks and wrappers wrote.
+        error: What ended it, and at which statement.
+        state: By a parameter's name: requires_grad, its values, its gradient.
+        reports: The `PatchReport`s.
+        counts: What they had counted after each statement: calls fused, and with logits built.
+    """
+
+    seen: list[tuple[int, Any]] = field(default_factory=list)
+    log: list[Any] = field(default_factory=list)
+    error: tuple[int, Exception] | None = None
+    state: dict[str, tuple[bool, Tensor, Tensor | None]] = field(default_factory=dict)
+    reports: list[Any] = field(default_factory=list)
+    counts: list[tuple[int, int]] = field(default_factory=list)
+
+
+@functools.lru_cache(8192)
+def _code(statement: str) -> Any:
+    return compile(statement, "<program>", "exec")
+
+
+def run(program: Program, how: str) -> Outcome:
+    """Run a program: "stock", "patched", "exact" (stock in float64) or "noise-1", ... (stock, its weights shaken).
+
+    The noise is what the dtype's own rounding may do: what it changes, rounding may change.
+    """
+    outcome, recorder, originals = Outcome(), Recorder(), []
+    names: dict[str, Any] = {}
+    with sandbox(originals):
+        torch.manual_seed(program.seed)
+        made = build
+        if how.startswith("noise"):
+            low = "bfloat16" in program.text or "half" in program.text
+            made = functools.partial(_shaken, int(how.split("-")[1]), 2.0**-8 if low else None)
+        names.update(namespace(recorder, originals, patched=how == "patched", made=made))
+        for at, statement in enumerate(program.statements):
+            recorder.at = at
+            text = _in_float64(statement) if how == "exact" else statement
+            try:
+                exec(_code(text), names)
+            except Exception as error:
+                error.__traceback__ = None
+                outcome.error = (at, error)
+                break
+            reports = {id(report): report for report in recorder.reports}.values()
+            outcome.counts.append((sum(r.calls_fused for r in reports), sum(r.calls_materialised for r in reports)))
+        model = names.get("model")
+        if model is not None:
+            outcome.state = _state(model)
+    outcome.seen, outcome.log, outcome.reports = recorder.seen, recorder.log, recorder.reports
+    return outcome
+
+
+def _state(model: Any) -> dict[str, Any]:
+    return {
+        name: (p.requires_grad, p.detach().clone(), None if p.grad is None else p.grad.detach().clone())
+        for name, p in model.named_parameters()
+    }
+
+
+def _shaken(number: int, eps: float | None, name: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = build(name, dtype)
+    g = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=g, dtype=torch.float64) * (eps or 2.0**-23)
+            p.copy_((p.double() * (1 + noise)).to(dtype))
+    return model
+
+
+_WIDER = (
+    ("torch.autocast('cpu', dtype=torch.bfloat16)", "nullcontext()"), ("torch.bfloat16", "torch.float64"),
+    ("torch.float32", "torch.float64"), (".float()", ".double()"),
+    (".bfloat16()", ".double()"), (".half()", ".double()"),
+)  # fmt: skip
+
+
+def _in_float64(text: str) -> str:
+    for low, wide in _WIDER:
+        text = text.replace(low, wide)
+    return text
+
+
+def says_what_to_do(error: Exception) -> bool:
+    """Whether an error's text has what was expected, what came, and a sentence after these."""
+    return re.search(r"expected [\s\S]*got [\s\S]*\. \S", str(error)) is not None
+
+
+@dataclass
+class Verdict:
+    """What came of a program: "equal", "equal error", "refused" or "different"; ``why`` of the last two."""
+
+    kind: str
+    why: str = ""
+
+
+def verdict(program: Program) -> Verdict:
+    """Return what came of a program, run stock and patched."""
+    stock, patched = run(program, "stock"), run(program, "patched")
+    judge = Judge(program, stock, patched, lambda how: run(program, how))
+    if patched.error is not None and (stock.error is None or patched.error[0] < stock.error[0]):
+        at, error = patched.error
+        if isinstance(error, CheckpointError):  # PyTorch's own word that a checkpoint's second forward ran otherwise
+            return Verdict("refused", f"CheckpointError at statement {at}")
+        if str(error).startswith("Cannot access data pointer of Tensor"):  # C code that asks for memory of lazy logits
+            return Verdict("refused", f"PyTorch's error at statement {at}: no data pointer")
+        if not isinstance(error, LowtideError):
+            return Verdict("different", f"statement {at} raises {type(error).__name__}: {error}")
+        if not says_what_to_do(error):
+            return Verdict("different", f"statement {at}: an error that says not what to do: {error}")
+        wrong = judge.seen(before=at)
+        return Verdict("different", wrong) if wrong else Verdict("refused", str(error))
+    if stock.error is not None:
+        if "modified by an inplace operation" in str(stock.error[1]):  # lowtide may have its gradients already
+            return Verdict("equal error", repr(stock.error[1]))
+        if patched.error is None or patched.error[0] > stock.error[0]:
+            return Verdict("different", f"statement {stock.error[0]} raises in stock alone: {stock.error[1]!r}")
+        wrong = judge.seen(before=stock.error[0])
+        return Verdict("different", wrong) if wrong else Verdict("equal error", repr(stock.error[1]))
+    wrong = judge.seen() or judge.log() or judge.state() or counted_wrong(program, patched)
+    return Verdict("different", wrong) if wrong else Verdict("equal")
+
+
+def shrunk(program: Program) -> Program:
+    """Return a program that still fails, without the statements that it does not need."""
+    statements = list(program.statements)
+    again = True
+    while again:
+        again = False
+        for at in reversed(range(len(statements))):
+            fewer = Program(program.seed, (*statements[:at], *statements[at + 1 :]))
+            if verdict(fewer).kind == "different":
+                statements.pop(at)
+                again = True
+    return Program(program.seed, tuple(statements))
+
+
+def as_script(program: Program, why: str) -> str:
+    """Return a program as code that runs: with ``PYTHONPATH=src:tests``, and with "stock" as its argument beside it."""
+    lines = [
+        f"# seed {program.seed}: {why}", "import sys", "from programs.prelude import script", "",
+        "script(globals(), sys.argv)", f"torch.manual_seed({program.seed})", *program.statements,
+        "see({n: p.grad for n, p in model.named_parameters()})",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    """``python -m programs.run FIRST COUNT``: how many programs came to what, and failures as small as they get."""
+    kinds: Counter[str] = Counter()
+    torch.set_num_threads(1)
+    for seed in range(int(argv[1]), int(argv[1]) + int(argv[2])):
+        found = verdict(make(seed))
+        kinds[found.kind] += 1
+        if found.kind == "different":
+            small = shrunk(make(seed))
+            sys.stdout.write(f"{'=' * 80}\n{as_script(small, verdict(small).why)}\n")
+    sys.stdout.write(f"{dict(kinds)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv)
