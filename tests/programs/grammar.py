@@ -186,7 +186,10 @@ class Writer:
             self.read()
         if self.chance(0.07):
             self.around()
-        self.add("loss.backward()" if self.chance(0.6) else self.pick("backward"))
+        how = "loss.backward()" if self.chance(0.6) else self.pick("backward")
+        if self.chance(0.8) and ("batched" in how or "create_graph" in how or ("[z]" in how and self.labelled)):
+            how = "loss.backward()"  # seldom: lowtide has none of these, and says so
+        self.add(how)
 
     def after(self) -> None:
         kind = self.random.choices(("read", "grad", "clip", "generate", "held", "zero"), (5, 2, 2, 0.7, 1, 2))[0]
@@ -227,7 +230,7 @@ class Writer:
     def program(self) -> list[str]:
         self.model()
         self.step()
-        while self.chance(0.3):
+        while self.chance(0.25):
             if self.chance(0.6):
                 self.around()
             self.step()

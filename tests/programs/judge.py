@@ -58,17 +58,17 @@ class Judge:
     def log(self) -> str:
         """Return what is wrong with what hooks wrote. Their order is not part of the promise."""
         ours, theirs = _sorted(self.patched.log), _sorted(self.stock.log)
-        if self.recomputes:
-            ours, theirs = _distinct(ours), _distinct(theirs)
+        if self.recomputes:  # hooks inside a layer run in its second forward too
+            return "" if all(any(self._alike(one, other) for other in ours) for one in theirs) else "log of hooks"
         if len(ours) != len(theirs):
             return f"hooks and wrappers ran {len(ours)} times, in stock {len(theirs)}"
-
-        def of(outcome: Outcome) -> Any:
-            values = _sorted(outcome.log)
-            return _distinct(values) if self.recomputes else values
-
-        wrong = self.compare(ours, theirs, of)
+        wrong = self.compare(ours, theirs, lambda o: _sorted(o.log))
         return f"log of hooks: {wrong}" if wrong else ""
+
+    def _alike(self, one: Any, other: Any) -> bool:
+        if isinstance(one, float) and isinstance(other, float):
+            return math.isclose(one, other, rel_tol=1e-2 if "bfloat16" in self.program.text else 1e-4)
+        return bool(one == other)
 
     def state(self) -> str:
         """Return what is wrong with parameters and gradients at the end."""
@@ -210,15 +210,3 @@ def _sorted(log: list[Any]) -> list[Any]:
     log = [float(one.detach()) if isinstance(one, Tensor) else one for one in log]
     numbers = sorted(one for one in log if isinstance(one, float))
     return [*sorted((one for one in log if not isinstance(one, float)), key=repr), *numbers]
-
-
-def _distinct(values: list[Any]) -> list[Any]:
-    kept: list[Any] = []
-    for one in values:
-        if not kept or (
-            abs(one - kept[-1]) > 1e-4 * abs(one)
-            if isinstance(one, float) and isinstance(kept[-1], float)
-            else one != kept[-1]
-        ):
-            kept.append(one)
-    return kept

@@ -7,40 +7,55 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
 from programs.grammar import make
 from programs.open_defects import which
 from programs.run import as_script, shrunk, verdict
 
-BATCH = 50
-FIXED = 40  # batches: 2,000 programs
-SLOW = int(os.environ.get("LOWTIDE_PROGRAMS", "100000")) // BATCH
-FRESH = int(os.environ.get("LOWTIDE_PROGRAMS_SEED", random.SystemRandom().randrange(10**9)))
+BATCH, FIXED = 50, 40  # 2,000 programs
+SLOW_BATCHES = 100
+SLOW = int(os.environ.get("LOWTIDE_PROGRAMS", "100000"))
+SEED = os.environ.get("LOWTIDE_PROGRAMS_SEED")  # of the first slow batch; none: fresh ones
 
 
-def check(first: int) -> None:
-    """Run a batch of programs; fail with the first that is different, as small as it gets."""
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(first: int, count: int) -> Counter[str]:
+    """Run programs; fail with the first that is different, as small as it gets. Return how many came to what."""
     kinds: Counter[str] = Counter()
-    for seed in range(first, first + BATCH):
+    for seed in range(first, first + count):
         found = verdict(make(seed))
-        kinds[found.kind] += 1
         if found.kind == "different":
             small = shrunk(make(seed))
-            if which(small.text) is not None:
-                continue
-            pytest.fail(f"\n\n{as_script(small, verdict(small).why)}\n", pytrace=False)
-    # most of them run to their end: the grammar tests something
-    assert kinds["equal"] > 0.6 * BATCH, kinds
-    assert kinds["refused"] < 0.2 * BATCH, kinds
+            defect = which(small.text)
+            if defect is None:
+                pytest.fail(f"\n\n{as_script(small, verdict(small).why)}\n", pytrace=False)
+            found.kind = f"open: {defect}"
+        kinds[found.kind] += 1
+    # Most run to their end, or the grammar would test little.
+    assert kinds["equal"] > 0.6 * count, kinds
+    assert kinds["refused"] < 0.2 * count, kinds
+    return kinds
 
 
 @pytest.mark.parametrize("number", range(FIXED))
 def test_fixed_programs(number):
-    check(number * BATCH)
+    check(number * BATCH, BATCH)
 
 
 @pytest.mark.slow
-def test_fresh_programs():
-    """As many as ``LOWTIDE_PROGRAMS`` says, from ``LOWTIDE_PROGRAMS_SEED`` on, which a failure shows."""
-    for number in range(SLOW):
-        check(FRESH + number * BATCH)
+@pytest.mark.parametrize("number", range(SLOW_BATCHES))
+def test_fresh_programs(number, capsys):
+    """As many as ``LOWTIDE_PROGRAMS`` says, of fresh seeds."""
+    count = SLOW // SLOW_BATCHES
+    first = random.SystemRandom().randrange(10**9) if SEED is None else int(SEED) + number * count
+    kinds = check(first, count)
+    with capsys.disabled():
+        print(f"\nprograms {first} to {first + count - 1}: {dict(kinds)}")  # noqa: T201
