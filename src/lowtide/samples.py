@@ -23,7 +23,7 @@ class Samples:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in tensors:
-            if type(p) is nn.Parameter and p.numel() and not p.is_meta and not hasattr(p, "ds_id"):
+            if type(p) is nn.Parameter and p.numel() and not p.is_meta and not hasattr(p, "ds_id"):  # ZeRO-3's
                 groups.setdefault((p.device, p.dtype), []).append(p)
         self._groups = list(groups.values())
         self._layouts = [(p.device, p.dtype, p.shape) for group in self._groups for p in group]
@@ -36,6 +36,8 @@ class Samples:
 
     def changed(self) -> bool:
         """Return whether a value is another one by now. On a GPU the device asserts that it is not: nobody waits."""
+        if any(p.untyped_storage().size() == 0 for group in self._groups for p in group):
+            return False  # FSDP2 has freed it, and will gather it again
         if self._layouts != [(p.device, p.dtype, p.shape) for group in self._groups for p in group]:
             return True
         for before, now in zip(self._seen, self._now(), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -62,6 +63,14 @@ def test_help_has_every_setting_its_default_and_examples(capsys: pytest.CaptureF
     assert "lowtide train --resume --output my-run" in out
     assert "--no-patch trains the stock model" in out  # what the option does, not what its field means
     assert all(name in out for name in SHAPES)
+
+
+def test_the_package_runs_as_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lowtide", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("lowtide", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +157,7 @@ def test_the_examples_of_a_help_are_commands(name: str, capsys: pytest.CaptureFi
         words = shlex.split(command.replace("\\\n", " "))
         if "WHAT" in words:
             continue
-        arguments = words[max(words.index(each) for each in ("lowtide", "lowtide.cli") if each in words) + 1 :]
+        arguments = words[words.index("lowtide") + 1 :]
         parsed, unknown = _parser().parse_known_args(arguments)
         assert not unknown, command
         if name == "train" and str(getattr(parsed, "model", "")).startswith("./"):

@@ -205,7 +205,7 @@ def test_accelerate_launch_sets_what_the_option_sets(
 
     file = tmp_path / "launch.yaml"
     assert main(["train", "--parallel", name, "--write-launch-file", str(file)]) == 0
-    assert f"accelerate launch --config_file {file} --num_processes N -m lowtide.cli train" in capsys.readouterr().out
+    assert f"accelerate launch --config_file {file} --num_processes N -m lowtide train" in capsys.readouterr().out
     arguments = launch_command_parser().parse_args(["--config_file", str(file), "--num_processes", "2", "script.py"])
     arguments, told, _ = _validate_launch_command(arguments)
     if arguments.use_deepspeed:
@@ -246,7 +246,7 @@ def test_accelerate_launch_and_a_killed_rank(ranks: Ranks, arguments: list[str],
     launch = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
     many = ["--max-steps", "100000", "--save-every", "1", "--output", str(output)]
     process = subprocess.Popen(
-        [sys.executable, *launch, "-m", "lowtide.cli", *arguments, *many], env=ENV, stderr=subprocess.PIPE, text=True
+        [sys.executable, *launch, "-m", "lowtide", *arguments, *many], env=ENV, stderr=subprocess.PIPE, text=True
     )
     wait_for(lambda: checkpoints(output), process)
     children = psutil.Process(process.pid).children()

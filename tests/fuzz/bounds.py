@@ -82,7 +82,9 @@ def _of_norm(notes: dict[str, Any]) -> Scales:
         each = each + each.mean(-1, keepdim=True)
         found = {"input": each, "residual": each + notes.get("upstream", 1.0)}
         n = (x * rstd).abs()
-        found["weight"] = n.reshape(-1, x.shape[-1]).sum(0) * notes.get("upstream", 1.0) if x.numel() else n.new_zeros(x.shape[-1])
+        found["weight"] = (
+            n.reshape(-1, x.shape[-1]).sum(0) * notes.get("upstream", 1.0) if x.numel() else n.new_zeros(x.shape[-1])
+        )
     return Scales(1.0, found, None)
 
 
@@ -146,7 +148,11 @@ def excess(
         return 0.0, ""
     error = (got64 - true).where(fine, 0).abs()
     true = true.where(fine, 0)
-    mine = torch.zeros_like(true) if plain is None else (plain.detach().double() - true).where(fine, 0).abs().nan_to_num(0, 0, 0)
+    mine = (
+        torch.zeros_like(true)
+        if plain is None
+        else (plain.detach().double() - true).where(fine, 0).abs().nan_to_num(0, 0, 0)
+    )
     tiny = NOTHING[got.dtype] + smallest
     if scale is None:
         rms = true.square().mean().sqrt()
@@ -154,7 +160,12 @@ def excess(
         scale = (rows + 2 * rms + true.abs()).expand(true.shape)
         if low_steps:
             mine = mine + (mine.square().mean(-1, keepdim=True).sqrt() if mine.dim() else 0)
-    bound = PLAIN * mine + (WIDE_STEPS * eps * kappa + low_steps * low) * scale.double().where(fine, 0) + low * true.abs() + tiny
+    bound = (
+        PLAIN * mine
+        + (WIDE_STEPS * eps * kappa + low_steps * low) * scale.double().where(fine, 0)
+        + low * true.abs()
+        + tiny
+    )
     entry = (error / bound).max().item()
     n = true.numel() ** 0.5
     wide = WIDE_STEPS * eps * kappa * scale.double().where(fine, 0)
@@ -162,7 +173,9 @@ def excess(
     if true.numel() < 64:  # of few entries all roundings may go the same way
         total = total + low_steps * low * scale.double().where(fine, 0).norm()
     norm = (error.norm() / total).item()
-    return max(entry, norm), f"{'entry' if entry > norm else 'norm'}: error {error.norm():.3g} of {true.norm():.3g}, plain {mine.norm():.3g}"
+    return max(
+        entry, norm
+    ), f"{'entry' if entry > norm else 'norm'}: error {error.norm():.3g} of {true.norm():.3g}, plain {mine.norm():.3g}"
 
 
 def precision(dtype: torch.dtype) -> float:

@@ -17,7 +17,19 @@ DTYPES = ["float64", "float32", "bfloat16", "float16", "autocast bfloat16", "aut
 LAYOUTS = ["contiguous", "transposed", "padded", "strided", "offset", "expanded"]
 WAYS = ["once", "twice", "checkpoint", "subset", "two uses", "hooks", "no_grad", "reentrant"]
 LEADING = [(3,), (), (1,), (0,), (2, 3), (7,), (2, 1, 4), (3, 0), (13,), (1, 1)]
-UPSTREAM = ["one", "random", "some 0", "0", 2.0**-14, 2.0**-7, 2.0**8, 2.0**16, -1.0, "nan where ignored", "inf where ignored"]
+UPSTREAM = [
+    "one",
+    "random",
+    "some 0",
+    "0",
+    2.0**-14,
+    2.0**-7,
+    2.0**8,
+    2.0**16,
+    -1.0,
+    "nan where ignored",
+    "inf where ignored",
+]
 
 
 @dataclass
@@ -80,7 +92,9 @@ def call(*args: str, **kwargs: Any) -> str:
 
 
 def options_text(case: Case) -> str | None:
-    given = {k: case[k] for k in ("workspace_mib", "accumulate", "backend", "gradient") if case.get(k) not in (None, "auto")}
+    given = {
+        k: case[k] for k in ("workspace_mib", "accumulate", "backend", "gradient") if case.get(k) not in (None, "auto")
+    }
     return f"lowtide.HeadOptions({', '.join(f'{k}={v!r}' for k, v in given.items())})" if given else None
 
 
@@ -134,7 +148,9 @@ def write_head(case: Case, w: Writer, *, K: int | None = None) -> dict[str, str 
         if case["logits"] in ("confident", "wrong") and K is None and D > 0:
             sign = "" if case["logits"] == "confident" else "-"
             w.line("chosen = linear_weight[target]")
-            w.line(f"input = input + {sign}{case['gap']} * chosen / chosen.square().sum(-1, keepdim=True).clamp(min=0.01)")
+            w.line(
+                f"input = input + {sign}{case['gap']} * chosen / chosen.square().sum(-1, keepdim=True).clamp(min=0.01)"
+            )
         if case["ignored"] == "some":
             w.line(f"target[torch.rand({shape}, generator=g) < 0.4] = {ignore}")
         elif case["ignored"] == "all":
@@ -228,8 +244,9 @@ def module(case: Case) -> Program:
         "ignore_index": str(ignore),
         "label_smoothing": case["label_smoothing"] or None,
     }
+    biased = case["linear_bias"]
     w.line(
-        f"module = lowtide.nn.LinearCrossEntropyLoss({call(str(D), str(V), out_features=of, bias=case['linear_bias'], **given)},"
+        f"module = lowtide.nn.LinearCrossEntropyLoss({D}, {V}, {call(out_features=of, bias=biased, **given)},"
         f" dtype=torch.{w.dtype}, {call(options=options_text(case))})"
     )
     state = "{'linear.weight': linear_weight" + (", 'linear.bias': linear_bias" if case["linear_bias"] else "") + "}"
@@ -325,7 +342,11 @@ def divergence(case: Case) -> Program:
     given |= {
         "kind": repr(case["kind"]),
         "beta": case["beta"] if case["kind"] == "jsd" else None,
-        "temperature": "temperature" if case["temperature"] == "tensor" else None if case["temperature"] == 1 else repr(case["temperature"]),
+        "temperature": "temperature"
+        if case["temperature"] == "tensor"
+        else None
+        if case["temperature"] == 1
+        else repr(case["temperature"]),
         "reduction": repr(case["reduction"]),
         "num_items": case["num_items"] if mean else None,
     }
@@ -357,7 +378,9 @@ def apply(case: Case) -> Program:
         tokens = ["y"]
     elif kind == 2:
         number = "float64" if case["dtype"] == "float64" else "float32"
-        w.value("a", f"torch.rand({leading}, generator=g).to(torch.{number}).requires_grad_({case['trained'] == 'all'})")
+        w.value(
+            "a", f"torch.rand({leading}, generator=g).to(torch.{number}).requires_grad_({case['trained'] == 'all'})"
+        )
         w.value("p", f"torch.rand({V}, generator=g).to(torch.{number}).requires_grad_({case['trained'] == 'all'})")
         tokens = ["a"]
     if case["mask"] != "none":
@@ -388,11 +411,25 @@ def swiglu(case: Case) -> Program:
     trained = case["trained"]
     w.done("input", trained=trained in ("all", "input"), layout=case["layout"])
     for name in ("gate_weight", "up_weight", "down_weight"):
-        w.done(name, trained=trained in ("all", "head") or (trained == "weight" and name != "up_weight"), layout=case["weight_layout"])
+        w.done(
+            name,
+            trained=trained in ("all", "head") or (trained == "weight" and name != "up_weight"),
+            layout=case["weight_layout"],
+        )
     for name, _ in biases:
         w.done(name, trained=trained in ("all", "head", "bias"))
-    args = call("input", "gate_weight", "up_weight", "down_weight", *(), **{n: n for n, _ in biases}, activation=repr(case["activation"]))
-    beyond = "float16" in case["dtype"] and case["logits"] == "huge"  # a tile's part of a gradient may pass fp16's range
+    args = call(
+        "input",
+        "gate_weight",
+        "up_weight",
+        "down_weight",
+        *(),
+        **{n: n for n, _ in biases},
+        activation=repr(case["activation"]),
+    )
+    beyond = (
+        "float16" in case["dtype"] and case["logits"] == "huge"
+    )  # a tile's part of a gradient may pass fp16's range
     tile = None if beyond else case["tile_tokens"]
     ours = f"(lowtide.swiglu_mlp({args}, {call(checkpoint_level=case['level'], tile_tokens=tile)}),)"
     return Program(w.lines, w.names, ours, f"swiglu({args})", "swiglu", w.autocast)
@@ -416,7 +453,9 @@ def rms_norm(case: Case) -> Program:
         w.done("residual", trained=case["trained"] == "all")
         args = call(**given)
         ours = f"lowtide.layers.add_rms_norm(input, residual, {weight}, {args})"
-        return Program(w.lines, w.names, ours, f"rms_norm(input, {weight}, residual=residual, {args})", "rms_norm", None)
+        return Program(
+            w.lines, w.names, ours, f"rms_norm(input, {weight}, residual=residual, {args})", "rms_norm", None
+        )
     args = call("input", weight, **given)
     return Program(w.lines, w.names, f"(lowtide.layers.rms_norm({args}),)", f"rms_norm({args})", "rms_norm", None)
 
@@ -427,9 +466,17 @@ def rotary(case: Case) -> Program:
     r = max(2, d // 4 * 2) if case["partial"] else d
     for name, heads in (("q", case["heads"]), ("k", 1)):
         w.leaf(name, (B, heads, T, d) if case["unsqueeze_dim"] == 1 else (B, T, heads, d))
-        w.done(name, trained=case["trained"] == "all" or (case["trained"] == "input" and name == "q"), layout=case["layout"])
+        w.done(
+            name,
+            trained=case["trained"] == "all" or (case["trained"] == "input" and name == "q"),
+            layout=case["layout"],
+        )
+    table = "float64" if w.dtype == "float64" else case["table"]
     for name in ("cos", "sin"):
-        w.value(name, f"torch.randn({(1 if case['one_table'] else B, T, r)}, generator=g).to(torch.{case['table'] if w.dtype != 'float64' else 'float64'})")
+        w.value(
+            name,
+            f"torch.randn({(1 if case['one_table'] else B, T, r)}, generator=g).to(torch.{table})",
+        )
     args = call("q", "k", "cos", "sin", unsqueeze_dim=case["unsqueeze_dim"] if case["unsqueeze_dim"] != 1 else None)
     return Program(w.lines, w.names, f"lowtide.layers.rotary({args})", f"rotary({args})", "rotary", None)
 
@@ -440,6 +487,7 @@ WANTS = [
     ["logprob", "entropy", "lse", "mean_logit", "sum_sq_prob", "argmax", "is_top1"], ["argmax"],
 ]  # fmt: skip
 PLAIN = {k: HEAD[k] for k in ("leading", "layout", "trained", "way", "upstream")}
+OF_OTHERS = ("softcap", "logit_scale", "logits", "gap", "ruled_out", "weight_layout")  # no options of the module
 TABLES: dict[str, tuple[Callable[[Case], Program], dict[str, list[Any]]]] = {
     "linear_cross_entropy": (
         cross_entropy,
@@ -455,7 +503,7 @@ TABLES: dict[str, tuple[Callable[[Case], Program], dict[str, list[Any]]]] = {
     ),
     "LinearCrossEntropyLoss": (
         module,
-        {k: v for k, v in HEAD.items() if k not in ("softcap", "logit_scale", "logits", "gap", "ruled_out", "weight_layout")} | {
+        {k: v for k, v in HEAD.items() if k not in OF_OTHERS} | {
             "out_features": [(), (2,), (3, 1, 2)],
             "reduction": ["mean", "sum", "none"],
             "weight": [False, True],

@@ -49,6 +49,7 @@ def token_loss(
     tau_negative=1.05, token_level=False, kind="k2",
 ):  # fmt: skip
     """One value a token, 0 where masked, reduced; tensors where masked may hold anything."""
+
     def clean(x):
         return None if x is None else wide(x).where(mask, 0)
 
@@ -119,6 +120,7 @@ def pair_loss(
     elif loss == "cpo_loss":
         value = smoothed(beta * (chosen - rejected)) + (0 if nll is None else wide(nll))
     elif loss == "orpo_loss":
+
         def odds(x):
             x = x.clamp(max=-(torch.finfo(x.dtype).tiny ** 0.5))
             return x - torch.log(-torch.expm1(x))
@@ -126,7 +128,9 @@ def pair_loss(
         value = (-chosen if nll is None else wide(nll)) - beta * ls(odds(chosen) - odds(rejected))
     elif loss == "kto_loss":
         gain = beta * (chosen - rejected.detach() - kl)
-        value = torch.where(desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
+        value = torch.where(
+            desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain)
+        )
     else:
         ra, rb = wide(ref_chosen).detach(), wide(ref_rejected).detach()
         a, b = chosen - ra, rejected - rb
@@ -142,7 +146,9 @@ def pair_loss(
 
         m = beta * (score(a) - score(b))
         if kind in ("ipo", "sigmoid_norm"):
-            per_token = score(a) / wide(chosen_length.float()).clamp(min=1) - score(b) / rejected_length.float().clamp(min=1)
+            per_token = score(a) / wide(chosen_length.float()).clamp(min=1) - score(b) / rejected_length.float().clamp(
+                min=1
+            )
         if kind == "sigmoid":
             value = smoothed(m)
         elif kind == "robust":
@@ -172,16 +178,36 @@ def pair_loss(
             value = smoothed(beta * (x.flatten().sort().values - y.flatten().sort().values)).view(x.shape)
     if reduction == "none":
         return (value,)
-    return (value.sum() if reduction == "sum" else value.sum() / (max(value.numel(), 1) if num_items is None else num_items),)
+    return (
+        value.sum()
+        if reduction == "sum"
+        else value.sum() / (max(value.numel(), 1) if num_items is None else num_items),
+    )
 
 
 def name_of(x: str) -> str:
     return {"other": "old_logprob", "ref": "ref_logprob"}.get(x, x)
 
 
-POLICY = ["ppo_loss", "grpo_loss", "dr_grpo_loss", "bnpo_loss", "dapo_loss", "gspo_loss", "cispo_loss", "sapo_loss", "reinforce_loss"]
+POLICY = [
+    "ppo_loss",
+    "grpo_loss",
+    "dr_grpo_loss",
+    "bnpo_loss",
+    "dapo_loss",
+    "gspo_loss",
+    "cispo_loss",
+    "sapo_loss",
+    "reinforce_loss",
+]
 ALONE = ["sft_loss", "dft_loss", "focal_loss", "label_smoothed_loss", "z_loss", "gkd_loss", "sampled_distillation_loss"]
-DEFAULT_REDUCTION = {"grpo_loss": "sequence", "dr_grpo_loss": "sequence_sum", "gspo_loss": "sequence", "sapo_loss": "sequence", "reinforce_loss": "sequence_sum"}
+DEFAULT_REDUCTION = {
+    "grpo_loss": "sequence",
+    "dr_grpo_loss": "sequence_sum",
+    "gspo_loss": "sequence",
+    "sapo_loss": "sequence",
+    "reinforce_loss": "sequence_sum",
+}
 
 
 def draw_tokens(w: Writer, case: Case, name: str, text: str, *, trained: bool = False) -> None:
@@ -248,7 +274,11 @@ def tokens(case: Case) -> Program:
         theirs["other"] = "other"
         both["kind"] = repr(case["kl"] if case["kl"] in ("k2", "k3") else "k2")
     else:
-        both |= {"focal_loss": {"gamma": case["number"]}, "z_loss": {"coef": case["number"]}, "gkd_loss": {"temperature": case["number"]}}.get(loss, {})
+        both |= {
+            "focal_loss": {"gamma": case["number"]},
+            "z_loss": {"coef": case["number"]},
+            "gkd_loss": {"temperature": case["number"]},
+        }.get(loss, {})
     if case["num_items"] is not None and case["reduction"] not in ("none", "sum"):
         both["num_items"] = "torch.tensor(5)" if case["num_items"] == "tensor" else case["num_items"]
     ours = f"(lowtide.losses.{loss}({', '.join(args)}, mask, {call(**mine, **both)}),)"
@@ -292,7 +322,10 @@ def pairs(case: Case) -> Program:
         both |= {"desirable_weight": 1.2, "undesirable_weight": 0.7}
     else:
         if case["nll"] and loss != "simpo_loss":
-            w.value("nll", f"{normal if case['nll'] == 'each' else 'torch.randn((), generator=g, dtype=torch.float64)'}.abs()")
+            w.value(
+                "nll",
+                f"{normal if case['nll'] == 'each' else 'torch.randn((), generator=g, dtype=torch.float64)'}.abs()",
+            )
             w.done("nll", trained=trained == "all")
             mine["chosen_nll"], theirs["nll"] = "nll", "nll"
         elif loss == "cpo_loss":
@@ -335,7 +368,22 @@ PAIRS = COMMON | {
     "loss": ["dpo_loss", "simpo_loss", "cpo_loss", "orpo_loss", "kto_loss"],
     "shape": [(3,), (1,), (), (0,), (2, 3)],
     "spread": [1.0, 10.0, 200.0],
-    "kind": ["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"],
+    "kind": [
+        "sigmoid",
+        "robust",
+        "hinge",
+        "ipo",
+        "sigmoid_norm",
+        "exo_pair",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+        "aot",
+        "aot_unpaired",
+    ],
     "beta": [0.1, 2.0],
     "label_smoothing": [0.0, 0.1],
     "divergence": ["reverse_kl", "forward_kl", "js", "alpha"],

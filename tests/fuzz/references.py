@@ -132,7 +132,10 @@ def token_stats(
         logprob = logprob_of(z, ys[..., 0])[..., None] if ys.shape[-1] == 1 else logp.gather(-1, ys)
         found["logprob"] = logprob.reshape(target.shape)
     if dead is not None:
-        found = {k: v.masked_fill(dead.view((*dead.shape, *[1] * (v.dim() - dead.dim()))), math.nan) for k, v in found.items()}
+        found = {
+            k: v.masked_fill(dead.view((*dead.shape, *[1] * (v.dim() - dead.dim()))), math.nan)
+            for k, v in found.items()
+        }
     if target is not None:
         found["logprob"] = found["logprob"].where(target != ignore_index, 0)
     rows = tuple(found[name] for name in want)

@@ -136,7 +136,9 @@ def test_a_failure_is_shrunk_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_programs_need_nothing_but_pytorch_and_lowtide(name: str) -> None:
     for seed in range(5):
         program = source(draw(name, seed), "nothing")
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False
+        )
         refused = "lowtide.errors" in done.stderr or "AttributeError" in done.stderr
         assert done.returncode == 0 or refused, done.stderr
 
@@ -160,6 +162,11 @@ def test_the_truth_is_that_of_pytorchs_own_functions() -> None:
     y[::3] = 3
     for reduction in ("mean", "sum", "none"):
         for smoothing in (0.0, 0.3):
-            kwargs: dict[str, Any] = {"weight": q, "reduction": reduction, "ignore_index": 3, "label_smoothing": smoothing}
+            kwargs: dict[str, Any] = {
+                "weight": q,
+                "reduction": reduction,
+                "ignore_index": 3,
+                "label_smoothing": smoothing,
+            }
             want = torch.nn.functional.cross_entropy(x @ w.T + b, y, **kwargs)
             torch.testing.assert_close(references.cross_entropy(x, w, y, linear_bias=b, **kwargs)[0], want)

@@ -1,4 +1,4 @@
-"""What the tests of CCE, Liger and TRL cover, as tables of shapes, dtypes and options, with lowtide in the peer's place.
+"""What the tests of CCE, Liger and TRL cover, as tables of shapes, dtypes and options, lowtide in the peer's place.
 
 The facts (sizes, options, tolerances) are those of apple/ml-cross-entropy's `tests/test_cce_loss_*.py`,
 linkedin/Liger-Kernel's `test/transformers` and `test/chunked_loss`, and TRL 1.16's `tests`; tensors, references
@@ -30,7 +30,9 @@ DEVIATIONS = {
 LOW = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-def leaves(seed: int, N: int, V: int, D: int, dtype: torch.dtype, bias: float | None, unit: bool) -> list[Tensor | None]:
+def leaves(
+    seed: int, N: int, V: int, D: int, dtype: torch.dtype, bias: float | None, unit: bool
+) -> list[Tensor | None]:
     """Hidden states, weight and bias as CCE draws them: the first classes are hidden states themselves."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(N, D, generator=g) / (D**0.5 if unit else 1.0)
@@ -58,7 +60,14 @@ CCE_BACKWARD = [(torch.float32, 5e-4), (torch.float16, 1e-3), (torch.bfloat16, 1
 CCE_FORWARD_CASES = list(itertools.product(CCE_SHAPES, CCE_FORWARD, [None, 20.0], [None, 0.01], [0, 2], [False, True]))
 CCE_BACKWARD_CASES = list(
     itertools.product(
-        CCE_SHAPES, CCE_BACKWARD, [None, 20.0], [None, 0.02], [False, True], [False, True], ["none", "mean", "sum"], [0.0, 1.0]
+        CCE_SHAPES,
+        CCE_BACKWARD,
+        [None, 20.0],
+        [None, 0.02],
+        [False, True],
+        [False, True],
+        ["none", "mean", "sum"],
+        [0.0, 1.0],
     )
 )
 
@@ -72,7 +81,7 @@ def ignored(y: Tensor, share: float, seed: int) -> Tensor:
 def cce(seed: int, case: Any, *, backward: bool) -> None:
     (N, V, D), (dtype, tolerance), softcap, bias, shift, invalid, *rest = case
     reduction, z_loss = rest or ("none", 0.0)
-    x, w, b = tensors = leaves(seed, N, V, D, dtype, bias, unit=True)
+    tensors = leaves(seed, N, V, D, dtype, bias, unit=True)
     y = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(seed + 1))
     y = (ignored(y, 0.2, seed) if invalid else y).view(4, -1)
     kwargs: dict[str, Any] = {"softcap": softcap, "reduction": reduction, "z_loss": z_loss}
@@ -135,7 +144,13 @@ LIGER_HEAD = {  # tokens, hidden size, vocabulary; atol and rtol by dtype, for "
 @pytest.mark.parametrize(("reduction", "dtype", "atol", "rtol"), LIGER_HEAD["tolerances"])
 @pytest.mark.parametrize("shape", LIGER_HEAD["shapes"])
 def test_liger_linear_cross_entropy(
-    shape: tuple[int, int, int], reduction: str, dtype: torch.dtype, atol: float, rtol: float, bias: float | None, options: dict[str, Any]
+    shape: tuple[int, int, int],
+    reduction: str,
+    dtype: torch.dtype,
+    atol: float,
+    rtol: float,
+    bias: float | None,
+    options: dict[str, Any],
 ) -> None:
     """Against what Liger's tests compare with, in float64; the one deviation is its z-loss's denominator, shown."""
     N, D, V = shape
@@ -167,14 +182,29 @@ def test_liger_linear_cross_entropy(
     ("N", "D", "V"), [(4, 8, 8), (63, 41, 41), pytest.param(4 * 423, 167, 1423, marks=pytest.mark.slow)]
 )
 def test_liger_linear_jsd(
-    N: int, D: int, V: int, dtype: torch.dtype, atol: float, rtol: float, temperature: float, beta: float, ignored_share: float
+    N: int,
+    D: int,
+    V: int,
+    dtype: torch.dtype,
+    atol: float,
+    rtol: float,
+    temperature: float,
+    beta: float,
+    ignored_share: float,
 ) -> None:
     """A student of half the teacher's hidden size, some tokens left out; the mean is over those that are not."""
     x, w, _ = leaves(2, N, V, max(1, D // 2), dtype, None, unit=False)
     h, u, _ = (None if t is None else t.detach() for t in leaves(3, N, V, D, dtype, None, unit=False))
     mask = torch.rand(N) >= ignored_share
     of, teacher = exact([x, w]), exact([h, u])
-    kwargs: dict[str, Any] = {"kind": "jsd", "beta": beta, "temperature": temperature, "mask": mask, "reduction": "mean", "num_items": max(1, int(mask.sum()))}
+    kwargs: dict[str, Any] = {
+        "kind": "jsd",
+        "beta": beta,
+        "temperature": temperature,
+        "mask": mask,
+        "reduction": "mean",
+        "num_items": max(1, int(mask.sum())),
+    }
     ours = lowtide.linear_divergence(x, w, h, u, **kwargs)
     true = references.divergence(of[0], of[1], *teacher, **kwargs)[0]
     mine, theirs = torch.autograd.grad(ours, [x, w]), torch.autograd.grad(true, [t for t in of if t is not None])
@@ -185,16 +215,28 @@ def test_liger_linear_jsd(
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize(
-    ("leading", "D", "F"), [((6, 42), 123, 431), pytest.param((2, 256), 256, 512, marks=pytest.mark.slow), pytest.param((9, 41), 341, 4231, marks=pytest.mark.slow)]
+    ("leading", "D", "F"),
+    [
+        ((6, 42), 123, 431),
+        pytest.param((2, 256), 256, 512, marks=pytest.mark.slow),
+        pytest.param((9, 41), 341, 4231, marks=pytest.mark.slow),
+    ],
 )
-def test_liger_gated_mlp(leading: tuple[int, int], D: int, F: int, dtype: torch.dtype, rtol: float, activation: str) -> None:
+def test_liger_gated_mlp(
+    leading: tuple[int, int], D: int, F: int, dtype: torch.dtype, rtol: float, activation: str
+) -> None:
     """Liger allows an absolute error of 1 and of 10,000 beside these; we allow none of the norm."""
-    tensors = [torch.randn(*s).div(s[-1] ** 0.5 if i else 1.0).to(dtype).requires_grad_() for i, s in enumerate([(*leading, D), (F, D), (F, D), (D, F)])]
+    tensors = [
+        torch.randn(*s).div(s[-1] ** 0.5 if i else 1.0).to(dtype).requires_grad_()
+        for i, s in enumerate([(*leading, D), (F, D), (F, D), (D, F)])
+    ]
     of = [t.detach().double().requires_grad_() for t in tensors]
     ours, true = lowtide.swiglu_mlp(*tensors, activation=activation), references.swiglu(*of, activation=activation)[0]
     g = torch.randn(true.shape)
     for got, want in zip(
-        (ours, *torch.autograd.grad(ours, tensors, g.to(dtype))), (true, *torch.autograd.grad(true, of, g.to(dtype).double())), strict=True
+        (ours, *torch.autograd.grad(ours, tensors, g.to(dtype))),
+        (true, *torch.autograd.grad(true, of, g.to(dtype).double())),
+        strict=True,
     ):
         assert relative_error(got, want) < rtol
 
@@ -203,7 +245,9 @@ def test_liger_gated_mlp(leading: tuple[int, int], D: int, F: int, dtype: torch.
 @pytest.mark.parametrize(("offset", "rounding"), [(0.0, "before_weight"), (1.0, "after_weight"), (0.0, "after_weight")])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("shape", [(2, 128, 512), (5, 123, 123), (2, 2, 8), (9, 7, 41)])
-def test_liger_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, offset: float, rounding: Any, affine: bool) -> None:
+def test_liger_rms_norm(
+    shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, offset: float, rounding: Any, affine: bool
+) -> None:
     x = torch.randn(shape).to(dtype).requires_grad_()
     w = torch.randn(shape[-1]).to(dtype).requires_grad_() if affine else None
     parts, of = [t for t in (x, w) if t is not None], exact([x, w])
@@ -211,7 +255,9 @@ def test_liger_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, tolerance: f
     true = references.rms_norm(of[0], of[1], 1e-6, offset, rounding)[0]
     g = torch.randn(shape).to(dtype)
     for got, want in zip(
-        (ours, *torch.autograd.grad(ours, parts, g)), (true, *torch.autograd.grad(true, [t for t in of if t is not None], g.double())), strict=True
+        (ours, *torch.autograd.grad(ours, parts, g)),
+        (true, *torch.autograd.grad(true, [t for t in of if t is not None], g.double())),
+        strict=True,
     ):
         assert relative_error(got, want) < tolerance
 
@@ -219,9 +265,12 @@ def test_liger_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, tolerance: f
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("expanded", [True, False])
 @pytest.mark.parametrize(
-    ("B", "T", "heads", "kv_heads", "d"), [(1, 2, 2, 2, 8), (1, 2, 1, 2, 8), (1, 128, 32, 8, 64), pytest.param(3, 423, 73, 155, 92, marks=pytest.mark.slow)]
+    ("B", "T", "heads", "kv_heads", "d"),
+    [(1, 2, 2, 2, 8), (1, 2, 1, 2, 8), (1, 128, 32, 8, 64), pytest.param(3, 423, 73, 155, 92, marks=pytest.mark.slow)],
 )
-def test_liger_rotary(B: int, T: int, heads: int, kv_heads: int, d: int, expanded: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_liger_rotary(
+    B: int, T: int, heads: int, kv_heads: int, d: int, expanded: bool, dtype: torch.dtype, tolerance: float
+) -> None:
     q, k = torch.randn(B, T, heads, d).transpose(1, 2), torch.randn(B, T, kv_heads, d).transpose(1, 2)
     q, k = q.to(dtype).detach().requires_grad_(), k.to(dtype).detach().requires_grad_()
     angles = torch.arange(T)[:, None] * 1e-4 ** (torch.arange(d // 2) / (d // 2))
@@ -245,12 +294,19 @@ def test_trl_log_probabilities_and_entropies(shape: tuple[int, int, int, int], t
     """`selective_log_softmax` and `entropy_from_logits` of the installed TRL, whose tests compare with log-softmax."""
     utils = pytest.importorskip("trl.trainer.utils")
     B, T, D, V = shape
-    x, w, y = torch.randn(B, T, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64), torch.randint(0, V, (B, T))
+    x, w, y = (
+        torch.randn(B, T, D, dtype=torch.float64),
+        torch.randn(V, D, dtype=torch.float64),
+        torch.randint(0, V, (B, T)),
+    )
     stats = lowtide.linear_token_stats(x, w, y, want=("logprob", "entropy"), logit_scale=1 / temperature)
     z = x @ w.T / temperature
     torch.testing.assert_close(stats.logprob, utils.selective_log_softmax(z, y), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(stats.entropy, utils.entropy_from_logits(z), rtol=1e-10, atol=1e-10)
     several = torch.randint(0, V, (B, T, 3))
     torch.testing.assert_close(
-        lowtide.linear_logprobs(x, w, several, logit_scale=1 / temperature), utils.selective_log_softmax(z, several), rtol=1e-10, atol=1e-10
+        lowtide.linear_logprobs(x, w, several, logit_scale=1 / temperature),
+        utils.selective_log_softmax(z, several),
+        rtol=1e-10,
+        atol=1e-10,
     )

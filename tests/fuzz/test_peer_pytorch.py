@@ -48,7 +48,13 @@ def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     steps = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 3 * torch.finfo(dtype).eps)
     got, want = got.detach().double(), want.detach().double()
     assert got.shape == want.shape
-    torch.testing.assert_close(got, want, rtol=steps, atol=steps * (1 + want.nan_to_num(0, 0, 0).abs().max().item() if want.numel() else 1), equal_nan=True)
+    torch.testing.assert_close(
+        got,
+        want,
+        rtol=steps,
+        atol=steps * (1 + want.nan_to_num(0, 0, 0).abs().max().item() if want.numel() else 1),
+        equal_nan=True,
+    )
 
 
 def compare(got: Tensor, leaves: list[Tensor], want: Tensor, exact: list[Tensor], dtype: torch.dtype) -> None:
@@ -63,7 +69,7 @@ def compare(got: Tensor, leaves: list[Tensor], want: Tensor, exact: list[Tensor]
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, PARTS))])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_samples_of_the_module(infos: tuple[Any, Any], dtype: torch.dtype, part: int) -> None:
-    """All 3,284 with class indices: shapes, reductions, class weights, ignored classes, outputs; its chunks are ours."""
+    """All 3,284 with class indices: shapes, reductions, class weights, ignored classes, outputs, chunks."""
     module, count = infos[1], 0
     torch.manual_seed(0)
     for sample in module.module_inputs_func(module, "cpu", dtype, True, True):

@@ -85,6 +85,53 @@ def test_nothing_waits_for_the_device(dtype: torch.dtype, case: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["auto", "row"])
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+def test_ignored_tokens_stay_0_under_any_upstream_gradient(dtype: torch.dtype, backend: Any, gradient: Any) -> None:
+    if dtype == torch.float64 and backend == "row":
+        pytest.skip("its kernel computes in float32")
+    x, w, b, y = on_gpu((4, 300), 64, 3000, dtype=dtype)
+    scale = torch.tensor(1.5, device="cuda", requires_grad=True)
+    some = y.clone()
+    some[:, 5:90] = some[2] = -100
+    options = HeadOptions(backend=backend, gradient=gradient)
+    for target in (some, torch.full_like(y, -100)):
+        kept = target != -100
+        for logit_scale in (1.0, scale):
+            total = linear_cross_entropy(
+                x, w, target, linear_bias=b, reduction="sum", logit_scale=logit_scale, options=options
+            )
+            for retain in (True, False):
+                leaves = (x, w, b) if logit_scale is not scale else (x, w, b, scale)
+                grads = torch.autograd.grad(total * torch.inf, leaves, retain_graph=retain)
+                assert torch.equal(grads[0][~kept], torch.zeros_like(x[~kept]))
+                if kept.any():
+                    assert not grads[0][kept].isfinite().any()
+                    assert not grads[1].isfinite().any()
+                else:
+                    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+@pytest.mark.parametrize("factor", [2.0**-14, 2.0**16])
+def test_float16_gradients_for_any_factor(gradient: Any, factor: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(400, 64, generator=g)
+    rows /= rows.norm(dim=1, keepdim=True)
+    y = torch.randint(400, (96,), generator=g)
+    gap = 18 if factor > 1 else 0.5  # tokens that the model is sure of, and others
+    heavy = torch.full((96,), 1.0 if factor > 1 else 1e6)
+    x, w = (gap * rows[y]).half(), rows.half()
+    exact = [t.double().requires_grad_() for t in (x, w)]
+    x, w = (t.cuda().requires_grad_() for t in (x, w))
+    true = torch.autograd.grad(factor * oracle(*exact, y, token_weight=heavy), exact)
+    options = HeadOptions(gradient=gradient)
+    loss = linear_cross_entropy(x, w, y.cuda(), token_weight=heavy.cuda(), options=options)
+    for grad, t in zip(torch.autograd.grad(factor * loss, (x, w)), true, strict=True):
+        assert relative_error(grad.cpu(), t) < 1e-3 + 2 * relative_error(t.half(), t)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("workspace_mib", [None, 16])

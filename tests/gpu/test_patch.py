@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from typing import Any
@@ -106,9 +107,10 @@ def test_a_change_past_versions_is_found_and_training_does_not_wait() -> None:
     lowtide.patch(model)
     inputs = batch(V)
     for mode in ("default", "error"):  # the first time compiles
+        logits = model(**inputs).logits
+        torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            logits = model(**inputs).logits
             logits.log_softmax(-1).gather(-1, inputs["labels"].clamp(min=0)[..., None]).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -131,7 +133,8 @@ model.lm_head.weight.data[3, 5] += 1
 torch.nn.functional.cross_entropy(logits.view(-1, V), inputs["labels"].view(-1))
 torch.cuda.synchronize()
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert ran.returncode != 0
     assert "changed between the forward pass and a loss" in ran.stderr, ran.stderr[-2000:]
     assert "device-side assert" in ran.stderr

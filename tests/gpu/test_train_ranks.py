@@ -29,7 +29,7 @@ def run(ranks: int, *arguments: object) -> str:
     path = [str(Path(lowtide.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "NCCL_NVLS_ENABLE": "0"}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, "-m", "lowtide.cli", *map(str, arguments)]
+    command = [sys.executable, *launch, "-m", "lowtide", *map(str, arguments)]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

@@ -22,6 +22,7 @@ def naive(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, **_: Any) -> torch.
     return F.cross_entropy(F.linear(x, w).float(), y)
 
 
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("gradient", ["auto", "recompute"])

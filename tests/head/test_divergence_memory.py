@@ -13,6 +13,7 @@ from support import divergence_oracle, head
 MIB = 2**20
 
 
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tv", "top k"])
 @pytest.mark.parametrize("reduction", ["none", "sum"])

@@ -12,6 +12,7 @@ from support import head, stats_oracle
 MIB = 2**20
 
 
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("K", [0, 1, 2])
 def test_no_quarter_of_the_logits_is_ever_allocated(dtype: torch.dtype, K: int) -> None:

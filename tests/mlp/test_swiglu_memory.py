@@ -164,14 +164,14 @@ def test_a_strided_upstream_gradient_is_copied_once() -> None:
 
 
 def test_a_retained_graph_costs_the_gradients_of_gate_and_up() -> None:
-    leaves = leaves_of()
+    leaves = leaves_of(torch.float32)  # what the CPU packs narrow operands into depends on its instructions
     peaks = []
     for retain in (False, True):
         y = swiglu_mlp(*leaves, checkpoint_level=0)
         with track_allocations() as seen:
             torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=retain)
         peaks.append(seen.peak_bytes)
-    assert 2 * FF * N * 2 * 0.9 < peaks[1] - peaks[0] <= 2 * FF * N * 2
+    assert 2 * FF * N * 4 * 0.9 < peaks[1] - peaks[0] <= 2 * FF * N * 4
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -15,8 +15,9 @@ from torch import nn
 import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
 
-# torch.compile warns of what it does itself
+# torch.compile warns of what it does itself, and lowtide of a whole model that is compiled
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:lowtide.patch. the logits are built:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
 ]

@@ -692,6 +692,7 @@ def test_compiled_layers_stay_fused(both, batch, assert_same_gradients):
     assert (report.calls_fused, report.calls_materialised) == (2, 0)
 
 
+@pytest.mark.filterwarnings("ignore:lowtide.patch. the logits are built:UserWarning")
 def test_a_compiled_model_is_right(both, batch, assert_same_gradients):
     model, stock, _ = both(HEADS["all"])
     torch._dynamo.reset()

@@ -76,6 +76,28 @@ def test_numbers_of_the_same_logits_compare_as_in_stock(compare, dtype, pair, ba
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize(
+    "scaled", [lambda z: z, lambda z: torch.tanh((z + torch.linspace(0, 1, V, dtype=z.dtype)[None]) / 30) * 30]
+)
+def test_statistics_are_of_logits_that_are_rounded_as_stock_rounds_them(scaled, pair, batch):
+    """A bfloat16 model's highest logits tie, and what a row's logsumexp is taken from is not above 0."""
+    model, stock = pair("gpt2", torch.bfloat16)
+    report = lowtide.patch(model, mlp=False, norm=False, rope=False)
+    ids = batch["input_ids"].repeat(6, 4)
+    results = []
+    for m in (model, stock):
+        with torch.no_grad():
+            m.lm_head.weight.mul_(20)
+        z = scaled(m(input_ids=ids, labels=ids).logits).float()
+        ranked, lse = z.argmax(-1), z.logsumexp(-1, keepdim=True)
+        assert m is stock or report.calls_materialised == 0
+        results.append((ranked, lse, (z - lse).max() <= 1e-6))
+    assert (results[1][1].exp() > 1).any()
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-6, atol=1e-5)
+    assert results[0][2]
+
+
 def test_log_probabilities_given_before_keep_the_gradient(pair, batch, assert_same_gradients):
     model, stock = pair("llama")
     lowtide.patch(model, mlp=False)

@@ -18,7 +18,7 @@ import lowtide
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
     "errors", "swap", "code", "samples", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed",
-    "models", "trl", "train", "bench", "profile", "cli",
+    "models", "trl", "train", "bench", "profile", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -252,8 +252,8 @@ def commands_of(text: str) -> list[tuple[str, bool]]:
         words = line.partition("  #")[0].removeprefix("$ ").split(maxsplit=1)
         if len(words) == 2 and words[0] == "lowtide":
             found.append((words[1].replace("...", " "), is_part))
-        elif " -m lowtide.cli " in line:
-            found.append((line.partition(" -m lowtide.cli ")[2], is_part))
+        elif " -m lowtide " in line:
+            found.append((line.partition(" -m lowtide ")[2], is_part))
     return found
 
 

@@ -20,7 +20,7 @@ from lowtide.train.checkpoints import log_history
 Run = Callable[..., tuple[int, str, str]]
 
 
-# As `python -m lowtide.cli`, and then: no group is left, and none of the threads that would outlive it.
+# As `python -m lowtide`, and then: no group is left, and none of the threads that would outlive it.
 MAIN = """
 import pathlib, sys
 import torch.distributed

@@ -41,7 +41,7 @@ examples:
   torchrun --nproc-per-node 8 --no-python lowtide train --model ./Llama-3.1-8B --data books/ --output my-run \\
       --parallel fsdp2 --lr 1e-5 --trainer-args weight_decay=0.1
       eight GPUs that share out weights, gradients and optimizer
-  accelerate launch --config_file fsdp2.yaml --num_processes 8 -m lowtide.cli train --model ./Llama-3.1-8B \\
+  accelerate launch --config_file fsdp2.yaml --num_processes 8 -m lowtide train --model ./Llama-3.1-8B \\
       --data books/ --output my-run --lr 1e-5
       the same by accelerate, after lowtide train --parallel fsdp2 --write-launch-file fsdp2.yaml
   torchrun --nproc-per-node 4 --no-python lowtide train --resume --output my-run
@@ -54,7 +54,7 @@ Exit status: 0; 1: --compare found a difference; 2: an error, in one line; 3: ou
 Ctrl-C; 143: SIGTERM.
 
 On a CPU that other programs use too, set OMP_WAIT_POLICY=PASSIVE in the environment: threads that spin while they wait
-can make training ten times slower there. --compare does so for both its runs."""
+can make training ten times slower there. --compare runs both as the environment says."""
 
 
 def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
@@ -136,7 +136,7 @@ def _write_launch_file(file: Path, given: dict[str, Any]) -> int:
     if name == AUTO:
         raise _usage("write_launch_file", "--parallel with the name of an engine beside it", "none")
     file.write_text(launch_file(name))
-    start = f"accelerate launch --config_file {shlex.quote(str(file))} --num_processes N -m lowtide.cli train ..."
+    start = f"accelerate launch --config_file {shlex.quote(str(file))} --num_processes N -m lowtide train ..."
     sys.stdout.write(f"written: {file}. To start a run with it: {start}\n")
     return 0
 

@@ -224,7 +224,7 @@ def check_number(name: str, value: object, low: float, high: float, *, above: bo
     if not (low < value < high if above else low <= value <= high):
         range_ = f"a finite number above {low}" if above else f"a number from {low} to {high}"
         raise ArgumentValueError(message(name, range_, f"{value!r}"))
-    return value if isinstance(value, int | float | torch.SymFloat | torch.SymInt) else float(value)
+    return _storable(name, value)
 
 
 def check_index(name: str, value: object) -> int:
@@ -257,8 +257,8 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
         return value
     if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number or a 0-d tensor", f"{value!r}"))
-    return (
-        torch.ones((), dtype=dtype) * value
+    return torch.ones((), dtype=dtype) * _storable(
+        name, value
     )  # torch.compile follows a product where the number changes, not torch.full
 
 
@@ -316,6 +316,20 @@ def check_options(options: HeadOptions | None) -> HeadOptions:
     if options is not None and not isinstance(options, HeadOptions):
         raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
     return options or HeadOptions()
+
+
+def _storable(name: str, value: float) -> float:
+    """Return a number as one that a tensor takes: an int beyond 64 bits as a float.
+
+    Raises:
+        ArgumentValueError: No float is as large.
+    """
+    if isinstance(value, float | torch.SymFloat | torch.SymInt) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ArgumentValueError(message(name, "a number that fits a float", "a larger one")) from error
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -87,16 +87,20 @@ class HeadMatmul:
         return _narrow_in_place(g_CV, self.dtype) if self.plan.backward_gemm == "narrow" else g_CV
 
     def input_grad(self, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
-        """Write ``factor * (g @ weight)`` into ``out_CD``; the factor (None: 1) comes with a narrow ``g`` only."""
+        """Write ``factor * (g @ weight)`` into ``out_CD``; None: 1."""
         if self.plan.backward_gemm == "blocks":
             total = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
             total.zero_()
             for part, w in self._blocks():
                 total.addmm_(g_CV[:, part], w)
+            if factor_C is not None:
+                total.mul_(factor_C[:, None])
             if total is not out_CD:
                 out_CD.copy_(total)
-        elif factor_C is None:
+        elif factor_C is None or out_CD.dtype == self.wide == self.dtype:
             torch.mm(g_CV, self.weight_VD, out=out_CD)
+            if factor_C is not None:
+                out_CD.mul_(factor_C[:, None])
         elif g_CV.is_cuda:
             product = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
             torch.mm(g_CV, self.weight_VD, out_dtype=self.wide, out=product)

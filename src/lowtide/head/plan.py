@@ -26,7 +26,8 @@ from lowtide.head.head_plan import (
 from lowtide.head.options import HeadOptions
 
 FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
-FEWEST_ROWS = {"cpu": 8, "cuda": 512}  # chunks smaller than this are not made for FEWEST_CHUNKS' sake
+FEWEST_ROWS = 512  # fewer are not made for FEWEST_CHUNKS' sake: the weight is read, and its gradient added to, in each
+CPU_CHUNK_BYTES = 8 * MIB  # nor shorter chunks on a CPU, where each operator wakes all threads and waits for the last
 ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
 ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
 
@@ -91,7 +92,7 @@ def plan_head(
     Example:
         >>> plan = plan_head(16384, 2048, 131072, torch.float32, "cpu", HeadOptions(workspace_mib=64))
         >>> plan.chunk_rows, plan.chunks
-        (104, 158)
+        (103, 160)
     """
     for name, size in (("N", N), ("D", D), ("V", V)):
         if not isinstance(size, int) or size < 0:
@@ -168,14 +169,15 @@ def plan_rows_of_logits(
     copied = V * padded(D + 1) * dtype.itemsize
     bias_column = function and logits_gemm == "out_dtype" and copied <= budget // BIAS_COLUMN_SHARE
     fixed += copied * bias_column
-    automatic, wanted = options.workspace_mib is None, _automatic_rows(N, device.type, function)
+    fixed += 0 if function else accumulate_dtype.itemsize * padded(V)  # a soft cap's block is a row at least
+    automatic, wanted = options.workspace_mib is None, _automatic_rows(N, V, device.type, function)
     piece_rows = 0
     if function:
         left = budget - fixed - wanted * row_bytes if automatic else 0  # by chunks that are as large as they should be
         piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
         piece_rows = _piece_rows(N, V, max(left, (budget - fixed) // 2) // piece_row_bytes, device.type)
         if automatic and device.type != "cpu":
-            piece_rows = min(piece_rows, max(FEWEST_ROWS["cuda"], N // FUNCTION_PIECES))
+            piece_rows = min(piece_rows, max(FEWEST_ROWS, N // FUNCTION_PIECES))
         fixed += piece_rows * piece_row_bytes
     if device.type == "cpu" and backward_gemm == "narrow":
         fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
@@ -249,20 +251,26 @@ def choose_gemms(
         return "out_dtype", "narrow"  # fp16 too: the kernel lifts its gradients to where fp16 is precise
     if device.type == "cuda" and torch.version.hip is None:
         return "out_dtype", "narrow" if dtype == torch.bfloat16 else "blocks"
-    if device.type == "cpu" and dtype == torch.bfloat16 and _cpu_multiplies_bf16() and budget >= ONEDNN_LEAST_WORKSPACE:
+    if device.type == "cpu" and dtype == torch.bfloat16 and cpu_multiplies_bf16() and budget >= ONEDNN_LEAST_WORKSPACE:
         return "blocks", "narrow"
     return "blocks", "blocks"
 
 
 @cache
-def _cpu_multiplies_bf16() -> bool:
+def cpu_multiplies_bf16() -> bool:
+    """Return whether this machine's CPU has instructions for bf16 GEMMs.
+
+    The one place that looks at the CPU: a test that replaces this function runs what another machine would.
+    """
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def _automatic_rows(N: int, device_type: str, function: bool) -> int:
+def _automatic_rows(N: int, V: int, device_type: str, function: bool) -> int:
     """Return the rows of a chunk where memory is no matter."""
     kind = device_type if device_type == "cpu" else "cuda"
-    chunks, fewest = (FUNCTION_CHUNKS[kind], FUNCTION_ROWS[kind]) if function else (FEWEST_CHUNKS, FEWEST_ROWS[kind])
+    chunks, fewest = (FUNCTION_CHUNKS[kind], FUNCTION_ROWS[kind]) if function else (FEWEST_CHUNKS, FEWEST_ROWS)
+    if kind == "cpu" and not function:
+        fewest = max(fewest, CPU_CHUNK_BYTES // (4 * max(1, V)))
     return max(1, fewest, -(-N // chunks))
 
 

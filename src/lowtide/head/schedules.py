@@ -18,13 +18,14 @@ from lowtide.head.matmul import HeadMatmul, narrow_view
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.head.scaling import factor_lift, lift_of_rows
-from lowtide.head.softmax import LossTerms, finish_logits_, loss_gradient_, loss_rows, row_stats
+from lowtide.head.softmax import LossTerms, loss_and_gradient_
 
 KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
     torch.float32: "wide",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
+CAPPED_BLOCKS = 8  # of a chunk's rows: what a soft cap holds beside the logits, it holds for one of them
 FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
 
 
@@ -250,8 +251,9 @@ def run_chunks(
 ) -> None:
     """Compute losses and gradients chunk by chunk.
 
-    Where the logits' gradient is narrowed for the GEMMs, the rows' factors stay outside of it: the target's entry is
-    close to -1, which bf16 holds exactly, times -1 / N, which it may miss by 0.4%, in every row alike.
+    The rows' factors stay outside of the logits' gradient: it is one pass less over it, and where it is narrowed for
+    the GEMMs, the target's entry is close to -1, which bf16 holds exactly, times -1 / N, which it may miss by 0.4%, in
+    every row alike.
 
     Args:
         job: The call.
@@ -273,14 +275,15 @@ def run_chunks(
         x_CD = take_rows(job.input, rows.index, part, job.dtype)
         if rows.kept is not None:
             x_CD = x_CD.where(rows.kept[part, None], 0)  # a NaN in an ignored row would reach the weight's gradient
-        z_CV = z_buffer[: part.stop - part.start, :V]
+        z_CP = z_buffer[: part.stop - part.start]
+        z_CV = z_CP[:, :V]
         matmul.logits(x_CD, z_CV)
         loss_C = None if loss_n is None else loss_n[part]
         factor_C = None if factor_n is None else factor_n[part]
         if plan.backend == "row":
             outside = _turn_by_kernel(job, rows, part, z_CV, loss_C, factor_C, into.bias_V)
         else:
-            outside = _turn_by_columns(job, rows, plan, part, z_CV, loss_C, factor_C, into.bias_V)
+            outside = _turn_by_operators(job, rows, part, z_CP, loss_C, factor_C, into.bias_V)
         if factor_C is None or (into.input_ND is None and into.weight_VD is None):
             continue
         g_CV = matmul.operand(z_CV)
@@ -293,12 +296,11 @@ def run_chunks(
         into.weight_VD.div_(lift)
 
 
-def _turn_by_columns(
+def _turn_by_operators(
     job: CrossEntropyJob,
     rows: Rows,
-    plan: HeadPlan,
     part: slice,
-    z_CV: Tensor,
+    z_CP: Tensor,
     loss_C: Tensor | None,
     factor_C: Tensor | None,
     bias_grad_V: Tensor | None,
@@ -306,19 +308,23 @@ def _turn_by_columns(
     """Turn products into losses and gradients in plain PyTorch, and add the bias's gradient.
 
     Returns:
-        Tensor | None: What each row's gradient is still to be multiplied with, None for 1.
+        Tensor | None: What each row's gradient is still to be multiplied with.
     """
-    y_C = rows.target[part]
-    finish_logits_(z_CV, job.bias_V, job.logit_scale, job.softcap, plan.columns)
-    stats_2C = row_stats(z_CV, y_C, plan.columns)
-    if loss_C is not None:
-        loss_C.copy_(loss_rows(z_CV, stats_2C, y_C, job.terms))
+    V, y_C = job.weight_VD.shape[0], rows.target[part]
+    step = len(y_C) if job.softcap is None else max(1, len(y_C) // CAPPED_BLOCKS)
+    for start in range(0, len(y_C), step):
+        block = slice(start, start + step)
+        loss = loss_and_gradient_(
+            z_CP[block], y_C[block], V, job.terms, job.bias_V, job.logit_scale, job.softcap,
+            gradient=factor_C is not None,
+        )  # fmt: skip
+        if loss_C is not None:
+            loss_C[block] = loss
     if factor_C is None:
         return None
-    inside, outside = (factor_C, None) if plan.backward_gemm != "narrow" else (torch.ones_like(factor_C), factor_C)
-    loss_gradient_(z_CV, stats_2C, y_C, inside, job.terms, job.logit_scale, job.softcap, plan.columns)
+    outside = factor_C if job.logit_scale is None else factor_C * job.logit_scale
     if bias_grad_V is not None:
-        bias_grad_V += z_CV.sum(0) if outside is None else outside @ z_CV
+        bias_grad_V += outside @ z_CP[:, :V]
     return outside
 
 

@@ -74,7 +74,8 @@ def stored_gradients(
     input_factor, weight_factor = input_factor_N, None
     if input_factor_N is None and lacks_denominator(input, linear_weight):
         one = torch.ones((), dtype=wide, device=input.device)
-        inverse = one if denominator is None else 1 / denominator
+        no_tokens = input.shape[:-1].numel() == 0  # nor then is there anything to divide
+        inverse = one if denominator is None or no_tokens else 1 / denominator
         db = None if db is None else db * (inverse if kept is None else inverse.where(kept.any, 0))
         input_factor = inverse
         if dw is not None:
@@ -149,6 +150,7 @@ def keep(
         per_token: Whether there is a value for each token.
     """
     ctx.wanted, ctx.per_token = wanted, per_token
+    ctx.no_tokens = trained[0].shape[:-1].numel() == 0
     ctx.factored = per_token or lacks_denominator(trained[0], trained[1])
     ctx.bias_dtype = None if trained[2] is None else trained[2].dtype
     ctx.stored = tuple(stored)
@@ -179,6 +181,8 @@ def multiplied(
         )
     dx, dw, db, input_factor, weight_factor, kept_tokens, kept_any = ctx.stored
     ignores = kept_any.dim() == 0
+    if ctx.no_tokens and not ignores:  # as a sum of no rows, 0 whatever comes from upstream
+        upstream = torch.zeros_like(upstream)
     last = is_last_backward()
     in_place, sources = last and not ctx.shared, ctx.sources
     if last:

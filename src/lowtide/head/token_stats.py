@@ -301,7 +301,7 @@ def _token_stats(
 
 def _check_want(want: Iterable[str]) -> frozenset[str]:
     known = ", ".join(map(repr, TokenStats._fields))
-    if isinstance(want, str) or not isinstance(want, Iterable):
+    if isinstance(want, str | Tensor) or not isinstance(want, Iterable):
         raise ArgumentTypeError(message("want", f"a sequence of names among {known}", f"{want!r}"))
     names = frozenset(want)
     if not names or not names.issubset(TokenStats._fields):

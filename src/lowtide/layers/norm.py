@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import refuse_transforms
+from lowtide.head.arguments import check_number, refuse_transforms
 from lowtide.head.backends import why_not_row
 from lowtide.head.graph import differentiable_once, refuse_batched
 from lowtide.head.registration import on_device, schema_of, undisturbed, watched
@@ -166,6 +166,7 @@ def _check(
             raise ArgumentTypeError(
                 message(name, "a number", type(number).__name__, hint if isinstance(number, Tensor) else "")
             )
+        check_number(name, number, -math.inf, math.inf)
     if not 0 <= eps < math.inf:  # type: ignore[operator]
         raise ArgumentValueError(message("eps", "a finite number of at least 0", f"{eps}"))
     if rounding not in ("before_weight", "after_weight"):

@@ -103,7 +103,7 @@ def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim
 
 
 def _why_not_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: object) -> LowtideError | None:
-    if unsqueeze_dim not in (1, 2):
+    if not isinstance(unsqueeze_dim, int) or unsqueeze_dim not in (1, 2):
         return ArgumentValueError(message("unsqueeze_dim", "1 or 2", repr(unsqueeze_dim)))
     if q.dim() != 4 or k.dim() != 4:
         return ArgumentValueError(message("q", "4 axes, and 4 of k", f"{list(q.shape)} and {list(k.shape)}"))

@@ -87,6 +87,6 @@ def _factor(name: str, factor: float | None, term_name: str, term: Tensor | None
         if term is not None:
             raise ArgumentValueError(message(name, f"a number, as {term_name} is given", "None"))
         return 0.0
-    if check_not_negative(name, factor) != 0 and term is None:
+    if (factor := check_not_negative(name, factor)) != 0 and term is None:
         raise ArgumentValueError(message(term_name, f"a tensor, as {name} is {factor}", "None"))
     return factor

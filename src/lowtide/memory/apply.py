@@ -47,9 +47,12 @@ def apply_policy(
     With ``offload=True`` what is kept lies in pinned host memory meanwhile, but for the last two of those layers, and
     is brought back a layer ahead of backward. The first forward pins the memory; later ones use it again.
 
+    The recompute finds the layer as its forward found it (adapters, modes, hooks, parameters, attributes), whatever was
+    assigned since, and leaves no trace of its own. What was written to since cannot be put back, and raises.
+
     A recomputing layer fills no cache in training: the empty one that transformers makes for every forward is left out
-    (``outputs.past_key_values`` stays empty), and one that holds keys raises. In evaluation, a layer that is given a
-    cache runs as it is.
+    (``outputs.past_key_values`` stays empty, and raises when it is passed on), and one that holds keys raises. In
+    evaluation, a layer that is given a cache runs as it is.
 
     Args:
         model: A module with decoder layers: of transformers, peft, or any other.
@@ -69,7 +72,8 @@ def apply_policy(
             layer's ``forward`` was replaced on the instance, ``mlp_level`` or ``mlp_tile_tokens`` is asked of a layer
             without a fused MLP, or ``offload`` of a machine without a CUDA device. At a layer's first forward:
             ``keep="attention"`` where no fused attention ran, or host memory that does not suffice. In backward: an
-            argument or a parameter of a layer that was written to since its forward.
+            argument, a parameter or a large buffer of a layer that was written to since its forward, or code that was
+            replaced since.
 
     Example:
         >>> report = lowtide.memory.apply_policy(model, ActivationPolicy(keep="attention"))

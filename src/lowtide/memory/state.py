@@ -25,7 +25,16 @@ from lowtide.errors import UnsupportedError, message
 _OWN = len(vars(nn.Module()))  # attributes that every module has; those of its class come behind them
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SMALL = 1 << 16  # bytes of a buffer of which a copy is kept
-_FOREIGN = ("torch", "builtins", "lowtide", "deepspeed", "accelerate", "numpy")  # whose objects are not looked into
+_FOREIGN = (
+    "torch",
+    "torchao",
+    "builtins",
+    "lowtide",
+    "deepspeed",
+    "accelerate",
+    "bitsandbytes",
+    "numpy",
+)  # whose objects are not looked into
 _LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, nn.Parameter, Tensor}
 _DEPTH = 4  # an argument, its list, an object in it, that object's list
 
@@ -45,12 +54,13 @@ class Snapshot:
         self._empty: list[Any] = []
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._seen: set[int] = set()
-        self._draws = False
+        self._draws = self._of_arguments = False
         self._modules = list(_modules_of(layer))
         self._kinds = [type(module) for module in self._modules]
         self.large_buffers: list[Tensor] = []
         for module in self._modules:
             self._take_module(vars(module))
+        self._of_arguments = True
         for value in arguments:
             self._take(value, _DEPTH)
         parameters = (p for module in self._modules for p in module._parameters.values() if p is not None)
@@ -118,7 +128,7 @@ class Snapshot:
             for place, copy in self._contents:
                 wanted = before.get(id(place), copy)
                 if not _same(place, wanted):
-                    _put(place, wanted)
+                    _put(place, _kept_out(wanted, place))
             for place in self._empty:
                 if place or id(place) in before:
                     _put(place, before.get(id(place), ()))
@@ -164,8 +174,11 @@ class Snapshot:
         elif kind is tuple and depth:
             for one in value:
                 self._take(one, depth - 1)
-        elif depth and _is_object(kind) and id(value) not in self._seen:
-            self._take_content(vars(value), depth)
+        elif depth and _is_object(kind):
+            own = vars(value)
+            # A module's object with tensors has a part in where its weights are, which is not for us to move.
+            if self._of_arguments or not any(isinstance(one, Tensor) for one in own.values()):
+                self._take_content(own, depth)
 
     def _take_content(self, place: Any, depth: int, *, always: bool = False) -> None:
         if not place:

@@ -126,7 +126,8 @@ def _why_not_forward(head: nn.Module) -> str | None:
 
 def why_not_class(head: nn.Module) -> str | None:
     """Return why the class of a patched head, or that of all modules, may do more with a call than it did then."""
-    base = vars(plain_class(head)).get(BASE)
+    kinds = (type(head), plain_class(head))  # FSDP2 may have come before patch or after it
+    base = next((vars(kind)[BASE] for kind in kinds if BASE in vars(kind)), None)
     if base is None:
         return f"the output embedding was given another class, {type(head).__name__}"
     own = is_defined_in(base.__call__, nn_module, "Module._wrapped_call_impl")

@@ -245,7 +245,7 @@ def _keep_from_compiling(function: Any) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
-_keep_from_compiling(LazyLogits.__torch_function__.__func__)  # type: ignore[attr-defined]
+_keep_from_compiling(vars(LazyLogits)["__torch_function__"].__func__)
 
 
 class _Anchor(torch.autograd.Function):
@@ -343,9 +343,9 @@ def _refuse(*_: Any) -> Any:
 
 # The node that lazy logits have is not the one that gradients go through.
 for _name_of_node in ("register_hook", "register_prehook"):
-    setattr(_Anchor._backward_cls, _name_of_node, _refuse)  # type: ignore[attr-defined]
+    setattr(_Anchor._backward_cls, _name_of_node, _refuse)
 for _name_of_node in ("next_functions", "metadata"):
-    setattr(_Anchor._backward_cls, _name_of_node, property(_refuse))  # type: ignore[attr-defined]
+    setattr(_Anchor._backward_cls, _name_of_node, property(_refuse))
 
 
 OPERATIONS = {original(function): operation for function, operation in _OPERATIONS.items()}

@@ -168,7 +168,7 @@ def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 def _shares_memory(view: Tensor, base: Tensor) -> bool:
     """Whether one tensor is a view of the other; ``_is_view`` is always False in inference mode."""
-    return view.untyped_storage()._cdata == base.untyped_storage()._cdata
+    return bool(view.untyped_storage()._cdata == base.untyped_storage()._cdata)
 
 
 def _transpose(input: "LazyLogits", dim0: int, dim1: int) -> Any:

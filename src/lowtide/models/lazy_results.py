@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import TensorBase
 
+from lowtide.head.apply import linear_apply
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
@@ -189,7 +190,27 @@ def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
         values: Tensor = getattr(stats, name)
         return values[..., None] if keepdim else values
 
-    return _of_rows(input, folded, stat, gives(input, lambda z: TensorBase.logsumexp(z, -1)))
+    def rounded(hidden: Tensor, head: Tensor, *, linear_bias: Any, options: HeadOptions | None, **_: Any) -> Tensor:
+        options = None if options is None else dataclasses.replace(options, backend="auto")
+        settings = (name, input.call.dtype(), [step for step in input.steps if step.of_hidden is None])
+        values: Tensor = linear_apply(
+            _rounded_stat, hidden, head, linear_bias=linear_bias, params=settings, options=options
+        )
+        return values[..., None] if keepdim else values
+
+    dtype = gives(input, lambda z: TensorBase.logsumexp(z, -1))
+    if input.call.dtype().itemsize < 4 and not input.call.in_parts:
+        return _of_rows(input, Folded(1.0, None, (), normalised=False, sign=1), rounded, dtype)
+    return _of_rows(input, folded, stat, dtype)
+
+
+def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: list[Step]) -> Tensor:
+    """Return a statistic of rows of logits as they are in their own dtype: it is compared with these, or has ties."""
+    z = logits.to(dtype)
+    for step in steps:
+        args = tuple(x.flatten() if isinstance(x, Tensor) and x.dim() else x for x in step.args)  # a vector [V]
+        z = step.function(z, *args)
+    return TensorBase.logsumexp(z, -1) if name == "lse" else TensorBase.argmax(z, -1)
 
 
 def _of_rows(

@@ -5,12 +5,14 @@ Every module that changes, the model and its output embedding among them, gets a
 
 import functools
 import inspect
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
@@ -19,6 +21,7 @@ from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.arguments import check_options
 from lowtide.head.options import HeadOptions
 from lowtide.models.agreement import forget, why_not_agreed
+from lowtide.models.compiled import Counter, count_when_run
 from lowtide.models.eligibility import (
     LABELS,
     is_under_compile,
@@ -40,10 +43,28 @@ _LOSS = "loss"
 _FUSED = "the loss that follows is computed without logits; they are built where anything else reads them"
 
 
-class _Patch:
+# Why logits are built at every step of a training run, and what to do.
+_COMPILED = (
+    "the whole model was compiled by torch.compile",
+    "Compile its layers instead: for layer in model.model.layers: layer.compile()",
+)
+_REPLICA = (
+    "torch.nn.DataParallel called a replica of the model",
+    "Use DistributedDataParallel",
+)
+_WITHOUT_LABELS = (
+    "the model was called in training without labels, shift_labels and num_items_in_batch",
+    "Give it the labels too, or num_items_in_batch if you compute the loss from outputs.logits yourself; for TRL's "
+    "trainers call lowtide.patch_trl()",
+)
+
+
+class _Patch(Counter):
     """What a patched model carries: one attribute of the instance."""
 
     def __init__(self, report: PatchReport, options: HeadOptions | None) -> None:
+        super().__init__()
+        self.warned = False
         self.report = report
         self.options = options
         self.head: nn.Module | None = None
@@ -51,6 +72,20 @@ class _Patch:
         self.head_calls = 0
         self.why_not: str | None = None
         self.gathered: Gathered | Kept | None = None  # between the head's lazy logits and the loss
+
+    def count_compiled(self) -> None:
+        """Count a training step of the compiled model."""
+        self.count_built(*_COMPILED)
+
+    def count_built(self, why: str, hint: str) -> None:
+        """Count a call whose logits were built by a way of training that builds them at every step, and warn once."""
+        if self.head is None:  # the report says so already
+            return
+        self.report.count_materialised(why)
+        if not self.warned:
+            self.warned = True
+            text = f"lowtide.patch: the logits are built at every step, because {why}. {hint}."
+            warnings.warn(f"{text} (Warned of once for each model.)", stacklevel=2)
 
 
 # Whose each head with a class of ours is. A copy of one is in nobody's hands until a model finds it as its own.
@@ -82,7 +117,8 @@ def patch(
     it is, with the reason in the report: an output embedding that is not a ``torch.nn.Linear``, plain, with peft's LoRA
     or in its modules_to_save (other adapters, quantised weights). A plain one may have its classes in parts over ranks,
     as PyTorch's ``ColwiseParallel`` or transformers' ``tp_plan`` cut it; logits are then read on every rank or on none.
-    Inside a region compiled by ``torch.compile`` they are built.
+    Inside a region compiled by ``torch.compile`` they are built; training that does so is counted,
+    and warned of once.
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
@@ -223,6 +259,7 @@ def _adopt_head(model: Any, state: _Patch) -> None:
     outer: Any = model.get_output_embeddings()
     head: Any = called_head(outer)
     if state.head is not None and head is state.head and part_of(state.head) is not None:
+        _owners.setdefault(head, ref(state))  # of a copied model nobody's, so far
         return
     # What a layer of modules_to_save may call keeps its class: logits of its calls may be read later. Some are copies.
     saved = saved_layers(outer)
@@ -282,10 +319,10 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
             kwargs.get(name) is not None or (at is not None and len(args) > at and args[at] is not None)
             for name, at in labels_at
         )
-        # A replica of DataParallel returns its outputs by C++ that knows no lazy tensors.
-        # An instance that somebody made from this class is not patched.
-        if not awaited or _STATE not in vars(self) or is_under_compile() or getattr(self, "_is_replica", False):
+        if _STATE not in vars(self):  # an instance that somebody made from this class
             return base.forward(self, *args, **kwargs)
+        if is_under_compile() or not awaited or getattr(self, "_is_replica", False):
+            return _without_loss(self, functools.partial(base.forward, self), args, kwargs)
         with _loss_awaited(self):
             return base.forward(self, *args, **kwargs)
 
@@ -294,6 +331,27 @@ def _model_overrides(base: type[nn.Module]) -> dict[str, Any]:
     forward.__doc__ = base.forward.__doc__
 
     return {"forward": forward}
+
+
+def _without_loss(model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return what the stock ``forward`` gives, and count it where a training run that goes on so builds logits."""
+    if not model.training or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return forward(*args, **kwargs)
+    state: _Patch = vars(model)[_STATE]
+    if torch.compiler.is_dynamo_compiling():
+        count_when_run(state.key)
+        return forward(*args, **kwargs)
+    if not is_under_compile():
+        _adopt_head(model, state)
+    calls = state.head_calls
+    outputs = forward(*args, **kwargs)
+    if is_under_compile():  # between two graphs, where the head is in one
+        state.count_compiled()
+    elif getattr(model, "_is_replica", False):  # it returns outputs by C++ that knows no lazy tensors
+        state.count_built(*_REPLICA)
+    elif state.head_calls != calls:
+        state.count_built(*_WITHOUT_LABELS)
+    return outputs
 
 
 def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
@@ -328,6 +386,12 @@ def _head_overrides(base: type[nn.Linear]) -> dict[str, Any]:
                 state.gathered = None
             return input.work(self, functools.partial(run_stock, self, base.forward), *args)
         state = _awaited_by(self)
+        if state is None and self.training and torch.is_grad_enabled() and not is_under_compile():
+            logits = base.forward(self, input, *args, **kwargs)
+            owner = _owners.get(self, lambda: None)()
+            if owner is not None and owner.head is self and logits.requires_grad:
+                owner.head_calls += 1
+            return logits
         if state is None or is_stock_call(self):
             return base.forward(self, input, *args, **kwargs)
         state.head_calls += 1

@@ -32,7 +32,7 @@ class PatchReport:
     """What was patched, what was left alone and why, and live counts of what became of the logits.
 
     The counts go on as the model runs with labels. Reading ``outputs.logits`` after a fused loss builds them, and adds
-    to the second count as well. What runs inside ``torch.compile`` is not counted.
+    to the second count as well. Of calls without labels, and of a compiled model's, those in training are counted.
 
     Args:
         parts: One `PartReport` a part, by the part's name; what was patched comes before what was not.

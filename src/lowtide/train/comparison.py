@@ -54,11 +54,6 @@ APART = 4
 MOST_LATE = 0.1
 
 
-# OpenMP's threads wait for each other spinning. Where another process wants the core that is ten times slower than
-# sleeping, and a comparison would measure it.
-_OPENMP = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
-
-
 class CompareError(LowtideError, RuntimeError):
     """One of the two runs failed."""
 
@@ -115,7 +110,7 @@ class Comparison:
         }
         if self.reference is not None:
             told["float32"] = self.reference.to_json()
-        return {"machine": {**describe_machine(), **_OPENMP}, **told, **runs}
+        return {"machine": {**describe_machine(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}, **told, **runs}
 
 
 def differences(a: TrainResult, b: TrainResult) -> dict[int, float]:
@@ -184,7 +179,7 @@ def _in_child(config: TrainConfig, console: Console, label: str = "") -> TrainRe
     """Run one of them and return what it measured."""
     width = console.width if console.is_terminal else None
     label = label or ("lowtide" if config.patch else "stock")
-    ended = run_child(train_in_child, config.to_json(), width, label, capture=not config.progress, env=_OPENMP)
+    ended = run_child(train_in_child, config.to_json(), width, label, capture=not config.progress)
     if ended.returncode != 0:
         which = "patched" if config.patch else label
         raise CompareError(f"the {which} run failed: {_last_error(ended.stderr) or f'status {ended.returncode}'}")

@@ -66,9 +66,9 @@ def plan_divergence(
         UnsupportedError: ``options`` asks for what cannot run here.
 
     Example:
-        >>> plan = plan_divergence(8192, 2048, 128256, 4096, torch.bfloat16, "cpu", reduction="mean")
+        >>> plan = plan_divergence(8192, 2048, 128256, 4096, torch.float32, "cpu", reduction="mean")
         >>> plan.chunk_rows, plan.gradient
-        (66, 'forward')
+        (135, 'forward')
     """
     sizes = (("N", N), ("D", D), ("V", V), ("teacher_D", teacher_D), ("teacher_V", teacher_V), ("topk", topk))
     for name, size in sizes:

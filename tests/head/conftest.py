@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lowtide.head import plan, schedules
+from lowtide.head.divergences.plan import plan_pair
+
+
+def forget_plans() -> None:
+    """Have the next calls plan anew."""
+    schedules.remembered_plan.cache_clear()
+    plan_pair.cache_clear()
+
+
+@pytest.fixture(params=[False, True], ids=["no bf16 GEMMs", "bf16 GEMMs"])
+def cpu_multiplies_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """What is run on a CPU with and on one without instructions for bf16, whichever this one is."""
+    monkeypatch.setattr(plan, "cpu_multiplies_bf16", lambda: request.param)
+    forget_plans()
+    yield request.param
+    forget_plans()
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A twelfth of the rows is a chunk however short that is, so that a small test sees the memory of a large call."""
+
+    monkeypatch.setattr(plan, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(plan, "CPU_CHUNK_BYTES", 0)
+    forget_plans()
+    yield
+    forget_plans()

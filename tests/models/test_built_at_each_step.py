@@ -1,0 +1,113 @@
+"""A training run whose logits are built at every step is counted, and warned of once."""
+
+import copy
+import pickle
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+
+
+class Tiny(nn.Module):
+    """The least that can be patched: a compiler takes a hundred times as long for a Llama."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lm_head = nn.Embedding(97, 8), nn.Linear(8, 97)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.embedding(input_ids).tanh())
+        return (None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())), logits
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def compiled_function(model):
+    return torch.compile(lambda *batch: model(*batch), backend="eager", fullgraph=True)
+
+
+def replica(model):
+    other = model._replicate_for_data_parallel()
+    other._parameters = model._parameters
+    return other
+
+
+def without_labels(model):
+    return lambda ids, labels: model(ids)
+
+
+COMPILED = "compiled by torch.compile"
+WAYS = {
+    compiled: COMPILED, compiled_in_place: COMPILED, compiled_function: COMPILED, replica: "torch.nn.DataParallel",
+    without_labels: "without labels",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("copied", [None, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_steps_that_build_logits_are_counted_and_warned_of_once(way, copied):
+    ids = torch.arange(12).reshape(2, 6)
+    model, before = Tiny(), None
+    if copied is not None:
+        before, model = lowtide.patch(model), copied(model)
+    report = lowtide.patch(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = way(model)
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            _, logits = run(ids, ids)
+            logits.sum().backward()
+        with torch.no_grad():
+            run(ids, ids)
+        (run if isinstance(run, nn.Module) else model).eval()
+        if way is not replica:  # of a model in evaluation another one would be made
+            run(ids, ids)
+    (text,) = [str(w.message) for w in record if str(w.message).startswith("lowtide.patch: ")]
+    assert WAYS[way] in text
+    counts = [times for why, times in report.why_materialised.items() if WAYS[way] in why]
+    assert counts == [3]
+    assert report.calls_materialised == 3, str(report)
+    assert before is None or before.calls_materialised == 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (3 if WAYS[way] == COMPILED else 0)
+
+
+def test_what_is_no_training_run_is_not_counted(build, batch):
+    """As errors, which the warning would be."""
+    model = build("llama")
+    report = lowtide.patch(model)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    with torch.no_grad():
+        model(**inputs)
+    model.lm_head(torch.randn(2, 16)).sum().backward()  # a loss in chunks of the user's own
+    model.model(**inputs).last_hidden_state.sum().backward()
+    model.eval()
+    model(**inputs)
+    model.train().requires_grad_(False)
+    model(**inputs)
+    assert (report.calls_fused, report.calls_materialised) == (0, 0)
+
+
+def test_the_warning_says_what_to_do(build, batch):
+    model = build("llama")
+    lowtide.patch(model)
+    with pytest.warns(UserWarning, match=re.escape("Give it the labels too, or num_items_in_batch")):
+        model(input_ids=batch["input_ids"])
