@@ -33,6 +33,7 @@ class Judge:
         self.program, self.stock, self.patched = program, stock, patched
         self._again = again
         self._runs: dict[str, Outcome] = {}
+        self.gradients = False  # what is compared
         self.recomputes = "apply_policy" in program.text
 
     def other(self, how: str) -> Outcome:
@@ -50,6 +51,7 @@ class Judge:
         for number, ((at, got), (_, expected)) in enumerate(zip(ours, theirs, strict=True)):
             # What is computed without the logits equals what is computed of them to rounding, not to the bit.
             floor = 1e-5 if any(word in self.program.statements[at] for word in ("logsumexp", "softmax")) else 0.0
+            self.gradients = "grad" in self.program.statements[at]
             wrong = self.compare(got, expected, lambda o, n=number: o.seen[n][1] if n < len(o.seen) else None, floor)
             if wrong:
                 return f"statement {at} ({self.program.statements[at][-100:]!r}): {wrong}"
@@ -57,6 +59,7 @@ class Judge:
 
     def log(self) -> str:
         """Return what is wrong with what hooks wrote. Their order is not part of the promise."""
+        self.gradients = False
         ours, theirs = _sorted(self.patched.log), _sorted(self.stock.log)
         if self.recomputes:  # hooks inside a layer run in its second forward too
             return "" if all(any(self._alike(one, other) for other in ours) for one in theirs) else "log of hooks"
@@ -75,6 +78,7 @@ class Judge:
         ours, theirs = self.patched.state, self.stock.state
         if list(ours) != list(theirs):
             return f"other parameters: {sorted(set(ours) ^ set(theirs))}"
+        self.gradients = True
         largest = max((_largest(grad) for _, _, grad in theirs.values() if grad is not None), default=0.0)
         low = "bfloat16" in self.program.text
         for name, (needs, value, grad) in ours.items():
@@ -88,8 +92,8 @@ class Judge:
                 return f"{name}.grad is {'None, in stock not' if grad is None else 'not None, in stock it is'}"
             if grad is not None:
                 wrong = self.compare(
-                    _one_oddity(grad),
-                    _one_oddity(gradient),
+                    grad,
+                    gradient,
                     lambda o, n=name: o.state[n][2] if n in o.state else None,
                     floor=max((1e-3 if low else 1e-6) * largest, 1e-8),  # of what cancels, or is 0 but for rounding
                 )
@@ -149,6 +153,8 @@ class Judge:
                 some = f"at {where} {got[where]}, in stock {expected[where]}"
                 raise Mismatch(f"{int(unequal.sum())} of {got.numel()} differ, {some}")
             return
+        if self.gradients:  # which oddity an overflow gives depends on the order of products
+            got, expected = got.masked_fill(got.isinf(), math.nan), expected.masked_fill(expected.isinf(), math.nan)
         eps = max(
             torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps
         )  # the models compute in float32 themselves
@@ -180,11 +186,6 @@ class Judge:
             f"off by {off.flatten()[where]:.3g} at {where} of {tuple(got.shape)}: {got.flatten()[where].item():.9g}, "
             f"in stock {expected.flatten()[where].item():.9g} +- {limit.flatten()[where]:.2g}"
         )
-
-
-def _one_oddity(gradient: Tensor) -> Tensor:
-    """Return a gradient with NaN for inf: which of both an overflow gives depends on the order of products."""
-    return gradient.masked_fill(gradient.isinf(), math.nan)
 
 
 def _largest(tensor: Tensor) -> float:
