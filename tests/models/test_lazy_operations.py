@@ -182,6 +182,18 @@ def test_a_shape_that_does_not_fit_is_the_error_of_stock(pair, batch):
     assert errors[0] == errors[1]
 
 
+def test_gradients_in_forward_are_for_losses_that_are_one_number(pair, batch, assert_same_gradients):
+    """A loss of each token takes them in backward, whatever was asked for of the model's own."""
+    model, stock = pair("gpt2")
+    report = lowtide.patch(model, mlp=False, options=lowtide.HeadOptions(gradient="forward"))
+    for m in (model, stock):
+        outputs = m(**batch)
+        own = F.cross_entropy(outputs.logits.view(-1, V), batch["labels"].view(-1), reduction="none")
+        (own.square().mean() + outputs.loss).backward()
+    assert_same_gradients(model, stock)
+    assert (report.calls_fused, report.calls_materialised) == (1, 0)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_views_without_gradients_are_views(mode, pair, batch):
     """Inference mode keeps no record of what is a view, and shares memory all the same."""
