@@ -318,7 +318,7 @@ def check_options(options: HeadOptions | None) -> HeadOptions:
     return options or HeadOptions()
 
 
-def _storable(name: str, value: float) -> float:
+def _storable(name: str, value: Any) -> Any:
     """Return a number as one that a tensor takes: an int beyond 64 bits as a float.
 
     Raises:
