@@ -257,9 +257,8 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
         return value
     if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number or a 0-d tensor", f"{value!r}"))
-    return torch.ones((), dtype=dtype) * _storable(
-        name, value
-    )  # torch.compile follows a product where the number changes, not torch.full
+    # torch.compile follows a product where the number changes, not torch.full
+    return torch.ones((), dtype=dtype) * _storable(name, value)
 
 
 def check_reduction(reduction: str) -> None:
@@ -318,13 +317,14 @@ def check_options(options: HeadOptions | None) -> HeadOptions:
     return options or HeadOptions()
 
 
-def _storable(name: str, value: Any) -> Any:
+def _storable(name: str, value: float) -> float:
     """Return a number as one that a tensor takes: an int beyond 64 bits as a float.
 
     Raises:
         ArgumentValueError: No float is as large.
     """
-    if isinstance(value, float | torch.SymFloat | torch.SymInt) or (isinstance(value, int) and abs(value) < 2**63):
+    symbolic: Any = (torch.SymFloat, torch.SymInt)
+    if isinstance(value, (float, *symbolic)) or abs(value) < 2**63:
         return value
     try:
         return float(value)
