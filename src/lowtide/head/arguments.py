@@ -257,9 +257,8 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
         return value
     if not _is_number(value):
         raise ArgumentTypeError(message(name, "a number or a 0-d tensor", f"{value!r}"))
-    return torch.ones((), dtype=dtype) * _storable(
-        name, value
-    )  # torch.compile follows a product where the number changes, not torch.full
+    # torch.compile follows a product where the number changes, not torch.full
+    return torch.ones((), dtype=dtype) * _storable(name, value)
 
 
 def check_reduction(reduction: str) -> None:
@@ -324,7 +323,8 @@ def _storable(name: str, value: float) -> float:
     Raises:
         ArgumentValueError: No float is as large.
     """
-    if isinstance(value, float | torch.SymFloat | torch.SymInt) or (isinstance(value, int) and abs(value) < 2**63):
+    symbolic: Any = (torch.SymFloat, torch.SymInt)
+    if isinstance(value, (float, *symbolic)) or abs(value) < 2**63:
         return value
     try:
         return float(value)
