@@ -93,7 +93,7 @@ def softmax_(z_CV: Tensor, y_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     t = z_CV.gather(1, y_C[:, None])[:, 0]
     highest = z_CV.amax(1)
-    torch.softmax(z_CV, 1, out=z_CV)
+    torch.ops.aten.softmax.int_out(z_CV, 1, out=z_CV)  # not torch.softmax, which a user may have replaced
     lse = highest - z_CV.amax(1).log()  # the highest logit's probability is 1 / sum
     z_CV.scatter_(1, y_C[:, None], 0)
     miss = z_CV.sum(1)
