@@ -102,6 +102,7 @@ def test_few_tokens_without_gradients_run_the_models_own_code() -> None:
         assert (many - true).norm() <= 2**-7 * true.norm()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_change_past_versions_is_found_and_training_does_not_wait() -> None:
     model = build("Llama", torch.bfloat16)
     lowtide.patch(model)

@@ -24,6 +24,7 @@ class Stack(nn.Module):
         return x.square().sum()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_recomputed_step_does_not_wait_for_the_device() -> None:
     model = Stack().cuda()
     apply_policy(model, ActivationPolicy(keep="input"))

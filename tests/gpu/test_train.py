@@ -116,7 +116,7 @@ def test_the_check_at_the_start_passes_where_documents_are_apart(attention: str,
 def test_the_check_at_the_start_passes_with_flex_attention() -> None:
     """Which is compiled, and has no backward on a CPU: a run looks at it on its GPU.
 
-    PyTorch 2.11 warns of how transformers 5.17 calls it.
+    PyTorch 2.11 warns of how transformers 5.17 calls it, and of its own modules.
     """
     check_separate(build("flex_attention", torch.bfloat16), seq_len=64)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head import operators
-from lowtide.head.graph import in_places, refuse_batched
+from lowtide.head.graph import in_places, refuse_batched, save_for_recompute, saved_for_recompute
 from lowtide.head.operators import Call, Stored, Wanted
 from lowtide.head.registration import tensor_fields, wanted_gradients
 from lowtide.head.stored import keep, multiplied
@@ -74,7 +74,7 @@ class _Recomputed(torch.autograd.Function):
         call = Call(*args)
         ctx.engine = engine
         stored = Stored(*_engine(engine).run(*call, *Wanted(False, False, False), True))
-        ctx.save_for_backward(*(call[i] for i in _TENSORS), stored.lse, stored.miss)
+        save_for_recompute(ctx, *(call[i] for i in _TENSORS), stored.lse, stored.miss)
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         return stored.loss
 
@@ -82,7 +82,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         refuse_batched("linear_cross_entropy", upstream)
         fields = list(ctx.scalars)
-        *tensors, lse, miss = ctx.saved_tensors
+        *tensors, lse, miss = saved_for_recompute(ctx, "linear_cross_entropy")
         for i, tensor in zip(_TENSORS, tensors, strict=True):
             fields[i] = tensor
         call = Call(*fields)

@@ -7,12 +7,32 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.samples import Samples
 
 TWICE = (
     "lowtide: expected gradients that are not differentiated again, got a second derivative."
     " They are computed without a graph of their own; for second derivatives build the logits, as in"
     " torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
 )
+
+
+def save_for_recompute(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save what backward computes anew from, and samples of its Parameters: see `saved_for_recompute`."""
+    ctx.samples = Samples(() if torch.compiler.is_compiling() else (x for x in tensors if x is not None))
+    ctx.save_for_backward(*tensors)
+
+
+def saved_for_recompute(ctx: Any, function: str) -> tuple[Any, ...]:
+    """Return what `save_for_recompute` saved on a node of ``function``.
+
+    Raises:
+        UnsupportedError: A Parameter holds other values, or another dtype, than in forward, by a write to its ``.data``
+            that autograd does not see. On a GPU an assertion of the device says so for values.
+    """
+    if ctx.samples.changed():
+        hint = "Change weights after backward."
+        raise UnsupportedError(message(function, "in backward the weights of its forward", "others", hint))
+    return tuple(ctx.saved_tensors)
 
 
 def in_places(

@@ -200,7 +200,9 @@ class HeadCall:
         assert hidden is not None
         return forward(hidden)
 
-    def without_logits(self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Tensor]) -> Any:
+    def without_logits(
+        self, steps: tuple[Step, ...], folded: Folded, function: Callable[..., Tensor], *, differentiable: bool = True
+    ) -> Any:
         """Return what ``function`` makes of the logits after ``steps``, without building them.
 
         Args:
@@ -208,6 +210,7 @@ class HeadCall:
             folded: The same as `fold` returns it.
             function: Called with (hidden, weight) and ``linear_bias``, ``logit_scale``, ``softcap``, ``options`` and
                 what else `operands` returns.
+            differentiable: Whether its result has a gradient. If not, a change of the weights is an error at once.
         """
 
         def work(head: nn.Linear, _: Forward, hidden: Tensor) -> Any:
@@ -231,7 +234,7 @@ class HeadCall:
 
         with ExitStack() as modes:
             self._enter_autocast(modes)
-            has_graph = torch.is_grad_enabled() and any(self._required)
+            has_graph = differentiable and torch.is_grad_enabled() and any(self._required)
             result = self._run(work, wait=not has_graph)
         self.passed |= result.requires_grad
         if not self.fused:

@@ -198,10 +198,11 @@ def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
         )
         return values[..., None] if keepdim else values
 
-    dtype = gives(input, lambda z: TensorBase.logsumexp(z, -1))
+    dtype, differentiable = gives(input, lambda z: TensorBase.logsumexp(z, -1)), name != "argmax"
     if input.call.dtype().itemsize < 4 and not input.call.in_parts:
-        return _of_rows(input, Folded(1.0, None, (), normalised=False, sign=1), rounded, dtype)
-    return _of_rows(input, folded, stat, dtype)
+        plain = Folded(1.0, None, (), normalised=False, sign=1)
+        return _of_rows(input, plain, rounded, dtype, differentiable=differentiable)
+    return _of_rows(input, folded, stat, dtype, differentiable=differentiable)
 
 
 def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: list[Step]) -> Tensor:
@@ -214,14 +215,19 @@ def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: list[Ste
 
 
 def _of_rows(
-    input: "LazyLogits", folded: Folded, function: Callable[..., Tensor], dtype: torch.dtype | None = None
+    input: "LazyLogits",
+    folded: Folded,
+    function: Callable[..., Tensor],
+    dtype: torch.dtype | None = None,
+    *,
+    differentiable: bool = True,
 ) -> Tensor:
     """Return a value of each row, of the dtype that the real logits give it."""
 
     def values(hidden: Tensor, head: Tensor, *, options: HeadOptions | None, **kwargs: Any) -> Tensor:
         return function(hidden, head, options=_of_tokens(options), **kwargs)
 
-    result: Tensor = input.call.without_logits(input.steps, folded, values)
+    result: Tensor = input.call.without_logits(input.steps, folded, values, differentiable=differentiable)
     if not result.is_floating_point():
         return result
     return (result * float(folded.sign)).to(dtype or input.dtype)  # a tensor of its own: it may be changed in place

@@ -21,7 +21,7 @@ from lowtide.head.divergences.rows import (
     stored_chunks,
 )
 from lowtide.head.divergences.terms import Kind, RowNumbers
-from lowtide.head.graph import in_places, refuse_batched
+from lowtide.head.graph import in_places, refuse_batched, save_for_recompute, saved_for_recompute
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
     fake_gradients,
@@ -340,7 +340,7 @@ class _Recomputed(torch.autograd.Function):
         call = DivergenceCall(*args)
         ctx.ranks = ranks
         rows = _run(call, ranks)
-        ctx.save_for_backward(*(call[i] for i in _TENSORS), *rows[1:])
+        save_for_recompute(ctx, *(call[i] for i in _TENSORS), *rows[1:])
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         return rows.value
 
@@ -348,7 +348,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         refuse_batched("linear_divergence", upstream)
         fields = list(ctx.scalars)
-        tensors = ctx.saved_tensors
+        tensors = saved_for_recompute(ctx, "linear_divergence")
         for i, tensor in zip(_TENSORS, tensors, strict=False):
             fields[i] = tensor
         call = DivergenceCall(*fields)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lowtide.head.graph import in_places, refuse_batched
+from lowtide.head.graph import in_places, refuse_batched, save_for_recompute, saved_for_recompute
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
     fake_gradients,
@@ -249,7 +249,7 @@ class _TokenStats(torch.autograd.Function):
         found = _run(call, engine)
         kept = (found.logprob, found.entropy, found.lse, found.argmax, found.top_logprob)
         # copies: the caller may write to what it was given
-        ctx.save_for_backward(*(call[i] for i in _TENSORS), *(x.clone() for x in kept))
+        save_for_recompute(ctx, *(call[i] for i in _TENSORS), *(x.clone() for x in kept))
         ctx.scalars = [None if i in _TENSORS else field for i, field in enumerate(call)]
         ctx.mark_non_differentiable(*(x for name, x in found._asdict().items() if name not in DIFFERENTIABLE))
         if not torch.compiler.is_compiling():
@@ -260,7 +260,7 @@ class _TokenStats(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         refuse_batched("linear_token_stats", *upstream)
         fields = list(ctx.scalars)
-        tensors = ctx.saved_tensors
+        tensors = saved_for_recompute(ctx, "linear_token_stats")
         for i, tensor in zip(_TENSORS, tensors, strict=False):
             fields[i] = tensor
         call = StatsCall(*fields)

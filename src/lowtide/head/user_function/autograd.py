@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.head.graph import differentiable_once, is_last_backward, refuse_batched
+from lowtide.head.graph import (
+    differentiable_once,
+    is_last_backward,
+    refuse_batched,
+    save_for_recompute,
+    saved_for_recompute,
+)
 from lowtide.head.registration import undisturbed
 from lowtide.head.scaling import scaled, times
 from lowtide.head.user_function.call import ApplyCall, Needs, Tensors, Totals
@@ -74,7 +80,7 @@ class _Applied(torch.autograd.Function):
         # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
         ctx.shared = torch._C._len_torch_dispatch_stack() > 0
         if ctx.stored is None:
-            ctx.save_for_backward(*tensors)
+            save_for_recompute(ctx, *tensors)
         else:
             ctx.dtypes = [None if t is None else t.dtype for t in tensors]
             ctx.shapes = [None if t is None else t.shape for t in tensors]
@@ -96,7 +102,7 @@ class _Applied(torch.autograd.Function):
                 tensors = ctx.sources
                 grads = _scaled(ctx, next(u for u in upstream if u is not None), needed)
             else:
-                tensors = ctx.saved_tensors
+                tensors = saved_for_recompute(ctx, "linear_apply")
                 given = iter(upstream)
                 above = [next(given) if present else None for present in ctx.leaves]
                 with _alone(_device(tensors)):
