@@ -16,8 +16,8 @@ TWICE = (
 )
 
 
-def save_for_recompute(ctx: Any, *tensors: Tensor | None) -> None:
-    """Save the tensors from which backward recomputes, and samples of the Parameters: see `saved_for_recompute`."""
+def save_for_recompute(ctx: Any, *tensors: Any) -> None:
+    """Save the tensors (or None) from which backward recomputes, with samples for `saved_for_recompute`."""
     ctx.samples = Samples(() if torch.compiler.is_compiling() else (x for x in tensors if x is not None))
     ctx.save_for_backward(*tensors)
 
