@@ -67,6 +67,7 @@ def test_help_has_every_setting_its_default_and_examples(capsys: pytest.CaptureF
 
 def test_the_package_runs_as_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lowtide", "--version"])
+    monkeypatch.delitem(sys.modules, "lowtide.__main__", raising=False)  # of a test that imports every module
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("lowtide", run_name="__main__")
     assert ended.value.code == 0

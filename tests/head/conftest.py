@@ -21,14 +21,3 @@ def cpu_multiplies_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     forget_plans()
     yield request.param
     forget_plans()
-
-
-@pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A twelfth of the rows is a chunk however short that is, so that a small test sees the memory of a large call."""
-
-    monkeypatch.setattr(plan, "FEWEST_ROWS", 8)
-    monkeypatch.setattr(plan, "CPU_CHUNK_BYTES", 0)
-    forget_plans()
-    yield
-    forget_plans()

@@ -58,7 +58,7 @@ def test_error_is_within_plain_pytorchs(name: str, dtype: torch.dtype, scale: fl
     true = grads(plain, exact, y, factor, whole=True)
     got, stock = grads(ours, leaves, y, factor, whole=False), grads(plain, leaves, y, factor, whole=True)
     # a sum with cancellation: float32's rounding of its terms stays in it, whatever plain PyTorch's happens to be
-    slack = 30 * torch.finfo(leaves[3].dtype).eps
+    slack = 50 * torch.finfo(leaves[3].dtype).eps
     assert relative_error(got[3], true[3]) < 2 * relative_error(stock[3], true[3]) + slack
     for g, s, t in zip(got[:3], stock[:3], true[:3], strict=True):
         assert relative_error(g, t) < 2 * relative_error(s, t) + slack

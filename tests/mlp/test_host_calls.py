@@ -32,8 +32,8 @@ def _rotary() -> Tensor:
 CASES: dict[str, tuple[Callable[[], Tensor], int, int]] = {
     "mlp, level 0": (lambda: _mlp(0), 200, 330),
     "mlp, level 1": (lambda: _mlp(1), 175, 310),
-    "add_rms_norm": (lambda: add_rms_norm(_leaf(3, 5), _leaf(3, 5), _leaf(5), 1e-5)[0], 64, 130),
-    "rms_norm": (lambda: rms_norm(_leaf(3, 5), _leaf(5), 1e-5), 58, 120),
+    "add_rms_norm": (lambda: add_rms_norm(_leaf(3, 5), _leaf(3, 5), _leaf(5), 1e-5)[0], 68, 134),
+    "rms_norm": (lambda: rms_norm(_leaf(3, 5), _leaf(5), 1e-5), 62, 124),
     "rotary": (_rotary, 70, 140),
 }
 

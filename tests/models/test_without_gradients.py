@@ -138,6 +138,7 @@ def test_a_hook_beside_a_metric_works(pair, batch):
     torch.testing.assert_close(*seen)
 
 
+@pytest.mark.usefixtures("short_chunks")
 def test_accuracy_takes_no_memory_of_the_logits_size(build):
     model = build("llama", vocab_size=4001)
     lowtide.patch(model)

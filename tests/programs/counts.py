@@ -32,7 +32,9 @@ def counted_wrong(program: Program, patched: Outcome) -> str:
     if "loss=False" in program.text or "unpatch" in program.text or not report.parts["loss"].patched:
         return ""
     labelled = [at for at, one in enumerate(statements) if _LABELLED.match(one) and at < len(counts)]
-    if all(map(_PLAIN.match, statements)) and counts[-1] != (len(labelled), 0):
+    # a later call without labels builds logits
+    plain = all(map(_PLAIN.match, statements)) and program.text.count("model(") == len(labelled)
+    if plain and counts[-1] != (len(labelled), 0):
         return f"{counts[-1]} counted of {len(labelled)} calls that need no logits: {report.why_materialised}"
     for at in labelled:
         if not statements[at - 1].startswith("patch(model"):

@@ -241,6 +241,7 @@ def test_divergence_values_and_gradients(
 
 
 @pytest.mark.parametrize("function", ["logprob", "divergence"])
+@pytest.mark.usefixtures("short_chunks")
 def test_no_quarter_of_the_logits_is_allocated(function: str) -> None:
     N, D, V = 200, 8, 2003
     x, w, b, y = head(N, D, V)

@@ -192,6 +192,7 @@ def test_dpo_learns_what_is_preferred(make_trainer: Any, tiny_model: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", ["DPO", "GRPO", "Distillation", *(slow(k) for k in ("SFT", "KTO", "RLOO"))])
+@pytest.mark.usefixtures("short_chunks")
 def test_nothing_of_the_size_of_the_logits_is_allocated(kind: str, make_trainer: Any, tiny_model: Any) -> None:
     """The batch is long enough that a quarter of its logits is more than anything of the size of the weight."""
     V = 5003

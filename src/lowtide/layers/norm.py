@@ -166,9 +166,10 @@ def _check(
             raise ArgumentTypeError(
                 message(name, "a number", type(number).__name__, hint if isinstance(number, Tensor) else "")
             )
-        check_number(name, number, -math.inf, math.inf)
     if not 0 <= eps < math.inf:  # type: ignore[operator]
         raise ArgumentValueError(message("eps", "a finite number of at least 0", f"{eps}"))
+    for name, number in (("eps", eps), ("offset", offset)):
+        check_number(name, number, -math.inf, math.inf)
     if rounding not in ("before_weight", "after_weight"):
         raise ArgumentValueError(message("rounding", "'before_weight' or 'after_weight'", repr(rounding)))
     return weight
