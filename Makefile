@@ -14,8 +14,8 @@ torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 # pip's own setting (a local folder or mirror may hold it), else from PyTorch's.
 needs_cpu_torch := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
-# In tests threads that wait sleep: beside other test processes spinning ones hold up those that work, ten times and more.
-# Nothing else sets it: what users run is to be as fast as their own setting lets it be.
+# Tests run in several processes at a time, where threads that spin while they wait slow down the others tenfold and more.
+# Only tests set this: what users run follows their own environment.
 test slow: export OMP_WAIT_POLICY ?= PASSIVE
 # Material for MkDocs tells of its successor at each build.
 export NO_MKDOCS_2_WARNING ?= 1

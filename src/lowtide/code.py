@@ -1,8 +1,8 @@
-"""What a module's code consists of: its forward, the functions that this calls, and every name that they look up.
+"""What a module's code consists of: its forward, the functions that it calls, and every name that they look up.
 
-Code that was read once, by a probe or in a forward, may be exchanged later by assignment: a forward set on a class, a
-function set in a module, ``torch.nn.functional.silu`` wrapped. `Code` remembers what stood behind each name, and tells
-in a few microseconds whether it still does.
+Code that ran once, in a probe or a forward, may be replaced later by assignment: a forward set on a class, a function
+set in a module, ``torch.nn.functional.silu`` wrapped. `Code` records the value of each name, and checks in a few
+microseconds whether it is still the same.
 """
 
 import _random
@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 _MISSING = object()
-_Entry = tuple[Any, str, Any]  # whose, its name, what stood there
+_Entry = tuple[Any, str, Any]  # owner, name, value
 
 
 class Code:
-    """What stands now behind the names that some classes of modules and some functions use.
+    """The current values of all names that some classes of modules and some functions use.
 
-    Functions are followed, as are methods of the classes; PyTorch's functions and ours are compared by identity.
+    Functions and the classes' methods are followed; PyTorch's functions and ours are compared by identity.
 
     Args:
-        classes: Of modules: their ``forward``, and the methods and properties that it uses.
+        classes: Module classes: their ``forward``, and the methods and properties that it uses.
         functions: Further functions.
-        shallow: Functions whose own globals count, but not the names that these use.
-        attributes: Of classes: whose, and the name.
+        shallow: Functions whose globals are compared, without following these.
+        attributes: Further attributes, each a class and a name.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Code:
         shallow: Iterable[FunctionType] = (),
         attributes: Iterable[tuple[Any, str]] = (),
     ) -> None:
-        self._items: list[_Entry] = []  # of dictionaries: what globals and modules hold
+        self._items: list[_Entry] = []  # in dictionaries: globals, and names in modules
         self._attributes: list[_Entry] = []  # of classes and functions
         self._seen: set[Any] = set()
         self.modules: set[str] = set()  # the names of those that are among the globals
@@ -62,7 +62,7 @@ class Code:
         self._traced = traced
 
     def exchanged(self) -> str | None:
-        """Return what is not what it was, by its name; None where all is. A trace asks once, when it is made."""
+        """Return the name of something that was replaced, None if nothing was. Under a compiler: when it is traced."""
         return self._traced() if torch.compiler.is_compiling() else self._exchanged()
 
     def _exchanged(self) -> str | None:
@@ -102,7 +102,7 @@ class Code:
         self._function(self._attribute(kind, "forward"), kind)
 
     def _follow(self, value: Any, names: frozenset[str]) -> None:
-        """Go on to what a name stands for: a module's or a class's attributes of these names, or a function's code."""
+        """Follow the value of a name: a module's or a class's attributes of these names, or a function's code."""
         if isinstance(getattr(value, "__self__", None), _random.Random):  # from random import random
             self.modules.add("random")
         if isinstance(value, ModuleType):
@@ -124,7 +124,7 @@ class Code:
                     self._function(self._attribute(value, name), None)
 
     def _function(self, function: Any, kind: Any) -> None:
-        """Take up a function's names; those of a method, or property, of ``kind`` are looked up there too."""
+        """Record a function's names; for a method, or property, of ``kind`` the names are looked up there too."""
         if isinstance(function, property):
             function = function.fget
         if not isinstance(function, FunctionType) or (function, kind) in self._seen:
@@ -158,9 +158,9 @@ def names_of(code: CodeType) -> frozenset[str]:
 
 
 def settings(value: Any, names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    """Return the attributes of these names that an object has of its own, in a form that can be hashed and compared.
+    """Return the instance attributes of an object that have these names, in a form that can be hashed and compared.
 
-    Submodules, parameters, buffers and ``training`` are none.
+    Submodules, parameters, buffers and ``training`` are left out.
     """
     return tuple(_settings(vars(value), names))
 
@@ -202,12 +202,12 @@ def _frozen(value: Any, names: Iterable[str]) -> Any:
 
 
 def _stock_of(function: Any) -> Any:
-    """Return a function; PyTorch's linear layer for the one that ZeRO-3 puts into ``torch.nn.functional`` for good."""
+    """Return a function; for ZeRO-3's permanent replacement of ``torch.nn.functional.linear`` PyTorch's own."""
     return torch._C._nn.linear if getattr(function, "__module__", "") == "deepspeed.runtime.zero.linear" else function
 
 
 def _is_left(function: FunctionType) -> bool:
-    """Whether a function counts as one: PyTorch's and our own are not followed."""
+    """Whether a function is compared but not followed: PyTorch's and our own."""
     return (function.__module__ or "").partition(".")[0] in ("torch", "lowtide")
 
 

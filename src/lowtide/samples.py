@@ -1,4 +1,4 @@
-"""Whether weights are what they were: what version counters do not see, a write through ``.data``."""
+"""Samples of weights, which detect writes that version counters miss: those through ``.data``."""
 
 import math
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Samples:
-    """Some values of some weights as they are now: at least one of every row and of every column.
+    """Current values of some weights: at least one of every row and of every column.
 
-    Finds what writes whole weights, rows or columns through ``.data``, and other storage put there, for a few
-    microseconds and kilobytes a layer. A few values written one by one may lie between the samples.
+    Detects writes of whole weights, rows or columns through ``.data``, and replaced storage, for a few microseconds and
+    kilobytes a layer. Single values written between the samples are not detected.
 
     Args:
-        tensors: Those; only plain Parameters that are here as a whole are looked at.
+        tensors: The weights; only plain, unsharded Parameters are sampled.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -31,11 +31,11 @@ class Samples:
 
     @property
     def nbytes(self) -> int:
-        """What is kept of them."""
+        """Return the memory of the samples."""
         return sum(values.nbytes for values in self._seen)
 
     def changed(self) -> bool:
-        """Return whether a value is another one by now. On a GPU the device asserts that it is not: nobody waits."""
+        """Return whether a value has changed. On a GPU a device-side assertion checks it, without a synchronisation."""
         if any(p.untyped_storage().size() == 0 for group in self._groups for p in group):
             return False  # FSDP2 has freed it, and will gather it again
         if self._layouts != [(p.device, p.dtype, p.shape) for group in self._groups for p in group]:
@@ -55,7 +55,7 @@ class Samples:
 
 
 _ON_DEVICE = (
-    "lowtide: a weight that a recompute reads was written to through .data between forward and backward; write behind "
+    "lowtide: a weight that a recompute reads was written to through .data between forward and backward; write after "
     "backward, or recompute nothing there (keep='all', checkpoint_level=0)"
 )
 

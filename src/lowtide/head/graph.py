@@ -16,8 +16,8 @@ TWICE = (
 )
 
 
-def save_for_recompute(ctx: Any, *tensors: Tensor | None) -> None:
-    """Save what backward computes anew from, and samples of its Parameters: see `saved_for_recompute`."""
+def save_for_recompute(ctx: Any, *tensors: Any) -> None:
+    """Save the tensors (or None) from which backward recomputes, with samples for `saved_for_recompute`."""
     ctx.samples = Samples(() if torch.compiler.is_compiling() else (x for x in tensors if x is not None))
     ctx.save_for_backward(*tensors)
 
@@ -26,8 +26,8 @@ def saved_for_recompute(ctx: Any, function: str) -> tuple[Any, ...]:
     """Return what `save_for_recompute` saved on a node of ``function``.
 
     Raises:
-        UnsupportedError: A Parameter holds other values, or another dtype, than in forward, by a write to its ``.data``
-            that autograd does not see. On a GPU an assertion of the device says so for values.
+        UnsupportedError: A Parameter has other values, or another dtype, than in forward, after a write to its
+            ``.data`` that autograd does not see. Values on a GPU are checked by a device-side assertion.
     """
     if ctx.samples.changed():
         hint = "Change weights after backward."

@@ -15,7 +15,7 @@ FP16_TOP_EXPONENT = 14  # the largest entry of what `lift_of` scales is below 2*
 def lift_of(highest: Tensor) -> Tensor:
     """Return the power of two that brings ``highest``, a largest magnitude, to [2**13, 2**14), where fp16 is precise.
 
-    1 where there is nothing to bring there: of 0, infinity and NaN.
+    1 for 0, infinity and NaN.
     """
     exponent = torch.frexp(highest).exponent
     lift = torch.exp2((FP16_TOP_EXPONENT - exponent).clamp(-126, 126).to(highest.dtype))
@@ -32,7 +32,7 @@ def lift_of_rows(x_ND: Tensor) -> Tensor:
 def factor_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
     """Return the power of two that brings the largest product of these factors to [2**-3, 2**-2).
 
-    With them hidden states in fp16 are multiplied, which then neither leave its range nor sink below it.
+    Hidden states in fp16 that are multiplied by the scaled factors neither overflow nor underflow.
     """
     largest = factor.abs().amax() if factor.numel() else factor.new_ones(())
     for other in others:
@@ -51,7 +51,7 @@ def scaled(
         factor: Scalar, or one value for each row [...] of ``grad`` [..., D], flattened.
         in_place: Whether ``grad`` may be overwritten; else the result shares no memory with it.
         kept_N: bool, False at rows that are 0 and stay 0 even if the factor is infinite or NaN. None: no such rows.
-        zeros_stay: The same of every 0 in ``grad``, for one that nobody knows the rows of. Not under a compiler.
+        zeros_stay: Whether every 0 in ``grad`` stays 0, for a gradient whose rows are unknown. Not under a compiler.
     """
     if torch.compiler.is_compiling():
         rows = (*grad.shape[:-1], 1)
@@ -141,7 +141,7 @@ def _not_zero(scale: Tensor) -> Tensor:
 
 
 class _CarriesScale(torch.autograd.Function):
-    """Stands before a tensor that the scale multiplies further on, and finds the scale's gradient in the tensor's."""
+    """Passes on a tensor that is scaled later, and computes the scale's gradient from the tensor's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:

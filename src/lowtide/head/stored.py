@@ -18,7 +18,7 @@ from lowtide.head.schedules import Gradients
 
 
 class Kept(NamedTuple):
-    """Which tokens count. The gradient of the others is 0 whatever comes from upstream, also infinity and NaN."""
+    """Which tokens are valid. The gradient of the others is 0 for any upstream gradient, infinity and NaN too."""
 
     tokens_N: Tensor  # bool, of the hidden states that are here
     any: Tensor  # bool, scalar: whether any token counts, here or on another rank that holds classes

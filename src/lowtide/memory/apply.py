@@ -47,8 +47,8 @@ def apply_policy(
     With ``offload=True`` what is kept lies in pinned host memory meanwhile, but for the last two of those layers, and
     is brought back a layer ahead of backward. The first forward pins the memory; later ones use it again.
 
-    The recompute finds the layer as its forward found it (adapters, modes, hooks, parameters, attributes), whatever was
-    assigned since, and leaves no trace of its own. What was written to since cannot be put back, and raises.
+    The recompute runs with the state that the layer had in forward (adapters, modes, hooks, parameters, attributes),
+    whatever was assigned since, and restores the current state. Writes to tensors cannot be undone, and raise.
 
     A recomputing layer fills no cache in training: the empty one that transformers makes for every forward is left out
     (``outputs.past_key_values`` stays empty, and raises when it is passed on), and one that holds keys raises. In

@@ -145,10 +145,10 @@ def _of_hidden_states(
 
 
 def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: Any) -> Forward:
-    """Return a forward that, when it runs again, finds all as the first time; or raises where that cannot be.
+    """Return a forward whose second run has the state of the first, or raises where that is impossible.
 
-    What was assigned is put back for it, what was written to (a tensor of ``rest``, a parameter) cannot be. Hidden
-    states are not for it to hold: they may be on the host meanwhile, and the checkpoint looks after them.
+    Assignments are restored for it; writes to a tensor of ``rest`` or a parameter cannot be undone. It does not hold
+    the hidden states: they may be on the host meanwhile, and the checkpoint manages them.
     """
     if torch.compiler.is_compiling():
         return forward  # the compiler makes writes part of its graph
@@ -180,7 +180,7 @@ def _of_unchanged(layer: nn.Module, name: str, forward: Forward, rest: Any) -> F
 
 def _weights_changed(name: str, what: str) -> UnsupportedError:
     """Return the error for a layer whose recompute would differ from its forward: gradients would be wrong."""
-    hint = "Step the optimizer, merge adapters and swap weights behind every backward, or give this layer keep='all'."
+    hint = "Step the optimizer, merge adapters and swap weights after every backward, or give this layer keep='all'."
     got = "one changed by an in-place operation, or through .data"
     return UnsupportedError(message(name, f"{what} that are in backward what they were in forward", got, hint))
 

@@ -1,7 +1,7 @@
-"""The Python side of a layer: what its forward found, put in place again while the layer is recomputed.
+"""The Python state of a layer at its forward, restored while the layer is recomputed.
 
 Between forward and backward anything may be assigned: modes, adapters, hooks, attributes, parameters, random states. A
-recompute has to see what forward saw, and to leave no trace: a counter that forward has moved stands where it stood.
+recompute has to run with the state of the forward, and to leave the current state unchanged, counters among it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _codes: dict[frozenset[type], Code] = {}
 
 
 class Snapshot:
-    """What one forward of a layer starts from.
+    """The state from which one forward of a layer starts.
 
     Args:
         layer: The layer.
-        arguments: What it is called with: lists, dictionaries and objects among it may change.
+        arguments: Its arguments: lists, dictionaries and objects among them may change.
     """
 
     def __init__(self, layer: nn.Module, arguments: Iterable[Any]) -> None:
@@ -71,7 +71,7 @@ class Snapshot:
         self._random = _random_states() if self._draws or _draws(self._code) else None
 
     def end(self) -> None:
-        """Take note that forward is over: random states that it has not moved are let go."""
+        """Call at the end of forward: drops random states that it has not advanced."""
         if self._random is not None and _positions(self._random) == _positions(_random_states()):
             self._random = None
 
@@ -79,7 +79,7 @@ class Snapshot:
         """Raise where a recompute of layer ``name`` would run other code than its forward.
 
         Raises:
-            UnsupportedError: A function or a forward was replaced since, or a mode of the user's is missing.
+            UnsupportedError: A function or a forward was replaced since, or a mode of the user's is not active.
         """
         exchanged = self._code.exchanged()
         expected = "backward to run the code that forward ran"
@@ -93,7 +93,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put everything as forward found it, and afterwards as it is now."""
+        """Restore the state at forward inside, and the current state afterwards."""
         now = [(place, _copy(place)) for place, copy in self._contents if not _same(place, copy)]
         now += [(place, _copy(place)) for place in self._empty if place]
         kinds = [(m, type(m)) for m, kind in zip(self._modules, self._kinds, strict=True) if type(m) is not kind]

@@ -28,7 +28,7 @@ TWICE = (
 )
 _WRITTEN_TO = (
     "lowtide.swiglu_mlp: expected weights that are in backward what they were in forward, since checkpoint_level=1 "
-    "computes gate and up again; got one written to through .data. Write behind backward, or take checkpoint_level=0."
+    "computes gate and up again; got one written to through .data. Write after backward, or take checkpoint_level=0."
 )
 
 _CALL = schema_of(SwigluCall)

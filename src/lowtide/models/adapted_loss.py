@@ -74,7 +74,7 @@ def adapted_cross_entropy(
 
 
 class _Kept(torch.autograd.Function):
-    """Lets no gradient through to ignored tokens: an upstream factor of inf makes NaN of the zeros that were stored."""
+    """Blocks gradients of ignored tokens: an infinite upstream factor would turn the stored zeros into NaN."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Counting runs of what torch.compile traces, without a break in its graph and without a guard on counts."""
+"""Counting runs of graphs that torch.compile traced, without a graph break and without a guard on the counts."""
 
 import itertools
 from typing import Any
@@ -9,7 +9,7 @@ _counters: WeakValueDictionary[str, "Counter"] = WeakValueDictionary()
 
 
 class Counter:
-    """Something that a traced call is counted by, found again by its ``key``; a copy gets one of its own."""
+    """Counts calls of compiled code, which finds it by its ``key``; a copy gets a key of its own."""
 
     def __init__(self) -> None:
         self._enter()
@@ -19,7 +19,7 @@ class Counter:
         self._enter()
 
     def count_compiled(self) -> None:
-        """Count one run of what was traced."""
+        """Count one run of the traced code."""
         raise NotImplementedError
 
     def _enter(self) -> None:

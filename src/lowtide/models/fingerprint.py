@@ -1,9 +1,9 @@
-"""Whether tensors hold what they held: a number made of all of their bits.
+"""Whether tensors still have the same values: a fingerprint of all of their bits.
 
-A tensor's version counts what autograd sees written to it. Not so writes to ``.data`` (an average of the weights that
-is put in for an evaluation, say) and some releases' fused optimizers. The number is a sum, modulo 2^64, of the bits
-times odd factors that depend on the place: one value that changes always changes it, anything else but for one case in
-2^64. It is one pass over the memory, small beside the GEMMs of some hundred tokens, and no host waits for it.
+A version counter counts the writes that autograd sees. It misses writes to ``.data`` (averaged weights swapped in for
+an evaluation) and, in some releases, fused optimizers. The fingerprint is a sum, modulo 2^64, of the bits times odd
+factors that depend on the position: it detects every change of one value, and any other change but for a chance of
+2^-64. It takes one pass over the memory, little beside the GEMMs of some hundred tokens, and no synchronisation.
 """
 
 from collections.abc import Iterable
@@ -24,16 +24,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensors: Iterable[Tensor | None]) -> Tensor | None:
-    """Return a number for each tensor [k], int64, on their device; of a DTensor one for what this rank holds of it.
+    """Return a number for each tensor [k], int64, on their device; for a DTensor that of this rank's shard.
 
     Args:
         tensors: Of any dtype and strides; None is left out.
 
     Returns:
-        Tensor | None: None where there are no numbers to look at, on the meta device.
+        Tensor | None: None on the meta device, where tensors have no values.
     """
     held: list[Any] = [x for x in tensors if x is not None]
-    with torch.no_grad():  # where a DTensor hands out what it has; to detach one is an error in inference mode
+    with torch.no_grad():  # for to_local(); to detach a DTensor is an error in inference mode
         here: list[Tensor] = [x.to_local() if is_dtensor(x) else x.detach() for x in held]
         if any(x.is_meta for x in here):
             return None

@@ -1,7 +1,7 @@
-"""Log-probabilities that were computed without logits: what is built afterwards has the same values in their places.
+"""Log-probabilities that were handed out without logits: the same ones, built later, get these values.
 
-Two ways of summing differ in the last digits, and comparisons count those: of ``(lp > lp.gather(-1, y)).sum(-1)``, the
-rank of a label, half would be one too high.
+Two ways of summing differ in the last digits, which comparisons see: half of the ranks ``(lp > lp.gather(-1,
+y)).sum(-1)`` would be one too high.
 
 Legend: N rows of hidden states, V classes, K classes of a row.
 """

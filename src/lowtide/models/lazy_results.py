@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lowtide.models.lazy_logits import LazyLogits
 
 _cross_entropy: Any = original(F.cross_entropy)
-_NO_CLASS = -(2**62)  # an ignore_index that no target has
+_IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
 
 
 def cross_entropy(
@@ -146,7 +146,7 @@ def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
 
     def logprobs(hidden: Tensor, head: Tensor, **kwargs: Any) -> Tensor:
         one = index.shape[-1] == 1
-        values = linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_NO_CLASS, **kwargs)
+        values = linear_logprobs(hidden, head, index[..., 0] if one else index, ignore_index=_IGNORE_NOTHING, **kwargs)
         return values[..., None] if one else values
 
     result = _of_rows(input, folded, logprobs)

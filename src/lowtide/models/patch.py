@@ -122,8 +122,9 @@ def patch(
 
     The other parts are found by their form, and by running each module's own code on a few random rows beside ours;
     what does not agree is left as it is, with the reason in the report. In training and in evaluation a patched module
-    computes the same as before to rounding, keeps less for backward and takes less time on a GPU. A call that is more
-    than it seems (hooks on a projection, DTensors, ``torch.func``) runs the stock code.
+    computes the same as before to rounding, keeps less for backward and takes less time on a GPU. A call with
+    hooks on a projection, DTensors or ``torch.func``, or after a change of the module's code or settings, runs the
+    stock code.
 
     Patching again makes the model as asked this time, ``options`` included, and returns the same report.
 

@@ -32,15 +32,15 @@ class PatchReport:
     """What was patched, what was left alone and why, and live counts of what became of the logits.
 
     The counts go on as the model runs with labels. Reading ``outputs.logits`` after a fused loss builds them, and adds
-    to the second count as well. Of calls without labels, and of a compiled model's, those in training are counted.
+    to the second count as well. Calls without labels, and those of a compiled model, are counted in training only.
 
     Args:
         parts: One `PartReport` a part, by the part's name; what was patched comes before what was not.
         calls_fused: Calls of the output layer whose loss was computed without logits.
         calls_materialised: Calls of the output layer whose logits were built after all.
         why_materialised: How often each reason for building them came up.
-        exchanged: Functions, forwards and settings that were exchanged since, each once: modules that use them run the
-            model's own code from then on.
+        exchanged: Functions, forwards and settings that changed after `patch`, each once: modules that use them run
+            the model's own code.
 
     Example:
         >>> report = lowtide.patch(model)
@@ -83,7 +83,7 @@ class PatchReport:
         self.why_materialised[why] = self.why_materialised.get(why, 0) + 1
 
     def note_exchanged(self, what: str) -> None:
-        """Take note that modules run their own code, since ``what`` is not what it was."""
+        """Record that modules run their own code, because ``what`` changed."""
         if what not in self.exchanged:
             self.exchanged.append(what)
 

@@ -1,4 +1,4 @@
-"""What was done to the logits since the head, step by step, and the same as arguments of lowtide's functions.
+"""The operations applied to the logits since the head, and the same as arguments of lowtide's functions.
 
 Legend: hidden [..., D], logits [..., V].
 """
@@ -14,14 +14,14 @@ from torch._C import TensorBase
 
 @dataclass(frozen=True)
 class Step:
-    """Something that was done to the logits since the head, to be done again as it was: ``function(logits, *args)``.
+    """An operation that was applied to the logits since the head, and can be replayed: ``function(logits, *args)``.
 
     Args:
-        function: What was done.
+        function: The operation.
         args: Its arguments after the logits.
-        of_hidden: Where it rearranged or chose rows and left the V columns as they were: what does the same to hidden
-            states. None for what works on each logit by itself.
-        keeps_rows: Whether the rows are the same ones in the same order, whatever shape they stand in.
+        of_hidden: If it rearranges or selects rows and leaves the V columns alone: the same for hidden states. None for
+            elementwise operations.
+        keeps_rows: Whether the rows are the same, in the same order; their shape may differ.
     """
 
     function: Callable[..., Tensor]
@@ -32,14 +32,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Folded:
-    """Steps as the arguments of lowtide's functions.
+    """Steps as arguments of lowtide's functions.
 
     Args:
-        logit_scale: As theirs, applied after ``offsets``.
-        softcap: As theirs.
-        offsets: Vectors [V] that count as bias.
-        normalised: Whether the log-softmax was taken at the end.
-        sign: What that was multiplied by, 1 or -1.
+        logit_scale: As in `linear_cross_entropy`, applied after ``offsets``.
+        softcap: As in `linear_cross_entropy`.
+        offsets: Vectors [V] that are added like a bias.
+        normalised: Whether the steps end in a log-softmax.
+        sign: The factor of that log-softmax, 1 or -1.
     """
 
     logit_scale: float | Tensor

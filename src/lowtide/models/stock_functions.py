@@ -1,7 +1,7 @@
-"""PyTorch's own functions, also where a user has put another one in the place of one.
+"""PyTorch's own functions, also those that a user replaced by assignment.
 
-After ``torch.nn.functional.cross_entropy = mine``, PyTorch's own function, which ``mine`` calls, gives
-`__torch_function__` what it finds under its name: ``mine``. Calling that would run ``mine`` a second time.
+After ``torch.nn.functional.cross_entropy = mine``, PyTorch's own function, which ``mine`` calls, passes to
+`__torch_function__` what it looks up under its name: ``mine``. Calling that would run ``mine`` a second time.
 """
 
 import gc
@@ -15,12 +15,12 @@ from torch import Tensor, _jit_internal
 from torch._C import TensorBase
 from torch.overrides import handle_torch_function
 
-# Of C: what is one of these is what it says.
+# Functions written in C are no wrapper of a user's.
 _OF_C = (MethodDescriptorType, WrapperDescriptorType, BuiltinFunctionType)
 _OWNERS: tuple[Any, ...] = (F, torch.autograd, Tensor, torch)
 
 
-# PyTorch's functions by their code, as far as they were asked for.
+# PyTorch's functions by their code, filled as they are looked up.
 _by_code: dict[CodeType, Any] = {}
 
 
@@ -43,7 +43,7 @@ def asking(function: Any) -> Any:
 
 
 def original(function: Any) -> Any:
-    """Return PyTorch's function in whose place ``function`` was put; itself where it is in nobody's place."""
+    """Return PyTorch's function that ``function`` replaced; ``function`` itself if it replaced none."""
     for owner in () if isinstance(function, _OF_C) else _OWNERS:
         for name, value in vars(owner).items():
             if value is function:

@@ -1,4 +1,4 @@
-"""Whether a fused module would still run the code, with the settings, that the probe of it has seen."""
+"""Whether a fused module's stock code and settings are still those that were probed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from torch import nn
 from lowtide.code import Code, functions_in, settings
 from lowtide.models.report import PatchReport
 
-# Whose report tells that a module runs its stock code.
+# The report that lists why a module runs its stock code.
 _REPORTS: WeakKeyDictionary[nn.Module, "ref[PatchReport]"] = WeakKeyDictionary()
 
-Settings = tuple[tuple[tuple[str, Any], ...], ...]  # of a module, and of each of its children that count
+Settings = tuple[tuple[tuple[str, Any], ...], ...]  # of a module, and of each child that it depends on
 
 
 def report_to(module: nn.Module, report: PatchReport) -> None:
-    """Let `Watch` tell ``report`` of what it finds out about ``module``."""
+    """Have `Watch` add to ``report`` what changed for ``module``."""
     _REPORTS[module] = ref(report)
 
 
@@ -27,21 +27,21 @@ def code_of(classes: Sequence[type], found: Settings = ()) -> Code:
 
 
 def settings_of(modules: Sequence[nn.Module], code: Code, *, but: str = "") -> Settings:
-    """Return the attributes of each module that its code may read, but the one of that name."""
+    """Return the attributes of each module that its code may read, except ``but``."""
     names = sorted(code.names - {but})
     return tuple(settings(module, names) for module in modules)
 
 
 class Watch:
-    """What the modules of one class of ours were when their code was probed.
+    """The code and settings with which the modules of one fused class were probed.
 
     Args:
         base: The stock class of these modules.
-        look: Returns the code as it is now.
-        found: The settings that the probed module had; None where they do not count.
+        look: Returns the current code.
+        found: The settings of the probed module; None if they do not matter.
+        confirm: Probes whether a module is what this class was made for. Called if the class was made by reading a
+            pickle, so that this process has not probed the code.
         but: The name of an attribute that may change.
-        confirm: Whether a module is, by a probe, what this class was made for. Asked where the class was made by
-            reading a pickle: this process has not seen the code.
     """
 
     def __init__(
@@ -58,22 +58,22 @@ class Watch:
         self._forward: Any = None
 
     def look(self) -> None:
-        """Take the code as it is now for what was probed."""
+        """Record the current code as the probed one."""
         if self._code is None or self._code.exchanged() is not None:
             self._code = self._look()
             self._forward = self._base.forward
             self._names = tuple(sorted(self._code.names - {self._but}))
 
     def differs(self, module: nn.Module, children: Sequence[nn.Module] = ()) -> bool:
-        """Whether the stock code of ``module`` may do something else now than what runs in its place."""
+        """Whether the stock code of ``module`` may compute something else now than the fused operation."""
         if torch.compiler.is_compiling():
             if self._code is None or self._code.exchanged() is not None:
                 return True
-            # Of these the compiler makes guards; of torch's own functions it makes none, in stock code neither.
+            # The compiler guards these. It does not guard torch's own functions, in stock code neither.
             return self._base.forward is not self._forward or self._set_differently(module)
         if self._code is None and self._confirm(module):
             self.look()
-        why = "code that it has not seen" if self._code is None else self._code.exchanged()
+        why = "code that was not probed" if self._code is None else self._code.exchanged()
         if why is None and self._found is not None:
             for one, found in zip((module, *children), self._found, strict=True):
                 if settings(one, self._names) != found:
@@ -86,7 +86,7 @@ class Watch:
         return True
 
     def _set_differently(self, module: Any) -> bool:
-        """Whether a number among the module's settings is another one: the compiler makes guards of these looks."""
+        """Whether a number among the module's settings has changed; the compiler guards these reads."""
         for name, value in self._found[0] if self._found else ():
             if isinstance(value, bool | int | float) and getattr(module, name, None) != value:
                 return True

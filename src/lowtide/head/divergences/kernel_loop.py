@@ -36,7 +36,7 @@ class KernelPair:
         return pair_rows(z_CV, teacher_CU, self.job.kind, self.logits, kept_C=kept_C)
 
     def expect(self, factor: Tensor) -> None:
-        """Find by how much fp16 factors of the hidden states are raised: the logits' gradient is stored larger."""
+        """Choose the power of two by which fp16 factors of the hidden states are scaled up."""
         if self.job.dtype == torch.float16:
             self._lift = FP16_LIFT * factor_lift(factor, self.job.scale)
 

@@ -95,7 +95,7 @@ class Pair(Protocol):
         """Return the chunk's divergences, and what backward needs to know of its rows."""
 
     def expect(self, factor: Tensor) -> None:
-        """Take note of all factors, a scalar or [n], that `backward` will get."""
+        """Prepare for all factors, a scalar or [n], that `backward` will get."""
 
     def backward(
         self,
