@@ -43,7 +43,7 @@ class Code:
         self._seen: set[Any] = set()
         self.modules: set[str] = set()  # the names of those that are among the globals
         self.names: set[str] = set()  # that methods of the classes use: the attributes of an instance among them
-        for owner, name in ((nn.Module, "__call__"), *attributes):
+        for owner, name in ((nn.Module, "__call__"), (nn.Module, "_call_impl"), *attributes):
             self._attribute(owner, name)
         for kind in classes:
             self._follow_class(kind)

@@ -366,6 +366,20 @@ def test_a_cache_that_a_recomputing_layer_left_empty_is_not_read(keep: Any, llam
         chunks(model, ids)
 
 
+@pytest.mark.parametrize("reader", ["the model without its policy", "another model"])
+def test_a_cache_left_empty_is_not_filled_by_layers_without_a_policy(reader: str, llama: Any, ids: Tensor) -> None:
+    model, other = llama(), llama()
+    apply_policy(model, [ActivationPolicy()] * 2 + [ActivationPolicy(keep="input")] * 3)
+    cache = model(input_ids=ids[:, :6], use_cache=True).past_key_values
+    assert type(cache).__name__ == "DynamicCache"
+    if reader == "another model":
+        model = other
+    else:
+        remove_policy(model)
+    with pytest.raises(UnsupportedError, match=r"layers\.2: expected a cache that its own forwards have filled"):
+        model(input_ids=ids[:, 6:], past_key_values=cache)
+
+
 def test_chunks_train_with_a_cache_where_all_is_kept(llama: Any, ids: Tensor) -> None:
     model, stock = llama(), llama()
     apply_policy(model, ActivationPolicy(mlp_level=None))

@@ -243,3 +243,20 @@ def test_a_compiled_part_notices_a_forward_set_on_the_class(build, monkeypatch):
     torch.testing.assert_close(compiled(x), stock.model.norm(x))
     monkeypatch.setattr(llama.LlamaRMSNorm, "forward", times(llama.LlamaRMSNorm.forward))
     torch.testing.assert_close(compiled(x), stock.model.norm(x))
+
+
+def test_a_replaced_call_of_every_module_sees_every_module(pair, batch, assert_same_gradients, monkeypatch):
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    called, own = [], nn.Module._call_impl
+
+    def counted(self, *args, **kwargs):
+        called.append(type(self).__name__)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "_call_impl", counted)
+    step(stock, batch)
+    expected, called[:] = sorted(called), []
+    step(model, batch)
+    assert sorted(called) == expected
+    assert_same_gradients(model, stock, rtol=3e-5)

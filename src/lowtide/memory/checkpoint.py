@@ -20,9 +20,12 @@ from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.state import Snapshot
 from lowtide.memory.versions import Versions
 from lowtide.samples import Samples
+from lowtide.swap import child_class
 
 Forward = Callable[..., Any]
 _LEFT_OUT = "_lowtide_left_out"  # of a cache: the layers that have not filled it
+_REFUSED = "_lowtide_refused"  # of the same: their names by their indices
+_STOCK = "_lowtide_stock_cache"
 
 
 @dataclass
@@ -207,10 +210,27 @@ def _without_cache(
         raise UnsupportedError(message(name, "no cache, or an empty one", "a cache that holds keys and values", hint))
     for cache in caches:
         setattr(cache, _LEFT_OUT, (*getattr(cache, _LEFT_OUT, ()), name))
+        if not torch.compiler.is_compiling():  # layers without a policy check nothing
+            setattr(cache, _REFUSED, {**getattr(cache, _REFUSED, {}), index: name})
+            if not hasattr(cache, _STOCK):
+                cache.__class__ = child_class(type(cache), _cache_overrides, _STOCK)
     kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     return tuple(None if _is_cache(value) else value for value in args), kwargs, False
+
+
+def _cache_overrides(base: Any) -> dict[str, Any]:
+    """Return what a cache that a layer has not filled does differently: it takes nothing of that layer later."""
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        index = kwargs.get("layer_idx", args[2] if len(args) > 2 else None)
+        refused = getattr(self, _REFUSED, {})
+        if index in refused:
+            raise _was_left_out(refused[index])
+        return base.update(self, *args, **kwargs)
+
+    return {"update": update}
 
 
 def check_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -221,9 +241,13 @@ def check_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     """
     for value in (*args, *kwargs.values()):
         if _is_cache(value) and name in getattr(value, _LEFT_OUT, ()):
-            hint = "Pass use_cache=False in training; to go on from a cache, give the layers keep='all'."
-            got = "one of a forward in which this layer was under a policy that recomputes, and left it empty"
-            raise UnsupportedError(message(name, "a cache that its own forwards have filled", got, hint))
+            raise _was_left_out(name)
+
+
+def _was_left_out(name: str) -> UnsupportedError:
+    hint = "Pass use_cache=False in training; to go on from a cache, give the layers keep='all'."
+    got = "one of a forward in which this layer was under a policy that recomputes, and left it empty"
+    return UnsupportedError(message(name, "a cache that its own forwards have filled", got, hint))
 
 
 def _is_cache(value: Any) -> bool:
