@@ -37,7 +37,7 @@ class Samples:
             return True
         for before, now in zip(self._seen, self._now(), strict=True):
             if isinstance(now, Tensor):
-                torch._assert_async(before == now, _ON_DEVICE)
+                torch._assert_async(torch.eq(now, before), _ON_DEVICE)
             elif before != now:
                 return True
         return False

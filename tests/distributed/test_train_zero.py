@@ -44,7 +44,7 @@ def logged(output: Path) -> dict[str, list[float]]:
 
 
 @installed
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+@pytest.mark.parametrize("engine", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_is_one_process_and_goes_on(engine: str, ranks: Ranks, arguments: list[str], tmp_path: Path) -> None:
     alone, output = tmp_path / "alone", tmp_path / "run"
     ended = ranks(1, *arguments, "--batch-size", 4, "--output", alone)

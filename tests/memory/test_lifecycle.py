@@ -157,8 +157,17 @@ def test_a_forward_replaced_on_the_instance_is_refused(ids: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of the compiler's own doing
-@pytest.mark.parametrize("how", ["model", "layers in place", "layers wrapped"])
-@pytest.mark.parametrize("policy", [INPUT, ATTENTION], ids=["input", "attention"])
+@pytest.mark.parametrize(
+    ("how", "policy"),
+    [  # each way with either policy once; the other pairs are slow
+        pytest.param(how, policy, id=f"{name}-{how}", marks=() if how in quick else pytest.mark.slow)
+        for name, policy, quick in (
+            ("input", INPUT, ("model", "layers in place")),
+            ("attention", ATTENTION, ("layers wrapped",)),
+        )
+        for how in ("model", "layers in place", "layers wrapped")
+    ],
+)
 def test_inside_torch_compile(how: str, policy: Any, llama: Any, ids: Tensor) -> None:
     torch._dynamo.reset()
     model, stock = llama(), llama()

@@ -374,7 +374,7 @@ def test_torch_compile_is_right(name, backend, pair, batch, assert_same_gradient
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # dynamo's own look
-@pytest.mark.parametrize("where", ["model", "model.norm", "lm_head"])
+@pytest.mark.parametrize("where", ["model", pytest.param("model.norm", marks=pytest.mark.slow), "lm_head"])
 def test_torch_compile_with_breaks_is_right(where, pair, batch, assert_same_gradients):
     model, stock = pair("gemma2")
     report = lowtide.patch(model)

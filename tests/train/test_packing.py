@@ -159,7 +159,7 @@ def test_held_out_text_shorter_than_a_block_is_an_error(corpus: Corpus) -> None:
         held_out_blocks(split, layout_of(corpus, 9999), limit=5)
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("suffix", [pytest.param("txt", marks=pytest.mark.slow), "jsonl"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, suffix: str) -> None:
     line = '{"text": "%s"}\n' % ("low tide " * 50) if suffix == "jsonl" else "low tide " * 50 + "\n"
     script = tmp_path / "corpus.py"
