@@ -17,6 +17,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.measure import peak_above, run_child, time_side_by_side
 from lowtide.memory import ActivationPolicy, apply_policy, offload, remove_policy
 from memory.models import CountAttention, Plain, step
+from support import alone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -99,7 +100,7 @@ def test_peak_is_lower_and_the_copies_cost_little() -> None:
     peaks = {offloaded: peak_above(step, "cuda") for offloaded, step in steps.items()}
     moved = (layers - offload.ON_DEVICE) * tokens * (4 * D + 4 * D // 64)
     assert peaks[True] < peaks[False] - 0.5 * moved, (peaks, moved)  # gradients have grown where the peak is then
-    assert times["True"] < 1.15 * times["False"], times
+    assert not alone() or times["True"] < 1.15 * times["False"], times
 
 
 def zero_and_step(model: Plain, ids: torch.Tensor) -> None:
