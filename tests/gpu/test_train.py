@@ -110,7 +110,7 @@ def test_the_check_at_the_start_passes_where_documents_are_apart(attention: str,
     check_separate(build(attention, dtype), seq_len=64)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
 def test_the_check_at_the_start_passes_with_flex_attention() -> None:
     """Which is compiled, and has no backward on a CPU: a run looks at it on its GPU.
 
