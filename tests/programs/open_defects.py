@@ -15,8 +15,8 @@ OPEN = {
             r"out = [\s\S]*(weight.*(data|detach\(\)|storage)|p\.data|_to_parameters"
             r"|(model|embeddings\(\))\.(double|float|bfloat16)\()[\s\S]*(backward|grad)\("
         ),
-        # Infinity times 0 is NaN, and which products there are depends on their order: a hook that clamps gradients makes
-        # a number of the one and none of the other.
+        # Infinity times 0 is NaN, and which products there are depends on their order: a hook that clamps makes a
+        # number of infinity and none of NaN.
         "an infinite upstream factor, and a hook that clamps": r"\.clamp\(-[\s\S]*loss / 0\.0\)",
         # Tried on numbers it is the library's own, so that ours takes its place and the wrapper does not run.
         "a wrapper around apply_rotary_pos_emb that was there before patch": r"counting\('rope'[\s\S]*\npatch\(model",
