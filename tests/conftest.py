@@ -37,18 +37,14 @@ def gemm_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A twelfth of the rows is a chunk however short that is, so that a small test sees the memory of a large call."""
-    from lowtide.head import plan, schedules
-    from lowtide.head.divergences.plan import plan_pair
-
-    def forget() -> None:
-        schedules.remembered_plan.cache_clear()
-        plan_pair.cache_clear()
+    from lowtide.head import plan
+    from support import forget_plans
 
     monkeypatch.setattr(plan, "FEWEST_ROWS", 8)
     monkeypatch.setattr(plan, "CPU_CHUNK_BYTES", 0)
-    forget()
+    forget_plans()
     yield
-    forget()
+    forget_plans()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

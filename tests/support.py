@@ -17,6 +17,15 @@ def alone() -> bool:
     return os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
 
 
+def forget_plans() -> None:
+    """Have the next calls of the head plan anew."""
+    from lowtide.head import schedules
+    from lowtide.head.divergences.plan import plan_pair
+
+    schedules.remembered_plan.cache_clear()
+    plan_pair.cache_clear()
+
+
 def relative_error(got: Tensor, true: Tensor) -> float:
     """Return ||got - true|| / ||true||, or ||got|| where the truth is 0."""
     got, true = got.detach().double(), true.detach().double()

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Samples:
@@ -55,7 +55,7 @@ _ON_DEVICE = (
 
 def _checksum(values: Tensor) -> Tensor | int:
     """Return the sum, modulo 2^64, of all bits times odd factors that depend on the place: a number on a CPU."""
-    bits = values.view(_BITS[values.element_size()]).long()
+    bits = values.view(INTEGERS[values.element_size()]).long()
     total = bits.mul_(torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
     return int(total) if total.is_cpu else total
 

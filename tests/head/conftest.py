@@ -4,14 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowtide.head import plan, schedules
-from lowtide.head.divergences.plan import plan_pair
-
-
-def forget_plans() -> None:
-    """Have the next calls plan anew."""
-    schedules.remembered_plan.cache_clear()
-    plan_pair.cache_clear()
+from lowtide.head import plan
+from support import forget_plans
 
 
 @pytest.fixture(params=[False, True], ids=["no bf16 GEMMs", "bf16 GEMMs"])

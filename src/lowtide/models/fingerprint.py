@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.backends import why_no_triton
+from lowtide.samples import INTEGERS
 
 _ROW = 4096  # values that are summed at a time, whose factors stay in the cache
 _LEVELS = 8  # of sums of sums: more than memory has
 _SHARE = 2**20  # values that are worth a thread, or an operation on another device
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensors: Iterable[Tensor | None]) -> Tensor | None:
@@ -51,7 +51,7 @@ def _of(x: Tensor) -> Tensor:
 
         by_eight = aligned and whole == octets.numel()
         with torch.cuda.device(x.device):
-            return sum_bits(octets.view(torch.int64) if by_eight else x.view(_INTEGERS[x.dtype.itemsize]))
+            return sum_bits(octets.view(torch.int64) if by_eight else x.view(INTEGERS[x.dtype.itemsize]))
     if not aligned:  # within another tensor, of which a view has to begin at eight bytes
         octets = octets.clone()
     values = torch.cat([octets[whole:], octets.new_zeros(whole + 8 - octets.numel())]).view(torch.int64)
