@@ -156,3 +156,10 @@ def test_gradients_of_several_outputs_at_once(name: str) -> None:
     upstream = torch.randn(3, *out.shape)
     with pytest.raises(UnsupportedError, match="one gradient of its output at a time"):
         torch.autograd.grad(out, x, upstream, is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name.startswith("linear")])
+def test_a_trace_of_torchscript_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"^input: expected .* inside torch\.jit\.trace\. Use torch\.compile"):
+        torch.jit.trace(DIFFERENTIABLE[name], (X,))

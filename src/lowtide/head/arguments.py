@@ -72,8 +72,12 @@ def check_head(
     Raises:
         ArgumentTypeError: Not tensors, not floating point, or different dtypes outside autocast.
         ArgumentValueError: Shapes or devices that do not fit.
+        UnsupportedError: Inside `torch.jit.trace`, where sizes are no numbers to plan with.
     """
     input_name, weight_name, bias_name = names
+    if torch.jit.is_tracing():
+        hint = "Use torch.compile, which takes the function as one operator."
+        raise UnsupportedError(message(input_name, "a call that runs", "one inside torch.jit.trace", hint))
     check_tensor(input_name, input)
     check_whole(weight_name, check_tensor(weight_name, linear_weight), input)
     if linear_weight.dim() != 2:
