@@ -75,7 +75,7 @@ def check_head(
         UnsupportedError: Inside `torch.jit.trace`, where sizes are no numbers to plan with.
     """
     input_name, weight_name, bias_name = names
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         hint = "Use torch.compile, which takes the function as one operator."
         raise UnsupportedError(message(input_name, "a call that runs", "one inside torch.jit.trace", hint))
     check_tensor(input_name, input)
