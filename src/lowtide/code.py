@@ -29,6 +29,7 @@ class Code:
         functions: Further functions.
         shallow: Functions whose globals are compared, without following these.
         attributes: Further attributes, each a class and a name.
+        names: Further names, each with its module.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Code:
         functions: Iterable[Any] = (),
         shallow: Iterable[FunctionType] = (),
         attributes: Iterable[tuple[Any, str]] = (),
+        names: Iterable[tuple[ModuleType, str]] = (),
     ) -> None:
         self._items: list[_Entry] = []  # in dictionaries: globals, and names in modules
         self._attributes: list[_Entry] = []  # of classes and functions
@@ -45,6 +47,8 @@ class Code:
         self.names: set[str] = set()  # that methods of the classes use: the attributes of an instance among them
         for owner, name in ((nn.Module, "__call__"), (nn.Module, "_call_impl"), *attributes):
             self._attribute(owner, name)
+        for module, name in names:
+            self._item(vars(module), name)
         for kind in classes:
             self._follow_class(kind)
         for function in functions:

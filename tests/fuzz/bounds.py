@@ -89,9 +89,14 @@ def _of_norm(notes: dict[str, Any]) -> Scales:
 
 
 def _of_mlp(notes: dict[str, Any]) -> Scales:
-    """The activation is at most |gate| and its slope at most 1.1, and either may have lost all but its last digit."""
+    """The activation is at most |gate| and its slope at most 1.1, and either may have lost all but its last digit.
+
+    Gate and up themselves err by eps of the terms that they sum, of which little may be left.
+    """
     x, wg, wu, wd, bg, gate, up = (None if t is None else t.detach().abs() for t in notes["mlp"])
-    kappa = 1.0 + ((x @ wg.T + (0 if bg is None else bg)).max().item() if gate.numel() else 0.0)
+    terms = x @ wg.T + (0 if bg is None else bg)
+    kappa = 1.0 + (terms.max().item() if gate.numel() else 0.0)
+    gate, up = gate + terms / kappa, up + x @ wu.T / kappa
     flat = gate.shape[:-1].numel()
     x, gate, up = (t.reshape(flat, t.shape[-1]) for t in (x, gate, up))
     g = notes["out"].grad

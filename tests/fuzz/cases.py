@@ -161,7 +161,11 @@ def write_head(case: Case, w: Writer, *, K: int | None = None) -> dict[str, str 
     if case["logits"] == "huge":
         w.line("input = 30 * input")
     if case.get("poison") and "ignored" in case and K is None:
-        w.line(f"input[target == {ignore}] = math.{case['poison']}")
+        rows = (
+            ("[..., :-1, :]", "[..., 1:]") if case.get("shift") and case["leading"] else ("", "")
+        )  # a token's target is the next one
+        poison = "nan" if case.get("softcap") else case["poison"]  # a cap makes numbers of infinity
+        w.line(f"input{rows[0]}[target{rows[1]} == {ignore}] = math.{poison}")
     trained = case["trained"]
     layout = "padded" if case.get("poison") and case["layout"] == "expanded" else case["layout"]
     w.done("input", trained=trained in ("all", "input"), layout=layout)

@@ -298,12 +298,16 @@ def test_a_dispatch_mode_around_forward_alone_is_an_error(llama: Any, ids: Tenso
         results(model, ids, lambda m: None, Watching)
 
 
-def test_code_that_is_replaced_between_is_an_error(llama: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["silu", "scaled_dot_product_attention"])
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_code_that_is_replaced_between_is_an_error(
+    llama: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch, keep: Any, name: str
+) -> None:
     model = llama()
-    apply_policy(model, ActivationPolicy(keep="input"))
-    stock = F.silu
-    with pytest.raises(UnsupportedError, match=r"another torch\.nn\.functional\.silu"):
-        results(model, ids, lambda m: monkeypatch.setattr(F, "silu", lambda x, inplace=False: stock(x) * 2))
+    apply_policy(model, ActivationPolicy(keep=keep))
+    stock = getattr(F, name)
+    with pytest.raises(UnsupportedError, match=rf"another torch\.nn\.functional\.{name}"):
+        results(model, ids, lambda m: monkeypatch.setattr(F, name, lambda *args, **kw: stock(*args, **kw) * 2))
     model.zero_grad()
     results(model, ids, lambda m: None)  # forward and backward with the new one
 

@@ -250,3 +250,16 @@ def test_c_code_gets_no_null_pointer(build, batch):
     with pytest.raises(UnsupportedError, match=r"logits\.clone"):
         torch.jit.trace(lambda x: x * 2, (logits,))
     assert torch.equal(torch.from_dlpack(logits), logits.clone())
+
+
+def test_detached_logits_of_inference_mode_may_be_written_to(pair, batch):
+    """As stock's: PyTorch lets whoever detaches outside of inference mode write to an inference tensor."""
+    model, stock = pair("llama")
+    lowtide.patch(model)
+    found = []
+    for one in (model, stock):
+        with torch.inference_mode():
+            logits = one(**batch).logits
+        logits.detach().add_(1.0)
+        found.append(logits.clone())
+    torch.testing.assert_close(*found)

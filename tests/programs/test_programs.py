@@ -15,6 +15,7 @@ from programs.run import as_script, shrunk, verdict
 
 BATCH, FIXED = 50, 40  # 2,000 programs
 SLOW_BATCHES = 100
+MOST_SHOWN = 10  # failures of a batch
 SLOW = int(os.environ.get("LOWTIDE_PROGRAMS", "100000"))
 SEED = os.environ.get("LOWTIDE_PROGRAMS_SEED")  # of the first slow batch; none: fresh ones
 
@@ -28,17 +29,20 @@ def one_thread():
 
 
 def check(first: int, count: int) -> Counter[str]:
-    """Run programs; fail with the first that is different, as small as it gets. Return how many came to what."""
+    """Run programs; fail with those that are different, as small as they get. Return how many came to what."""
     kinds: Counter[str] = Counter()
+    failures = []
     for seed in range(first, first + count):
         found = verdict(make(seed))
         if found.kind == "different":
             small = shrunk(make(seed))
             defect = which(small.text)
             if defect is None:
-                pytest.fail(f"\n\n{as_script(small, verdict(small).why)}\n", pytrace=False)
+                failures.append(as_script(small, verdict(small).why))
             found.kind = f"open: {defect}"
         kinds[found.kind] += 1
+    if failures:
+        pytest.fail("\n\n" + "\n\n".join(failures[:MOST_SHOWN]) + f"\n\n{len(failures)} of {count}", pytrace=False)
     # Most run to their end, or the grammar would test little.
     assert kinds["equal"] > 0.6 * count, kinds
     assert kinds["refused"] < 0.2 * count, kinds

@@ -343,16 +343,20 @@ class _RmsNorm(torch.autograd.Function):
         out, sum_, rstd = _forward(call)
         ctx.offset, ctx.added = call.offset, call.residual is not None
         ctx.save_for_backward(sum_ if ctx.added else call.x, call.weight, rstd)
+        ctx.set_materialize_grads(False)
         return (out, sum_) if ctx.added else out
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         refuse_batched("add_rms_norm" if ctx.added else "rms_norm", *upstream)
+        g, g_sum = upstream if ctx.added else (upstream[0], None)
+        if g is None and g_sum is None:  # a function further on has no gradient for it: as PyTorch's own, nor have we
+            return (None,) * len(_Call._fields)
         x, weight, rstd = ctx.saved_tensors
         wants_x, wants_residual, wants_weight = ctx.needs_input_grad[:3]
         call = _BackwardCall(
-            upstream[0],
-            upstream[1] if ctx.added else None,
+            torch.zeros_like(x) if g is None else g,
+            g_sum,
             x,
             weight,
             rstd,
@@ -366,4 +370,4 @@ class _RmsNorm(torch.autograd.Function):
         wanted = [dx if call.wants_x else None, dw if wants_weight else None]
         into_rows, into_weight = differentiable_once(wanted, sources, _TWICE)
         grads = (into_rows if wants_x else None, into_rows if wants_residual else None, into_weight)
-        return *grads, None, None, None
+        return *grads, *(None,) * (len(_Call._fields) - len(grads))

@@ -202,15 +202,24 @@ class _Rotary(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         call = _Call(*args)
         ctx.save_for_backward(call.cos, call.sin)
-        ctx.dtype = call.q.dtype
+        ctx.dtype, ctx.shapes = call.q.dtype, (call.q.shape, call.k.shape)
+        ctx.set_materialize_grads(False)
         return _run(call)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        refuse_batched("rotary", *upstream)
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        given = [g for g in upstream if g is not None]  # what nothing was computed of has no gradient
+        if not given:
+            return (None,) * len(_Call._fields)
+        refuse_batched("rotary", *given)
         cos, sin = ctx.saved_tensors
-        g_q, g_k = upstream
+        g_q, g_k = (
+            given[0].new_zeros(shape) if g is None else g for g, shape in zip(upstream, ctx.shapes, strict=True)
+        )
         with torch.no_grad():
-            dq, dk = _run(_Call(g_q, g_k, cos, sin, ctx.dtype, True))
-        wanted = [grad if want else None for grad, want in zip((dq, dk), ctx.needs_input_grad, strict=False)]
-        return *differentiable_once(wanted, upstream, _TWICE), None, None, None, None
+            turned = _run(_Call(g_q, g_k, cos, sin, ctx.dtype, True))
+        wanted = [
+            grad if want and g is not None else None
+            for grad, want, g in zip(turned, ctx.needs_input_grad, upstream, strict=False)
+        ]
+        return *differentiable_once(wanted, given, _TWICE), None, None, None, None

@@ -38,6 +38,9 @@ _FOREIGN = (
 _LEAVES = {int, float, bool, str, type(None), torch.dtype, torch.device, nn.Parameter, Tensor}
 _DEPTH = 4  # an argument, its list, an object in it, that object's list
 
+# Called by functions that layers look up in a table, where their code leads to no further.
+_FROM_A_TABLE = ((torch.nn.functional, "scaled_dot_product_attention"),)
+
 _codes: dict[frozenset[type], Code] = {}
 
 
@@ -264,7 +267,7 @@ def _code_of(kinds: frozenset[type]) -> Code:
         classes = dict.fromkeys(
             c for kind in kinds for c in kind.__mro__ if "forward" in vars(c) and c is not nn.Module
         )
-        code = _codes[kinds] = Code(classes)
+        code = _codes[kinds] = Code(classes, names=_FROM_A_TABLE)
     return code
 
 

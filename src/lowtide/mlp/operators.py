@@ -164,10 +164,11 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, gate: Tensor, up: Tensor, *fields: Any) -> Tensor:  # noqa: ARG004
         ctx.count = len(fields)
+        ctx.set_materialize_grads(False)
         return _run(fields[0] if len(fields) == 1 else SwigluCall(*fields), gate, up)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
+    def backward(ctx: Any, upstream: Tensor | None) -> Any:
         return upstream, None, None, *[None] * ctx.count
 
 
@@ -202,7 +203,9 @@ class _SwigluMlp(torch.autograd.Function):
         return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
+        if upstream is None:  # a function further on has no gradient for it: as PyTorch's own, nor have we
+            return (None,) * len(SwigluCall._fields)
         refuse_batched("swiglu_mlp", upstream)
         *tensors, gate, up = ctx.saved_tensors
         kept = [gate, up]

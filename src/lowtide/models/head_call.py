@@ -138,13 +138,13 @@ class HeadCall:
             self.built = True
             self.report.count_materialised(why)
         with ExitStack() as modes:
-            self._enter_modes(modes, grad_mode=grad_mode)
+            self._enter_modes(modes, grad_mode=grad_mode, inference=self._inference)
             return self.given.replay(self._run(work), steps)
 
-    def view(self, base: Tensor, step: Step, *, grad_mode: bool) -> Tensor:
-        """Return a view of real logits, as the model would have taken it."""
+    def view(self, base: Tensor, step: Step, *, grad_mode: bool, inference: bool) -> Tensor:
+        """Return a view of real logits, as it would have been taken in the modes of that time."""
         with ExitStack() as modes:
-            self._enter_modes(modes, grad_mode=grad_mode)
+            self._enter_modes(modes, grad_mode=grad_mode, inference=inference)
             return replay(base, (step,))
 
     def vjp(self, steps: tuple[Step, ...], grad_logits: Tensor) -> tuple[Tensor | None, ...]:
@@ -279,8 +279,8 @@ class HeadCall:
             )
         return self.head(InsideHead(checked), *([self.hidden] if self.partitioned and link else []))
 
-    def _enter_modes(self, modes: ExitStack, *, grad_mode: bool) -> None:
-        modes.enter_context(torch.inference_mode(self._inference))
+    def _enter_modes(self, modes: ExitStack, *, grad_mode: bool, inference: bool) -> None:
+        modes.enter_context(torch.inference_mode(inference))
         modes.enter_context(torch.set_grad_enabled(grad_mode))
         self._enter_autocast(modes)
 

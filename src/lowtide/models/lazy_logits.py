@@ -44,6 +44,7 @@ class LazyLogits(Tensor):
     _real: Tensor | None
     _viewed: "LazyLogits | None"
     _grad_mode: bool  # whether what made them recorded gradients
+    _inference: bool  # whether they were made in inference mode
     _is_cut: bool  # a view taken without gradients of logits that have them: it requires a gradient and passes none on
     _detached: "LazyLogits | None"  # what these were detached from, by the last step
     _has_children: bool  # recorded ones, whose graph goes past whatever this is built to
@@ -73,7 +74,8 @@ class LazyLogits(Tensor):
         with torch.set_grad_enabled(grad_mode), call.as_in_forward(call.linked):
             lazy: Self = _Anchor.apply(wrapper, call, steps, *call.linked)  # type: ignore[no-untyped-call]
         lazy._call, lazy._steps, lazy._real, lazy._viewed = call, steps, None, viewed
-        lazy._grad_mode, lazy._is_cut, lazy._has_children, lazy._detached = grad_mode, False, False, None
+        lazy._grad_mode, lazy._inference = grad_mode, torch.is_inference_mode_enabled()
+        lazy._is_cut, lazy._has_children, lazy._detached = False, False, None
         return lazy
 
     @property
@@ -90,7 +92,8 @@ class LazyLogits(Tensor):
                 self._real = self._call.logits(self._steps, why, grad_mode=self._grad_mode)
             else:
                 base = self._viewed.materialise(why)
-                self._real = self._call.view(base, self._steps[-1], grad_mode=self._grad_mode)
+                step = self._steps[-1]
+                self._real = self._call.view(base, step, grad_mode=self._grad_mode, inference=self._inference)
         return self._real
 
     def __repr__(self, **settings: Any) -> Any:  # type: ignore[override]
