@@ -165,6 +165,17 @@ def test_a_hook_between_forward_and_loss_is_an_error(build, batch):
         loss_of(logits, batch)
 
 
+def test_a_hook_inside_lora_between_forward_and_read_is_an_error(build, batch):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    lowtide.patch(model, mlp=False)
+    logits = called(model, batch)
+    inner = next(module for name, module in model.named_modules() if name.endswith("lora_A.default"))
+    inner.register_forward_hook(lambda module, args, out: None)
+    with pytest.raises(UnsupportedError, match=r"got a change since.*LoRA has hooks"):
+        logits.masked_fill(logits > 0, 0)
+
+
 def called(model, batch):
     """Logits of which nothing was computed yet."""
     return model(input_ids=batch["input_ids"], num_items_in_batch=3).logits

@@ -114,6 +114,14 @@ def says_what_to_do(error: Exception) -> bool:
     return re.search(r"expected [\s\S]*got [\s\S]*\. \S", str(error)) is not None
 
 
+# Errors of PyTorch's that refuse in words that users know.
+_PYTORCHS = {
+    "Cannot access data pointer of Tensor": "no data pointer for C code",
+    "modified by an inplace operation": "weights changed, of which stock kept a copy (save_on_cpu)",
+    "failed in the TorchScript interpreter": "an error inside torch.jit.trace, which hides whose it is",
+}
+
+
 @dataclass
 class Verdict:
     """What came of a program: "equal", "equal error", "refused" or "different"; ``why`` of the last two."""
@@ -130,8 +138,9 @@ def verdict(program: Program) -> Verdict:
         at, error = patched.error
         if isinstance(error, CheckpointError):  # PyTorch's own word that a checkpoint's second forward ran otherwise
             return Verdict("refused", f"CheckpointError at statement {at}")
-        if str(error).startswith("Cannot access data pointer of Tensor"):  # C code that asks for memory of lazy logits
-            return Verdict("refused", f"PyTorch's error at statement {at}: no data pointer")
+        for known, text in _PYTORCHS.items():
+            if known in str(error):
+                return Verdict("refused", f"PyTorch's error at statement {at}: {text}")
         if not isinstance(error, LowtideError):
             return Verdict("different", f"statement {at} raises {type(error).__name__}: {error}")
         if not says_what_to_do(error):

@@ -174,6 +174,10 @@ class HeadCall:
                 keep_for_backward(self.linked)
             return self._run(work, link=False)  # type: ignore[no-any-return]  # gradients are what it gives
 
+    def why_not_again(self) -> str | None:
+        """Return why the head may do more now than it did then."""
+        return why_not_call(self.head)
+
     def operands(
         self, head: nn.Linear, hidden: Tensor, steps: tuple[Step, ...]
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
@@ -269,7 +273,7 @@ class HeadCall:
             with self.as_in_forward(self.tensors):
                 return work(head, forward, hidden)
 
-        why_not = why_not_call(self.head)
+        why_not = self.why_not_again()
         if part_of(self.head) is None:
             why_not = "the model was unpatched"
         if why_not is not None:

@@ -212,7 +212,9 @@ class LazyLogits(Tensor):
             lazies = _found(args, kwargs)
         if func == _GRAD_FN and lazies:
             return lazies[0]._node(sys._getframe(1).f_globals.get("__name__", ""))
-        has_no_graph = func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
+        has_no_graph = func is Tensor.tolist or (
+            func in OPERATIONS and (func in _DETACH or not torch.is_grad_enabled())
+        )
         if not has_no_graph and any(lazy._has_another_graph() for lazy in lazies):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*_real(args, func, graph=True), **_real(kwargs, func, graph=True))

@@ -70,14 +70,22 @@ def head_call(
     layer = adapted_linear(head)
     if isinstance(layer, str):
         return f"the output embedding {layer}"
-    if not are_plain_linears(layer.linears, tuple(module for module in layer.around if module is not head)):
-        return "a layer of the output embedding's LoRA has hooks or a forward of its own"
+    why_not = _why_not_inside(head, layer)
+    if why_not is not None:
+        return why_not
     parameters = tuple(p for linear in layer.linears for p in (linear.weight, linear.bias) if p is not None)
     if any(type(parameter) is not nn.Parameter for parameter in parameters):
         return "a weight of the output embedding's LoRA is not a plain Parameter"
     if not gather_for(head, parameters):
         return "DeepSpeed is gathering the output embedding's LoRA for a call of its own"
     return LoraHeadCall(head, hidden, layer, report, options)
+
+
+def _why_not_inside(head: Any, layer: AdaptedLinear) -> str | None:
+    """Return why a call of the layers inside may do more than linear layers do."""
+    if are_plain_linears(layer.linears, tuple(module for module in layer.around if module is not head)):
+        return None
+    return "a layer of the output embedding's LoRA has hooks or a forward of its own"
 
 
 class LoraHeadCall(HeadCall):
@@ -104,6 +112,10 @@ class LoraHeadCall(HeadCall):
             inner.append(adapter.a(adapter.dropout(x)))
         self._inner = tuple(inner)
         super().__init__(head, hidden, report, options)
+
+    def why_not_again(self) -> str | None:
+        """Return why the head may do more now than it did then."""
+        return super().why_not_again() or _why_not_inside(self.head, self._layer)
 
     @property
     def adapted(self) -> bool:
