@@ -60,6 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE", help="write what ran, and on what, as json")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        os.environ["THOROUGH"] = "1"  # for the cases of ranks
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
         for item in items:

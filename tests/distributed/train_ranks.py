@@ -204,12 +204,14 @@ def _run(job: dict[str, Any]) -> Ended:
 MODULES = (
     "accelerate.utils", "pytest", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel", "transformers.models.gemma2.modeling_gemma2",
-    "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.run", "support",
+    "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.resuming", "lowtide.train.run", "support",
 )  # fmt: skip
+# Where they are installed. accelerate imports DeepSpeed wherever there are ranks.
+OPTIONAL = {"triton": "lowtide.head.kernels.exp_rows", "deepspeed": "deepspeed", "peft": "peft"}
 
 
 def _serve() -> None:
-    for name in (*MODULES, *(["lowtide.head.kernels.exp_rows"] if find_spec("triton") else [])):
+    for name in (*MODULES, *(module for package, module in OPTIONAL.items() if find_spec(package))):
         importlib.import_module(name)
     gc.freeze()  # else each rank's collector writes to what they share, and copies it by that
     for line in sys.stdin:
