@@ -47,9 +47,22 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_plans()
 
 
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of `lowtide.measure.run_child` begin with what a process has imported that forks them all."""
+    from distributed.train_ranks import run_command
+
+    monkeypatch.setattr("lowtide.measure.child.run_command", run_command)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the long checks")
     parser.addoption("--record", metavar="FILE", help="write what ran, and on what, as json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        os.environ["THOROUGH"] = "1"  # for the cases of ranks
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

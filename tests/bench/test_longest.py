@@ -334,6 +334,7 @@ def test_the_rate_takes_of_each_ways_time(each: float, tmp_path: Path, monkeypat
 
 
 @needs_ranks
+@pytest.mark.usefixtures("forked_children")
 def test_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--way lowtide --model lowtide-small --layers 1 --tokens 24 --no-search --tile 8 --warm 0 --reps 1"
     run = ["bench", "longest", *arguments.split(), "--device", "cpu", "--host", "2GiB"]

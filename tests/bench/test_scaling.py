@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from distributed import train_ranks
 from lowtide.bench import scaling
 from lowtide.errors import ArgumentValueError
 from lowtide.measure import ChildResult
@@ -27,9 +28,12 @@ def measured(folder: Path, **options: Any) -> tuple[list[dict[str, Any]], str]:
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
-def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", ["forks", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_two_ranks(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if start == "forks":
+        monkeypatch.setattr(scaling, "run_command", train_ranks.run_command)
     (row, kept), said = measured(tmp_path, ways=["lowtide", "lowtide:all"])
     assert "failed" not in row, row
     assert kept["losses"] == pytest.approx(row["losses"], rel=1e-5)

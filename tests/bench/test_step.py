@@ -82,6 +82,7 @@ def test_states_are_offloaded_where_a_way_says_so(monkeypatch: pytest.MonkeyPatc
     assert "parameters on a CUDA device" in row["failed"]
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_step_by_each_way_is_the_same_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--tokens 48 32 --peer stock --policy all 1xattention-mlp1+1xinput --model lowtide-small"
     command = ["bench", "step", *arguments.split(), "--warm", "1", "--reps", "1", "--output", str(tmp_path)]

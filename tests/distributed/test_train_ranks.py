@@ -27,7 +27,7 @@ from lowtide.train.checkpoints import checkpoints, log_history
 from lowtide.train.config import Parallel
 from lowtide.train.packing import Batches
 from lowtide.train.parallel import variables
-from lowtide.train.ranks import Shares
+from lowtide.train.ranks import Shares, let_first_speak
 from train.conftest import tiny_arguments
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
@@ -92,6 +92,16 @@ def test_shares_deal_out_every_stream_once(streams: int, ranks: int, rows: int) 
 def test_batches_take_the_blocks_in_order_and_fill_none_up() -> None:
     batches = iter(Batches(list(range(100)), [2, 1, 0], -1))  # type: ignore[arg-type]
     assert [next(batches) for _ in range(5)] == [[0, 1], [2], [-1], [3, 4], [5]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks_let_the_first_say_an_error(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a launcher needs to see that it has ended; the ranks of the other tests see it at once."""
+    waits: list[float] = []
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr("lowtide.train.ranks.time.sleep", waits.append)
+    let_first_speak()
+    assert waits == [3.0] * rank
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from distributed.train_ranks import Ranks
+from distributed.train_ranks import Ranks, shared
 from lowtide.train.checkpoints import check_states
 from lowtide.train.parallel import variables
 from train.conftest import SHAPE, tiny_arguments
@@ -26,11 +25,9 @@ NAMES = ("loss", "grad_norm", "held_out_loss")
 SPIED = {"SPY": "distributed.spy_zero"}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks()
-    yield started
-    started.close()
+@pytest.fixture
+def ranks() -> Ranks:
+    return shared()
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -26,6 +29,7 @@ from typing import Any
 import psutil
 
 import lowtide
+from lowtide.measure import ChildResult
 
 TESTS = Path(__file__).parents[1]
 
@@ -101,8 +105,33 @@ def shared() -> Ranks:
     return ranks
 
 
-def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
-    """Be one of the ranks: never returns."""
+def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None, capture: bool = True) -> ChildResult:
+    """As `lowtide.measure.child.run_command`, for ``python -c CODE`` and torchrun's ``-m MODULE``, by forks."""
+    assert command[0] == sys.executable
+    ranks, rest, begun = 1, list(command[1:]), time.perf_counter()
+    if rest[:3] == ["-m", "torch.distributed.run", "--standalone"]:
+        assert rest[3] == "--nproc-per-node"
+        ranks, rest = int(rest[4]), rest[5:]
+    kind, what, *arguments = rest
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        assert kind in ("-c", "-m")
+        script.write_text(what if kind == "-c" else f"import runpy\nrunpy.run_module({what!r}, run_name='__main__')\n")
+        ended = shared()(ranks, *arguments, script=script, **(env or {}))
+    status = next(filter(None, ended.statuses), 0)
+    out, err = map("".join, (ended.out, ended.err))
+    seconds = time.perf_counter() - begun
+    return ChildResult(returncode=status, seconds=seconds, peak_bytes=0, stdout=out, stderr=err)
+
+
+def _wait_for_end(process: int, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while psutil.pid_exists(process) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _be(rank: int, job: dict[str, Any], port: int, folder: Path, first: int) -> None:
+    """Be one of the ranks, the ``first`` of which is that process: never returns."""
     status = 1
     try:
         for name, number in (("out", 1), ("err", 2)):
@@ -113,7 +142,11 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ.update({name: str(value) for name, value in (world | place).items()})
         from lowtide.cli import main
+        from lowtide.train import ranks as of_train
 
+        if rank:  # nobody waits for longer than until the first rank has ended
+            seconds = of_train._FIRST_SPEAKS_SECONDS
+            vars(of_train)["let_first_speak"] = lambda: _wait_for_end(first, seconds)
         if spy := job["env"].get("SPY"):
             importlib.import_module(spy)
         if script := job["script"]:
@@ -132,6 +165,8 @@ def _be(rank: int, job: dict[str, Any], port: int, folder: Path) -> None:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
             sys.stderr.flush()
+        if job["env"].get("FINALISE"):
+            ctypes.pythonapi.Py_Exit(status)
         os._exit(status)  # gloo's threads may still let tensors go, which aborts an interpreter being torn down
 
 
@@ -142,13 +177,13 @@ def _free_port() -> int:
 
 
 def _run(job: dict[str, Any]) -> Ended:
-    with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), _free_port()
-        pids = []
+    folder, port = Path(tempfile.mkdtemp()), _free_port()  # no TemporaryDirectory, which a finalised rank would remove
+    try:
+        pids = list[int]()
         for rank in range(job["ranks"]):
             pid = os.fork()
             if pid == 0:
-                _be(rank, job, port, folder)
+                _be(rank, job, port, folder, pids[0] if rank else os.getpid())
             pids.append(pid)
         until, statuses = time.monotonic() + job["seconds"], dict[int, int]()
         while len(statuses) < len(pids):
@@ -161,18 +196,22 @@ def _run(job: dict[str, Any]) -> Ended:
             time.sleep(0.02)
         texts = [[(folder / f"{kind}{rank}").read_text() for rank in range(job["ranks"])] for kind in ("out", "err")]
         return Ended([statuses[pid] for pid in pids], *texts)
+    finally:
+        shutil.rmtree(folder)
 
 
 # What ranks import on their way.
 MODULES = (
     "accelerate.utils", "pytest", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel", "transformers.models.gemma2.modeling_gemma2",
-    "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.run", "support",
+    "transformers.models.llama.modeling_llama", "lowtide.cli", "lowtide.train.resuming", "lowtide.train.run", "support",
 )  # fmt: skip
+# Where they are installed. accelerate imports DeepSpeed wherever there are ranks.
+OPTIONAL = {"triton": "lowtide.head.kernels.exp_rows", "deepspeed": "deepspeed", "peft": "peft"}
 
 
 def _serve() -> None:
-    for name in (*MODULES, *(["lowtide.head.kernels.exp_rows"] if find_spec("triton") else [])):
+    for name in (*MODULES, *(module for package, module in OPTIONAL.items() if find_spec(package))):
         importlib.import_module(name)
     gc.freeze()  # else each rank's collector writes to what they share, and copies it by that
     for line in sys.stdin:

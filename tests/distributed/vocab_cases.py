@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from distributed.launch import DEVICE, main, named
+from distributed.launch import DEVICE, THOROUGH, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
 from lowtide.head import reference
 from lowtide.head.operators import Wanted
@@ -49,6 +49,26 @@ LOSS_OPTIONS: list[dict[str, Any]] = [
     {"num_items": torch.tensor(3.0), "logit_scale": "trained", "bias": True},
     {"logit_scale": torch.tensor(1.3), "token_weight": True, "ignore_index": 7},
 ]
+
+
+def in_ways(several: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """Yield each options in each way, and their number: on two ranks in one way, on three, one without a class, in two.
+
+    All of them where another number of ranks, or a thorough test, is to see the whole product.
+    """
+    for i, (options, way) in enumerate(itertools.product(several, WAYS)):
+        on_two = WAYS[i // len(WAYS) // 2 % 2]
+        ranks = dist.get_world_size()
+        if THOROUGH or ranks not in (2, 3) or (way == on_two) == (ranks == 2):
+            yield i, options, way
+
+
+def with_each(second: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of a way and one of two others; each on two ranks or on three, where a test is not thorough."""
+    for i, way in enumerate(WAYS):
+        for j, other in enumerate(second):
+            if THOROUGH or (i + j + dist.get_world_size()) % 2:
+                yield way, other
 
 
 def head(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +157,7 @@ def settings(options: dict[str, Any], way: str) -> tuple[dict[str, Any], dict[st
 
 def losses() -> None:
     """Every option in every way: value, and the gradients of hidden states, weight, bias and a trained scale."""
-    for i, (options, way) in enumerate(itertools.product(LOSS_OPTIONS, WAYS)):
+    for i, options, way in in_ways(LOSS_OPTIONS):
         gradient = ("forward", "recompute")[i % 2] if options.get("reduction") != "none" else "auto"
         x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=i, bias="bias" in options)
         y[0, :3] = options.get("ignore_index", -100)
@@ -173,7 +193,7 @@ STATS_OPTIONS: list[dict[str, Any]] = [
 
 def token_stats() -> None:
     """Each statistic in every way, and gradients of several of them at once."""
-    for i, (options, way) in enumerate(itertools.product(STATS_OPTIONS, WAYS)):
+    for i, options, way in in_ways(STATS_OPTIONS):
         x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=40 + i, bias="bias" in options)
         with torch.no_grad():
             x.mul_(4)  # some tokens are sure
@@ -229,7 +249,7 @@ KINDS: list[dict[str, Any]] = [
 
 def divergences() -> None:
     """Each kind, from a teacher's head and from its top k, in every way."""
-    for i, (options, way) in enumerate(itertools.product(KINDS, WAYS)):
+    for i, options, way in in_ways(KINDS):
         x, w, b, _ = head(LEADING, D, V, dtype=torch.float64, seed=70 + i, bias="bias" in options)
         tx, tw, tb, _ = head(LEADING, D + 3, V, dtype=torch.float64, seed=170 + i, bias="bias" in options)
         ours = {name: value for name, value in options.items() if name not in ("bias", "tail")}
@@ -265,7 +285,7 @@ def edges() -> None:
     """No token, all ignored, no target of this rank's, fewer classes than ranks, a sure model, poisoned rows."""
     ranks = dist.get_world_size()
     first = V // ranks // 2  # classes that only the first rank holds, in every way of cutting
-    for way, gradient in itertools.product(WAYS, ("forward", "recompute")):
+    for way, gradient in with_each(("forward", "recompute")):
         options = lowtide.HeadOptions(gradient=gradient)
         for name, leading, classes in (
             ("none", (2, 0), V),
@@ -316,7 +336,7 @@ def edges() -> None:
 def uses_of_autograd() -> None:
     """Every subset that needs gradients, a graph kept and used twice, upstream gradients, no gradients, autocast."""
     x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=9)
-    for way, gradient in itertools.product(WAYS, ("forward", "recompute")):
+    for way, gradient in with_each(("forward", "recompute")):
         options = lowtide.HeadOptions(gradient=gradient)
         for needed in itertools.product((True, False), repeat=3):
             parts = [
@@ -411,7 +431,7 @@ def trained_on_one_rank() -> None:
         divergence(None, None, teacher_topk=known, softcap=3.0),
         divergence(None, None, teacher_topk=known, reduction="mean"),
     ]
-    for way, recording in itertools.product(WAYS, (True, False)):
+    for way, recording in with_each((True, False)):
         parts = [spread(way, t.detach(), of_vocab=k % 2 > 0) for k, t in enumerate((x, w, tx, tw))]
         kwargs = shard_of(way, parts[1])
         parts[1].requires_grad_(trained)

@@ -54,6 +54,7 @@ def zero(model: Any, stage: int = 3, *, dtype: torch.dtype = torch.float32, **se
         "zero_optimization": sharing | settings,
     }
     trained = [p for p in model.parameters() if p.requires_grad]
+    gc.freeze()  # each engine collects garbage: looking through all of torch takes as long as the rest of it
     return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=RATE), config=config)[0]
 
 
@@ -446,5 +447,4 @@ CASES = named(
 )
 
 if __name__ == "__main__":
-    gc.freeze()  # each engine collects garbage: looking through all of torch takes as long as the rest of it
     main(CASES)

@@ -37,6 +37,7 @@ def against(losses: dict[int, float]) -> Comparison:
     return Comparison(stock=RESULT, patched=patched, tolerance=Tolerance(early=1e-3, late=1e-1))
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_two_children_agree_and_the_patched_model_needs_less_memory(
     tmp_path: Path, tiny: list[str], lowtide: Run
 ) -> None:

@@ -33,23 +33,34 @@ sys.exit(status)
 """
 
 
-def on_two_ranks(folder: Path, *arguments: object) -> str:
-    (folder / "main.py").write_text(MAIN)
+def by_torchrun(*command: object) -> str:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, str(folder / "main.py"), *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    ended = subprocess.run([*launch, *map(str, command)], capture_output=True, text=True, check=False, timeout=240)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
+def by_forks(script: Path, *arguments: object) -> str:
+    """The start of torch is paid once; the end of an interpreter with gloo's threads is that of torchrun's ranks."""
+    ended = shared()(2, *arguments, script=script, FINALISE="1")
+    assert ended.statuses == [0, 0], ended
+    return "".join(ended.out)
+
+
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")
+@pytest.mark.parametrize("start", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
 def test_two_ranks_train_as_one_process_does_and_resume(
-    tmp_path: Path, chat_arguments: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., str],
+    tmp_path: Path,
+    chat_arguments: list[str],
+    lowtide: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    output = tmp_path / "out"
+    output, script = tmp_path / "out", tmp_path / "main.py"
+    script.write_text(MAIN)
     size = ["--grad-accum", "2", "--max-steps", "4"]
-    out = on_two_ranks(tmp_path, *chat_arguments, *size, "--output", output)
+    out = start(script, *chat_arguments, *size, "--output", output)
     assert out.count("held-out loss") == 1, "one rank speaks"
     assert re.search(r"losses +\d+ without logits, 0 with\s", out), out
     told = [json.loads((output / "checkpoint-4" / f"data_position_{rank}.json").read_text()) for rank in (0, 1)]
@@ -68,7 +79,6 @@ def test_two_ranks_train_as_one_process_does_and_resume(
 
     uninterrupted = load_file(output / "model" / "model.safetensors")
     (output / "checkpoint-4").rename(tmp_path / "away")
-    ended = shared()(2, "train", "--resume", "--output", output, script=tmp_path / "main.py")
-    assert ended.statuses == [0, 0], ended
+    by_forks(script, "train", "--resume", "--output", output)
     resumed = load_file(output / "model" / "model.safetensors")
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
