@@ -165,6 +165,7 @@ def test_a_hook_between_forward_and_loss_is_an_error(build, batch):
         loss_of(logits, batch)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's, of transformers
 def test_a_hook_inside_lora_between_forward_and_read_is_an_error(build, batch):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
