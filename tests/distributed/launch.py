@@ -100,6 +100,13 @@ def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device:
     assert found[case] == RIGHT, found[case]
 
 
+def check_all(file: Path, ranks: int, cases: Sequence[str]) -> None:
+    """Fail unless all ``cases`` came out right: one test, for test processes that share them would each run all."""
+    found = outcomes(file, ranks)
+    wrong = [f"{case}: {said}" for case in cases if (said := found.get(case, "was not reached")) != RIGHT]
+    assert not wrong, "\n".join(wrong)
+
+
 def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
     """Be one of the ranks: run the cases, all or ``only`` some, and write down what became of each."""
     interpreter.replace_once()

@@ -10,6 +10,5 @@ from distributed import launch
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
 
-@pytest.mark.parametrize("case", ["a_rank_that_fails_alone", "which_of_ligers"])
-def test_on_two_ranks(case: str) -> None:
-    launch.check(Path(__file__).with_name("bench_cases.py"), 2, case)
+def test_on_two_ranks() -> None:
+    launch.check_all(Path(__file__).with_name("bench_cases.py"), 2, ["a_rank_that_fails_alone", "which_of_ligers"])

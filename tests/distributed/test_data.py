@@ -11,6 +11,6 @@ FILE = Path(__file__).with_name("data_cases.py")
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
 
-@pytest.mark.parametrize("case", ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"])
-def test_on_three_ranks(case: str) -> None:
-    launch.check(FILE, 3, case)
+def test_on_three_ranks() -> None:
+    cases = ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"]
+    launch.check_all(FILE, 3, cases)

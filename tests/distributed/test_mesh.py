@@ -11,11 +11,9 @@ FILE = Path(__file__).with_name("mesh_cases.py")
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
 
-@pytest.mark.parametrize("case", ["fsdp_and_vocabulary", "hybrid_sharding", "two_axes_at_once_are_refused"])
-def test_on_four_ranks(case: str) -> None:
-    launch.check(FILE, 4, case)
+def test_on_four_ranks() -> None:
+    launch.check_all(FILE, 4, ["fsdp_and_vocabulary", "hybrid_sharding", "two_axes_at_once_are_refused"])
 
 
-@pytest.mark.parametrize("case", ["two_axes", "patched"])
-def test_tensor_parallel_layers_too(case: str) -> None:
-    launch.check(FILE.with_name("tensor_parallel_cases.py"), 4, case)
+def test_tensor_parallel_layers_too() -> None:
+    launch.check_all(FILE.with_name("tensor_parallel_cases.py"), 4, ["two_axes", "patched"])

@@ -29,7 +29,6 @@ CASES = [
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_on_two_ranks(case: str) -> None:
+def test_on_two_ranks() -> None:
     pytest.importorskip("transformers")
-    launch.check(FILE, 2, case)
+    launch.check_all(FILE, 2, CASES)

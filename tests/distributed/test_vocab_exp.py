@@ -8,14 +8,18 @@ import torch.distributed as dist
 
 from distributed import launch
 
+FILE = Path(__file__).with_name("exp_cases.py")
+CASES = [
+    "values_and_gradients",
+    "edges",
+    "trained_on_one_rank",
+    "sums_beside_products",
+    "plans_of_what_is_fetched_ahead",
+]
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs tests/gpu runs this path")
-@pytest.mark.parametrize(
-    "case",
-    ["values_and_gradients", "edges", "trained_on_one_rank", "sums_beside_products", "plans_of_what_is_fetched_ahead"],
-)
-def test_on_three_ranks(case: str) -> None:
+def test_on_three_ranks() -> None:
     pytest.importorskip("triton")
-    launch.check(Path(__file__).with_name("exp_cases.py"), 3, case)
+    launch.check_all(FILE, 3, CASES)

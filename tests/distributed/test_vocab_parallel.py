@@ -31,7 +31,6 @@ CASES = [
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_on_ranks(ranks: int, case: str) -> None:
-    launch.check(FILE, ranks, case)
+def test_on_ranks(ranks: int) -> None:
+    launch.check_all(FILE, ranks, CASES)

@@ -30,6 +30,4 @@ pytestmark = [
 
 
 def test_on_two_ranks() -> None:
-    """One test, for test processes that share cases would each start all of them."""
-    for case in CASES:
-        launch.check(FILE, 2, case)
+    launch.check_all(FILE, 2, CASES)
