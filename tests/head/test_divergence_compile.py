@@ -30,10 +30,11 @@ def _fresh_compiler() -> None:
 @pytest.mark.parametrize(
     ("backend", "dtype", "topk", "reduction"),
     [
-        *itertools.product(
-            ["eager", "aot_eager"], [torch.float32, torch.bfloat16], [False, True], ["none", "sum", "mean"]
-        ),
-        ("inductor", torch.float32, False, "none"),
+        ("eager", torch.float32, False, "none"),
+        ("eager", torch.bfloat16, True, "mean"),
+        *itertools.product(["aot_eager"], [torch.float32, torch.bfloat16], [False, True], ["none", "mean"]),
+        *itertools.product(["aot_eager"], [torch.float32], [False, True], ["sum"]),
+        pytest.param("inductor", torch.float32, False, "none", marks=pytest.mark.slow),
         ("inductor", torch.float32, False, "mean"),
     ],
 )
@@ -96,9 +97,19 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize("topk", [False, True])
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize(
+    ("dtype", "topk", "reduction"),
+    [
+        (torch.float32, False, "none"),
+        (torch.float32, True, "none"),
+        (torch.float32, False, "sum"),
+        (torch.float32, True, "mean"),
+        (torch.float64, True, "sum"),
+        (torch.float64, False, "none"),
+        (torch.float16, True, "none"),
+        (torch.float16, False, "mean"),
+    ],
+)
 def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, topk: bool, reduction: str) -> None:
     x, w, b, _ = (None if t is None else t.detach() for t in head((2, 6), 8, 33, dtype=dtype))
     tx, tw, tb, _ = (None if t is None else t.detach() for t in head((2, 6), 5, 30, dtype=dtype, seed=1))
