@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from programs.run import Outcome
 
 _FEW = 32  # roundings that a sum may be off by
+_NOTHING = 1e-6  # what rounding leaves of a gradient that is 0
 _FACTOR = 4  # of stock's own uncertainty
 _NOISES = ("exact", "noise-1", "noise-2", "noise-3", "noise-4", "noise-5", "noise-6")
 _MORE = tuple(f"noise-{number}" for number in range(7, 31))  # ties come out otherwise in few of them
@@ -51,8 +52,11 @@ class Judge:
             return f"{len(ours)} values shown, stock {len(theirs)}"
         for number, ((at, got), (_, expected)) in enumerate(zip(ours, theirs, strict=True)):
             # What is computed without the logits equals what is computed of them to rounding, not to the bit.
-            floor = 1e-5 if any(word in self.program.statements[at] for word in ("logsumexp", "softmax")) else 0.0
-            self.gradients = "grad" in self.program.statements[at]
+            statement = self.program.statements[at]
+            self.gradients = "grad" in statement
+            floor = _NOTHING if self.gradients else 0.0
+            if any(word in statement for word in ("logsumexp", "softmax")):
+                floor = 1e-5
             wrong = self.compare(got, expected, lambda o, n=number: o.seen[n][1] if n < len(o.seen) else None, floor)
             if wrong:
                 return f"statement {at} ({self.program.statements[at][-100:]!r}): {wrong}"
@@ -73,8 +77,8 @@ class Judge:
         if isinstance(one, float) and isinstance(other, float):
             if not (math.isfinite(one) and math.isfinite(other)):  # see `_tensors`
                 return not (math.isfinite(one) or math.isfinite(other))
-            near = 1e-2 if "bfloat16" in self.program.text else 1e-4
-            return math.isclose(one, other, rel_tol=near, abs_tol=1e-6)  # a gradient of 0 is one of rounding
+            near, nothing = (3e-2, 1e-4) if "bfloat16" in self.program.text else (1e-4, 1e-6)
+            return math.isclose(one, other, rel_tol=near, abs_tol=nothing)  # a gradient of 0 is one of rounding
         return bool(one == other)
 
     def state(self) -> str:
@@ -99,7 +103,7 @@ class Judge:
                     grad,
                     gradient,
                     lambda o, n=name: o.state[n][2] if n in o.state else None,
-                    floor=max((1e-3 if low else 1e-6) * largest, 1e-8),  # of what cancels, or is 0 but for rounding
+                    floor=max((1e-3 if low else 1e-6) * largest, _NOTHING),  # of what cancels, or is 0 but for rounding
                 )
                 if wrong:
                     return f"{name}.grad: {wrong}"
@@ -123,6 +127,8 @@ class Judge:
                 raise Mismatch(f"other keys: {list(got)}, in stock {list(expected)}")
             for key in got:
                 self._compare(got[key], expected[key], lambda o, k=key: _at(of(o), k), floor)
+        elif isinstance(got, list) and got and all(isinstance(one, float) for one in (*got, *expected)):
+            self._tensors(torch.tensor(got), torch.tensor(expected), lambda o: _tensor(of(o)), floor)
         elif isinstance(got, tuple | list):
             if len(got) != len(expected):
                 raise Mismatch(f"{len(got)} values, in stock {len(expected)}")
@@ -208,7 +214,7 @@ def _at(value: Any, key: Any) -> Any:
 def _tensor(value: Any) -> Tensor | None:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) or (isinstance(value, list) and all(isinstance(one, float) for one in value)):
         return torch.tensor(value)
     return value if isinstance(value, Tensor) else None
 

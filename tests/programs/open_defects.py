@@ -7,33 +7,36 @@ what this should be.
 import re
 
 OPEN = {
-    name: re.compile(pattern)
+    name: re.compile(pattern, re.MULTILINE)
     for name, pattern in {
         # Stock's linear layer multiplies its gradient by the weight as it is in backward (after an assignment to .data:
         # as it was); what lowtide computed in forward, or computes again in backward, is of the one or the other. So
         # with logits that NumPy writes to.
         "numbers changed past their version counter between forward and backward": (
             r"out = [\s\S]*(weight.*(data|detach\(\)|storage)|p\.data|_to_parameters|np\.asarray\(z"
-            r"|(model|embeddings\(\))\.(double|float|bfloat16)\()[\s\S]*(backward|grad)\("
+            r"|(model|embeddings\(\))\.(double|float|bfloat16)\()[\s\S]*(backward|grad)\(|save_on_cpu[\s\S]*load_state_dict"
         ),
         # Infinity times 0 is NaN, and which products there are depends on their order: a hook that clamps makes a
         # number of infinity and none of NaN, and one that logs a norm shows which it was.
         "an infinite upstream factor, and a hook that sees which entries are NaN": (
-            r"(?=[\s\S]*(loss / 0\.0|num_items_in_batch=0))[\s\S]*(\.clamp\(-|log\.append)"
+            r"(?=[\s\S]*(loss / 0\.0|num_items_in_batch=(torch\.tensor\()?0))[\s\S]*(\.clamp\(-|log\.append)"
         ),
         # Tried on numbers it is the library's own, so that ours takes its place and the wrapper does not run.
         "a wrapper around apply_rotary_pos_emb that was there before patch": r"counting\('rope'[\s\S]*patch\(model",
         # The second forward of a checkpoint of the user's ends with the last tensor that backward needs. That is
         # earlier without logits: what stands behind it, and changes what stock's recomputes, does not run again.
-        "what runs, or has changed, in the second forward of the user's own checkpoint": (
-            r"(?=[\s\S]*(counting\(|register_|add_hook|replace\(F|[.=\s]nn\.|requires_grad_\(|\.weight = |_epsilon = ))"
-            r"[\s\S]*checkpoint\("
+        "what runs in the second forward of the user's own checkpoint": (
+            r"(?=[\s\S]*(counting\(|register_))[\s\S]*checkpoint\("
+        ),
+        "what has changed before the second forward of the user's own checkpoint": (
+            r"checkpoint\(lambda[\s\S]*use_reentrant=False\)\)?\n[\s\S]*^(?!(    )?(z|yz|loss|out|held|see|with)\b).+\n"
+            r"[\s\S]*(backward|grad)\("
         ),
         "what kind of tensor lazy logits say they are in inference mode": (
             r"inference_mode[\s\S]*(is_inference\(\)|\._version|take_first)"
         ),
         "views of logits out of a reentrant checkpoint, without gradients or changed in place": (
-            r"use_reentrant=True[\s\S]*(no_grad|inference_mode|\bz(\.\w+_\(|\[.*\] =|\.data| .= ))"
+            r"use_reentrant=True[\s\S]*(no_grad|inference_mode|\bz.*\w+_\(|\bz\[.*\] =|\bz\.data| [-+*/]= )"
         ),
         "whether a slice of all logits is a view": r"_is_view\(\)",
         # Settings that change are seen by probing again, which runs PyTorch's functions.
@@ -43,13 +46,13 @@ OPEN = {
         ),
         # What a bound method runs was settled when it was taken: stock goes on with that, a patched class looks it up.
         "a bound forward taken before its class's forward was replaced": (
-            r"(add_hook_to_module|lambda h, old=m\.forward)[\s\S]*(replace\(nn\.Linear, 'forward'|lambda self, h, old=)"
+            r"(add_hook_to_module|lambda (h|\*a), old=)[\s\S]*(replace\(nn\.Linear, 'forward'|lambda self, h, old=)"
         ),
         # How far rounding may go is found by shaking the weights, of which nothing is left in their signs.
         "weights that are signs, in bfloat16": r"\.sign\(\)[\s\S]*bfloat16",
         "a loss of no rows that PyTorch leaves unwritten": r"multi_margin_loss",
         # A token that attends to nothing is NaN; where it is ignored, it does not reach the weight as it does in stock.
-        "an ignored token that is NaN": r"attention_mask=torch\.arange",
+        "an ignored token that is NaN": r"attention_mask=torch\.arange|loss / 0\.0[\s\S]*step\(\)[\s\S]*labels=y",
     }.items()
 }
 

@@ -13,6 +13,8 @@ from programs.grammar import make
 from programs.open_defects import which
 from programs.run import as_script, shrunk, verdict
 
+# PyTorch's, of the generator in a checkpoint whose recompute an error ended.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 BATCH, FIXED = 50, 40  # 2,000 programs
 SLOW_BATCHES = 100
 MOST_SHOWN = 10  # failures of a batch
