@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,13 +12,14 @@ from lowtide.measure import track_allocations
 from support import head, stats_oracle
 
 MIB = 2**20
+CASES = ("plain", "capped", "frozen head", "some rows")
 
 
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("K", [0, 1, 2])
 def test_no_quarter_of_the_logits_is_ever_allocated(dtype: torch.dtype, K: int) -> None:
-    N, D, V = 512, 16, 3001
+    N, D, V = 256, 16, 3001
     x, w, b, y = head(N, D, V, dtype=dtype)
     y[::7] = -100
     with track_allocations() as seen:
@@ -28,17 +31,28 @@ def test_no_quarter_of_the_logits_is_ever_allocated(dtype: torch.dtype, K: int) 
             total = linear_logprobs(x, w, y, linear_bias=b).sum()
         total.backward()
     assert 0 < seen.largest_bytes < N * V / 4 * (8 if dtype == torch.float64 else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_logits_are_seen_where_there_are_any(dtype: torch.dtype) -> None:
+    N, D, V = 512, 16, 3001
+    x, w, _, _ = head(N, D, V, dtype=dtype)
     with track_allocations() as seen:
         stats_oracle(x, w)["entropy"].sum().backward()
-    assert seen.largest_bytes >= N * V * dtype.itemsize, "the tracker must see the logits where there are any"
+    assert seen.largest_bytes >= N * V * dtype.itemsize
 
 
-@pytest.mark.parametrize("workspace_mib", [0.5, 1, 10])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["plain", "capped", "frozen head", "some rows", "autocast"])
+@pytest.mark.parametrize(
+    ("dtype", "case", "workspace_mib"),
+    [
+        *itertools.product([torch.float32], [*CASES, "autocast"], [0.5, 1, 10]),
+        *itertools.product([torch.bfloat16, torch.float16], CASES, [0.5]),
+        *itertools.product([torch.bfloat16, torch.float16], ["plain", "capped"], [10]),
+    ],
+)
 def test_the_workspace_is_kept(workspace_mib: float, dtype: torch.dtype, case: str) -> None:
     N, D, V = 210, 48, 4099
-    x, w, b, y = head((7, 30), D, V, dtype=torch.float32 if case == "autocast" else dtype)
+    x, w, b, y = head((7, 30), D, V, dtype=dtype)
     w.requires_grad_(case != "frozen head")
     b.requires_grad_(case != "frozen head")
     options = HeadOptions(workspace_mib=workspace_mib)

@@ -662,8 +662,7 @@ def whole_batch(V: int, kwargs: dict[str, Any], *, huge: bool) -> Batch:
     return b
 
 
-@pytest.mark.parametrize("V", [37, 64, 100])
-@pytest.mark.parametrize("huge", [False, True], ids=["ordinary", "huge"])
+@pytest.mark.parametrize(("V", "huge"), [(37, False), (37, True), (64, False), (100, True)])
 @each_set
 def test_the_whole_head(names: tuple[str, ...], huge: bool, V: int) -> None:
     kwargs = options(V, names)
