@@ -136,7 +136,7 @@ class Judge:
     def _tensors(self, got: Tensor, expected: Tensor, of: Callable[[Outcome], Any], floor: float) -> None:
         if got.dtype != expected.dtype or got.shape != expected.shape:
             raise Mismatch(f"{got.dtype} {tuple(got.shape)}, in stock {expected.dtype} {tuple(expected.shape)}")
-        if not got.numel():
+        if torch.equal(got, expected):  # most: the rest of this takes ten times as long
             return
         if not got.is_floating_point():
             unequal = got != expected
