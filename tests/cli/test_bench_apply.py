@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cli.scripts import run_script
 from lowtide.bench import apply as benchmark
 from lowtide.bench.config import ApplyBenchConfig
 from lowtide.bench.shapes import APPLY_SHAPES
 from lowtide.cli import main
 from lowtide.head.options import HeadOptions
 
-ROOT = Path(__file__).parents[2]
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 
 
@@ -68,11 +66,9 @@ def test_training_is_the_same_to_rounding(objective: str, tmp_path: Path) -> Non
     assert told["largest_difference"] < 1e-5
 
 
-def test_the_script_writes_where_it_is_told(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "apply.py"
-    run = [sys.executable, "-W", "error", script, "--shape", "32,8,64", "--only", "focal", *QUICK, "--output", tmp_path]
-    ended = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--shape", "32,8,64", "--only", "focal", *QUICK, "--output", tmp_path]
+    assert (run_script("apply", *run), capsys.readouterr().err) == (0, "")
     assert result(tmp_path)["shapes"][0]["rows"][0]["ms"] > 0
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cli.scripts import run_script
 from lowtide.bench import mlp_peers
 from lowtide.bench.config import MlpBenchConfig
 from lowtide.bench.mlp_peers import MLP_PEERS, MLP_SHAPES, bare_products, make_stack, parse_mlp
 from lowtide.cli import main
 from lowtide.mlp import elementwise
 
-ROOT = Path(__file__).parents[2]
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 
 
@@ -109,11 +107,9 @@ def test_everyone_computes_the_same() -> None:
             torch.testing.assert_close(got, expected)
 
 
-def test_the_script_writes_where_it_is_told(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "mlp.py"
-    run = [sys.executable, "-W", "error", script, "--shape", "1,8,4,6,1", "--only", "naive", *QUICK]
-    ended = subprocess.run([*run, "--output", tmp_path], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--shape", "1,8,4,6,1", "--only", "naive", *QUICK, "--output", tmp_path]
+    assert (run_script("mlp", *run), capsys.readouterr().err) == (0, "")
     assert result(tmp_path)["shapes"][0]["rows"][0]["ms"] > 0
 
 

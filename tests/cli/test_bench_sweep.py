@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ pytest.importorskip("matplotlib")
 
 import torch
 
+from cli.scripts import run_script
 from lowtide.bench import pictures, sweep
 from lowtide.bench.peers import PEERS, Peer
 from lowtide.bench.rows import Bench
@@ -23,7 +22,6 @@ from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
 from lowtide.cli import main
 from lowtide.measure import plots
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--shape", "20,6,90", "--tokens", "5", "20", "--hidden", "6", "12", "--vocab", "90", "33"]
 QUICK = ["--only", "lowtide", "naive", "liger", "--warm", "0", "--reps", "1", "--device", "cpu"]
 SIZES = [(20, 6, 90), (5, 6, 90), (20, 6, 33), (20, 12, 90)]  # where the lines cross, then by work
@@ -190,13 +188,9 @@ def test_lowtides_own_failure_is_status_1_but_for_want_of_memory(
     assert result(tmp_path)["points"][0]["rows"][0]["failed"] == failed
 
 
-def test_the_script_writes_where_it_is_told(tmp_path: Path) -> None:
+def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["--shape", "9,4,30", "--tokens", "9", "--hidden", "none", "--vocab", "none", *QUICK, "--output", tmp_path]
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "benchmarks" / "sweep.py", *run],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (run_script("sweep", *run), capsys.readouterr().err) == (0, "")
     assert len(result(tmp_path)["points"]) == 1
 
 

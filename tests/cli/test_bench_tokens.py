@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.scripts import run_script
 from lowtide.bench import config as configs
 from lowtide.bench import token_run
 from lowtide.bench.config import DivergenceBenchConfig, StatsBenchConfig
 from lowtide.cli import main
 
-ROOT = Path(__file__).parents[2]
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 SHAPES = {"stats": "32,8,64", "divergence": "32,8,64,12"}
 
@@ -72,12 +70,12 @@ def test_all_tables(
 
 
 @pytest.mark.parametrize(("benchmark", "work"), [("stats", "logprob-forward"), ("divergence", "forward-kl")])
-def test_the_scripts_write_where_they_are_told(benchmark: str, work: str, tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / f"{benchmark}.py"
+def test_the_scripts_write_where_they_are_told(
+    benchmark: str, work: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     only = ["--only", "naive", "--work", work, "--no-error"]
-    run = [sys.executable, "-W", "error", script, "--shape", SHAPES[benchmark], *only, *QUICK, "--output", tmp_path]
-    ended = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    run = ["--shape", SHAPES[benchmark], *only, *QUICK, "--output", tmp_path]
+    assert (run_script(benchmark, *run), capsys.readouterr().err) == (0, "")
     row = result(tmp_path)["shapes"][0]["tables"][0]["rows"][0]
     assert row["ms"] > 0
     assert "errors" not in row

@@ -122,7 +122,7 @@ def test_graphs_side_by_side(pair: tuple[Any, Any], side: LazySide, ids: Tensor)
             del losses
 
 
-def test_a_hundred_steps_leak_nothing(side: LazySide) -> None:
+def test_forty_steps_leak_nothing(side: LazySide) -> None:
     """Neither on the host, whatever the lengths of the batches, nor on the device; backward or not."""
     model = Plain(6)
     report = apply_policy(model, ATTENTION)
@@ -132,7 +132,7 @@ def test_a_hundred_steps_leak_nothing(side: LazySide) -> None:
     try:
         full = side.pinned
         with track_allocations() as seen:
-            for k in range(100):
+            for k in range(40):
                 batch = longest[: 1 + k % 2, : 5 + (7 * k) % 24]
                 model(batch) if k % 5 == 4 else step(model, batch)
             model.zero_grad()
@@ -140,7 +140,7 @@ def test_a_hundred_steps_leak_nothing(side: LazySide) -> None:
         gc.enable()
     assert side.pinned == full == report.host_bytes
     gradients = sum(p.numel() * 4 for p in model.parameters())
-    assert seen.events[-1].total_bytes <= 0 or seen.events[-1].total_bytes < 2000
+    assert seen.events[-1].total_bytes <= 0 or seen.events[-1].total_bytes < 800
     assert seen.peak_bytes < 100 * gradients
     remove_policy(model)
     assert side.pinned == report.host_bytes == 0
@@ -307,7 +307,7 @@ def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> No
 def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor) -> None:
     """An offloaded layer runs in eager, once, and its parts may be compiled."""
     torch._dynamo.reset()
-    model = llama()
+    model = llama(num_hidden_layers=4)
     stock = copy.deepcopy(model)
     apply_policy(model, ATTENTION)
     for module in [model.model] if how == "model" else model.model.layers:
@@ -316,7 +316,7 @@ def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor)
     torch.testing.assert_close(got[0], want[0])
     for name, gradient in want[1].items():
         torch.testing.assert_close(got[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-    assert side.copies == 3 * 3
+    assert side.copies == 2 * 3
 
 
 def test_nothing_to_offload_from(monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:

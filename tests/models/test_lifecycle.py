@@ -355,10 +355,17 @@ def test_unpatch_refuses_a_model_changed_on_top(build):
     assert type(model.lm_head) is nn.Linear
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [  # each model and each backend once; the other pairs are slow
+        ("llama", "eager"),
+        ("gemma2", "aot_eager"),
+        pytest.param("llama", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("gemma2", "eager", marks=pytest.mark.slow),
+    ],
+)
 def test_torch_compile_is_right(name, backend, pair, batch, assert_same_gradients):
-    model, stock = pair(name)
+    model, stock = pair(name, num_hidden_layers=1)  # each layer is traced anew
     lowtide.patch(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -376,7 +383,7 @@ def test_torch_compile_is_right(name, backend, pair, batch, assert_same_gradient
 )  # dynamo's own look
 @pytest.mark.parametrize("where", ["model", pytest.param("model.norm", marks=pytest.mark.slow), "lm_head"])
 def test_torch_compile_with_breaks_is_right(where, pair, batch, assert_same_gradients):
-    model, stock = pair("gemma2")
+    model, stock = pair("gemma2", num_hidden_layers=1)
     report = lowtide.patch(model)
     module = model.get_submodule(where)
     stock_forward = type(module).forward

@@ -337,7 +337,7 @@ def test_generation_with_a_cache_is_unchanged(pair, batch, calls):
         assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_compiled_layers(backend, pair, batch, assert_same_gradients):
     model, stock = pair("qwen3")
     lowtide.patch(model)

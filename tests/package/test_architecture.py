@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import lowtide
 
 ROOT = Path(lowtide.__file__).parent
@@ -75,7 +73,7 @@ print(json.dumps({"modules": sorted(set(sys.modules) - before), "torch": torchs,
 
 
 @cache
-def importing(run: int = 0) -> dict[str, Any]:
+def importing(run: int) -> dict[str, Any]:
     """Return which modules `import lowtide` loads beyond torch's, and the CPU seconds of both imports.
 
     CPU seconds, as a busy machine makes wall time of any length.
@@ -84,25 +82,17 @@ def importing(run: int = 0) -> dict[str, Any]:
     return json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize(
-    "module", ["triton", "transformers", "trl", "accelerate", "tokenizers", "matplotlib", "rich", "numpy"]
-)
-def test_import_is_lean(module: str) -> None:
-    """Beyond what torch itself imports."""
-    assert module not in importing()["modules"]
-
-
 def test_import_loads_no_package_but_lowtide_and_nothing_heavy_of_torch() -> None:
-    modules = importing()["modules"]
+    """Beyond what torch itself imports: neither triton nor transformers nor any other."""
+    modules = importing(0)["modules"]
     assert {name.partition(".")[0] for name in modules} - {"torch", *sys.stdlib_module_names} == {"lowtide"}
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental", "torch.profiler")
     assert [name for name in modules if name.startswith(heavy)] == []
 
 
 def test_import_is_quick() -> None:
-    """A second at the most, or half of what torch itself takes where that is more; the better of two runs."""
-    taken = [importing(run) for run in range(2)]
-    assert min(one["lowtide"] for one in taken) < max(1.0, min(one["torch"] for one in taken) / 2), taken
+    """A second at the most, or half of what torch itself takes where that is more; another run if the first is not."""
+    assert any(one["lowtide"] < max(1.0, one["torch"] / 2) for one in map(importing, range(2)))
 
 
 def test_public_names_are_reachable_and_documented() -> None:

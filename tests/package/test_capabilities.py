@@ -16,7 +16,9 @@ LEVELS = {"DEFAULT": ("default", "SSE41"), "AVX2": ("avx2", "AVX2"), "AVX512": (
 DEPENDENT = ["tests/head/test_cpu_work.py", "tests/mlp/test_swiglu_memory.py", "tests/head/test_plan.py"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level", ["DEFAULT", *(pytest.param(one, marks=pytest.mark.slow) for one in LEVELS if one != "DEFAULT")]
+)
 def test_fewer_instructions_change_no_result(level: str) -> None:
     """In a process of its own: PyTorch reads both variables once. The own level is that of all other tests."""
     own = torch.backends.cpu.get_cpu_capability()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -30,15 +31,21 @@ def plan(model: Any = LLAMA, seq_len: int = 16384, batch: int = 1, budget: float
 
 @pytest.mark.parametrize("host_gib", [0, 0.2, 3])
 def test_more_budget_is_never_slower_and_none_is_overdrawn(host_gib: float) -> None:
+    """Of one search, which `plan_memory` would make anew for each budget; what it returns is the search's choice."""
+    most = plan(budget=79, host_gib=host_gib)
+    search = Search(most.job, int(host_gib * GIB))
     last = float("inf")
     for budget in (11, 11.5, 12, 13, 14, 15.7, 18, 22, 30, 79):
-        found = plan(budget=budget, host_gib=host_gib)
-        assert found.peak_bytes <= budget * GIB
-        assert found.host_bytes <= host_gib * GIB
+        found = search.fastest(int(budget * GIB))
+        assert found is not None
+        assert found.peak <= budget * GIB
+        assert found.host <= host_gib * GIB
         assert found.seconds <= last
         assert len(found.policies) == 16
         last = found.seconds
-    assert set(found.policies) == {ActivationPolicy(mlp_level=0)}
+    assert set(most.policies) == {ActivationPolicy(mlp_level=0)}
+    assert (most.chosen, most.peak_bytes, most.host_bytes) == (found, found.peak, found.host)
+    assert (most.policies, most.seconds) == (found.policies, found.seconds)
 
 
 @pytest.mark.parametrize("host_gib", [0, 0.1, 50])
@@ -90,13 +97,15 @@ def test_the_front_is_one() -> None:
 
 
 @pytest.mark.parametrize("host_gib", [0, 6])
-def test_the_longest_sequence_is_really_the_longest(host_gib: float) -> None:
+def test_the_longest_sequence_is_really_the_longest(host_gib: int) -> None:
     found = plan(seq_len=2048, host_gib=host_gib)
     longest = found.longest_sequence
     assert plan(seq_len=longest, host_gib=host_gib).peak_bytes <= 16 * GIB
-    for more in (256, 512, 4096):
-        with pytest.raises(ArgumentValueError, match=r"^budget_gib: expected at least"):
-            plan(seq_len=longest + more, host_gib=host_gib)
+    with pytest.raises(ArgumentValueError, match=r"^budget_gib: expected at least"):
+        plan(seq_len=longest + 256, host_gib=host_gib)
+    for more in (512, 4096):
+        longer = dataclasses.replace(found.job, seq_len=longest + more)
+        assert Search(longer, host_gib * GIB).fastest(16 * GIB) is None
 
 
 def test_the_least_may_keep_all_in_the_last_layer() -> None:
