@@ -16,14 +16,13 @@ LEVELS = {"DEFAULT": ("default", "SSE41"), "AVX2": ("avx2", "AVX2"), "AVX512": (
 DEPENDENT = ["tests/head/test_cpu_work.py", "tests/mlp/test_swiglu_memory.py", "tests/head/test_plan.py"]
 
 
-@pytest.mark.parametrize(
-    "level", ["DEFAULT", *(pytest.param(one, marks=pytest.mark.slow) for one in LEVELS if one != "DEFAULT")]
-)
+@pytest.mark.parametrize("level", LEVELS)
 def test_fewer_instructions_change_no_result(level: str) -> None:
     """In a process of its own: PyTorch reads both variables once. The own level is that of all other tests."""
     own = torch.backends.cpu.get_cpu_capability()
     known = list(LEVELS)
-    if own not in known or known.index(level) >= known.index(own):
+    # oneDNN has more levels above the highest of these, of bfloat16, that PyTorch's own kernels do not tell apart.
+    if own not in known or known.index(level) > known.index(own) or level == own != known[-1]:
         pytest.skip(f"this CPU is tested as it is: {own}")
     kernels, gemms = LEVELS[level]
     env = {**os.environ, "ATEN_CPU_CAPABILITY": kernels, "ONEDNN_MAX_CPU_ISA": gemms}
