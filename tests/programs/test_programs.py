@@ -58,10 +58,12 @@ def test_fixed_programs(number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(SLOW_BATCHES))
-def test_fresh_programs(number, capsys):
+def test_fresh_programs(number, capsys, record_property):
     """As many as ``LOWTIDE_PROGRAMS`` says, of fresh seeds."""
     count = SLOW // SLOW_BATCHES
     first = random.SystemRandom().randrange(10**9) if SEED is None else int(SEED) + number * count
     kinds = check(first, count)
+    for kind, programs in kinds.items():
+        record_property(kind, programs)  # in the file of --junitxml: several processes print nowhere
     with capsys.disabled():
         print(f"\nprograms {first} to {first + count - 1}: {dict(kinds)}")  # noqa: T201
