@@ -101,7 +101,7 @@ def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device:
 
 def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
     """Be one of the ranks: run the cases, all or ``only`` some, and write down what became of each."""
-    interpreter.replace_once()
+    interpreter.speed_up()
     rank, ranks, folder = int(os.environ.get("RANK", "0")), int(os.environ["WORLD"]), Path(sys.argv[1])
     store, backend = f"file://{folder}/store", "gloo"
     if DEVICE == "cuda":
