@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
 
 def speed_up() -> None:
-    """Spare the interpreter what it need not do again. What another version of Triton lacks is left alone."""
-    if importlib.util.find_spec("triton") is None:
+    """Spare the interpreter what it need not do again. What another version of Triton lacks is left alone.
+
+    Nothing is changed where kernels are compiled, in which types belong to a builder.
+    """
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
         return
     import triton
     from triton.language import core, semantic

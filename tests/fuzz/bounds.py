@@ -16,7 +16,7 @@ from torch import Tensor
 
 WIDE_STEPS, LOW_STEPS, NORM_STEPS = 5.0, 2.0, 1.0  # roundings that are allowed beside plain PyTorch's error
 PLAIN = 3.0
-NOTHING = {torch.float64: 1e-24, torch.float32: 1e-37, torch.bfloat16: 1e-37, torch.float16: 2.0**-24}
+NOTHING = {torch.float64: 1e-24, torch.float32: 1e-35, torch.bfloat16: 1e-35, torch.float16: 2.0**-24}
 
 
 class Scales(NamedTuple):
@@ -41,7 +41,7 @@ def scales_of(notes: dict[str, Any]) -> Scales | None:
         if b is not None:
             magnitude = magnitude + b.abs().nan_to_num(0, 0, 0)
         stretch = max(1.0, notes.get("stretch", 1.0))
-        kappa = 1.0 + (magnitude.max().item() * stretch if magnitude.numel() else 0.0)
+        kappa = 2.0 + (magnitude.max().item() * stretch if magnitude.numel() else 0.0)
         if "teacher" in notes and notes["teacher"][4].numel():
             kappa += notes["teacher"][4].abs().max().item()
         rows = notes["rows"]
@@ -52,7 +52,8 @@ def scales_of(notes: dict[str, Any]) -> Scales | None:
                 g = g.sum(-1) if g.dim() == raw.dim() else g
                 of_rows = g if of_rows is None else of_rows + g
         if raw.grad is None:
-            return Scales(kappa, {}, of_rows)
+            alone = {} if of_rows is None else {"logit_scale": of_rows.sum() * (kappa - 1)}
+            return Scales(kappa, alone, of_rows)
         dz = raw.grad.abs()
         if z.grad is not None:  # before the cap, whose slope is a difference
             dz = torch.maximum(dz, z.grad.abs() * stretch)

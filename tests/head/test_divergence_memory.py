@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,8 +16,13 @@ MIB = 2**20
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tv", "top k"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        *itertools.product([torch.float32, torch.bfloat16], ["forward_kl", "reverse_kl", "jsd", "tv", "top k"]),
+        *itertools.product([torch.float16, torch.float64], ["jsd", "top k"]),
+    ],
+)
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 def test_no_quarter_of_the_logits_is_ever_allocated(dtype: torch.dtype, kind: str, reduction: str) -> None:
     N, D, V = 256, 16, 3001

@@ -252,14 +252,16 @@ def test_c_code_gets_no_null_pointer(build, batch):
     assert torch.equal(torch.from_dlpack(logits), logits.clone())
 
 
-def test_detached_logits_of_inference_mode_may_be_written_to(pair, batch):
-    """As stock's: PyTorch lets whoever detaches outside of inference mode write to an inference tensor."""
+def test_logits_of_inference_mode_are_used_outside_of_it_as_stocks(pair, batch):
+    """What is computed of them is an ordinary tensor, and PyTorch lets whoever detaches them write to them."""
     model, stock = pair("llama")
     lowtide.patch(model)
     found = []
     for one in (model, stock):
         with torch.inference_mode():
             logits = one(**batch).logits
+        scale = torch.tensor(1.5, requires_grad=True)
+        (3 * torch.tanh(logits / 3) * scale).mean().backward()
         logits.detach().add_(1.0)
-        found.append(logits.clone())
+        found.append((logits.clone(), scale.grad))
     torch.testing.assert_close(*found)

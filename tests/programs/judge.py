@@ -219,7 +219,15 @@ def _tensor(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def _number(one: Tensor) -> float | str:
+    try:
+        return float(one.detach())
+    except RuntimeError:
+        return "a batch"
+
+
 def _sorted(log: list[Any]) -> list[Any]:
-    log = [float(one.detach()) if isinstance(one, Tensor) else one for one in log]
+    # A batch of gradients (is_grads_batched) is no number outside of the call that brings it.
+    log = [_number(one) if isinstance(one, Tensor) else one for one in log]
     numbers = sorted(one for one in log if isinstance(one, float))
     return [*sorted((one for one in log if not isinstance(one, float)), key=repr), *numbers]

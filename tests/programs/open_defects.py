@@ -14,7 +14,7 @@ OPEN = {
         # with logits that NumPy writes to.
         "numbers changed past their version counter between forward and backward": (
             r"out = [\s\S]*(weight.*(data|detach\(\)|storage)|p\.data|_to_parameters|np\.asarray\(z"
-            r"|(model|embeddings\(\))\.(double|float|bfloat16)\()[\s\S]*(backward|grad)\(|save_on_cpu[\s\S]*load_state_dict"
+            r"|(model|embeddings\(\))\.(double|float|bfloat16)\()[\s\S]*(backward|grad)\(|save_on_cpu[\s\S]*(load_state_dict|renorm_|step\(|weight)|merge_adapter"
         ),
         # Infinity times 0 is NaN, and which products there are depends on their order: a hook that clamps makes a
         # number of infinity and none of NaN, and one that logs a norm shows which it was.
@@ -45,6 +45,8 @@ OPEN = {
             r"embeddings\(\)\.(double|to)\([\s\S]*autocast"
         ),
         # What a bound method runs was settled when it was taken: stock goes on with that, a patched class looks it up.
+        # Its hook runs for a part of the model through which nothing flows back, as for one behind PyTorch's own nodes.
+        "a hook on the gradient of keys that attention does not read": r"eager_attention_forward[\s\S]*register_hook",
         "a bound forward taken before its class's forward was replaced": (
             r"(add_hook_to_module|lambda (h|\*a), old=)[\s\S]*(replace\(nn\.Linear, 'forward'|lambda self, h, old=)"
         ),

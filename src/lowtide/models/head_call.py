@@ -128,8 +128,15 @@ class HeadCall:
             return self.hidden.dtype
         return self._autocast_dtype
 
-    def logits(self, steps: tuple[Step, ...], why: str, *, grad_mode: bool) -> Tensor:
-        """Build the logits [..., V], as the model would have: same operations, same autocast."""
+    def logits(self, steps: tuple[Step, ...], why: str, *, grad_mode: bool, inference: bool) -> Tensor:
+        """Build the logits [..., V], as the model would have: same operations, same autocast.
+
+        Args:
+            steps: What was done to them since.
+            why: What needs them.
+            grad_mode: Whether gradients were recorded.
+            inference: Whether the last step was done in inference mode.
+        """
 
         def work(_: nn.Linear, forward: Forward, hidden: Tensor) -> Tensor:
             return self._logits(forward, (hidden, *self.tensors[1:]))
@@ -139,7 +146,9 @@ class HeadCall:
             self.report.count_materialised(why)
         with ExitStack() as modes:
             self._enter_modes(modes, grad_mode=grad_mode, inference=self._inference)
-            return self.given.replay(self._run(work), steps)
+            logits = self._run(work)
+            modes.enter_context(torch.inference_mode(inference))
+            return self.given.replay(logits, steps)
 
     def view(self, base: Tensor, step: Step, *, grad_mode: bool, inference: bool) -> Tensor:
         """Return a view of real logits, as it would have been taken in the modes of that time."""
