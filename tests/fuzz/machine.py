@@ -320,6 +320,8 @@ def compare(
         if scale is not None and scale.shape != want.shape and case.get("shift"):
             scale = F.pad(scale, (0, 0, 0, 1))  # the last token predicts nothing
         lost = ~(usually.isfinite() | got.isfinite())  # float64 has digits where plain PyTorch has none either
+        if case.get("kind") == "tv" and case["V"] == 1:  # s is t but for rounding, so the sign of s - t is luck
+            continue
         nothing = case.get("D") == 0 and name == "logit_scale"  # of no products, that are not even NaN
         if nothing:
             lost = ~want.isfinite()

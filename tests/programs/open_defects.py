@@ -29,6 +29,7 @@ OPEN = {
             r"(?=[\s\S]*(counting\(|register_))[\s\S]*checkpoint\("
         ),
         "what has changed before the second forward of the user's own checkpoint": (
+            r"gradient_checkpointing_enable[\s\S]*requires_grad = |"
             r"checkpoint\(lambda[\s\S]*use_reentrant=False\)\)?\n[\s\S]*^(?!(    )?(z|yz|loss|out|held|see|with)\b).+\n"
             r"[\s\S]*(backward|grad)\("
         ),
