@@ -109,8 +109,7 @@ def check_all(file: Path, ranks: int, cases: Sequence[str]) -> None:
 
 def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
     """Be one of the ranks: run the cases, all or ``only`` some, and write down what became of each."""
-    if DEVICE != "cuda":
-        interpreter.speed_up()
+    interpreter.speed_up()
     rank, ranks, folder = int(os.environ.get("RANK", "0")), int(os.environ["WORLD"]), Path(sys.argv[1])
     store, backend = f"file://{folder}/store", "gloo"
     if DEVICE == "cuda":

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-WIDE_STEPS, LOW_STEPS, NORM_STEPS = 5.0, 2.0, 1.0  # roundings that are allowed beside plain PyTorch's error
+WIDE_STEPS, LOW_STEPS, NORM_STEPS = 4.0, 2.0, 1.0  # roundings that are allowed beside plain PyTorch's error
 PLAIN = 3.0
-NOTHING = {torch.float64: 1e-24, torch.float32: 1e-35, torch.bfloat16: 1e-35, torch.float16: 2.0**-24}
+NOTHING = {torch.float64: 1e-300, torch.float32: 1e-37, torch.bfloat16: 1e-37, torch.float16: 2.0**-24}
 
 
 class Scales(NamedTuple):

@@ -161,9 +161,8 @@ def write_head(case: Case, w: Writer, *, K: int | None = None) -> dict[str, str 
     if case["logits"] == "huge":
         w.line("input = 30 * input")
     if case.get("poison") and "ignored" in case and K is None:
-        rows = (
-            ("[..., :-1, :]", "[..., 1:]") if case.get("shift") and case["leading"] else ("", "")
-        )  # a token's target is the next one
+        shifted = case.get("shift") and case["leading"]  # then a token's target is the next one
+        rows = ("[..., :-1, :]", "[..., 1:]") if shifted else ("", "")
         poison = "nan" if case.get("softcap") else case["poison"]  # a cap makes numbers of infinity
         w.line(f"input{rows[0]}[target{rows[1]} == {ignore}] = math.{poison}")
     trained = case["trained"]

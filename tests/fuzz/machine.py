@@ -300,7 +300,9 @@ def compare(
     once = "loss" in case and times == 1  # a leaf is cast once, and so is its gradient
     wanted = leaves[:1] if case["way"] == "subset" else leaves
     # Probabilities below the smallest normal number are 0, whatever factor comes after.
-    smallest = 2.0**-24 * kappa if low == torch.float16 else 1e-36 * notes["upstream"] * max(1.0, notes["stretch"])
+    smallest = 2.0**-24 * kappa if low == torch.float16 else 0.0
+    if low in (torch.float32, torch.bfloat16):
+        smallest = 1e-36 * notes["upstream"] * max(1.0, notes["stretch"])
     for name, got, want, usually in zip(wanted, grads, true_grads, plain_grads, strict=False):
         if got is None or want is None:
             problem(

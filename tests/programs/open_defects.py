@@ -14,19 +14,21 @@ OPEN = {
         # with logits that NumPy writes to.
         "numbers changed past their version counter between forward and backward": (
             r"out = [\s\S]*(weight.*(data|detach\(\)|storage)|p\.data|_to_parameters|np\.asarray\(z"
-            r"|(model|embeddings\(\))\.(double|float|bfloat16)\()[\s\S]*(backward|grad)\(|save_on_cpu[\s\S]*(load_state_dict|renorm_|step\(|weight)|merge_adapter"
+            r"|(model|embeddings\(\))\.(double|float|bfloat16)\()[\s\S]*(backward|grad)\("
+            r"|save_on_cpu[\s\S]*(load_state_dict|renorm_|step\(|weight)|merge_adapter"
         ),
         # Infinity times 0 is NaN, and which products there are depends on their order: a hook that clamps makes a
         # number of infinity and none of NaN, and one that logs a norm shows which it was.
         "an infinite upstream factor, and a hook that sees which entries are NaN": (
-            r"(?=[\s\S]*(loss / 0\.0|num_items_in_batch=(torch\.tensor\()?0))[\s\S]*(\.clamp\(-|log\.append)"
+            r"(?=[\s\S]*(loss / 0\.0|num_items_in_batch=(torch\.tensor\()?0))"
+            r"[\s\S]*(\.clamp\(-|log\.append|clip_grad_norm_)"
         ),
         # Tried on numbers it is the library's own, so that ours takes its place and the wrapper does not run.
         "a wrapper around apply_rotary_pos_emb that was there before patch": r"counting\('rope'[\s\S]*patch\(model",
         # The second forward of a checkpoint of the user's ends with the last tensor that backward needs. That is
         # earlier without logits: what stands behind it, and changes what stock's recomputes, does not run again.
         "what runs in the second forward of the user's own checkpoint": (
-            r"(?=[\s\S]*(counting\(|register_))[\s\S]*checkpoint\("
+            r"\Ahooks and wrappers ran[\s\S]*checkpoint\("
         ),
         "what has changed before the second forward of the user's own checkpoint": (
             r"gradient_checkpointing_enable[\s\S]*requires_grad = |"
@@ -34,20 +36,20 @@ OPEN = {
             r"[\s\S]*(backward|grad)\("
         ),
         "what kind of tensor lazy logits say they are in inference mode": (
-            r"inference_mode[\s\S]*(is_inference\(\)|\._version|take_first)"
+            r"\A.*(is_inference\(\)|version counter|_version)[\s\S]*inference_mode"
         ),
         "views of logits out of a reentrant checkpoint, without gradients or changed in place": (
             r"use_reentrant=True[\s\S]*(no_grad|inference_mode|\bz.*\w+_\(|\bz\[.*\] =|\bz\.data| [-+*/]= )"
         ),
-        "whether a slice of all logits is a view": r"_is_view\(\)",
+        "whether a slice of all logits is a view": r"\A.*_is_view\(\)",
         # Settings that change are seen by probing again, which runs PyTorch's functions.
         "how often a wrapper runs where code is probed again": r"counting\('linear'[\s\S]*replace\(m, 'forward'",
         "float64 logits under autocast, where stock's own operands differ in dtype": (
-            r"embeddings\(\)\.(double|to)\([\s\S]*autocast"
+            r"\A.*to have the same dtype[\s\S]*embeddings\(\)\.(double|to)\([\s\S]*autocast"
         ),
-        # What a bound method runs was settled when it was taken: stock goes on with that, a patched class looks it up.
         # Its hook runs for a part of the model through which nothing flows back, as for one behind PyTorch's own nodes.
         "a hook on the gradient of keys that attention does not read": r"eager_attention_forward[\s\S]*register_hook",
+        # What a bound method runs was settled when it was taken: stock goes on with that, a patched class looks it up.
         "a bound forward taken before its class's forward was replaced": (
             r"(add_hook_to_module|lambda (h|\*a), old=)[\s\S]*(replace\(nn\.Linear, 'forward'|lambda self, h, old=)"
         ),
@@ -60,6 +62,6 @@ OPEN = {
 }
 
 
-def which(text: str) -> str | None:
-    """Return the name of the open defect that a shrunk program shows, None if it shows a new one."""
-    return next((name for name, pattern in OPEN.items() if pattern.search(text)), None)
+def which(why: str, text: str) -> str | None:
+    """Return the name of the open defect that a shrunk program shows, by how it fails; None if it shows a new one."""
+    return next((name for name, pattern in OPEN.items() if pattern.search(f"{why}\n{text}")), None)

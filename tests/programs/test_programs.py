@@ -38,9 +38,10 @@ def check(first: int, count: int) -> Counter[str]:
         found = verdict(make(seed))
         if found.kind == "different":
             small = shrunk(make(seed))
-            defect = which(small.text)
+            why = verdict(small).why
+            defect = which(why, small.text)
             if defect is None:
-                failures.append(as_script(small, verdict(small).why))
+                failures.append(as_script(small, why))
             found.kind = f"open: {defect}"
         kinds[found.kind] += 1
     if failures:

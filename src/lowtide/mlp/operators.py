@@ -191,7 +191,7 @@ class _SwigluMlp(torch.autograd.Function):
         ctx.input_kept = wanted.reads_input if keep else wanted.projections
         if not ctx.input_kept:
             tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one number in memory
-        # Gate and up are computed again of weights that autograd takes for unchanged after a write through .data.
+        # Gate and up are recomputed from weights whose version does not show a write through .data.
         recomputed = () if keep or not wanted.projections or torch.compiler.is_compiling() else call.read_again
         ctx.samples = Samples(recomputed)
         ctx.save_for_backward(*tensors, gate, up)

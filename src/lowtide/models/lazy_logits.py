@@ -89,8 +89,7 @@ class LazyLogits(Tensor):
             return self._passed_on().materialise(why)
         if self._real is None:
             if self._viewed is None:
-                modes = {"grad_mode": self._grad_mode, "inference": self._inference}
-                self._real = self._call.logits(self._steps, why, **modes)
+                self._real = self._call.logits(self._steps, why, grad_mode=self._grad_mode, inference=self._inference)
             else:
                 base = self._viewed.materialise(why)
                 step = self._steps[-1]
