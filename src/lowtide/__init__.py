@@ -16,8 +16,8 @@ from lowtide.head.divergences.plan import plan_divergence
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
+from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.head.vocab.shard import VocabShard
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl

@@ -20,10 +20,11 @@ from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Wanted
+from lowtide.head.ranks import exchange, tokens
+from lowtide.head.ranks.shard import Limits
 from lowtide.head.softmax import LossTerms
 from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
-from lowtide.head.vocab import exchange, exp_gradients, tokens
-from lowtide.head.vocab.shard import Limits
+from lowtide.head.vocab import exp_gradients
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)

@@ -25,10 +25,10 @@ from distributed.launch import DEVICE, THOROUGH, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
 from lowtide.head import reference
 from lowtide.head.operators import Wanted
+from lowtide.head.ranks import shard as vocab_shard
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.softmax import LossTerms
 from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
-from lowtide.head.vocab import shard as vocab_shard
-from lowtide.head.vocab.parallel import Ranks
 from lowtide.measure import peak_above
 from lowtide.measure.collectives import seen_collectives
 from support import head as head_on_host

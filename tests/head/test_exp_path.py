@@ -14,9 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lowtide.head import operators, plan
 from lowtide.head.exponentials.path import ExpHead
+from lowtide.head.gradients import gradient_buffers
 from lowtide.head.kernels import configs
 from lowtide.head.operators import Call, Wanted
-from lowtide.head.schedules import gradient_buffers, select_rows_at_once
+from lowtide.head.schedules import select_rows_at_once
 from support import oracle, relative_error
 
 if torch.cuda.is_available():

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs, stats_rows
-from lowtide.head.schedules import Gradients
 from lowtide.head.statistics.exp import ExpStats
 from lowtide.head.statistics.of_logits import Known, Upstream
 from lowtide.head.statistics.rows import StatsJob, of_targets

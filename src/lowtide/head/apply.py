@@ -21,9 +21,10 @@ from lowtide.head.arguments import (
     scalar_tensor,
     softcap_number,
 )
+from lowtide.head.call import scalar_on
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.head.registration import scalar_on, undisturbed
+from lowtide.head.registration import undisturbed
 from lowtide.head.scaling import with_trained_scale
 from lowtide.head.user_function import autograd as apply_autograd
 from lowtide.head.user_function.call import ApplyCall

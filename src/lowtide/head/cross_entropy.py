@@ -27,10 +27,10 @@ from lowtide.head.backends import choose_backend
 from lowtide.head.operators import Call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
+from lowtide.head.ranks.parallel import ranks_of, with_ranks
+from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.scaling import with_trained_scale
 from lowtide.head.vocab.cross_entropy import ShardedHead
-from lowtide.head.vocab.parallel import ranks_of, with_ranks
-from lowtide.head.vocab.shard import VocabShard
 
 
 def linear_cross_entropy(

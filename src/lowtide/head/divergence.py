@@ -24,8 +24,8 @@ from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.divergences import autograd as divergence_autograd
 from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.vocab.parallel import Ranks, ranks_of, with_ranks
-from lowtide.head.vocab.shard import VocabShard
+from lowtide.head.ranks.parallel import Ranks, ranks_of, with_ranks
+from lowtide.head.ranks.shard import VocabShard
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 TAILS = ("bucket", "renormalise", "drop")

@@ -13,19 +13,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.head.call import scalar_on
 from lowtide.head.exponentials.path import ExpHead
+from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
     fake_gradients,
     flop_formula,
     found_gradients,
     head_flop,
-    scalar_on,
     schema_of,
     undisturbed,
     watched,
 )
-from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, gradient_buffers, plan_rows, run_chunks
+from lowtide.head.schedules import CrossEntropyJob, Rows, plan_rows, run_chunks
 from lowtide.head.softmax import LossTerms
 from lowtide.head.stored import Kept, StoredGradients, fake_stored_gradients, lacks_denominator, stored_gradients
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lowtide.head.schedules import Gradients
+from lowtide.head.gradients import Gradients
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
@@ -89,13 +89,6 @@ def held_elsewhere() -> bool:
     if torch.compiler.is_compiling():  # first: it cannot trace what follows
         return True
     return any(not getattr(mode, "holds_no_outputs", False) for mode in _get_current_dispatch_mode_stack())
-
-
-def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a 0-d tensor on ``device``: a number that lies on the host is filled in, for a copy would wait."""
-    if scalar.device.type == "cpu":
-        return torch.full((), scalar.item(), dtype=dtype, device=device)
-    return scalar.to(device, dtype)
 
 
 def undisturbed(device: torch.device) -> AbstractContextManager[Any]:

@@ -4,7 +4,6 @@ N tokens, n of them computed (ignored ones are dropped where a count is free), C
 V vocabulary.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -13,11 +12,13 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError
+from lowtide.head.gradients import Gradients, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul, narrow_view
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.head.scaling import factor_lift, lift_of_rows
+from lowtide.head.rows import input_is_copied, rows_are_aligned, take_rows
+from lowtide.head.scaling import factor_lift
 from lowtide.head.softmax import LossTerms, loss_and_gradient_
 
 KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
@@ -68,68 +69,6 @@ class Rows:
     def denominator(self) -> Tensor | None:
         """Return what "mean" divides by; None for the other reductions."""
         return None if self.counted is None else self.counted.sum()
-
-
-@dataclass(kw_only=True)
-class Gradients:
-    """What a pass adds up, each None where nobody needs it."""
-
-    input_ND: Tensor | None = None
-    lift_N: Tensor | None = None  # [N] wide: what each row of ``input_ND`` was multiplied with; None: nothing
-    weight_VD: Tensor | None = None
-    bias_V: Tensor | None = None
-
-    def put_input(self, rows: slice | Tensor, wide_CD: Tensor) -> None:
-        """Write rows of the input's gradient, lifted where that is wanted: then ``wide_CD`` is changed in place."""
-        assert self.input_ND is not None
-        if self.lift_N is not None:
-            lift_C = lift_of_rows(wide_CD)
-            self.lift_N[rows] = lift_C
-            wide_CD.mul_(lift_C[:, None])
-        if isinstance(rows, slice):
-            self.input_ND[rows].copy_(wide_CD)
-        else:
-            self.input_ND.index_copy_(0, rows, wide_CD.to(self.input_ND.dtype))
-
-
-def gradient_buffers(
-    input: Tensor,
-    weight_VD: Tensor,
-    wide: torch.dtype,
-    plan: HeadPlan,
-    wanted: tuple[bool, bool, bool],
-    *,
-    some_rows: bool,
-    stored: bool = False,
-) -> Gradients:
-    """Return memory for the gradients of input, weight and bias that are ``wanted``, not filled where chunks will.
-
-    Args:
-        input: Hidden states [..., D].
-        weight_VD: The head's weight.
-        wide: dtype of the logits and of every sum.
-        plan: Says in which dtype the weight's gradient adds up, and whether there is any chunk.
-        wanted: For each of the three, in this order.
-        some_rows: Whether some of the hidden states are in no chunk; theirs is 0.
-        stored: Whether the upstream gradient is still to come, and with it a GradScaler's factor. An fp16 gradient is
-            then lifted row by row, in the chunk that computes it; the exponential path's stays wide until it is stored.
-    """
-    (V, D), device, into = weight_VD.shape, input.device, Gradients()
-    if wanted[0]:
-        make, dtype, N = torch.zeros if some_rows else torch.empty, input.dtype, math.prod(input.shape[:-1])
-        if stored and dtype == torch.float16 and plan.backend == "exp":
-            dtype = wide
-        elif stored and dtype == torch.float16:
-            into.lift_N = torch.ones(N, dtype=wide, device=device)
-        into.input_ND = make(N, D, dtype=dtype, device=device)
-    if wanted[1]:
-        dtype = wide if plan.accumulate == "float32" else weight_VD.dtype
-        into.weight_VD = torch.empty(V, D, dtype=dtype, device=device)
-        if not plan.chunks:
-            into.weight_VD.zero_()
-    if wanted[2]:
-        into.bias_V = torch.zeros(V, dtype=wide, device=device)
-    return into
 
 
 def select_rows(job: CrossEntropyJob) -> Rows:
@@ -224,20 +163,6 @@ def _plan(job: CrossEntropyJob, n: int, options: HeadOptions, weight_frozen: boo
 
 
 remembered_plan = lru_cache(maxsize=256)(plan_head)
-
-
-def input_is_copied(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether hidden states [..., D] lie in memory in another way than the GEMMs' operands of ``dtype`` do."""
-    return x.dtype != dtype or not (x.dim() == 2 or rows_are_viewable(x)) or not rows_are_aligned(x)
-
-
-def rows_are_aligned(x: Tensor) -> bool:
-    """Return whether rows [..., D] lie at addresses that are multiples of 16 bytes, for TMA."""
-    return (
-        x.stride(-1) == 1
-        and all(stride and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-        and x.data_ptr() % 16 == 0
-    )
 
 
 def run_chunks(
@@ -369,71 +294,3 @@ def _turn_by_kernel(
         g_CV = narrow_view(z_CV, job.dtype) if narrow else z_CV
         add_column_sums(g_CV, outside if narrow else torch.ones_like(factor_C), bias_grad_V)
     return outside if narrow else None
-
-
-def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:
-    """Return the hidden states of a chunk [C, D] in the operands' dtype: a view where they lie in memory that way.
-
-    Args:
-        x: All hidden states [..., D].
-        index: Positions of the rows among all N tokens; None: all, in order.
-        part: Which of them.
-        dtype: Of the result.
-    """
-    return take_leading(x, x.dim() - 1, index, part).to(dtype)
-
-
-def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Tensor:
-    """Return rows of a tensor whose first ``axes`` axes are one axis of N: a view where memory allows.
-
-    Args:
-        x: [..., *rest].
-        axes: How many its leading axes are.
-        index: Positions among all N; None: all, in order.
-        part: Which of them.
-    """
-    leading = x.shape[:axes]
-    if index is None and axes == 1:
-        return x[part]
-    if index is None and rows_are_viewable(x, axes):
-        return x.view(leading.numel(), *x.shape[axes:])[part]
-    chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
-    return x[torch.unravel_index(chosen, leading)] if leading else x[None][part]
-
-
-def drops_rows(device: torch.device) -> bool:
-    """Return whether rows that count for nothing are dropped: where counting them does not stop the host."""
-    return device.type == "cpu"
-
-
-def positions(chosen_N: Tensor) -> Tensor | None:
-    """Return where ``chosen_N`` is True, or None where it is everywhere; the host waits for it."""
-    index = chosen_N.nonzero()[:, 0]
-    return None if index.numel() == chosen_N.numel() else index
-
-
-def rows_are_viewable(x: Tensor, axes: int = -1) -> bool:
-    """Return whether ``x.view(-1, D)`` exists: each of the leading axes spans exactly those after it."""
-    span = None
-    for size, stride in zip(reversed(x.shape[:axes]), reversed(x.stride()[:axes]), strict=True):
-        if size == 1:
-            continue
-        if span is not None and stride != span:
-            return False
-        span = size * stride
-    return True
-
-
-def put_input_grad(
-    matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, into: Gradients, index: Tensor | None, part: slice
-) -> None:
-    """Write the input's gradient of a chunk, as `HeadMatmul.input_grad` gives it, to its rows among all N tokens."""
-    out_ND = into.input_ND
-    assert out_ND is not None
-    if index is None and into.lift_N is None:
-        matmul.input_grad(g_CV, factor_C, out_ND[part])
-        return
-    dtype = out_ND.dtype if into.lift_N is None else matmul.wide
-    chunk = out_ND.new_empty(g_CV.shape[0], out_ND.shape[1], dtype=dtype)
-    matmul.input_grad(g_CV, factor_C, chunk)
-    into.put_input(part if index is None else index[part], chunk)

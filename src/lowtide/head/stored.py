@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError
+from lowtide.head.gradients import Gradients
 from lowtide.head.graph import is_last_backward
 from lowtide.head.scaling import lift_of, lift_of_rows, scaled
-from lowtide.head.schedules import Gradients
 
 
 class Kept(NamedTuple):

@@ -20,11 +20,11 @@ from lowtide.head.arguments import (
 from lowtide.head.backends import choose_stats_backend
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
+from lowtide.head.ranks.parallel import ranks_of, with_ranks
+from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.scaling import with_trained_scale
 from lowtide.head.statistics import autograd as token_stats_autograd
 from lowtide.head.statistics.rows import OF_TARGETS
-from lowtide.head.vocab.parallel import ranks_of, with_ranks
-from lowtide.head.vocab.shard import VocabShard
 from lowtide.head.vocab.token_stats import ShardedStats
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import UnsupportedError
-from lowtide.head.vocab import exchange
+from lowtide.head.ranks import exchange
 
 # Of each module the ranks that could not take the fused way when they told each other.
 _UNABLE: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()

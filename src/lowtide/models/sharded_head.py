@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
-from lowtide.head.vocab import exchange
-from lowtide.head.vocab.shard import shard_of_dtensor
+from lowtide.head.ranks import exchange
+from lowtide.head.ranks.shard import shard_of_dtensor
 from lowtide.models.agreement import why_not_agreed
 from lowtide.models.eligibility import why_not_now
 from lowtide.models.head_call import HeadCall

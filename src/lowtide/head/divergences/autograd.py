@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.head.call import scalar_on
 from lowtide.head.divergences.rows import (
     DivergenceJob,
     KnownClasses,
@@ -23,12 +24,12 @@ from lowtide.head.divergences.rows import (
 from lowtide.head.divergences.terms import Kind, RowNumbers
 from lowtide.head.graph import in_places, refuse_batched, save_for_recompute, saved_for_recompute
 from lowtide.head.options import HeadOptions
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.registration import (
     fake_gradients,
     flop_formula,
     found_gradients,
     head_flop,
-    scalar_on,
     schema_of,
     tensor_fields,
     undisturbed,
@@ -44,7 +45,6 @@ from lowtide.head.stored import (
     multiplied,
     stored_gradients,
 )
-from lowtide.head.vocab.parallel import Ranks
 
 
 class DivergenceCall(NamedTuple):

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from lowtide.head.divergences.rows import DivergenceJob, Teacher, teacher_rows
 from lowtide.head.divergences.terms import RowNumbers
+from lowtide.head.gradients import Gradients, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.kernels.pair_rows import Logits, pair_gradient, pair_rows, pair_value_and_gradient
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.scaling import factor_lift
-from lowtide.head.schedules import FP16_LIFT, Gradients, put_input_grad
+from lowtide.head.schedules import FP16_LIFT
 
 
 class KernelPair:

@@ -22,12 +22,13 @@ from lowtide.head.divergences.terms import (
     topk_gradient_,
     topk_rows,
 )
+from lowtide.head.gradients import Gradients, gradient_buffers, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
-from lowtide.head.schedules import Gradients, drops_rows, gradient_buffers, positions, put_input_grad, take_rows
+from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.rows import drops_rows, positions, take_rows
 from lowtide.head.softmax import finish_logits_
-from lowtide.head.vocab.parallel import Ranks
 from lowtide.head.vocab.products import add_products, plain_options
 
 

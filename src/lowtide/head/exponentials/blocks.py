@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan, padded
-from lowtide.head.schedules import Gradients
 
 
 class Rebuilt(Protocol):

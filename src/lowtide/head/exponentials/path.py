@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from lowtide.head.exponentials.blocks import aligned_rows, matmul_into, operand_rows, rebuild_in_blocks, slices
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan, padded
-from lowtide.head.schedules import CrossEntropyJob, Gradients, Rows, take_rows
+from lowtide.head.rows import take_rows
+from lowtide.head.schedules import CrossEntropyJob, Rows
 
 Settle = Callable[[], tuple[Tensor, Gradients]]
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lowtide.head.call import scalar_on
+from lowtide.head.gradients import Gradients
 from lowtide.head.graph import in_places, refuse_batched, save_for_recompute, saved_for_recompute
 from lowtide.head.options import HeadOptions
 from lowtide.head.registration import (
@@ -17,14 +19,12 @@ from lowtide.head.registration import (
     flop_formula,
     found_gradients,
     head_flop,
-    scalar_on,
     schema_of,
     tensor_fields,
     undisturbed,
     wanted_gradients,
     watched,
 )
-from lowtide.head.schedules import Gradients
 from lowtide.head.statistics.of_logits import Known, Upstream
 from lowtide.head.statistics.rows import StatsJob, backward_chunks, forward_chunks
 

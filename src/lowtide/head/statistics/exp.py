@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lowtide.head.exponentials.blocks import aligned_rows, operand_rows, rebuild_in_blocks, slices
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.schedules import Gradients, take_rows
+from lowtide.head.rows import take_rows
 from lowtide.head.statistics.of_logits import Known, Upstream
 from lowtide.head.statistics.rows import StatsJob
 

@@ -12,21 +12,12 @@ from torch import Tensor
 
 from lowtide.head.backends import choose_stats_backend
 from lowtide.head.exponentials.plan import plan_exp_stats
+from lowtide.head.gradients import Gradients, gradient_buffers, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
-from lowtide.head.schedules import (
-    Gradients,
-    check_classes,
-    drops_rows,
-    gradient_buffers,
-    input_is_copied,
-    positions,
-    put_input_grad,
-    remembered_plan,
-    rows_are_aligned,
-    take_rows,
-)
+from lowtide.head.rows import drops_rows, input_is_copied, positions, rows_are_aligned, take_rows
+from lowtide.head.schedules import check_classes, remembered_plan
 from lowtide.head.softmax import finish_logits_
 from lowtide.head.statistics.of_logits import Known, Upstream, row_sums, stats_gradient_
 

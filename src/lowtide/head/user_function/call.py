@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.schedules import Gradients, rows_are_viewable, take_leading
+from lowtide.head.rows import rows_are_viewable, take_leading
 from lowtide.head.user_function.function import UserFunction
 
 

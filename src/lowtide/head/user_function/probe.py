@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.schedules import take_leading
+from lowtide.head.rows import take_leading
 from lowtide.head.user_function.passes import Pass
 
 PULL = 0.75  # of another row's logits, with a slope from 1 down to -1 added: nothing that a model could not give

@@ -16,25 +16,21 @@ from torch import Tensor
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import choose_backend
 from lowtide.head.exponentials.plan import plan_exp
+from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.operators import Call, Stored, Wanted
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.registration import found_gradients, undisturbed
-from lowtide.head.schedules import (
-    CrossEntropyJob,
-    Gradients,
-    check_classes,
-    gradient_buffers,
-)
+from lowtide.head.schedules import CrossEntropyJob, check_classes
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
 from lowtide.head.stored import Kept, lacks_denominator, stored_gradients
 from lowtide.head.vocab.exp import ShardedExp
 from lowtide.head.vocab.exp_pieces import ELSEWHERE
 from lowtide.head.vocab.exp_sums import ExpShard
-from lowtide.head.vocab.parallel import Ranks
 from lowtide.head.vocab.products import add_products, chunk_buffer, chunks_of, plan_part
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowtide.head.schedules import Gradients
+from lowtide.head.gradients import Gradients
 from lowtide.head.vocab.exp_gradients import Products, Rebuilt
 from lowtide.head.vocab.exp_pieces import Fetched, cut
 from lowtide.head.vocab.exp_sums import ExpShard, Summed

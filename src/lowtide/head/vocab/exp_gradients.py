@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowtide.head.exponentials.blocks import matmul_into, slices
 from lowtide.head.exponentials.path import put_even_part
-from lowtide.head.schedules import Gradients
-from lowtide.head.vocab.exchange import Reduced
+from lowtide.head.gradients import Gradients
+from lowtide.head.ranks.exchange import Reduced
 from lowtide.head.vocab.exp_pieces import Fetched, Piece, cut, inputs_of, of_piece
 from lowtide.head.vocab.exp_sums import ExpShard, Summed
 

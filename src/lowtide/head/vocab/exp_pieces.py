@@ -15,9 +15,10 @@ from torch import Tensor
 from lowtide.head.exponentials.blocks import aligned_rows, slices
 from lowtide.head.exponentials.path import ExpHead
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.schedules import CrossEntropyJob, input_is_copied
-from lowtide.head.vocab.exchange import Told
-from lowtide.head.vocab.parallel import Ranks
+from lowtide.head.ranks.exchange import Told
+from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.rows import input_is_copied
+from lowtide.head.schedules import CrossEntropyJob
 from lowtide.head.vocab.products import chunks_of
 
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight

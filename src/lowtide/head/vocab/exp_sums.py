@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lowtide.head.exponentials.path import ExpHead
 from lowtide.head.head_plan import HeadPlan, padded
-from lowtide.head.schedules import CrossEntropyJob, Rows, rows_are_aligned
-from lowtide.head.vocab.exchange import Told
+from lowtide.head.ranks.exchange import Told
+from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.rows import rows_are_aligned
+from lowtide.head.schedules import CrossEntropyJob, Rows
 from lowtide.head.vocab.exp_pieces import Piece, Taken, of_piece
-from lowtide.head.vocab.parallel import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
-from lowtide.head.schedules import Gradients, remembered_plan
-from lowtide.head.vocab.parallel import Ranks
+from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.schedules import remembered_plan
 
 
 def chunks_of(ranks: Ranks, plan: HeadPlan) -> list[slice]:

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
-from lowtide.head.schedules import Gradients, gradient_buffers
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.softmax import finish_logits_
 from lowtide.head.statistics.of_logits import FLOOR, Known, RowSums, Upstream, row_sums, stats_gradient_
 from lowtide.head.statistics.rows import StatsJob, of_targets, silenced, upstream_of_kept
-from lowtide.head.vocab.parallel import Ranks
 from lowtide.head.vocab.products import add_products, chunk_buffer, chunks_of, plan_part
 
 

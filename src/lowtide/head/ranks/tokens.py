@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.schedules import take_rows
-from lowtide.head.vocab import exchange as exchange
-from lowtide.head.vocab.exchange import Reduced, Told
+from lowtide.head.ranks import exchange as exchange
+from lowtide.head.ranks.exchange import Reduced, Told
+from lowtide.head.rows import take_rows
 
 
 class SameTokens:
@@ -34,6 +34,9 @@ class SameTokens:
     def put_back(self, x_GL: Tensor) -> Tensor:
         """Undo `arranged`."""
         return x_GL[0]
+
+    def order(self, step: int) -> None:
+        """Return where the rows of chunks of ``step`` rows a group stand among the N tokens: in order."""
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
@@ -85,6 +88,11 @@ class SpreadTokens:
         """Undo `arranged`."""
         out = x_GL.new_zeros(self.N + 1, *x_GL.shape[2:])
         return out.index_copy_(0, self._order_GL.view(-1), x_GL.flatten(0, 1))[: self.N]
+
+    def order(self, step: int) -> Tensor:
+        """Return where the rows of chunks of ``step`` rows a group stand among the N tokens; N: a token of none."""
+        chunks = [self._order_GL[:, start : start + step].reshape(-1) for start in range(0, self.length, step)]
+        return torch.cat(chunks) if chunks else self._order_GL.view(-1)
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""

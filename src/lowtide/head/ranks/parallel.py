@@ -9,7 +9,7 @@ The hidden states are the same on every rank, or each rank holds its part of the
 whole one on every rank, summed here, or each rank's part of it: never a part of the sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +18,9 @@ from torch._compile import _disable_dynamo
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import is_dtensor
-from lowtide.head.vocab import exchange as exchange
-from lowtide.head.vocab.shard import Limits, VocabShard, limits_of, shard_of_dtensor
-from lowtide.head.vocab.tokens import SameTokens, SpreadTokens
+from lowtide.head.ranks import exchange as exchange
+from lowtide.head.ranks.shard import Limits, VocabShard, limits_of, shard_of_dtensor
+from lowtide.head.ranks.tokens import SameTokens, SpreadTokens
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
 _Result = TypeVar("_Result")
@@ -60,10 +60,70 @@ class Ranks:
         else:
             self.tokens = SpreadTokens(shard.group, leading, axis, device)
 
+    alone = False
+
     @property
     def spread(self) -> bool:
         """Return whether each rank holds a part of the tokens."""
         return isinstance(self.tokens, SpreadTokens)
+
+    @property
+    def groups(self) -> int:
+        """Return how many groups of rows a chunk has: one for each rank where tokens are spread, else one."""
+        return self.tokens.groups
+
+    @property
+    def first(self) -> int:
+        """Return this rank's first class."""
+        return self.shard.first
+
+    @property
+    def rows(self) -> int:
+        """Return V_r."""
+        return self.shard.rows
+
+    @property
+    def vocab(self) -> int:
+        """Return V."""
+        return self.shard.vocab
+
+    @property
+    def most_rows(self) -> int:
+        """Return the most classes that any rank holds: plans are made by it."""
+        return self.shard.most_rows
+
+    def chunks(self, plan: Any) -> Iterator[slice]:
+        """Yield each chunk's rows in the order of `order`: whole groups of them, the same on every rank."""
+        total, step = self.groups * self.tokens.length, self._step(plan.chunk_rows) * self.groups
+        for start in range(0, total, step):
+            yield slice(start, min(start + step, total))
+
+    def order(self, plan: Any) -> Tensor | None:
+        """Return where the rows of all chunks stand among the N tokens, N where a rank has none; None: in order."""
+        return self.tokens.order(self._step(plan.chunk_rows))
+
+    def _step(self, rows: int) -> int:
+        return max(1, rows // self.groups)
+
+    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> exchange.Told:  # noqa: ARG002
+        """Begin to gather a chunk's hidden states [C, D], the rows ``part`` in the order of `order`."""
+        return self.tokens.begin_rows(input, self._within(part), dtype)
+
+    def _within(self, part: slice) -> slice:
+        """Return a chunk's rows within each group."""
+        return slice(part.start // self.groups, part.stop // self.groups)
+
+    def mine(self, x: Tensor) -> Tensor:
+        """Return of values [...] of all tokens those of the hidden states on this rank."""
+        return self.tokens.mine(x)
+
+    def keep(self) -> None:
+        """Gather each chunk once from here on: a second pass finds it here. See `SpreadTokens.keep`."""
+        self.tokens.keep()
+
+    def let_go(self) -> None:
+        """Undo `keep`."""
+        self.tokens.let_go()
 
     @property
     def limits(self) -> Limits:
@@ -224,7 +284,7 @@ def ranks_of(
         input: Hidden states, perhaps a DTensor.
         linear_weight: The weight: a DTensor, or with ``shard`` this rank's rows.
         linear_bias: Likewise.
-        shard: What the user gave as ``vocab/shard``.
+        shard: What the user gave as ``ranks/shard``.
         scale: ``logit_scale`` where it is a tensor.
         differentiable: Whether any result is: else no gradients are exchanged, whatever requires one.
 

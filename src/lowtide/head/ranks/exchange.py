@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.head.schedules import Gradients
+from lowtide.head.gradients import Gradients
 
 
 def size_of(group: Any) -> int:

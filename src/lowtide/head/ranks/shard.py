@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.arguments import check_tensor
 from lowtide.head.backends import why_not_exp
-from lowtide.head.vocab import exchange as exchange
+from lowtide.head.ranks import exchange as exchange
 
 
 class Limits(NamedTuple):

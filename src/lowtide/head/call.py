@@ -1,0 +1,114 @@
+"""What every function of a head's logits has in common, as its caller gave it and as the loops over chunks read it.
+
+N tokens, D hidden size, V vocabulary, V_r classes of it on this rank (all, unless the vocabulary is sharded).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.head.options import HeadOptions
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Ranks
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def head(self) -> bool:
+        """Return whether the head itself gets one."""
+        return self.weight or self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A final linear layer, its hidden states and what is done to their products, local to this rank.
+
+    Its logits are ``softcap * tanh((input @ weight.T + bias) * scale / softcap)``, each part where there is one.
+    """
+
+    input: Tensor  # [..., D]
+    weight_VD: Tensor  # this rank's rows
+    bias_V: Tensor | None  # wide
+    scale: Tensor | None  # scalar, wide
+    softcap: float | Tensor | None
+    dtype: torch.dtype  # of the GEMMs' operands
+    wide: torch.dtype  # of logits, and of what comes of them
+    ranks: Ranks | Alone
+    options: HeadOptions
+
+    @property
+    def tokens(self) -> int:
+        """Return N."""
+        return math.prod(self.input.shape[:-1])
+
+
+class HeadCall(NamedTuple):
+    """The same as tensors and scalars that an operator takes; a function's own arguments come beside it."""
+
+    input: Tensor  # [..., D]
+    linear_weight: Tensor  # [V_r, D]
+    linear_bias: Tensor | None  # [V_r]
+    logit_scale: Tensor | None  # scalar
+    softcap: float | None
+    dtype: torch.dtype  # of the GEMMs' operands
+    workspace_mib: float | None
+    accumulate: str
+    backend: str
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of logits and of what comes of them."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def tokens(self) -> int:
+        """Return N."""
+        return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant
+
+    @property
+    def trained(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tensors that may get a gradient."""
+        return self.input, self.linear_weight, self.linear_bias
+
+    def head(self, ranks: Ranks | None, gradient: Literal["auto", "recompute"] = "auto") -> Head:
+        """Return it as the loops over chunks read it: what kernels read without strides has none.
+
+        Args:
+            ranks: Who else holds classes; None: nobody.
+            gradient: "recompute" for a pass whose upstream gradient is not that of its own loss.
+        """
+        accumulate: Any = self.accumulate
+        backend: Any = self.backend
+        return Head(
+            input=self.input,
+            weight_VD=self.linear_weight,
+            bias_V=None if self.linear_bias is None else self.linear_bias.to(self.wide).contiguous(),
+            scale=None if self.logit_scale is None else scalar_on(self.input.device, self.logit_scale, self.wide),
+            softcap=self.softcap,
+            dtype=self.dtype,
+            wide=self.wide,
+            ranks=Alone(self.linear_weight.shape[0]) if ranks is None else ranks,
+            options=_options(self.workspace_mib, accumulate, backend, gradient),
+        )
+
+
+@cache
+def _options(workspace_mib: float | None, accumulate: Any, backend: Any, gradient: Any) -> HeadOptions:
+    return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, gradient=gradient)
+
+
+def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a 0-d tensor on ``device``: a number that lies on the host is filled in, for a copy would wait."""
+    if scalar.device.type == "cpu":
+        return torch.full((), scalar.item(), dtype=dtype, device=device)
+    return scalar.to(device, dtype)

@@ -1,0 +1,66 @@
+"""A group of one rank, which holds the whole vocabulary: it answers every exchange at once, with its own numbers."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.head.rows import take_rows
+
+
+class Answered(NamedTuple):
+    """An exchange's result that is there already."""
+
+    value: Tensor
+
+    def get(self) -> Tensor:
+        """Return it."""
+        return self.value
+
+
+class Alone:
+    """Stands where `Ranks` does; its methods are documented there.
+
+    Args:
+        V: The vocabulary.
+    """
+
+    alone, spread, first, groups = True, False, 0, 1
+
+    def __init__(self, V: int) -> None:
+        self.rows = self.vocab = self.most_rows = V
+
+    def chunks(self, plan: Any) -> Iterator[slice]:
+        """Yield each chunk's rows."""
+        return plan.slices()  # type: ignore[no-any-return]
+
+    def order(self, plan: Any) -> None:
+        """Return the order of the tokens in the chunks: their own."""
+
+    def here(self, y: Tensor) -> tuple[Tensor, None]:
+        """Return each class's row of the weight, and no mask: all are here."""
+        return y, None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return every rank's ``x`` [1, ...]."""
+        return x[None]
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' ``x``."""
+        return x
+
+    logsumexp_of = highest_of = sum_of
+
+    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Answered:
+        """Return a chunk's hidden states [C, D]."""
+        return Answered(take_rows(input, index, part, dtype))
+
+    def mine(self, x: Tensor) -> Tensor:
+        """Return of values [...] of all tokens those of the hidden states here."""
+        return x
+
+    def keep(self) -> None:
+        """Keep what was gathered for a second pass: nothing is."""
+
+    let_go = keep

@@ -1,0 +1,101 @@
+"""Rows of hidden states [..., D], or of anything else with tokens on its leading axes, as chunks take them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Which of N tokens a pass computes, in the order of its chunks: n rows.
+
+    On the CPU tokens that count for nothing are dropped; elsewhere a count would stop the host, and across ranks all
+    must make as many exchanges: these rows are computed as zeros. Where tokens are spread over ranks, a chunk has rows
+    of each rank's, and shorter parts are filled up.
+    """
+
+    tokens: int  # N
+    index: Tensor | None = None  # [n] places among the N tokens; None: all, in order
+    filled: bool = False  # whether ``index`` may be N: a row of no token
+    kept: Tensor | None = None  # [n] bool: rows that count; None: all
+
+    def of(self, x_N: Tensor, fill: float = 0) -> Tensor:
+        """Return values [N, ...] of the tokens as [n, ...], ``fill`` in a row of no token."""
+        if self.index is None:
+            return x_N
+        return (torch.cat((x_N, x_N.new_full((1, *x_N.shape[1:]), fill))) if self.filled else x_N)[self.index]
+
+    def among_all(self, x_n: Tensor) -> Tensor:
+        """Undo `of`: return [N, ...], 0 at tokens that are not computed."""
+        if self.index is None:
+            return x_n
+        out = x_n.new_zeros(self.tokens + self.filled, *x_n.shape[1:])
+        return out.index_copy_(0, self.index, x_n)[: self.tokens]
+
+
+def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:
+    """Return the hidden states of a chunk [C, D] in the operands' dtype: a view where they lie in memory that way.
+
+    Args:
+        x: All hidden states [..., D].
+        index: Positions of the rows among all N tokens; None: all, in order.
+        part: Which of them.
+        dtype: Of the result.
+    """
+    return take_leading(x, x.dim() - 1, index, part).to(dtype)
+
+
+def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Tensor:
+    """Return rows of a tensor whose first ``axes`` axes are one axis of N: a view where memory allows.
+
+    Args:
+        x: [..., *rest].
+        axes: How many its leading axes are.
+        index: Positions among all N; None: all, in order.
+        part: Which of them.
+    """
+    leading = x.shape[:axes]
+    if index is None and axes == 1:
+        return x[part]
+    if index is None and rows_are_viewable(x, axes):
+        return x.view(leading.numel(), *x.shape[axes:])[part]
+    chosen = torch.arange(part.start, part.stop, device=x.device) if index is None else index[part]
+    return x[torch.unravel_index(chosen, leading)] if leading else x[None][part]
+
+
+def rows_are_viewable(x: Tensor, axes: int = -1) -> bool:
+    """Return whether ``x.view(-1, D)`` exists: each of the leading axes spans exactly those after it."""
+    span = None
+    for size, stride in zip(reversed(x.shape[:axes]), reversed(x.stride()[:axes]), strict=True):
+        if size == 1:
+            continue
+        if span is not None and stride != span:
+            return False
+        span = size * stride
+    return True
+
+
+def rows_are_aligned(x: Tensor) -> bool:
+    """Return whether rows [..., D] lie at addresses that are multiples of 16 bytes, for TMA."""
+    return (
+        x.stride(-1) == 1
+        and all(stride and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def input_is_copied(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether hidden states [..., D] lie in memory in another way than the GEMMs' operands of ``dtype`` do."""
+    return x.dtype != dtype or not (x.dim() == 2 or rows_are_viewable(x)) or not rows_are_aligned(x)
+
+
+def drops_rows(device: torch.device) -> bool:
+    """Return whether rows that count for nothing are dropped: where counting them does not stop the host."""
+    return device.type == "cpu"
+
+
+def positions(chosen_N: Tensor) -> Tensor | None:
+    """Return where ``chosen_N`` is True, or None where it is everywhere; the host waits for it."""
+    index = chosen_N.nonzero()[:, 0]
+    return None if index.numel() == chosen_N.numel() else index
