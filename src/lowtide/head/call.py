@@ -102,6 +102,52 @@ class HeadCall(NamedTuple):
         )
 
 
+class CrossEntropyArgs(NamedTuple):
+    """What `lowtide.linear_cross_entropy` gets beside the head; labels already shifted."""
+
+    target: Tensor  # [...]
+    weight: Tensor | None  # [V_r]
+    token_weight: Tensor | None  # [...]
+    num_items: Tensor | None  # scalar
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+
+class TokenStatsArgs(NamedTuple):
+    """What `lowtide.linear_token_stats` gets beside the head."""
+
+    target: Tensor  # [N, K] int64; K is 0 where there are none
+    want: str  # the fields' names, separated by commas
+    topk: int
+    ignore_index: int
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Return the wanted fields' names."""
+        return frozenset(self.want.split(","))
+
+
+class DivergenceArgs(NamedTuple):
+    """What `lowtide.linear_divergence` gets beside the student's head."""
+
+    teacher_input: Tensor | None  # [..., D'], and with it teacher_weight; or topk_ids and topk_logprobs
+    teacher_weight: Tensor | None  # [V', D']
+    teacher_bias: Tensor | None  # [V']
+    topk_ids: Tensor | None  # [N, K] int64
+    topk_logprobs: Tensor | None  # [N, K]
+    mask: Tensor | None  # [N] bool
+    temperature: Tensor | None  # scalar
+    num_items: Tensor | None  # scalar
+    teacher_softcap: float | None
+    teacher_dtype: torch.dtype
+    kind: str
+    beta: float
+    tail: str
+    reduction: str
+
+
 @cache
 def _options(workspace_mib: float | None, accumulate: Any, backend: Any, gradient: Any) -> HeadOptions:
     return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, gradient=gradient)
