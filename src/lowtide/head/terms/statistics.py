@@ -245,7 +245,7 @@ class Statistics(Terms):
         if not in_blocks and head.ranks.alone and not normalised:
             probabilities_(z)
             normalised = True
-        for cols in column_blocks(head.ranks.rows, self.columns if in_blocks else head.ranks.rows):
+        for cols in column_blocks(head.ranks.rows, self.columns if in_blocks else max(1, head.ranks.rows)):
             b = z[:, cols]
             slope = None if cap is None else (b / cap).square_().neg_().add_(1)
             if not normalised:
