@@ -246,13 +246,11 @@ def test_entries_are_rounded_once() -> None:
     logp = (x.double() @ w.double().T).log_softmax(1)
     g = torch.randn(N, K)
     entries, numbers = stats_rows.Entries.empty(N, K, x.device), torch.empty(5, N)
-    known = {
-        "lse": (x.double() @ w.double().T).logsumexp(1).float(), "argmax": logp.argmax(1), "y": ids.int(),
-        "top_logprob": logp.amax(1).float(), "logprob": logp.gather(1, ids).float(),
-    }  # fmt: skip
-    stats_rows.prepare_stats(
-        known, {"logprob": g}, x, numbers, entries, V, scale=None, softcap=None, scaled_CD=None
+    known = stats_rows.RowStats(
+        lse=(x.double() @ w.double().T).logsumexp(1).float(), top=logp.argmax(1), top_logprob=logp.amax(1).float(),
+        logprob=logp.gather(1, ids).float(),
     )  # fmt: skip
+    stats_rows.prepare_stats(known, stats_rows.RowStats(logprob=g), ids.int(), x, numbers, entries, V)
     softmax_part = (logp.exp() * -g.double().sum(1, keepdim=True)) / numbers[0][:, None]
     e = softmax_part.bfloat16()
     stats_rows.put_entries(e, entries, 0)

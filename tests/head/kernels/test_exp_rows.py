@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.exp_logits import exp_logits, multiprocessors, shifted_exp_logits, tiles_across
+from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import (
     Reports,
     RowTerms,
@@ -23,6 +23,7 @@ from lowtide.head.kernels.exp_rows import (
     prepare_rows,
     target_logits,
 )
+from lowtide.head.kernels.gemm import LogitTransform, multiprocessors, tiles_across
 from support import oracle, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -604,12 +605,22 @@ def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
     sums = torch.full((C, P), NAN, device=DEVICE)
     e = torch.full((C, -(-V // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, :V]
     scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
-    parts: dict[str, Any] = {"bias_V": terms.bias_V, "scale": terms.scale, "softcap": terms.softcap}
+    transform = LogitTransform(terms.bias_V, terms.scale, terms.softcap)
     target_logits(b.x, b.w, b.y, rows, terms)
-    exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts)
+    exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, transform=transform)
     finish_rows(sums, P, b.x, b.y, b.g, rows, terms, V, e_CV=e, scaled_CD=scaled)
     shifted_exp_logits(
-        b.x, b.w, rows.listed, rows.count, rows.highest, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts
+        b.x,
+        b.w,
+        rows.listed,
+        rows.count,
+        rows.highest,
+        b.y,
+        CONFIG,
+        PROGRAMS,
+        sum_CP=sums,
+        e_CV=e,
+        transform=transform,
     )
     finish_rows(sums, P, b.x, b.y, b.g, rows, terms, V, e_CV=e, scaled_CD=scaled, shifted=True)
     finish_input_grad(e.float() @ b.w.float(), dx, b.w, b.y, rows.s, rows.rest, b.g, terms)
@@ -626,6 +637,7 @@ def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: 
     terms, rows = row_terms(b.w, kwargs), blank(C)
     reference, coefficient = (torch.full((C,), NAN, device=DEVICE) for _ in range(2))
     scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    transform = LogitTransform(terms.bias_V, terms.scale, terms.softcap)
     prepare_rows(lse, miss, b.x, b.y, b.g, reference, coefficient, rows, terms, V, scaled_CD=scaled)
     product, (dw, db) = torch.zeros(C, D, device=DEVICE), uniform_part(b, terms)
     dw, db = -dw, -db
@@ -634,8 +646,7 @@ def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: 
         e = torch.full((C, -(-block // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, : len(w)]
         exp_logits(
             b.x, w, reference, b.y, CONFIG, PROGRAMS, e_CV=e, coefficient_C=coefficient, first_class=first,
-            bias_V=None if terms.bias_V is None else terms.bias_V[first : first + block], scale=terms.scale,
-            softcap=terms.softcap,
+            transform=transform.of_classes(slice(first, first + block)),
         )  # fmt: skip
         product += e.float() @ w.float()
         dw[first : first + block] += e.float().T @ scaled.float()

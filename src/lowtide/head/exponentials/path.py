@@ -34,20 +34,20 @@ class ExpHead:
     """
 
     def __init__(self, job: CrossEntropyJob, rows: Rows, plan: HeadPlan) -> None:
-        from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
+        from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows, gemm
 
         self.job, self.rows, self.plan = job, rows, plan
         self.gemm, self.thin = exp_logits, exp_rows
         device = job.input.device
-        self.programs = exp_logits.multiprocessors(device)
-        plain = job.bias_V is None and job.logit_scale is None and job.softcap is None
-        self.hopper = exp_logits_hopper if plain and exp_logits_hopper.runs_on(device) else None
+        self.programs = gemm.multiprocessors(device)
+        self.transform = gemm.LogitTransform(job.bias_V, job.logit_scale, job.softcap)
+        self.hopper = exp_logits_hopper if self.transform.is_plain and exp_logits_hopper.runs_on(device) else None
         self.config = (
             configs.GemmConfig(columns=exp_logits_hopper.COLUMNS.value) if self.hopper else configs.of_device(device)
         )
         self.weight_VD = operand_rows(job.weight_VD, job.dtype)
         V = self.weight_VD.shape[0]
-        self.tiles = exp_logits.tiles_across(V, self.config)
+        self.tiles = gemm.tiles_across(V, self.config)
         self.y_N = rows.target
         q = job.terms.class_weight
         self.total = None if q is None else q.sum()
@@ -157,12 +157,10 @@ class ExpHead:
                 first_class=first_class,
             )  # fmt: skip
             return
-        terms = self.terms
-        bias = terms.bias_V
+        transform = self.transform.of_classes(slice(first_class, first_class + w_VD.shape[0]))
         self.gemm.exp_logits(
-            x_CD, w_VD, reference_C, y_C, self.config, self.programs, sum_CP=sum_CP, e_CV=e_CV,
-            bias_V=None if bias is None else bias[first_class : first_class + w_VD.shape[0]], scale=terms.scale,
-            softcap=terms.softcap, coefficient_C=coefficient_C, first_class=first_class,
+            x_CD, w_VD, reference_C, y_C, self.config, self.programs, transform=transform, sum_CP=sum_CP, e_CV=e_CV,
+            coefficient_C=coefficient_C, first_class=first_class,
         )  # fmt: skip
 
     def _finish(
@@ -181,7 +179,7 @@ class ExpHead:
         self.thin.finish_rows(sums, self.tiles, x_CD, y_C, factor_C, reports, terms, V, e_CV=e_CV, scaled_CD=scaled_CD)
         self.gemm.shifted_exp_logits(
             x_CD, self.weight_VD, reports.listed, reports.count, reports.highest, y_C, self.config, self.programs,
-            sum_CP=sums, bias_V=terms.bias_V, scale=terms.scale, softcap=terms.softcap, e_CV=e_CV,
+            sum_CP=sums, transform=self.transform, e_CV=e_CV,
         )  # fmt: skip
         self.thin.finish_rows(
             sums, self.tiles, x_CD, y_C, factor_C, reports, terms, V, e_CV=e_CV, scaled_CD=scaled_CD, shifted=True

@@ -36,14 +36,15 @@ class ExpStats:
     """
 
     def __init__(self, job: StatsJob, plan: HeadPlan) -> None:
-        from lowtide.head.kernels import configs, exp_logits, stats_logits, stats_rows, stats_topk
+        from lowtide.head.kernels import configs, gemm, stats_logits, stats_rows, stats_topk
 
         self.job, self.plan = job, plan
         self.gemms, self.thin, self.highest = stats_logits, stats_rows, stats_topk
         self.weight_VD = operand_rows(job.weight_VD, job.dtype)
         self.config = configs.of_device(job.input.device)
-        self.programs = exp_logits.multiprocessors(job.input.device)
-        self.tiles = exp_logits.tiles_across(self.weight_VD.shape[0], self.config)
+        self.programs = gemm.multiprocessors(job.input.device)
+        self.tiles = gemm.tiles_across(self.weight_VD.shape[0], self.config)
+        self.transform = gemm.LogitTransform(job.bias_V, job.logit_scale, job.softcap)
         self.target_NK = job.target_NK.where(job.is_class_NK, 0).contiguous()
 
     def forward(self) -> dict[str, Tensor]:
@@ -62,22 +63,24 @@ class ExpStats:
         sums_FCP = new(2 + len(wide), rows, self.tiles, dtype=torch.float32)
         id_CP = new(rows, self.tiles, dtype=torch.int32)
         asked: dict[str, Any] = {sums: name in want for name, sums in FIELDS.items()}
-        finish: dict[str, Any] = {"bias_V": job.bias_V, "scale": job.logit_scale, "softcap": job.softcap}
+        out = self.thin.RowStats(
+            lse=found["lse"], top=found["argmax"], top_logprob=found["top_logprob"], logprob=found["logprob"],
+            entropy=found.get("entropy"), sum_sq_prob=found.get("sum_sq_prob"), mean=found.get("mean_logit"),
+        )  # fmt: skip
         for part in slices(N, rows):
             C = part.stop - part.start
             x_CD = self._input(part)
             sums = sums_FCP.view(-1)[: len(sums_FCP) * C * self.tiles].view(len(sums_FCP), C, self.tiles)
             self.gemms.tile_stats(
-                x_CD, self.weight_VD, sums, id_CP, self.config, self.programs, **finish, **asked
-            )  # fmt: skip
+                x_CD, self.weight_VD, sums, id_CP, self.config, self.programs, transform=self.transform, **asked
+            )
             self.thin.finish_stats(
-                sums, id_CP, x_CD, self.weight_VD, {name: x[part] for name, x in found.items()},
-                y_CK=self.target_NK[part], **finish,
-            )  # fmt: skip
+                sums, id_CP, x_CD, self.weight_VD, out.rows(part), y_CK=self.target_NK[part], transform=self.transform
+            )
             if job.topk:
                 self.highest.highest_logits(
                     x_CD, self.weight_VD, sums[0], self.config.columns, found["topk_values"][part],
-                    found["topk_ids"][part], **finish,
+                    found["topk_ids"][part], transform=self.transform,
                 )  # fmt: skip
         return found
 
@@ -95,17 +98,17 @@ class _Gradient:
     def __init__(self, stats: ExpStats, known: Known, upstream: Upstream) -> None:
         self.stats, job = stats, stats.job
         C, device = stats.plan.chunk_rows, job.input.device
-        self.known = {"lse": known.lse, "argmax": known.ids[:, 0], "top_logprob": known.logprobs[:, 0]}
-        if known.entropy is not None:
-            self.known["entropy"] = known.entropy
-        K = 0
-        if upstream.logprob is not None:
-            K = upstream.logprob.shape[1]
-            self.known["y"] = stats.target_NK.int().masked_fill_(~job.kept_NK, -1)
-            self.known["logprob"] = known.logprobs[:, 1:]
-        self.known = {name: x.contiguous() for name, x in self.known.items()}
-        given = {name: x for name, x in vars(upstream).items() if x is not None}
-        self.upstream = {name: x.float().contiguous() for name, x in given.items()}
+        logprob = upstream.logprob
+        K = 0 if logprob is None else logprob.shape[1]
+        self.y_NK = None if logprob is None else stats.target_NK.int().masked_fill_(~job.kept_NK, -1)
+        self.known = stats.thin.RowStats(
+            lse=known.lse.contiguous(), top=known.ids[:, 0].contiguous(), top_logprob=known.logprobs[:, 0].contiguous(),
+            logprob=None if logprob is None else known.logprobs[:, 1:].contiguous(),
+            entropy=None if known.entropy is None else known.entropy.contiguous(),
+        )  # fmt: skip
+        given = (logprob, upstream.entropy, upstream.lse, upstream.mean_logit)
+        logprob, entropy, lse, mean = (None if g is None else g.float().contiguous() for g in given)
+        self.upstream = stats.thin.RowStats(lse=lse, logprob=logprob, entropy=entropy, mean=mean)
         self._entries = stats.thin.Entries.empty(C, K, device)
         self._numbers = torch.empty(5, C, dtype=torch.float32, device=device)
 
@@ -114,18 +117,17 @@ class _Gradient:
         self.x_CD, self.entries = stats._input(part), self._entries.rows(C)
         self.numbers_5C = self._numbers.view(-1)[: 5 * C].view(5, C)
         stats.thin.prepare_stats(
-            {name: x[part] for name, x in self.known.items()}, {name: x[part] for name, x in self.upstream.items()},
-            self.x_CD, self.numbers_5C, self.entries, stats.weight_VD.shape[0], scale=stats.job.logit_scale,
-            softcap=stats.job.softcap, scaled_CD=scaled,
+            self.known.rows(part), self.upstream.rows(part), None if self.y_NK is None else self.y_NK[part], self.x_CD,
+            self.numbers_5C, self.entries, stats.weight_VD.shape[0], transform=stats.transform, scaled_CD=scaled,
         )  # fmt: skip
         return self.numbers_5C[0]
 
     def fill(self, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
-        stats, bias = self.stats, self.stats.job.bias_V
+        stats = self.stats
         stats.gemms.stats_gradient(
             self.x_CD, w_BD, e_CB, self.numbers_5C, stats.config, stats.programs,
-            bias_V=None if bias is None else bias[first_class : first_class + len(w_BD)], scale=stats.job.logit_scale,
-            softcap=stats.job.softcap, heat="entropy" in self.upstream, even="mean_logit" in self.upstream,
+            transform=stats.transform.of_classes(slice(first_class, first_class + len(w_BD))),
+            heat=self.upstream.entropy is not None, even=self.upstream.mean is not None,
         )  # fmt: skip
         stats.thin.put_entries(e_CB, self.entries, first_class)
 

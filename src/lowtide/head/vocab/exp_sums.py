@@ -140,11 +140,10 @@ class ExpShard:
     def _shifted(
         self, taken: Taken, reports: Any, sums: Tensor, e_CV: Tensor | None, find_highest: tuple[bool, ...]
     ) -> None:
-        head, terms = self.head, self.terms
+        head = self.head
         head.gemm.shifted_exp_logits(
             taken.x_CD, head.weight_VD, reports.listed, reports.count, reports.highest, taken.y_C, head.config,
-            head.programs, sum_CP=sums, bias_V=terms.bias_V, scale=terms.scale, softcap=terms.softcap, e_CV=e_CV,
-            find_highest=find_highest,
+            head.programs, sum_CP=sums, transform=head.transform, e_CV=e_CV, find_highest=find_highest,
         )  # fmt: skip
 
     def finish_product(self, product: Tensor, piece: Piece, reports: Any, factor_C: Tensor) -> None:
