@@ -264,7 +264,8 @@ def _turn_by_kernel(
 ) -> Tensor | None:
     """The same by one kernel that reads each row twice; it leaves a narrow gradient in the first half of the row."""
     from lowtide.head.kernels.exp_rows import add_column_sums
-    from lowtide.head.kernels.row_softmax import softmax_rows
+    from lowtide.head.kernels.gemm import LogitTransform
+    from lowtide.head.kernels.row_softmax import LossTerms, softmax_rows
 
     q = job.terms.class_weight
     narrow = job.dtype != job.wide
@@ -275,13 +276,8 @@ def _turn_by_kernel(
         rows.target[part],
         rows.unit[part],
         kept_C=None if rows.kept is None else rows.kept[part],
-        bias_V=job.bias_V,
-        logit_scale=job.logit_scale,
-        softcap=job.softcap,
-        class_weight_V=q,
-        total_class_weight=None if q is None else q.sum(),
-        label_smoothing=job.terms.label_smoothing,
-        z_loss=job.terms.z_loss,
+        transform=LogitTransform(job.bias_V, job.logit_scale, job.softcap),
+        terms=LossTerms(q, None if q is None else q.sum(), job.terms.label_smoothing, job.terms.z_loss),
         loss_C=loss_C,
         gradient=None if factor_C is None else KERNEL_GRADIENT[job.dtype],
         factor_C=None if narrow else factor_C,

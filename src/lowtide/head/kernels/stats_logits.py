@@ -204,7 +204,7 @@ def stats_gradient(
 ) -> None:
     """Write ``f_v (p_v (slope - heat (z_v - lse)) + even)``, p = exp(z - lse), f_v = 1 - (z_v / softcap)**2 with a cap.
 
-    In rows whose s is 0, zeros. Targets and the highest class are no exception: `stats_rows.put_entries` is for them.
+    In rows whose s is 0, zeros. Targets and the highest class are as the others: see `stats_entries.put_entries`.
 
     Args:
         x_CD: Hidden states, as `gemm` takes them.

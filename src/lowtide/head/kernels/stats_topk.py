@@ -109,3 +109,37 @@ def _launch_selection(
         z_Cn, z_Cn.stride(0), tile_CT, ids_Ck, values_Ck, n, ids_Ck.shape[1], COLUMNS=columns, TILED=tiled, WIDTH=width,
         num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
     )  # fmt: skip
+
+
+def shard_highest(
+    x_CD: Tensor,
+    w_VD: Tensor,
+    top_CP: Tensor,
+    columns: int,
+    k: int,
+    first_class: int,
+    transform: LogitTransform = PLAIN,
+) -> Tensor:
+    """Return what this rank tells the others of its k highest logits [2, C, k]: these, and their classes' int32 bits.
+
+    The arguments are `highest_logits`'s; classes count from ``first_class`` on. Where a rank has fewer than k classes
+    the rest are -inf of no class.
+    """
+    C, here = len(x_CD), min(k, len(w_VD))
+    told_2Ck = x_CD.new_full((2, C, k), -torch.inf, dtype=torch.float32)
+    told_ids = told_2Ck[1].view(torch.int32).fill_(NOTHING.value)
+    if here:
+        values, ids = x_CD.new_empty(C, here, dtype=torch.float32), x_CD.new_empty(C, here, dtype=torch.int64)
+        highest_logits(x_CD, w_VD, top_CP, columns, values, ids, transform=transform)
+        told_2Ck[0, :, :here], told_ids[:, :here] = values, (ids + first_class).int()
+    return told_2Ck
+
+
+def merge_highest(told_W2Ck: Tensor, values_Ck: Tensor, ids_Ck: Tensor) -> None:
+    """Write the k highest of all ranks' logits from `shard_highest`, in the order of `highest_logits`."""
+    several_2Cn = told_W2Ck.permute(1, 2, 0, 3).flatten(2).contiguous()
+    ids, order = several_2Cn[1].view(torch.int32).sort(dim=1, stable=True)
+    values = several_2Cn[0].gather(1, order).sort(dim=1, descending=True, stable=True)
+    k = values_Ck.shape[1]
+    values_Ck.copy_(values.values[:, :k])
+    ids_Ck.copy_(ids.gather(1, values.indices[:, :k]))

@@ -1,7 +1,7 @@
 """`linear_token_stats` without a chunk's logits either: a GEMM whose tiles leave sums, and one that leaves a gradient.
 
 N tokens, C rows of a chunk, D hidden size, V vocabulary, K targets a token. The kernels: `kernels.stats_logits`,
-`kernels.stats_rows`, `kernels.stats_topk`.
+`kernels.stats_rows`, `kernels.stats_topk`, `kernels.stats_entries`.
 """
 
 from typing import Any
@@ -36,10 +36,10 @@ class ExpStats:
     """
 
     def __init__(self, job: StatsJob, plan: HeadPlan) -> None:
-        from lowtide.head.kernels import configs, gemm, stats_logits, stats_rows, stats_topk
+        from lowtide.head.kernels import configs, gemm, stats_entries, stats_logits, stats_rows, stats_topk
 
         self.job, self.plan = job, plan
-        self.gemms, self.thin, self.highest = stats_logits, stats_rows, stats_topk
+        self.gemms, self.thin, self.entries, self.highest = stats_logits, stats_rows, stats_entries, stats_topk
         self.weight_VD = operand_rows(job.weight_VD, job.dtype)
         self.config = configs.of_device(job.input.device)
         self.programs = gemm.multiprocessors(job.input.device)
@@ -109,14 +109,14 @@ class _Gradient:
         given = (logprob, upstream.entropy, upstream.lse, upstream.mean_logit)
         logprob, entropy, lse, mean = (None if g is None else g.float().contiguous() for g in given)
         self.upstream = stats.thin.RowStats(lse=lse, logprob=logprob, entropy=entropy, mean=mean)
-        self._entries = stats.thin.Entries.empty(C, K, device)
+        self._entries = stats.entries.Entries.empty(C, K, device)
         self._numbers = torch.empty(5, C, dtype=torch.float32, device=device)
 
     def begin(self, part: slice, scaled: Tensor | None) -> Tensor:
         stats, C = self.stats, part.stop - part.start
         self.x_CD, self.entries = stats._input(part), self._entries.rows(C)
         self.numbers_5C = self._numbers.view(-1)[: 5 * C].view(5, C)
-        stats.thin.prepare_stats(
+        stats.entries.prepare_stats(
             self.known.rows(part), self.upstream.rows(part), None if self.y_NK is None else self.y_NK[part], self.x_CD,
             self.numbers_5C, self.entries, stats.weight_VD.shape[0], transform=stats.transform, scaled_CD=scaled,
         )  # fmt: skip
@@ -129,7 +129,7 @@ class _Gradient:
             transform=stats.transform.of_classes(slice(first_class, first_class + len(w_BD))),
             heat=self.upstream.entropy is not None, even=self.upstream.mean is not None,
         )  # fmt: skip
-        stats.thin.put_entries(e_CB, self.entries, first_class)
+        stats.entries.put_entries(e_CB, self.entries, first_class)
 
     def finish(self, product_CD: Tensor, out_CD: Tensor) -> None:
-        self.stats.thin.finish_input_grad(product_CD, out_CD, self.stats.weight_VD, self.entries, self.numbers_5C[0])
+        self.stats.entries.finish_input_grad(product_CD, out_CD, self.stats.weight_VD, self.entries, self.numbers_5C[0])
