@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError
-from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
+from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, run
 from lowtide.head.exponentials.bridge import by_exponentials
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
+from lowtide.head.nodes import Function, Shape
 from lowtide.head.ranks.planning import plan_of_shard
 from lowtide.head.rows import Rows, drops_rows, input_is_copied, positions, rows_are_aligned
 from lowtide.head.scaling import factor_lift
@@ -203,7 +204,7 @@ def backward(
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
-    targets, plan = _plan(head, args, wanted, known.get("own"))
+    targets, plan = _plan(head, args, wanted, known["own"] if known["own"].numel() else None)
     rows = targets.rows
     into = _buffers(head, rows, plan, wanted, stored=False)
     given = given.to(head.wide)
@@ -356,3 +357,20 @@ def _plan_of(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted) -> Head
             input_is_copied=n != head.tokens or input_is_copied(head.input, head.dtype),
         )  # fmt: skip
     return plan_of_shard(head, options, args.reduction, weight_frozen=not wanted.head, capped_and_smoothed=both)
+
+
+def _shapes(call: HeadCall, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
+    N = call.tokens
+    each = (N if keep else 0,), call.wide
+    return {
+        "loss": ((N,) if args.reduction == "none" else (), call.wide),
+        "lse": each,
+        "miss": each,
+        "own": ((0,), call.wide),
+    }
+
+
+CROSS_ENTROPY = Function(
+    "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes, returned=("loss",),
+    differentiable=1, known=("lse", "miss", "own"),
+)  # fmt: skip

@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head, TokenStatsArgs, Wanted
+from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.engine import Numbers, run
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
+from lowtide.head.nodes import Function, Shape
 from lowtide.head.ranks.planning import plan_part
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.statistics.bridge import gradients_by_exponentials, numbers_by_exponentials
@@ -58,7 +59,7 @@ def backward(
 ) -> Gradients:
     """Return the wanted gradients from the upstream ones [N] (of logprob [N, K]), and what forward returned."""
     kept_NK, is_class_NK = _kept(head, args)
-    logprob, entropy, lse, mean = (upstream[name] for name in DIFFERENTIABLE)
+    logprob, entropy, lse, mean = (upstream[name] if name in args.wanted else None for name in DIFFERENTIABLE)
     if logprob is not None:
         logprob = logprob.where(is_class_NK, torch.nan).where(kept_NK, 0)
     g = Upstream(logprob=logprob, entropy=entropy, lse=lse, mean=mean)
@@ -116,3 +117,27 @@ def _plan(head: Head, args: TokenStatsArgs, rows: Rows, *, frozen: bool) -> tupl
     plan = plan_part(head.ranks, head.weight_VD, head.dtype, head.options, "none", weight_frozen=frozen)
     order = head.ranks.order(plan)
     return plan, replace(rows, index=order, filled=order is not None)
+
+
+def _shapes(call: HeadCall, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
+    (N, K), wide, nothing = args.target.shape, call.wide, (0,)
+    of_row, of_top = ((N,), wide), (N, args.topk) if "topk" in args.wanted else nothing
+    optional = {
+        name: ((N,) if name in args.wanted else nothing, wide) for name in ("entropy", "mean_logit", "sum_sq_prob")
+    }
+    return optional | {
+        "logprob": ((N, K), wide),
+        "is_top1": ((N, K), torch.bool),
+        "lse": of_row,
+        "argmax": ((N,), torch.int64),
+        "top_logprob": ((N if keep else 0,), wide),
+        "topk_values": (of_top, wide),
+        "topk_ids": (of_top, torch.int64),
+    }
+
+
+TOKEN_STATS = Function(
+    "token_stats", "linear_token_stats", TokenStatsArgs, forward, backward, shapes=_shapes,
+    returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "topk_values", "topk_ids", "is_top1"), differentiable=4,
+    known=("logprob", "entropy", "lse", "argmax", "top_logprob"),
+)  # fmt: skip
