@@ -83,7 +83,7 @@ def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
 
     rate, memory, errors = [], [], []
     for letter in columns:
-        rate.append(Panel([*lines(letter, _key("tflops")), quiet(letter, "bare products", "limit_tflops")]))
+        rate.append(Panel([*lines(letter, _key("tflops")), quiet(letter, "bare GEMMs", "limit_tflops")]))
         grads = quiet(letter, "gradients alone", "gradients_mib")
         memory.append(Panel([*lines(letter, _key("peak_mib")), grads], log=True))
         floor = Line(

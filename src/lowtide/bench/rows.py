@@ -34,7 +34,7 @@ class Row:
         name: the peer's.
         setting: the setting's name.
         tokens: N.
-        ms: median time of forward and backward; ``limit_ms`` that of the bare products in the same rounds.
+        ms: median time of forward and backward; ``limit_ms`` that of the bare GEMMs in the same rounds.
         share: ``limit_ms / ms``.
         spread: the slowest round over the fastest, less 1.
         peak_mib: most memory at once above the inputs, gradients included.
@@ -114,7 +114,7 @@ class Bench:
 
     Attributes:
         problem: the inputs.
-        limit: milliseconds of the bare products by rows of a chunk.
+        limit: milliseconds of the bare GEMMs by rows of a chunk.
         true: exact loss and gradients; None: errors are not measured.
         warm: rounds that do not count, and ``reps`` that do.
     """
@@ -141,17 +141,17 @@ class Bench:
 
     @property
     def best_rows(self) -> int:
-        """Rows of a chunk with which the bare products are fastest."""
+        """Rows of a chunk with which the bare GEMMs are fastest."""
         return min(self.limit, key=lambda rows: self.limit[rows])
 
     @property
     def limit_ms(self) -> float:
-        """The least time of the bare products."""
+        """The least time of the bare GEMMs."""
         return self.limit[self.best_rows]
 
     @property
     def tflops(self) -> float:
-        """The rate of the bare products, in 10**12 operations a second."""
+        """The rate of the bare GEMMs, in 10**12 operations a second."""
         return self.problem.shape.flops(self.problem.setting.gemms) / self.limit_ms / 1e9
 
     @property
