@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import is_dtensor
+from lowtide.head.gradients import Gradients
 from lowtide.head.ranks import exchange as exchange
 from lowtide.head.ranks.shard import Limits, VocabShard, limits_of, shard_of_dtensor
 from lowtide.head.ranks.tokens import SameTokens, SpreadTokens
@@ -112,6 +113,11 @@ class Ranks:
     def _within(self, part: slice) -> slice:
         """Return a chunk's rows within each group."""
         return slice(part.start // self.groups, part.stop // self.groups)
+
+    def begin_sum(self, product_CD: Tensor, part: slice) -> Callable[[Gradients], None]:
+        """Begin to add up all ranks' gradients of a chunk's hidden states; return what waits, and writes them."""
+        reduced, start = self.tokens.reduce(product_CD), self._within(part).start
+        return lambda into: reduced.write(into, start)
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
