@@ -85,10 +85,10 @@ def add_rms_norm(
     Args:
         input: [..., D].
         residual: Of the same shape, dtype and device.
-        weight: As in `rms_norm`, and so are the arguments after it.
-        eps: See there.
-        offset: See there.
-        rounding: See there.
+        weight: As in `rms_norm`.
+        eps: As in `rms_norm`.
+        offset: As in `rms_norm`.
+        rounding: As in `rms_norm`.
 
     Returns:
         tuple[Tensor, Tensor]: The normalised sum, and the sum.
