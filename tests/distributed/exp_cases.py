@@ -16,15 +16,15 @@ from torch import Tensor
 import lowtide
 from distributed.launch import THOROUGH, main, named
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
+from lowtide.head.exponentials import loops, losses
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
-from lowtide.head.matmul import HeadMatmul
+from lowtide.head.matmul import HeadMatmul, matmul_into
 from lowtide.head.operators import Wanted
 from lowtide.head.ranks import exchange, tokens
 from lowtide.head.ranks.shard import Limits
 from lowtide.head.softmax import LossTerms
 from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
-from lowtide.head.vocab import exp_gradients
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
@@ -218,7 +218,8 @@ def sums_beside_products() -> None:
             for tokens_of in (tokens.SameTokens, tokens.SpreadTokens):
                 patched.setattr(tokens_of, "reduce", noted("begun", tokens_of.reduce))
             patched.setattr(exchange.Reduced, "write", noted("waited", exchange.Reduced.write))
-            patched.setattr(exp_gradients, "matmul_into", noted("product", exp_gradients.matmul_into))
+            for module in (loops, losses):
+                patched.setattr(module, "matmul_into", noted("product", matmul_into))
             patched.setattr(HeadMatmul, "weight_grad", noted("weight's", HeadMatmul.weight_grad))
             if kind == "logits":
                 options = lowtide.HeadOptions(workspace_mib=0.01)
@@ -292,7 +293,7 @@ def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, 
         count = -(-n // ranks) * ranks  # parts are filled up
         times = 1 + (SCHEDULE == "blocks")  # blocks read the hidden states a second time
     numbers = sum(size for name, size in seen if name.startswith("all_gather"))
-    want = count * (3 + ("label_smoothing" in options)) + (count + 1) * ("weight" in options)
+    want = count * (3 + ("label_smoothing" in options)) + (n + 1) * ("weight" in options)
     want += times * count // ranks * D if way == "sequence" else 0
     assert numbers == want + (n > 0), (way, n, options, seen)  # and one, whether a rank trains the hidden states
     assert sum(size for name, size in seen if name.startswith(("all_reduce", "reduce_scatter"))) == count * D

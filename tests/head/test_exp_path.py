@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head import operators, plan
-from lowtide.head.exponentials.path import ExpHead
+from lowtide.head import exponentials, operators, plan
+from lowtide.head.call import HeadCall
 from lowtide.head.gradients import gradient_buffers
 from lowtide.head.kernels import configs
 from lowtide.head.operators import Call, Wanted
@@ -56,18 +56,20 @@ def run(
         z_loss=kwargs.get("z_loss", 0.0), softcap=kwargs.get("softcap"), workspace_mib=None, accumulate="auto",
         backend="auto",
     )  # fmt: skip
-    job = call.job()
+    job, head = (
+        call.job(),
+        HeadCall(x, w, b, call.logit_scale, call.softcap, call.dtype, None, "auto", "auto").head(None),
+    )
     found = select_rows_at_once(job)
     head_plan = small_plan(len(y), len(w), schedule, rows)
-    loss, lse, miss = (torch.full((len(y),), torch.nan) for _ in range(3))
     into = gradient_buffers(job.input, job.weight_VD, job.wide, head_plan, wanted, some_rows=False)
     for buffer in (into.input_ND, into.weight_VD):
         if buffer is not None:
             buffer.fill_(torch.nan)
     settle = (lambda: (operators._divided(found), into)) if any(wanted) else None
-    ExpHead(job, found, head_plan).run(loss, settle, lse, miss)
+    numbers = exponentials.cross_entropy(head, job.terms, found.target, head_plan, settle)
     assert found.denominator is not None
-    return (loss * found.unit).sum() / found.denominator, [into.input_ND, into.weight_VD, into.bias_V]
+    return (numbers["loss"] * found.unit).sum() / found.denominator, [into.input_ND, into.weight_VD, into.bias_V]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch import Tensor
 import lowtide
 from lowtide.head import operators, plan, schedules
 from lowtide.head.divergences import autograd as divergence_autograd
-from lowtide.head.exponentials.blocks import matmul_into
 from lowtide.head.kernels import configs
+from lowtide.head.matmul import matmul_into
 from lowtide.head.registration import undisturbed
 from lowtide.head.statistics import autograd as token_stats_autograd
 from support import head

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from lowtide.head import exponentials
+from lowtide.head.call import Head, HeadCall
 from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs, stats_rows
-from lowtide.head.statistics.exp import ExpStats
 from lowtide.head.statistics.of_logits import Known, Upstream
 from lowtide.head.statistics.rows import StatsJob, of_targets
 from support import relative_error
@@ -76,6 +77,34 @@ def make_job(
     )  # fmt: skip
 
 
+def head_of(job: StatsJob) -> Head:
+    return HeadCall(
+        job.input, job.weight_VD, job.bias_V, job.logit_scale, job.softcap, job.dtype, None, "auto", "auto"
+    ).head(None)
+
+
+NAMES = {"top": "argmax", "mean": "mean_logit"}
+
+
+def forward(job: StatsJob, head_plan: HeadPlan) -> dict[str, Tensor]:
+    want = frozenset({"mean" if name == "mean_logit" else name for name in job.want})
+    found = exponentials.statistics(
+        head_of(job), job.target_NK.where(job.is_class_NK, 0), want, job.topk, head_plan
+    )  # fmt: skip
+    return {NAMES.get(name, name): x for name, x in found.items()}
+
+
+def backward(job: StatsJob, head_plan: HeadPlan, known: Known, upstream: Upstream, into: Gradients) -> None:
+    numbers = {
+        "lse": known.lse, "top": known.ids[:, 0], "top_logprob": known.logprobs[:, 0], "logprob": known.logprobs[:, 1:]
+    }  # fmt: skip
+    if known.entropy is not None:
+        numbers["entropy"] = known.entropy
+    given = {"mean" if name == "mean_logit" else name: g for name, g in vars(upstream).items() if g is not None}
+    y_NK = job.target_NK.masked_fill(~job.kept_NK, -1)
+    exponentials.statistics_gradients(head_of(job), y_NK, head_plan, numbers, given, into)
+
+
 def truth(x: Tensor, w: Tensor, y: Tensor | None, b: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """The statistics from whole logits, in their dtype."""
     z = x @ w.T
@@ -116,7 +145,7 @@ def lost_digits(x: Tensor, w: Tensor, kwargs: dict[str, Any]) -> float:
 def test_statistics(name: str, N: int, D: int, V: int, rows: int) -> None:
     x, w, y, b, kwargs = problem(N, D, V, name)
     job = make_job(x, w, y, WANT, kwargs)
-    found = of_targets(job, y.clamp(min=0)[:, None], ExpStats(job, plan(N, V, rows)).forward())
+    found = of_targets(job, y.clamp(min=0)[:, None], forward(job, plan(N, V, rows)))
     want = truth(x.double(), w.double(), y, None if b is None else b.double(), kwargs)
     assert torch.equal(found["argmax"], want["argmax"])
     assert torch.equal(found["is_top1"][:, 0], (want["argmax"] == y) & (y >= 0))
@@ -150,8 +179,8 @@ def test_gradients(name: str, N: int, D: int, V: int, rows: int, flows: tuple[st
         dead &= (g == 0) | ((y < 0) if field == "logprob" else torch.zeros(N, dtype=torch.bool))
     x = x.masked_fill(dead[:, None], torch.nan)  # nothing flows back to these
     job = make_job(x, w, y, WANT, kwargs)
-    stats = ExpStats(job, plan(N, V, rows))
-    found = stats.forward()
+    head_plan = plan(N, V, rows)
+    found = forward(job, head_plan)
     ids = torch.stack((found["argmax"], y.where(y >= 0, found["argmax"])), 1)
     logprobs = torch.stack((found["top_logprob"], found["logprob"][:, 0].where(y >= 0, found["top_logprob"])), 1)
     known = Known(lse=found["lse"], entropy=found["entropy"], ids=ids, logprobs=logprobs)
@@ -161,7 +190,7 @@ def test_gradients(name: str, N: int, D: int, V: int, rows: int, flows: tuple[st
     into = Gradients(
         input_ND=torch.full_like(x, torch.nan), weight_VD=torch.full_like(w, torch.nan), bias_V=torch.zeros(V)
     )
-    stats.backward(known, Upstream(**flowing), into)
+    backward(job, head_plan, known, Upstream(**flowing), into)
     digits = lost_digits(x.nan_to_num(), w, kwargs)
     assert into.input_ND is not None
     assert (into.input_ND[dead] == 0).all()
@@ -195,8 +224,8 @@ def test_several_targets(name: str, N: int, D: int, V: int, rows: int, K: int, f
     values["logprob"] = z.log_softmax(1).gather(1, ids.clamp(min=0)).where(ids >= 0, 0)
 
     job = make_job(x, w, ids, WANT, kwargs)
-    stats = ExpStats(job, plan(N, V, rows))
-    found = of_targets(job, ids.clamp(min=0), stats.forward())
+    head_plan = plan(N, V, rows)
+    found = of_targets(job, ids.clamp(min=0), forward(job, head_plan))
     digits = lost_digits(x, w, kwargs)
     torch.testing.assert_close(found["logprob"].double(), values["logprob"], rtol=NEAR, atol=4 * digits)
     assert torch.equal(found["is_top1"], values["argmax"][:, None] == ids)
@@ -213,7 +242,7 @@ def test_several_targets(name: str, N: int, D: int, V: int, rows: int, K: int, f
     into = Gradients(
         input_ND=torch.full_like(x, torch.nan), weight_VD=torch.full_like(w, torch.nan), bias_V=torch.zeros(V)
     )
-    stats.backward(known, Upstream(**upstream), into)
+    backward(job, head_plan, known, Upstream(**upstream), into)
     given = sum(g.norm().item() for g in upstream.values())
     others = w.norm().item(), x.norm().item(), 1.0  # what the gradient of the logits is multiplied with
     for got, want, other in zip((into.input_ND, into.weight_VD, into.bias_V), expected, others, strict=False):
@@ -258,7 +287,7 @@ def test_entries_are_rounded_once() -> None:
 def test_highest_logits(name: str, N: int, D: int, V: int, rows: int, k: int) -> None:
     k = min(k, V)
     x, w, _, b, kwargs = problem(N, D, V, name)
-    found = ExpStats(make_job(x, w, None, ("topk",), kwargs, k), plan(N, V, rows)).forward()
+    found = forward(make_job(x, w, None, ("topk",), kwargs, k), plan(N, V, rows))
     z = x.double() @ w.double().T
     z = (z if b is None else z + b) * kwargs.get("logit_scale", 1.0)
     cap = kwargs.get("softcap")
@@ -276,7 +305,7 @@ def test_highest_logits_of_as_many_tiles() -> None:
     x, w, b = torch.randn(3, 16), torch.randn(300, 16), torch.zeros(300)
     peaks = torch.tensor([5, 33, 95, 128, 190, 255, 299])  # each in a tile of its own
     b[peaks] = 100 + 20 * torch.arange(7.0)
-    found = ExpStats(make_job(x, w, None, ("topk",), {"bias_V": b}, 7), plan(3, 300, 2)).forward()
+    found = forward(make_job(x, w, None, ("topk",), {"bias_V": b}, 7), plan(3, 300, 2))
     assert torch.equal(found["topk_ids"], (x @ w.T + b).topk(7, 1).indices)
     assert torch.equal(found["topk_ids"].sort(1).values, peaks.expand(3, 7))
 
@@ -286,7 +315,7 @@ def test_highest_logits_of_equals_and_of_nothing() -> None:
     x, b = torch.randint(-4, 5, (5, 16)).float(), torch.zeros(75)
     b[::2] = -torch.inf
     x[3] = torch.nan
-    found = ExpStats(make_job(x, w, None, ("topk",), {"bias_V": b}, 40), plan(5, 75, 2)).forward()
+    found = forward(make_job(x, w, None, ("topk",), {"bias_V": b}, 40), plan(5, 75, 2))
     first = torch.cat((torch.arange(1, 75, 2), torch.tensor([0, 2, 4])))  # the lowest classes, and then those without
     assert torch.equal(found["topk_ids"][[0, 1, 2, 4]], first.expand(4, 40))
     assert torch.equal(found["topk_values"][0].isinf(), torch.arange(40) >= 37)
@@ -298,7 +327,7 @@ def test_rows_that_are_no_numbers() -> None:
     x, w = torch.randn(6, 16), torch.randn(50, 16)
     x[1], x[2] = torch.nan, torch.inf
     job = make_job(x, w, torch.randint(0, 50, (6,)), WANT, {})
-    found = ExpStats(job, plan(6, 50, 4)).forward()
+    found = forward(job, plan(6, 50, 4))
     for field in ("logprob", "entropy", "lse"):
         assert torch.equal(found[field].view(6).isnan(), torch.tensor([False, True, True, False, False, False]))
     assert (found["argmax"] < 50).all()
@@ -309,7 +338,7 @@ def test_classes_ruled_out_by_the_bias() -> None:
     b[:70] = -torch.inf  # two tiles and a part have no class left
     y = torch.randint(70, 90, (20,))
     job = make_job(x, w, y, WANT, {"bias_V": b})
-    found = ExpStats(job, plan(20, 90, 8)).forward()
+    found = forward(job, plan(20, 90, 8))
     want = truth(x.double(), w[70:].double(), y - 70, None, {})
     for field in ("logprob", "entropy", "lse", "sum_sq_prob"):
         assert relative_error(found[field].view(20), want[field]) < NEAR
@@ -319,12 +348,16 @@ def test_classes_ruled_out_by_the_bias() -> None:
 def test_no_tokens() -> None:
     x, w = torch.randn(0, 16), torch.randn(50, 16)
     job = make_job(x, w, None, ("entropy",), {})
-    stats = ExpStats(job, plan(0, 50, 1))
-    found = stats.forward()
+    head_plan = plan(0, 50, 1)
+    found = forward(job, head_plan)
     assert found["entropy"].shape == (0,)
     into = Gradients(input_ND=torch.empty(0, 16), weight_VD=torch.full((50, 16), torch.nan))
     none = torch.zeros(0, 1)
-    stats.backward(
-        Known(lse=none[:, 0], entropy=none[:, 0], ids=none.long(), logprobs=none), Upstream(entropy=none[:, 0]), into
+    backward(
+        job,
+        head_plan,
+        Known(lse=none[:, 0], entropy=none[:, 0], ids=none.long(), logprobs=none),
+        Upstream(entropy=none[:, 0]),
+        into,
     )
     assert (into.weight_VD == 0).all()

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.call import scalar_on
-from lowtide.head.exponentials.path import ExpHead
+from lowtide.head import exponentials
+from lowtide.head.call import Head, scalar_on
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.options import HeadOptions
+from lowtide.head.ranks.alone import Alone
 from lowtide.head.registration import (
     fake_gradients,
     flop_formula,
@@ -234,8 +235,12 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
         return _stored_factor(call, job, rows), into
 
     if plan.backend == "exp":
-        lse, miss = kept if keep_rows else torch.empty(2, *loss_n.shape, device=loss_n.device)
-        ExpHead(job, rows, plan).run(loss_n, settle if any(wanted) else None, lse, miss)
+        numbers = exponentials.cross_entropy(
+            _head(job, call), job.terms, rows.target, plan, settle if any(wanted) else None
+        )
+        loss_n = numbers["loss"]
+        if keep_rows:
+            kept = torch.stack((numbers["lse"], numbers["miss"]))
     else:
         factor = settle()[0] if any(wanted) else None
         run_chunks(job, rows, plan, loss_n=loss_n, factor_n=factor, into=into)
@@ -247,6 +252,13 @@ def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
     if denominator is not None:
         loss = loss / denominator
     return _stored(call, job, rows, wanted, loss, into, kept)
+
+
+def _head(job: CrossEntropyJob, call: Call) -> Head:
+    return Head(
+        input=job.input, weight_VD=job.weight_VD, bias_V=job.bias_V, scale=job.logit_scale, softcap=job.softcap,
+        dtype=job.dtype, wide=job.wide, ranks=Alone(job.weight_VD.shape[0]), options=call.options(),
+    )  # fmt: skip
 
 
 def _stored(
@@ -286,7 +298,8 @@ def _gradients(
     if rows.kept is not None:
         factor = factor.where(rows.kept, 0)
     if plan.backend == "exp":
-        ExpHead(job, rows, plan).rebuild(factor, into, lse, miss)
+        known = {"lse": lse, "miss": miss}
+        exponentials.cross_entropy_gradients(_head(job, call), job.terms, rows.target, plan, factor, known, into)
     else:
         run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
     return found_gradients(into, call.input, call.linear_weight, call.wide)

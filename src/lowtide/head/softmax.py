@@ -22,6 +22,8 @@ class LossTerms:
     class_weight: Tensor | None
     label_smoothing: float
     z_loss: float
+    total: Tensor | None = None  # Q, where it is known
+    own_n: Tensor | None = None  # [n] q_y, where other ranks have some of the targets
 
     def classes(self, V: int) -> int:
         """Return the number of classes, where ``V`` of them are here."""

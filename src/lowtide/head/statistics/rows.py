@@ -10,12 +10,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lowtide.head import exponentials
 from lowtide.head.backends import choose_stats_backend
+from lowtide.head.call import Head
 from lowtide.head.exponentials.plan import plan_exp_stats
 from lowtide.head.gradients import Gradients, gradient_buffers, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
+from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.options import HeadOptions
+from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import drops_rows, input_is_copied, positions, rows_are_aligned, take_rows
 from lowtide.head.schedules import check_classes, remembered_plan
 from lowtide.head.softmax import finish_logits_
@@ -149,8 +153,6 @@ def plan_stats(job: StatsJob, rows: int, options: HeadOptions, *, weight_frozen:
         options, weight.device, job.dtype, D, V, targets=K, topk=job.topk, weight_fits=fits
     )
     if backend == "exp":
-        from lowtide.head.statistics.exp import topk_row_bytes
-
         return plan_exp_stats(
             rows,
             D,
@@ -178,6 +180,21 @@ def plan_stats(job: StatsJob, rows: int, options: HeadOptions, *, weight_frozen:
     )
 
 
+_NEW = {"mean_logit": "mean", "argmax": "top"}  # names of `exponentials`
+_OLD = {new: old for old, new in _NEW.items()}
+
+
+def _renamed(want: frozenset[str]) -> frozenset[str]:
+    return frozenset(_NEW.get(name, name) for name in want)
+
+
+def _head(job: StatsJob, options: HeadOptions) -> Head:
+    return Head(
+        input=job.input, weight_VD=job.weight_VD, bias_V=job.bias_V, scale=job.logit_scale, softcap=job.softcap,
+        dtype=job.dtype, wide=job.wide, ranks=Alone(job.weight_VD.shape[0]), options=options,
+    )  # fmt: skip
+
+
 def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
     """Return each of `ChunkStats`'s fields that are wanted for all N tokens, and "is_top1"; 0 in rows left out.
 
@@ -192,9 +209,8 @@ def forward_chunks(job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
     y_NK = job.target_NK.where(job.is_class_NK, 0)
     found: dict[str, Tensor] = {}
     if plan.backend == "exp":
-        from lowtide.head.statistics.exp import ExpStats
-
-        return of_targets(job, y_NK, ExpStats(job, plan).forward())
+        found = exponentials.statistics(_head(job, options), y_NK, _renamed(job.want), job.topk, plan)
+        return of_targets(job, y_NK, {_OLD.get(name, name): x for name, x in found.items()})
     chunks = TorchChunks(job, plan)
     for part in plan.slices() if plan.chunks else (slice(0, 0),):
         rows = part if index is None else index[part]
@@ -221,10 +237,19 @@ def backward_chunks(
     upstream = upstream_of_kept(job, upstream)
     plan = plan_stats(job, known.lse.numel(), options, weight_frozen=not (wanted[1] or wanted[2]))
     if plan.backend == "exp":
-        from lowtide.head.statistics.exp import ExpStats
-
         into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
-        ExpStats(job, plan).backward(known, upstream, into)
+        numbers = {
+            "lse": known.lse, "top": known.ids[:, 0], "top_logprob": known.logprobs[:, 0],
+            "logprob": known.logprobs[:, 1:], "entropy": known.entropy,
+        }  # fmt: skip
+        exponentials.statistics_gradients(
+            _head(job, options),
+            job.target_NK.where(job.is_class_NK, 0).masked_fill(~job.kept_NK, -1),
+            plan,
+            {name: x for name, x in numbers.items() if x is not None},
+            {_NEW.get(name, name): x for name, x in vars(upstream).items() if x is not None},
+            into,
+        )
         return into
     active_N = upstream.largest(job.weight_VD.shape[0]) != 0
     index = kept = None

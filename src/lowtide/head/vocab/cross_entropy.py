@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError, message
+from lowtide.head import exponentials
 from lowtide.head.backends import choose_backend
+from lowtide.head.call import Head
 from lowtide.head.exponentials.plan import plan_exp
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
@@ -25,13 +27,13 @@ from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.registration import found_gradients, undisturbed
+from lowtide.head.rows import Rows
 from lowtide.head.schedules import CrossEntropyJob, check_classes
 from lowtide.head.softmax import LossTerms, finish_logits_, loss_from, loss_gradient_, lse_of_others
 from lowtide.head.stored import Kept, lacks_denominator, stored_gradients
-from lowtide.head.vocab.exp import ShardedExp
-from lowtide.head.vocab.exp_pieces import ELSEWHERE
-from lowtide.head.vocab.exp_sums import ExpShard
-from lowtide.head.vocab.products import add_products, chunk_buffer, chunks_of, plan_part
+from lowtide.head.vocab.products import add_products, chunk_buffer, plan_part
+
+ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,6 @@ class ShardTerms(LossTerms):
 
     vocab: int
     own_C: Tensor | None = None  # each row's class weight
-    total: Tensor | None = None  # of all class weights
 
     def classes(self, V: int) -> int:  # noqa: ARG002
         """Return the number of classes of all ranks."""
@@ -58,9 +59,10 @@ class ShardTerms(LossTerms):
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """What is known of the tokens before any product, as [groups, length] each; and what "mean" divides by."""
+    """What is known of the tokens before any product, [n] each in the order of the chunks; what "mean" divides by."""
 
-    y: Tensor  # row of this rank's weight; V_r where the class is another rank's; see `ExpShard` for exponentials
+    order: Rows
+    y: Tensor  # row of this rank's weight; V_r where the class is another rank's; as `exponentials` takes it for these
     here: Tensor | None  # whether it is; None for exponentials
     kept: Tensor
     unit: Tensor  # the token's weight; 0 if ignored, NaN if its target is no class
@@ -104,13 +106,15 @@ class ShardedHead:
                 return rows.unit if lacks_denominator(call.input, call.linear_weight) else rows.divided()
 
             if plan.backend == "exp":
-                exp = self._exp(job, rows, plan)
-                numbers = exp.run(factor if any(wanted) else None, into)
+                settle = (lambda: (factor(), into)) if any(wanted) else None
+                loss = self._loss(job, rows)
+                found = exponentials.cross_entropy(self._head(job, call), loss, rows.y, plan, settle)
+                numbers = torch.stack([found[name] for name in ("loss", "lse", "miss")])
             else:
                 numbers = _run_chunks(job, rows, plan, self.ranks, factor() if any(wanted) else None, into, None)
-            loss_N = self.ranks.tokens.put_back((numbers[0] * rows.unit).where(rows.kept, 0))
-            loss = loss_N if call.reduction == "none" else loss_N.sum()
-            loss = loss if rows.denominator is None else loss / rows.denominator
+            loss_N = rows.order.among_all((numbers[0] * rows.unit).where(rows.kept, 0))
+            value = loss_N if call.reduction == "none" else loss_N.sum()
+            value = value if rows.denominator is None else value / rows.denominator
             kept = None
             if any(wanted):
                 kept_N = job.target_N != job.ignore_index
@@ -120,10 +124,10 @@ class ShardedHead:
                 into, call.input, call.linear_weight, job.wide, denominator=rows.denominator, input_factor_N=None,
                 kept=kept,
             )  # fmt: skip
-            lse, miss = (numbers[i].reshape(-1) if keep_rows else loss.new_empty(0) for i in (1, 2))
+            lse, miss = (rows.order.among_all(numbers[i]) if keep_rows else value.new_empty(0) for i in (1, 2))
             if keep_rows and rows.own is not None and rows.total is not None:
-                miss = torch.cat((miss, rows.own.reshape(-1), rows.total[None]))
-            return Stored(loss, *gradients, lse=lse, miss=miss)
+                miss = torch.cat((miss, rows.order.among_all(rows.own), rows.total[None]))
+            return Stored(value, *gradients, lse=lse, miss=miss)
 
     def run_backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients from the upstream one, a scalar or [N], and what forward kept of each row.
@@ -142,70 +146,80 @@ class ShardedHead:
             rows = _select(job, self.ranks, plan, miss[tokens_here:])
             into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=False)
             given = upstream.to(job.wide)
-            factor = rows.divided() * (tokens.arranged(given, 0) if given.dim() else given)
+            factor = rows.divided() * (rows.order.of(given) if given.dim() else given)
             factor = factor.where(rows.kept, 0)
-            known = torch.stack((lse, miss[:tokens_here])).view(2, *rows.y.shape)
+            known = {"lse": rows.order.of(lse), "miss": rows.order.of(miss[:tokens_here])}
             if plan.backend == "exp":
-                self._exp(job, rows, plan).rebuild(factor, known[0], known[1], into)
+                loss = self._loss(job, rows)
+                exponentials.cross_entropy_gradients(self._head(job, call), loss, rows.y, plan, factor, known, into)
             else:
-                _run_chunks(job, rows, plan, self.ranks, factor, into, known)
+                _run_chunks(job, rows, plan, self.ranks, factor, into, torch.stack(list(known.values())))
             if is_last_backward():
                 tokens.let_go()
             return found_gradients(into, call.input, call.linear_weight, call.wide)
 
-    def _exp(self, job: CrossEntropyJob, rows: _Rows, plan: HeadPlan) -> ShardedExp:
-        return ShardedExp(ExpShard(job, plan, self.ranks, rows.y, rows.kept, rows.own, rows.total))
+    def _loss(self, job: CrossEntropyJob, rows: _Rows) -> LossTerms:
+        return replace(job.terms, own_n=rows.own, total=rows.total)
+
+    def _head(self, job: CrossEntropyJob, call: Call) -> Head:
+        return Head(
+            input=job.input, weight_VD=job.weight_VD, bias_V=job.bias_V, scale=job.logit_scale, softcap=job.softcap,
+            dtype=job.dtype, wide=job.wide, ranks=self.ranks, options=call.options(),
+        )  # fmt: skip
 
 
 def _select(job: CrossEntropyJob, ranks: Ranks, plan: HeadPlan, class_weights: Tensor | None = None) -> _Rows:
     """Look at the targets. All tokens are computed, on every device: how many chunks there are must not depend on them.
 
     On the CPU a target that is no class is an error; elsewhere its token's loss and gradient are NaN. The targets'
-    ``class_weights`` [groups * length + 1], with all classes' sum behind them, are exchanged where nobody kept them.
+    ``class_weights`` [N + 1], with all classes' sum behind them, are exchanged where nobody kept them.
     """
-    q = job.terms.class_weight
+    q, index = job.terms.class_weight, ranks.order(plan)
+    order = Rows(tokens=job.target_N.numel(), index=index, filled=index is not None)
     if plan.backend == "exp" and q is None:
-        return _select_at_once(job, ranks)
-    tokens, V, y_N = ranks.tokens, ranks.shard.vocab, job.target_N
+        return _select_at_once(job, ranks, order)
+    V, y_N = ranks.shard.vocab, job.target_N
     kept_N, is_class = y_N != job.ignore_index, (y_N >= 0) & (y_N < V)
     if y_N.device.type == "cpu":
         check_classes(y_N, kept_N & ~is_class, V, job.ignore_index)
     local_N, here_N = ranks.here(y_N.where(is_class, 0))
     unit_N = torch.ones_like(y_N, dtype=job.wide) if job.token_weight_N is None else job.token_weight_N
     unit_N = unit_N.where(is_class, torch.nan).where(kept_N, 0)
-    kept = tokens.arranged(kept_N, 0)
+    kept = order.of(kept_N)
     own = total = None
     if q is not None:
         if class_weights is None:
-            here = tokens.arranged(torch.cat((q, q.new_zeros(1)))[local_N], 0)
-            class_weights = ranks.sum_of(torch.cat((here.reshape(-1), q.sum()[None])))
-        own, total = class_weights[:-1].view(kept.shape), class_weights[-1]
+            here = torch.cat((q, q.new_zeros(1)))[local_N]
+            class_weights = ranks.sum_of(torch.cat((here, q.sum()[None])))
+        own, total = order.of(class_weights[:-1]), class_weights[-1]
     if plan.backend == "exp":
         local_N = local_N.where(here_N, ELSEWHERE).where(kept_N, -1).int()
     return _Rows(
-        y=tokens.arranged(local_N, -1 if plan.backend == "exp" else ranks.shard.rows),
-        here=tokens.arranged(here_N, 0),
+        order=order,
+        y=order.of(local_N, -1 if plan.backend == "exp" else ranks.shard.rows),
+        here=order.of(here_N),
         kept=kept,
-        unit=tokens.arranged(unit_N, 0),
+        unit=order.of(unit_N),
         own=own,
         total=total,
         counted=_counted(job, kept_N.to(job.wide) if own is None else own.where(kept, 0)),
     )
 
 
-def _select_at_once(job: CrossEntropyJob, ranks: Ranks) -> _Rows:
+def _select_at_once(job: CrossEntropyJob, ranks: Ranks, order: Rows) -> _Rows:
     """The same by one kernel: what stands before the first GEMM stands in its way."""
     from lowtide.head.kernels.select import select
 
-    shard, tokens = ranks.shard, ranks.tokens
+    shard = ranks.shard
     of_shard = shard.first, shard.rows, ELSEWHERE
     y_N, unit_N, counted = select(job.target_N, shard.vocab, job.ignore_index, job.token_weight_N, None, of_shard)
-    y_GL = tokens.arranged(y_N, -1)
+    y = order.of(y_N, -1)
     return _Rows(
-        y=y_GL,
+        order=order,
+        y=y,
         here=None,
-        kept=y_GL >= 0,
-        unit=tokens.arranged(unit_N, 0),
+        kept=y >= 0,
+        unit=order.of(unit_N),
         own=None,
         total=None,
         counted=_counted(job, counted),
@@ -261,54 +275,51 @@ def _run_chunks(
     rows: _Rows,
     plan: HeadPlan,
     ranks: Ranks,
-    factor_GL: Tensor | None,
+    factor_n: Tensor | None,
     into: Gradients,
-    known_2GL: Tensor | None,
+    known_2n: Tensor | None,
 ) -> Tensor:
-    """Compute each row's loss, logsumexp and 1 - p of its target [3, groups, length], and with a factor the gradients.
+    """Compute each row's loss, logsumexp and 1 - p of its target [3, n], and with a factor the gradients.
 
     Args:
         job: The call, on this rank's weight.
         rows: From `_select`.
         plan: From `_plan`.
         ranks: The others.
-        factor_GL: What each row's loss is multiplied with on its way to the gradients; None: no gradients.
+        factor_n: What each row's loss is multiplied with on its way to the gradients; None: no gradients.
         into: Takes the gradients.
-        known_2GL: Logsumexps and 1 - p, where they are known; None: they are found, and the losses with them.
+        known_2n: Logsumexps and 1 - p, where they are known; None: they are found, and the losses with them.
     """
-    V, tokens = job.weight_VD.shape[0], ranks.tokens
+    V = job.weight_VD.shape[0]
     matmul = HeadMatmul(job.weight_VD, plan, job.dtype, job.wide)
     buffer = chunk_buffer(ranks, plan, job.input, V, job.wide)
     found = rows.unit.new_zeros(3, *rows.unit.shape)
     q, total = job.terms.class_weight, rows.total
     q_E = None if q is None else torch.cat((q, q.new_zeros(1)))
     begun = False
-    for part in chunks_of(ranks, plan):
-
-        def of_chunk(x_GL: Tensor, part: slice = part) -> Tensor:
-            return x_GL[:, part].reshape(-1)
-
-        y_C, kept_C = of_chunk(rows.y), of_chunk(rows.kept)
+    for part in ranks.chunks(plan):
+        y_C, kept_C = rows.y[part], rows.kept[part]
         terms = ShardTerms(
             class_weight=q_E, label_smoothing=job.terms.label_smoothing, z_loss=job.terms.z_loss,
-            vocab=ranks.shard.vocab, own_C=None if rows.own is None else of_chunk(rows.own), total=total,
+            vocab=ranks.shard.vocab, own_C=None if rows.own is None else rows.own[part], total=total,
         )  # fmt: skip
-        x_CD = tokens.begin_rows(job.input, part, job.dtype).get()
+        x_CD = ranks.begin_rows(job.input, None, part, job.dtype).get()
         x_CD = x_CD.where(kept_C[:, None], 0)  # a NaN in an ignored row would reach the weight's gradient
         z_CE = buffer[: len(y_C)]
         matmul.logits(x_CD, z_CE[:, :V])
         finish_logits_(z_CE[:, :V], job.bias_V, job.logit_scale, job.softcap, plan.columns)
         z_CE[:, V] = -torch.inf
-        if known_2GL is None:
+        if known_2n is None:
             assert rows.here is not None
-            loss_C, stats_2C = _exchange(z_CE, y_C, of_chunk(rows.here), terms, ranks, plan.columns)
-            found[:, :, part] = torch.stack((loss_C, *stats_2C)).view(3, tokens.groups, -1)
+            loss_C, stats_2C = _exchange(z_CE, y_C, rows.here[part], terms, ranks, plan.columns)
+            found[:, part] = torch.stack((loss_C, *stats_2C))
         else:
-            stats_2C = torch.stack([of_chunk(x) for x in known_2GL])
-        if factor_GL is not None:
+            stats_2C = known_2n[:, part]
+        if factor_n is not None:
             _add_gradients(
-                job, plan, ranks, matmul, z_CE, stats_2C, y_C, of_chunk(factor_GL), terms, x_CD, into, part, begun
-            )
+                job, plan, ranks, matmul, z_CE, stats_2C, y_C, factor_n[part], terms, x_CD, into,
+                slice(part.start // ranks.groups, part.stop // ranks.groups), begun,
+            )  # fmt: skip
         begun = True
     return found
 
