@@ -12,13 +12,14 @@ upstream gradient is known in backward only. Names: n rows, C rows of a piece, D
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows, slices
+from lowtide.head.exponentials.smoothing import EvenPart, weighted_sum
 from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
@@ -59,7 +60,7 @@ class CrossEntropy(Exponentials):
             total_class_weight=q.sum() if loss.total is None and q is not None else loss.total,
             smoothing=smoothing,
             z_loss=loss.z_loss,
-            uniform_D=_weighted_sum(q, self.weight_VD) if smoothing else None,
+            uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None,
             uniform_bias=uniform,
         )
         self._views: dict[int, tuple[Tensor, ...]] = {}
@@ -103,10 +104,30 @@ class CrossEntropy(Exponentials):
     def gradients(self, factor_n: Tensor, known: dict[str, Tensor], into: Gradients) -> None:
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
         self.factor_n, self.known = factor_n, known
-        self.even = EvenPart(self, factor_n, into)
+        self.even, begun = self.even_part(factor_n, into)
         self._numbers = self._new(4 * max(self.plan.chunk_rows, self.ranks.groups))
-        self.recompute(into, begun=self.even.before())
-        self.even.put(add=True)
+        self.recompute(into, begun=begun)
+        if self.even is not None:
+            self.even.put(add=True)
+
+    def even_part(self, factor_n: Tensor, into: Gradients) -> tuple[EvenPart | None, bool]:
+        """Return smoothing's part, if it is still to come, and whether the weight's gradient holds something.
+
+        Where all hidden states are here it comes before the chunks. Across ranks their sum is taken as they pass by: to
+        read them for it alone would be one gathering more.
+        """
+        plan = self.plan
+        if into.weight_VD is not None and not plan.chunks:
+            into.weight_VD.zero_()
+        if not (self.terms.smoothing and plan.chunks and self.width):
+            return None, False
+        factor_n = factor_n.where(self.y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
+        even = EvenPart(self.terms, self.q_V, factor_n, into, self.head.dtype)
+        if not self.ranks.alone:
+            return even, False
+        for piece in self.pieces(plan.chunk_rows, plan.chunk_rows) if into.weight_VD is not None else ():
+            even.add(aligned_rows(self.begin(piece).x_CD.get()), piece.part)
+        return None, even.put(add=False)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
@@ -157,14 +178,7 @@ class CrossEntropy(Exponentials):
         numbers = self._new(2 if self.terms.smoothing else 1, len(y_n))
         count = torch.empty(1, dtype=torch.int32, device=y_n.device)
         exp_rows.target_logits(x_ND, self.weight_VD, y_n, self.terms, numbers[0], numbers[-1], count)
-        told, summed = self.ranks.begin_sum_of(numbers), list[Tensor]()
-
-        def once() -> Tensor:
-            if not summed:
-                summed.append(told())
-            return summed[0]
-
-        return once
+        return cache(self.ranks.begin_sum_of(numbers))
 
     def _begin_targets(
         self, y_n: Tensor, own_n: Tensor | None, at_once: Callable[[], Tensor] | None, piece: Piece
@@ -175,9 +189,9 @@ class CrossEntropy(Exponentials):
         piece.rows = target, _, _, _, _, count = self._memory(len(piece.y_C))
         if at_once is not None:
             piece.exchange = partial(_columns_of, at_once, piece.part)
-            return piece
-        exp_rows.target_logits(piece.x_CD, self.weight_VD, piece.y_C, self.terms, target[0], target[-1], count)
-        piece.exchange = self.ranks.begin_sum_of(target)
+        else:
+            exp_rows.target_logits(piece.x_CD, self.weight_VD, piece.y_C, self.terms, target[0], target[-1], count)
+            piece.exchange = self.ranks.begin_sum_of(target)
         return piece
 
     def _memory(self, C: int) -> tuple[Tensor, ...]:
@@ -248,7 +262,8 @@ class CrossEntropy(Exponentials):
             self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self.factor_n[part],
             self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD,
         )  # fmt: skip
-        self.even.add(piece.x_CD, part)
+        if self.even is not None:
+            self.even.add(piece.x_CD, part)
         s_C: Tensor = piece.rows[2]
         return s_C
 
@@ -293,8 +308,7 @@ class _Products:
         if self.into is None:
             self.factor_n, self.into = self._factor()
             exp, D = self.exp, self.exp.weight_VD.shape[1]
-            self.even = EvenPart(exp, self.factor_n, self.into)
-            self.begun = self.even.before()
+            self.even, self.begun = exp.even_part(self.factor_n, self.into)
             self.scaled = None if self.into.weight_VD is None else self._e.new_empty(self.rows, D)
             # E W: of a whole chunk where it is summed over the ranks before it is rounded
             rows = min(self.rows, exp.plan.product_rows) if exp.ranks.alone else self.rows
@@ -306,7 +320,8 @@ class _Products:
         into, e_CV = self.settled(), self.e(piece.at)
         factor_C = self.factor_n[piece.part]
         self.exp.finish(piece, factor_C, e_CV, None if self.scaled is None else self.scaled[piece.at])
-        self.even.add(piece.x_CD, piece.part)
+        if self.even is not None:
+            self.even.add(piece.x_CD, piece.part)
         if into.input_ND is not None:
             self._input_grad(piece, e_CV, factor_C, into.input_ND)
         self.parts.append(piece.part)
@@ -336,7 +351,7 @@ class _Products:
             # on one group of rows in one exchange
             parts = [slice(first, first + C)] if ranks.groups == 1 else self.parts
             waits = [ranks.begin_input_sum(product[p.start - first : p.stop - first], into, p) for p in parts]
-        if last:  # before the product, so that of a single chunk it is written and not added
+        if last and self.even is not None:  # before the product, so that of a single chunk it is written and not added
             self.begun = self.even.put(add=self.begun)
         if e_CV is not None and self.scaled is not None and into.weight_VD is not None:
             matmul_into(e_CV.t(), self.scaled[:C], into.weight_VD, add=self.begun)
@@ -345,87 +360,3 @@ class _Products:
         for wait in waits:
             wait()
         self.parts, self.begun = [], True
-
-
-class EvenPart:
-    """Smoothing's part of the weight's and the bias's gradient, the same for every row: m (a / V) q times row sums.
-
-    It is made of the hidden states' sum times the rows' factors. Where they are here it comes before the chunks; across
-    ranks the sum is taken as they pass by: to read them for it alone would be one gathering more.
-    """
-
-    def __init__(self, exp: CrossEntropy, factor_n: Tensor, into: Gradients) -> None:
-        self._exp, self._into = exp, into
-        if into.weight_VD is not None and not exp.plan.chunks:
-            into.weight_VD.zero_()
-        self._left = bool(exp.terms.smoothing and exp.plan.chunks and exp.width)
-        if self._left:
-            self._factor_n = factor_n.where(exp.y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
-            self._sum_D = factor_n.new_zeros(exp.weight_VD.shape[1], dtype=torch.float32)
-
-    def before(self) -> bool:
-        """Put it into the gradients where it comes first; return whether the weight's holds something now."""
-        exp = self._exp
-        if not (self._left and exp.ranks.alone):
-            return False
-        for piece in exp.pieces(exp.plan.chunk_rows, exp.plan.chunk_rows) if self._into.weight_VD is not None else []:
-            self.add(aligned_rows(exp.begin(piece).x_CD.get()), piece.part)
-        return self.put(add=False)
-
-    def add(self, x_CD: Tensor, part: slice) -> None:
-        """Add a piece's hidden states [C, D]."""
-        if self._left and self._into.weight_VD is not None:
-            exp_rows.add_column_sums(x_CD, self._factor_n[part], self._sum_D)
-
-    def put(self, *, add: bool) -> bool:
-        """Put it into the gradients once, when all pieces are added; return whether the weight's holds something now.
-
-        ``add`` says whether it holds something already; it is overwritten otherwise.
-        """
-        if not self._left:
-            return add
-        self._left = False
-        exp, into, terms, q = self._exp, self._into, self._exp.terms, self._exp.q_V
-        share = -terms.smoothing / terms.vocab * (1.0 if terms.scale is None else terms.scale)
-        factor = self._factor_n.sum()
-        if into.bias_V is not None:
-            into.bias_V += factor * share if q is None else factor * share * q
-        if into.weight_VD is None:
-            return add
-        _outer(q, self._sum_D * share, into.weight_VD, exp.head.dtype, add=add)
-        return True
-
-
-def _parts_of(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of ``dtype`` that add up to ``x`` (float32), to all the digits that float32 has."""
-    if dtype == x.dtype:
-        return [x]
-    first = x.to(dtype)
-    second = (x - first.float()).to(dtype)
-    return [first, second, (x - first.float() - second.float()).to(dtype)]
-
-
-def _weighted_sum(q_V: Tensor | None, w_VD: Tensor) -> Tensor:
-    """Return ``sum_v q_v w_v`` in float32, without a float32 copy of the weight."""
-    V, D = w_VD.shape
-    if not V:  # a rank without classes
-        return w_VD.new_zeros(D, dtype=torch.float32)
-    if q_V is None:
-        weights = w_VD.new_ones(1, V)
-    else:
-        weights = torch.stack(_parts_of(q_V, w_VD.dtype))
-    out = w_VD.new_empty(len(weights), D, dtype=torch.float32)
-    matmul_into(weights, w_VD, out, add=False)
-    return out.sum(0)
-
-
-def _outer(q_V: Tensor | None, x_D: Tensor, out_VD: Tensor, dtype: torch.dtype, *, add: bool) -> None:
-    """Write or add ``q x^T`` to ``out_VD``, without a float32 copy of it: products of ``dtype``, summed in float32."""
-    right = _parts_of(x_D, dtype)
-    if q_V is None:
-        left = [x_D.new_ones(out_VD.shape[0], dtype=dtype)] * len(right)
-    else:
-        parts = _parts_of(q_V, dtype)
-        pairs = [(i, j) for i in range(len(parts)) for j in range(len(right)) if i + j < 3]
-        left, right = [parts[i] for i, _ in pairs], [right[j] for _, j in pairs]
-    matmul_into(torch.stack(left, 1), torch.stack(right), out_VD, add=add)

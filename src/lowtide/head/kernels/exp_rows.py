@@ -15,9 +15,14 @@ target left out: the sum of exp(z_v - t), and its logarithm plus t, their logsum
 on this rank gets the second from its highest logit, which is found before the exchange; then no other exchange is
 needed, whatever the sums come to. A row whose whole sum left it is finished from the logsumexps, with E relative to the
 whole row's: R = lse, e = exp(t - lse), r = 1 - e.
+
+In all of these ``x_CD`` are hidden states; ``w_VD`` this rank's weight; ``y_C`` (int32) the target's row of it, or
+anything beyond where another rank has the class, or -1 where ignored; ``factor_C`` g, float32; ``scaled_CD`` takes s x,
+contiguous, and is None where the weight gets no gradient.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -303,16 +308,9 @@ class Reports:
 def target_logits(
     x_CD: Tensor, w_VD: Tensor, y_C: Tensor, terms: RowTerms, logit_C: Tensor, uniform_C: Tensor, count: Tensor
 ) -> None:
-    """Write each row's target logit, cap and all, and with smoothing sum_v q_v z_v = m (x . uniform + uniform_bias).
+    """Write each row's target logit, cap and all, 0 where its class is elsewhere or it is ignored; 0 to ``count``.
 
-    Args:
-        x_CD: Hidden states.
-        w_VD: This rank's weight.
-        y_C: int32: row of ``w_VD``; anything beyond where another rank has the class; -1 for ignored tokens.
-        terms: The loss.
-        logit_C: Takes the logit; 0 where the class is elsewhere, or the token ignored.
-        uniform_C: Takes the weighted sum of this rank's logits, with smoothing.
-        count: int32 [1], of `Reports`: becomes 0.
+    With smoothing also ``uniform_C``, the weighted sum m (x . uniform_D + uniform_bias) of this rank's logits.
     """
     C, D = x_CD.shape
     _target_logits[(C,)](
@@ -326,16 +324,11 @@ def target_logits(
 def sum_rows(
     sum_CP: Tensor, y_C: Tensor, rows: Reports, sums_2C: Tensor, *, e_CV: Tensor | None = None, shifted: bool = False
 ) -> None:
-    """Write what this rank sends to the others of its classes, and list the rows whose sums left the safe range here.
+    """Write what this rank sends of its classes: each row's sum, 0 where ignored, and its logsumexp.
 
-    Args:
-        sum_CP: Row sums from the GEMM.
-        y_C: int32, as in `finish_rows`.
-        rows: Holds the target's logit; takes the list, whose count is 0, and of listed rows `to_ordered` of that logit.
-        sums_2C: Takes each row's sum, 0 where ignored, and its logsumexp.
-        e_CV: E, where it is stored: ignored rows that are no numbers become 0.
-        shifted: Whether to do the listed rows alone, whose sums are relative to their highest logit; their first number
-            stays.
+    Rows whose sums left the safe range here go on the list, which is empty before, and where E is stored ignored rows
+    that are no numbers become 0. With ``shifted`` the listed rows alone get a new logsumexp, from sums relative to
+    their highest logit.
     """
     C, P = sum_CP.shape
     e = sums_2C if e_CV is None else e_CV
@@ -361,31 +354,27 @@ def finish_rows(
     """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
 
     That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
-    list, which is empty before, and with it what they are to be done again relative to.
+    list, which is empty before.
 
     Args:
-        sums: Row sums from the GEMM [C, P]; or every rank's from `sum_rows` [W, 2, C], contiguous.
-        x_CD: Hidden states.
-        y_C: int32: row of this rank's weight; anything beyond where another rank has the class; -1 if ignored.
-        factor_C: g, float32; None: losses alone.
-        rows: Holds the target's logit and with smoothing the weighted sum of all; takes the results, and the list.
-        terms: The loss.
+        sums: The GEMM's row sums [C, P], or every rank's from `sum_rows` [W, 2, C], contiguous.
+        x_CD: See above, like the others that are not named here.
+        y_C: See above.
+        factor_C: g; None: losses alone.
+        rows: Holds the target's logit, and with smoothing the weighted sum of all logits; takes the results.
+        terms: See above.
         e_CV: E, with a factor; None where this rank has no class.
-        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
-        shifted: Whether to do the listed rows alone: relative to their highest logit, or where ``sums`` are every
-            rank's to their logsumexp.
+        scaled_CD: See above.
+        shifted: Whether to do the listed rows alone: relative to their highest logit, or to every rank's logsumexp.
     """
     (C, D), several = x_CD.shape, sums.dim() == 3
     _finish_rows[(C,)](
         sums, sums.shape[0 if several else 1], sums.stride(0), y_C, rows.target_logit, rows.uniform_logit,
         _or(factor_C, y_C), x_CD, x_CD.stride(0), _or(scaled_CD, y_C), _or(e_CV, rows.loss),
         0 if e_CV is None else e_CV.stride(0), rows.loss, rows.lse, rows.miss, rows.s, rows.rest, rows.highest,
-        rows.listed, rows.count, _or(terms.class_weight, y_C), _or(terms.total_class_weight, y_C),
-        _or(terms.scale, y_C), terms.softcap or 1.0, terms.smoothing, terms.z_loss, D, terms.vocab,
-        0 if e_CV is None else e_CV.shape[1], C, RANKS=several, SHIFTED=shifted, GRADIENT=factor_C is not None,
-        SCALED=scaled_CD is not None, SMOOTH=terms.smoothing != 0, CLASS_WEIGHT=terms.class_weight is not None,
-        BY_ROW=terms.by_row, SCALE=terms.scale is not None, CAP=terms.softcap is not None, BLOCK=block_of(D),
-        num_warps=4,
+        rows.listed, rows.count, *_numbers(terms, y_C), D, terms.vocab, 0 if e_CV is None else e_CV.shape[1], C,
+        RANKS=several, SHIFTED=shifted, GRADIENT=factor_C is not None, SCALED=scaled_CD is not None,
+        SMOOTH=terms.smoothing != 0, **_which(terms), BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -403,25 +392,14 @@ def prepare_rows(
 ) -> None:
     """From known lse and lse - t, write what E is recomputed with, so that s and s x are exact.
 
-    Args:
-        lse_C: float32.
-        miss_C: float32, lse minus the target's logit.
-        x_CD: Hidden states.
-        y_C: int32, as in `finish_rows`.
-        factor_C: g, float32.
-        terms: The loss.
-        width: Classes of this rank.
-        numbers_4C: float32, contiguous; takes the reference of the exponentials, E's entry at the target, s (a power of
-            two), and what the entry loses in rounding, where it is this rank's.
-        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
+    ``numbers_4C``, float32 and contiguous, takes the reference of the exponentials, E's entry at the target, s (a power
+    of two), and what the entry loses in rounding where it is one of this rank's ``width`` classes.
     """
     C, D = x_CD.shape
     _prepare_rows[(C,)](
         lse_C, miss_C, y_C, factor_C, x_CD, x_CD.stride(0), _or(scaled_CD, y_C), numbers_4C, numbers_4C.stride(0),
-        _or(terms.class_weight, y_C), _or(terms.total_class_weight, y_C), _or(terms.scale, y_C), terms.softcap or 1.0,
-        terms.smoothing, terms.z_loss, D, terms.vocab, width, SCALED=scaled_CD is not None,
-        CLASS_WEIGHT=terms.class_weight is not None, BY_ROW=terms.by_row, SCALE=terms.scale is not None,
-        CAP=terms.softcap is not None, BLOCK=block_of(D), num_warps=4,
+        *_numbers(terms, y_C), D, terms.vocab, width, SCALED=scaled_CD is not None, **_which(terms), BLOCK=block_of(D),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -435,10 +413,7 @@ def finish_input_grad(
     factor_C: Tensor,
     terms: RowTerms,
 ) -> None:
-    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (the same, float32).
-
-    ``factor_C`` and ``terms`` are for what is the same in all classes: label smoothing.
-    """
+    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32)."""
     C, D = product_CD.shape
     _finish_input_grad[(C,)](
         product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, factor_C, _or(terms.scale, s_C),
@@ -453,6 +428,18 @@ def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor) -> None:
     _add_column_sums[(triton.cdiv(V, 128),)](
         e_CV, e_CV.stride(0), s_C, out_V, C, V, ROWS=32, COLUMNS=128, num_warps=4
     )  # fmt: skip
+
+
+def _numbers(terms: RowTerms, nothing: Tensor) -> tuple[Any, ...]:
+    weights = _or(terms.class_weight, nothing), _or(terms.total_class_weight, nothing)
+    return *weights, _or(terms.scale, nothing), terms.softcap or 1.0, terms.smoothing, terms.z_loss
+
+
+def _which(terms: RowTerms) -> dict[str, bool]:
+    return {
+        "CLASS_WEIGHT": terms.class_weight is not None, "BY_ROW": terms.by_row, "SCALE": terms.scale is not None,
+        "CAP": terms.softcap is not None,
+    }  # fmt: skip
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
