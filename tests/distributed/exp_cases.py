@@ -24,13 +24,11 @@ from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import HeadMatmul, matmul_into
-from lowtide.head.operators import Wanted
-from lowtide.head.ranks import exchange, tokens
+from lowtide.head.ranks import exchange, planning, tokens
 from lowtide.head.ranks.parallel import ranks_of
 from lowtide.head.ranks.shard import Limits
 from lowtide.head.rows import Rows
-from lowtide.head.softmax import LossTerms
-from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
+from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
@@ -44,8 +42,8 @@ OPTIONS: list[dict[str, Any]] = [
 NEAR = 2e-5  # beside what plain PyTorch in float32 errs
 
 
-def small_plan(job: Any, ranks: Any, options: lowtide.HeadOptions, wanted: Any) -> HeadPlan:
-    blocks = options.gradient == "recompute" or SCHEDULE == "blocks"
+def small_plan(head: Any, options: lowtide.HeadOptions, reduction: str, **_: Any) -> HeadPlan:
+    ranks, blocks = head.ranks, options.gradient == "recompute" or SCHEDULE == "blocks"
     rows = ranks.tokens.groups * ranks.tokens.length
     return HeadPlan(
         backend="exp", reason="", gradient="forward", accumulate="input", rows=rows, chunks=-(-rows // 16),
@@ -55,11 +53,11 @@ def small_plan(job: Any, ranks: Any, options: lowtide.HeadOptions, wanted: Any) 
 
 
 SCHEDULE = "chunks"
-REAL_PLAN = vocab_cross_entropy._plan
+REAL_PLAN = terms.plan_of_shard
 
 
 def with_small_plans() -> None:
-    vars(vocab_cross_entropy)["_plan"] = small_plan
+    vars(terms)["plan_of_shard"] = small_plan
     vars(configs)["of_device"] = lambda device: SMALL
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
 
@@ -342,20 +340,19 @@ def plans_of_what_is_fetched_ahead() -> None:
     assert (of_sums, rebuilding) == (4, 3), (of_sums, rebuilding)
 
     hidden, classes, mib = 4096, 32064, 160
-    terms = LossTerms(class_weight=None, label_smoothing=0.0, z_loss=0.0)
-    job: Any = SimpleNamespace(
-        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16, softcap=None, terms=terms,
-        weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"), reduction="mean",
+    of_head: Any = SimpleNamespace(
+        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16,
+        weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"),
     )  # fmt: skip
     for is_spread in (False, True):  # hidden states are copied also where autocast rounds them
-        theirs: Any = SimpleNamespace(
-            shard=SimpleNamespace(most_rows=classes), limits=Limits(80 << 30, True), spread=is_spread,
+        of_head.ranks = SimpleNamespace(
+            most_rows=classes, limits=Limits(80 << 30, True), spread=is_spread,
             tokens=SimpleNamespace(groups=ranks, length=30000 // ranks),
         )  # fmt: skip
         options = lowtide.HeadOptions(gradient="recompute", workspace_mib=mib)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(vocab_cross_entropy, "_exp_or_torch", lambda *_, **__: ("exp", ""))
-            plan = REAL_PLAN(job, theirs, options, Wanted(True, True, False))
+            patched.setattr(planning, "_exp_or_torch", lambda *_, **__: ("exp", ""))
+            plan = REAL_PLAN(of_head, options, "mean", weight_frozen=False, capped_and_smoothed=False)
         assert plan.schedule == "blocks"
         of_x = 2 * hidden
         in_sums = plan.sum_rows * (of_sums * of_x + 4 * classes // 128)

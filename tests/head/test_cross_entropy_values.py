@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from lowtide import HeadOptions, linear_cross_entropy
-from lowtide.head import reference, schedules
-from lowtide.head.schedules import CrossEntropyJob, Rows
+from lowtide.head import reference
+from lowtide.head.terms import cross_entropy as terms
 from support import head, in_float64, oracle, relative_error
 
 OPTIONS: dict[str, list[Any]] = {
@@ -108,13 +108,7 @@ def test_the_whole_product_of_options() -> None:
 def ignored_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways with ignored tokens, on the CPU: dropped as there, or computed as on every other device."""
     if request.param != "dropped":
-
-        def as_on_a_device(job: CrossEntropyJob) -> Rows:
-            is_class = (job.target_N >= 0) & (job.target_N < job.shape[2])
-            kept = job.target_N != job.ignore_index
-            return schedules._weigh(job, None, kept, job.target_N.where(is_class, 0), is_class)
-
-        monkeypatch.setattr(schedules, "select_rows", as_on_a_device)
+        monkeypatch.setattr(terms, "drops_rows", lambda device: False)
     return request.param
 
 

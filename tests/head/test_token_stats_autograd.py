@@ -17,7 +17,7 @@ from lowtide import HeadOptions, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
 from lowtide.head import operators
 from lowtide.head.statistics import autograd as token_stats_autograd
-from lowtide.head.statistics import rows as token_stats_rows
+from lowtide.head.terms.statistics import Statistics
 from support import head, in_float64, relative_error, stats_oracle
 
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
@@ -124,9 +124,9 @@ def test_a_field_that_is_not_differentiated_costs_no_pass(monkeypatch: pytest.Mo
     """The usual case: the entropy is logged, the log-probability trained on."""
     seen = []
     monkeypatch.setattr(
-        token_stats_rows,
-        "stats_gradient_",
-        lambda z, known, upstream, *rest: seen.append({n for n, x in vars(upstream).items() if x is not None}),
+        Statistics,
+        "gradient_",
+        lambda self, z, part, known, g, *_: seen.append({n for n, x in g._asdict().items() if x is not None}),
     )
     x, w, _, y = head(9, 6, 17)
     stats = linear_token_stats(x, w, y)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
 from lowtide.head import reference
-from lowtide.head.statistics import rows as token_stats_rows
+from lowtide.head.terms import token_stats as terms
 from support import head, in_float64, relative_error, stats_oracle
 
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
@@ -99,7 +99,7 @@ def check(case: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
 def rows_of_no_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways with rows that count for nothing, on the CPU: dropped as there, or computed as on other devices."""
     if request.param != "dropped":
-        monkeypatch.setattr(token_stats_rows, "drops_rows", lambda device: False)
+        monkeypatch.setattr(terms, "drops_rows", lambda device: False)
     return request.param
 
 

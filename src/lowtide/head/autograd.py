@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lowtide.head import operators
+from lowtide.head.call import Wanted
 from lowtide.head.graph import in_places, refuse_batched, save_for_recompute, saved_for_recompute
-from lowtide.head.operators import Call, Stored, Wanted
+from lowtide.head.operators import Call, Stored
 from lowtide.head.registration import tensor_fields, wanted_gradients
 from lowtide.head.stored import keep, multiplied
 

@@ -83,7 +83,7 @@ class HeadMatmul:
     def operand(self, g_CV: Tensor) -> Tensor:
         """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""
         if self.plan.backend == "row":  # its kernel has narrowed it
-            return g_CV if self.dtype == self.wide else narrow_view(g_CV, self.dtype)
+            return g_CV if g_CV.dtype == self.dtype else narrow_view(g_CV, self.dtype)
         return _narrow_in_place(g_CV, self.dtype) if self.plan.backward_gemm == "narrow" else g_CV
 
     def input_grad(self, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:

@@ -6,18 +6,13 @@ Both begin with the fields of `Call`, declared once: the operators' schemas are 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.head import exponentials
-from lowtide.head.call import Head, scalar_on
-from lowtide.head.gradients import Gradients, gradient_buffers
-from lowtide.head.options import HeadOptions
-from lowtide.head.ranks.alone import Alone
+from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.registration import (
     fake_gradients,
     flop_formula,
@@ -27,9 +22,8 @@ from lowtide.head.registration import (
     undisturbed,
     watched,
 )
-from lowtide.head.schedules import CrossEntropyJob, Rows, plan_rows, run_chunks
-from lowtide.head.softmax import LossTerms
-from lowtide.head.stored import Kept, StoredGradients, fake_stored_gradients, lacks_denominator, stored_gradients
+from lowtide.head.stored import StoredGradients, fake_stored_gradients
+from lowtide.head.terms import cross_entropy as cross_entropy_terms
 
 
 class Call(NamedTuple):
@@ -62,48 +56,6 @@ class Call(NamedTuple):
     def trained(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the tensors that may get a gradient."""
         return self.input, self.linear_weight, self.linear_bias
-
-    def options(self, gradient: Literal["auto", "recompute"] = "auto") -> HeadOptions:
-        """Return the options for a pass, whose gradients are those of its own loss or (recompute) wait for upstream."""
-        accumulate: Any = self.accumulate
-        backend: Any = self.backend
-        return _options(self.workspace_mib, accumulate, backend, gradient)
-
-    def job(self) -> CrossEntropyJob:
-        """Return the same, flattened, for the loop over chunks: what kernels read without strides has none."""
-        wide, device = self.wide, self.input.device
-        return CrossEntropyJob(
-            input=self.input,
-            weight_VD=self.linear_weight,
-            target_N=self.target.reshape(-1).long().contiguous(),
-            bias_V=None if self.linear_bias is None else self.linear_bias.to(wide).contiguous(),
-            token_weight_N=None if self.token_weight is None else self.token_weight.reshape(-1).to(wide).contiguous(),
-            num_items=None if self.num_items is None else scalar_on(device, self.num_items, wide),
-            logit_scale=None if self.logit_scale is None else scalar_on(device, self.logit_scale, wide),
-            softcap=self.softcap,
-            terms=LossTerms(
-                class_weight=None if self.weight is None else self.weight.to(wide).contiguous(),
-                label_smoothing=self.label_smoothing,
-                z_loss=self.z_loss,
-            ),
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            dtype=self.dtype,
-            wide=wide,
-        )
-
-
-@cache
-def _options(workspace_mib: float | None, accumulate: Any, backend: Any, gradient: Any) -> HeadOptions:
-    return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, gradient=gradient)
-
-
-class Wanted(NamedTuple):
-    """Which gradients are wanted."""
-
-    input: bool
-    weight: bool
-    bias: bool
 
 
 class Stored(NamedTuple):
@@ -220,100 +172,36 @@ def _split(fields: Sequence[Any]) -> tuple[Call, Wanted]:
     return Call(*fields[: len(Call._fields)]), Wanted(*fields[len(Call._fields) :])
 
 
-def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool) -> Stored:
-    job = call.job()
-    rows, plan = plan_rows(job, call.options(), weight_frozen=not (wanted.weight or wanted.bias))
-    loss_n = torch.empty_like(rows.unit)
-    kept = loss_n.new_zeros(2, call.target.numel() if keep_rows else 0)
-    into = Gradients()
-
-    def settle() -> tuple[Tensor, Gradients]:
-        nonlocal into
-        into = gradient_buffers(
-            job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None, stored=True
-        )
-        return _stored_factor(call, job, rows), into
-
-    if plan.backend == "exp":
-        numbers = exponentials.cross_entropy(
-            _head(job, call), job.terms, rows.target, plan, settle if any(wanted) else None
-        )
-        loss_n = numbers["loss"]
-        if keep_rows:
-            kept = torch.stack((numbers["lse"], numbers["miss"]))
-    else:
-        factor = settle()[0] if any(wanted) else None
-        run_chunks(job, rows, plan, loss_n=loss_n, factor_n=factor, into=into)
-    loss_n *= rows.unit
-    if rows.kept is not None:
-        loss_n = loss_n.where(rows.kept, 0)
-    loss = _among_all(loss_n, job, rows) if call.reduction == "none" else loss_n.sum()
-    denominator = rows.denominator
-    if denominator is not None:
-        loss = loss / denominator
-    return _stored(call, job, rows, wanted, loss, into, kept)
-
-
-def _head(job: CrossEntropyJob, call: Call) -> Head:
-    return Head(
-        input=job.input, weight_VD=job.weight_VD, bias_V=job.bias_V, scale=job.logit_scale, softcap=job.softcap,
-        dtype=job.dtype, wide=job.wide, ranks=Alone(job.weight_VD.shape[0]), options=call.options(),
+def _parts(call: Call, ranks: Ranks | None, gradient: Literal["auto", "recompute"]) -> tuple[Head, CrossEntropyArgs]:
+    head = HeadCall(
+        input=call.input, linear_weight=call.linear_weight, linear_bias=call.linear_bias, logit_scale=call.logit_scale,
+        softcap=call.softcap, dtype=call.dtype, workspace_mib=call.workspace_mib, accumulate=call.accumulate,
+        backend=call.backend,
     )  # fmt: skip
+    args = CrossEntropyArgs(**{name: getattr(call, name) for name in CrossEntropyArgs._fields})
+    return head.head(ranks, gradient), args
 
 
-def _stored(
-    call: Call, job: CrossEntropyJob, rows: Rows, wanted: Wanted, loss: Tensor, into: Gradients, kept_2N: Tensor
-) -> Stored:
-    """Bring the gradients into the dtypes of what they belong to, with the factors that they still lack."""
-    gradients = stored_gradients(
-        into,
-        call.input,
-        call.linear_weight,
-        job.wide,
-        denominator=rows.denominator,
-        input_factor_N=_among_all(rows.unit, job, rows).clone() if call.reduction == "none" else None,
-        kept=Kept.of(job.target_N != job.ignore_index) if any(wanted) else None,
-    )
-    return Stored(loss, *gradients, lse=kept_2N[0].clone(), miss=kept_2N[1].clone())
-
-
-def _stored_factor(call: Call, job: CrossEntropyJob, rows: Rows) -> Tensor:
-    """Return what each row's loss is multiplied with on its way to the stored gradients."""
-    if call.reduction == "none":  # the head is frozen: its input's gradient is stored without any row's factor
-        return torch.ones_like(rows.unit) if rows.kept is None else rows.kept.to(job.wide)
-    return rows.unit if lacks_denominator(call.input, call.linear_weight) else _divided(rows)
+def _loss_and_gradients(call: Call, wanted: Wanted, keep_rows: bool, ranks: Ranks | None = None) -> Stored:
+    head, args = _parts(call, ranks, "auto")
+    values, stored = cross_entropy_terms.forward(head, args, wanted, keep_rows)
+    loss = values["loss"]
+    if stored is None:
+        stored = fake_stored_gradients(
+            wanted, call.input, call.linear_weight, call.wide, per_token=call.reduction == "none", ignores=False
+        )
+    rows = torch.zeros(2, call.target.numel() if keep_rows else 0, dtype=call.wide, device=call.input.device)
+    lse, miss = (values.get(name, x).clone() for name, x in zip(("lse", "miss"), rows, strict=True))
+    if "own" in values:
+        miss = torch.cat((miss, values["own"]))
+    return Stored(loss, *stored, lse=lse, miss=miss)
 
 
 def _gradients(
-    call: Call, wanted: Wanted, upstream: Tensor, lse: Tensor, miss: Tensor
+    call: Call, wanted: Wanted, upstream: Tensor, lse: Tensor, miss: Tensor, ranks: Ranks | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    job = call.job()
-    if upstream.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
-        job = replace(job, target_N=job.target_N.where(upstream != 0, job.ignore_index))
-    rows, plan = plan_rows(job, call.options("recompute"), weight_frozen=not (wanted.weight or wanted.bias))
-    into = gradient_buffers(job.input, job.weight_VD, job.wide, plan, wanted, some_rows=rows.index is not None)
-    if rows.index is not None:
-        upstream = upstream[rows.index] if upstream.dim() else upstream
-    factor = _divided(rows) * upstream.to(job.wide)
-    if rows.kept is not None:
-        factor = factor.where(rows.kept, 0)
-    if plan.backend == "exp":
-        known = {"lse": lse, "miss": miss}
-        exponentials.cross_entropy_gradients(_head(job, call), job.terms, rows.target, plan, factor, known, into)
-    else:
-        run_chunks(job, rows, plan, loss_n=None, factor_n=factor, into=into)
+    head, args = _parts(call, ranks, "recompute")
+    n = lse.numel()
+    known = {"lse": lse, "miss": miss[:n]} | ({"own": miss[n:]} if miss.numel() > n else {})
+    into = cross_entropy_terms.backward(head, args, wanted, {"loss": upstream}, known)
     return found_gradients(into, call.input, call.linear_weight, call.wide)
-
-
-def _among_all(x_n: Tensor, job: CrossEntropyJob, rows: Rows) -> Tensor:
-    """Return the computed rows' values among those of all N tokens, 0 elsewhere."""
-    return x_n if rows.index is None else x_n.new_zeros(job.target_N.numel()).index_copy_(0, rows.index, x_n)
-
-
-def _divided(rows: Rows) -> Tensor:
-    """Return each row's factor: its weight over the denominator, and 0 for ignored rows even where that is 0."""
-    denominator = rows.denominator
-    if denominator is None:
-        return rows.unit
-    factor = rows.unit / denominator
-    return factor if rows.kept is None else factor.where(rows.kept, 0)

@@ -22,8 +22,6 @@ class LossTerms:
     class_weight: Tensor | None
     label_smoothing: float
     z_loss: float
-    total: Tensor | None = None  # Q, where it is known
-    own_n: Tensor | None = None  # [n] q_y, where other ranks have some of the targets
 
     def classes(self, V: int) -> int:
         """Return the number of classes, where ``V`` of them are here."""
@@ -52,7 +50,7 @@ def column_blocks(V: int, columns: int) -> Iterator[slice]:
 
 
 def finish_logits_(
-    z_CV: Tensor, bias_V: Tensor | None, logit_scale: Tensor | None, softcap: float | None, columns: int
+    z_CV: Tensor, bias_V: Tensor | None, logit_scale: Tensor | None, softcap: float | Tensor | None, columns: int
 ) -> None:
     """Turn ``x @ w.T`` into logits in place: ``softcap * tanh((z + bias) * logit_scale / softcap)``."""
     if bias_V is None and logit_scale is None and softcap is None:

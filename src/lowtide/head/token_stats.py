@@ -24,8 +24,7 @@ from lowtide.head.ranks.parallel import ranks_of, with_ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.scaling import with_trained_scale
 from lowtide.head.statistics import autograd as token_stats_autograd
-from lowtide.head.statistics.rows import OF_TARGETS
-from lowtide.head.vocab.token_stats import ShardedStats
+from lowtide.head.terms.token_stats import OF_TARGETS
 
 
 class TopK(NamedTuple):
@@ -284,7 +283,7 @@ def _token_stats(
             accumulate=options.accumulate,
             backend=options.backend,
         ),
-        None if ranks is None else ShardedStats(ranks),
+        ranks,
     )
 
     def shaped(x: Tensor, *shape: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.softmax import column_blocks
-from lowtide.head.statistics.of_logits import row_sums
+from lowtide.head.terms.statistics import row_sums
 
 
 class Kind(NamedTuple):

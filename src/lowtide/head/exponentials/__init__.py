@@ -10,11 +10,11 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.softmax import LossTerms
+from lowtide.head.terms.loss import Loss
 
 
 def cross_entropy(
-    head: Head, loss: LossTerms, y_n: Tensor, plan: HeadPlan, factor: Callable[[], tuple[Tensor, Gradients]] | None
+    head: Head, loss: Loss, y_n: Tensor, plan: HeadPlan, factor: Callable[[], tuple[Tensor, Gradients]] | None
 ) -> dict[str, Tensor]:
     """Return each row's "loss", logsumexp "lse" and "miss", that minus the target's logit, float32 [n].
 
@@ -35,17 +35,17 @@ def cross_entropy(
 
 def cross_entropy_gradients(
     head: Head,
-    loss: LossTerms,
+    loss: Loss,
     y_n: Tensor,
     plan: HeadPlan,
     factor_n: Tensor,
-    known: dict[str, Tensor],
     into: Gradients,
+    known: dict[str, Tensor],
 ) -> None:
     """Add the gradients, from the "lse" and "miss" that `cross_entropy` returned; the other arguments as there."""
     from lowtide.head.exponentials.losses import CrossEntropy
 
-    CrossEntropy(head, loss, y_n, plan).gradients(factor_n, known, into)
+    CrossEntropy(head, loss, y_n, plan).gradients(factor_n, into, known)
 
 
 def statistics(head: Head, y_nK: Tensor, want: frozenset[str], topk: int, plan: HeadPlan) -> dict[str, Tensor]:

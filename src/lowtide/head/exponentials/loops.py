@@ -128,21 +128,21 @@ class Exponentials:
                     add_column_sums(e_CB, s_C, into.bias_V[block])
             begun = True
         if under_way is not None:
-            under_way()
+            under_way(into)
 
     def _put_input(
-        self, piece: Piece, product_CD: Tensor, into: Gradients, before: Callable[[], None] | None
-    ) -> Callable[[], None] | None:
+        self, piece: Piece, product_CD: Tensor, into: Gradients, before: Callable[[Gradients], None] | None
+    ) -> Callable[[Gradients], None] | None:
         """Finish a chunk's input gradient; return what waits for its sum over the ranks, after the one ``before``."""
         if before is not None:
-            before()
+            before(into)
         if isinstance(self.ranks, Alone):
             assert into.input_ND is not None
             self.finish_input(piece, product_CD, into.input_ND[piece.part])
             return None
         if self.width:
             self.finish_input(piece, product_CD, product_CD)
-        return self.ranks.begin_input_sum(product_CD, into, piece.part)
+        return self.ranks.begin_sum(product_CD, piece.part)
 
 
 def _ahead(pieces: Iterable[Piece], depth: int, *, closed: bool) -> Iterator[Piece]:

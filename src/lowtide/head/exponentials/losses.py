@@ -27,7 +27,7 @@ from lowtide.head.kernels.exp_rows import Reports, RowTerms
 from lowtide.head.matmul import matmul_into
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import input_is_copied
-from lowtide.head.softmax import LossTerms
+from lowtide.head.terms.loss import Loss
 
 Factor = Callable[[], tuple[Tensor, Gradients]]
 
@@ -35,7 +35,7 @@ Factor = Callable[[], tuple[Tensor, Gradients]]
 class CrossEntropy(Exponentials):
     """One call, in either direction; the arguments are those of `exponentials.cross_entropy`."""
 
-    def __init__(self, head: Head, loss: LossTerms, y_n: Tensor, plan: HeadPlan) -> None:
+    def __init__(self, head: Head, loss: Loss, y_n: Tensor, plan: HeadPlan) -> None:
         super().__init__(head, plan)
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
         assert not isinstance(softcap, Tensor)
@@ -97,11 +97,10 @@ class CrossEntropy(Exponentials):
         if products is not None:
             products.settled()  # also where there are no tokens
         elif factor is not None:
-            factor_n, into = factor()
-            self.gradients(factor_n, numbers, into)
+            self.gradients(*factor(), numbers)
         return numbers
 
-    def gradients(self, factor_n: Tensor, known: dict[str, Tensor], into: Gradients) -> None:
+    def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
         self.factor_n, self.known = factor_n, known
         self.even, begun = self.even_part(factor_n, into)
@@ -350,7 +349,7 @@ class _Products:
             first = self.parts[0].start
             # on one group of rows in one exchange
             parts = [slice(first, first + C)] if ranks.groups == 1 else self.parts
-            waits = [ranks.begin_input_sum(product[p.start - first : p.stop - first], into, p) for p in parts]
+            waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p) for p in parts]
         if last and self.even is not None:  # before the product, so that of a single chunk it is written and not added
             self.begun = self.even.put(add=self.begun)
         if e_CV is not None and self.scaled is not None and into.weight_VD is not None:
@@ -358,5 +357,5 @@ class _Products:
         if e_CV is not None and into.bias_V is not None:
             exp_rows.add_column_sums(e_CV, self.s_C[:C], into.bias_V)
         for wait in waits:
-            wait()
+            wait(into)
         self.parts, self.begun = [], True

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.head.gradients import Gradients
 from lowtide.head.rows import take_rows
 
 
@@ -62,6 +63,10 @@ class Alone:
     def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Answered:
         """Return a chunk's hidden states [C, D]."""
         return Answered(take_rows(input, index, part, dtype))
+
+    def begin_sum(self, product_CD: Tensor, part: slice) -> Callable[[Gradients], None]:
+        """Return what writes a chunk's gradient of the hidden states where it belongs."""
+        return lambda into: into.put_input(part, product_CD)
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states here."""

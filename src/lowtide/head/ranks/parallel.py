@@ -10,7 +10,6 @@ whole one on every rank, summed here, or each rank's part of it: never a part of
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -124,13 +123,10 @@ class Ranks:
         """Return a chunk's rows within each group."""
         return slice(part.start // self.groups, part.stop // self.groups)
 
-    def begin_input_sum(self, part_CD: Tensor, into: Gradients, part: slice) -> Callable[[], None]:
-        """Begin to add up all ranks' parts of a chunk's input gradient [C, D], in their memory.
-
-        Returns:
-            Callable: Waits for the sum on the device, and writes this rank's rows of it.
-        """
-        return partial(self.tokens.reduce(part_CD).write, into, self._within(part).start)
+    def begin_sum(self, product_CD: Tensor, part: slice) -> Callable[[Gradients], None]:
+        """Begin to add up all ranks' gradients of a chunk's hidden states; return what waits, and writes them."""
+        reduced, start = self.tokens.reduce(product_CD), self._within(part).start
+        return lambda into: reduced.write(into, start)
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""

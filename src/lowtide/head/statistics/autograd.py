@@ -5,15 +5,14 @@ the logits once more for the gradients. Both begin with the fields of `StatsCall
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.head.call import scalar_on
-from lowtide.head.gradients import Gradients
+from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.graph import in_places, refuse_batched, save_for_recompute, saved_for_recompute
-from lowtide.head.options import HeadOptions
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.registration import (
     fake_gradients,
     flop_formula,
@@ -25,27 +24,7 @@ from lowtide.head.registration import (
     wanted_gradients,
     watched,
 )
-from lowtide.head.statistics.of_logits import Known, Upstream
-from lowtide.head.statistics.rows import StatsJob, backward_chunks, forward_chunks
-
-
-class Engine(Protocol):
-    """What stands in the place of the two functions of `statistics/rows`, where a rank holds a part of the classes."""
-
-    @property
-    def classes(self) -> int:
-        """Return V."""
-
-    def keep_input(self) -> None:
-        """Keep for backward what hidden states forward gathers: nobody trains them, and not every rank has one."""
-
-    def forward_chunks(self, job: StatsJob, options: HeadOptions) -> dict[str, Tensor]:
-        """As there."""
-
-    def backward_chunks(
-        self, job: StatsJob, options: HeadOptions, known: Known, upstream: Upstream, wanted: tuple[bool, bool, bool]
-    ) -> Gradients:
-        """As there."""
+from lowtide.head.terms import token_stats as token_stats_terms
 
 
 class StatsCall(NamedTuple):
@@ -74,31 +53,6 @@ class StatsCall(NamedTuple):
     def wanted(self) -> frozenset[str]:
         """Return the wanted fields' names."""
         return frozenset(self.want.split(","))
-
-    def options(self) -> HeadOptions:
-        """Return the options that bear on a single pass."""
-        accumulate: Any = self.accumulate
-        backend: Any = self.backend
-        return HeadOptions(
-            workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend, gradient="recompute"
-        )
-
-    def job(self, classes: int | None = None) -> StatsJob:
-        """Return the same, flattened, for the loop over chunks; ``classes``: V, where the weight holds a part."""
-        return StatsJob(
-            input=self.input,
-            weight_VD=self.linear_weight,
-            target_NK=self.target,
-            bias_V=None if self.linear_bias is None else self.linear_bias.to(self.wide).contiguous(),
-            logit_scale=None if self.logit_scale is None else scalar_on(self.input.device, self.logit_scale, self.wide),
-            softcap=self.softcap,
-            want=self.wanted,
-            topk=self.topk,
-            ignore_index=self.ignore_index,
-            dtype=self.dtype,
-            wide=self.wide,
-            classes=classes or self.linear_weight.shape[0],
-        )
 
 
 class Found(NamedTuple):
@@ -181,15 +135,22 @@ def _split(args: Sequence[Any]) -> tuple[StatsCall, tuple[bool, bool, bool], lis
     return StatsCall(*args[:start]), (flags[0], flags[1], flags[2]), rest[:4], rest[4:]
 
 
-def _found(call: StatsCall, engine: Engine | None = None) -> Found:
+def _parts(call: StatsCall, ranks: Ranks | None) -> tuple[Head, TokenStatsArgs]:
+    head = HeadCall(
+        input=call.input, linear_weight=call.linear_weight, linear_bias=call.linear_bias, logit_scale=call.logit_scale,
+        softcap=call.softcap, dtype=call.dtype, workspace_mib=call.workspace_mib, accumulate=call.accumulate,
+        backend=call.backend,
+    )  # fmt: skip
+    args = TokenStatsArgs(**{name: getattr(call, name) for name in TokenStatsArgs._fields})
+    return head.head(ranks, "recompute"), args
+
+
+def _found(call: StatsCall, engine: Ranks | None = None, *, keep: bool = False) -> Found:
     with torch.no_grad(), undisturbed(call.input.device):
-        if engine is None:
-            found = forward_chunks(call.job(), call.options())
-        else:
-            found = engine.forward_chunks(call.job(engine.classes), call.options())
+        found, _ = token_stats_terms.forward(*_parts(call, engine), Wanted(False, False, False), keep)
     unwanted = [name for name in Found._fields if name not in found]
     empty = {name: call.input.new_empty(0, dtype=_INTEGER.get(name, call.wide)) for name in unwanted}
-    return Found(**found, **empty)
+    return Found(**{name: found[name] for name in Found._fields if name in found}, **empty)
 
 
 def _gradients(
@@ -197,28 +158,20 @@ def _gradients(
     wanted: tuple[bool, bool, bool],
     upstream: Sequence[Tensor | None],
     known: Sequence[Tensor],
-    engine: Engine | None = None,
+    engine: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logprob, entropy, lse, argmax, top_logprob = known
+    names = ("logprob", "entropy", "lse", "argmax", "top_logprob")
     with torch.no_grad(), undisturbed(call.input.device):
-        job = call.job(None if engine is None else engine.classes)
-        usable = job.kept_NK & job.is_class_NK
-        into = (backward_chunks if engine is None else engine.backward_chunks)(
-            job,
-            call.options(),
-            Known(
-                lse=lse,
-                entropy=entropy if upstream[1] is not None else None,
-                ids=torch.cat((argmax[:, None], job.target_NK.where(usable, argmax[:, None])), 1),
-                logprobs=torch.cat((top_logprob[:, None], logprob.where(usable, top_logprob[:, None])), 1),
-            ),
-            Upstream(**dict(zip(DIFFERENTIABLE, upstream, strict=True))),
-            wanted,
+        into = token_stats_terms.backward(
+            *_parts(call, engine),
+            Wanted(*wanted),
+            dict(zip(DIFFERENTIABLE, upstream, strict=True)),
+            dict(zip(names, known, strict=True)),
         )
     return found_gradients(into, call.input, call.linear_weight, call.wide)
 
 
-def run(call: StatsCall, engine: Engine | None = None) -> Found:
+def run(call: StatsCall, engine: Ranks | None = None) -> Found:
     """Return what is wanted of each token, connected to whichever tensors of ``call`` need a gradient.
 
     Args:
@@ -231,9 +184,9 @@ def run(call: StatsCall, engine: Engine | None = None) -> Found:
     return _run(call, engine)
 
 
-def _run(call: StatsCall, engine: Engine | None) -> Found:
+def _run(call: StatsCall, engine: Ranks | None, *, keep: bool = False) -> Found:
     if engine is not None:
-        return _found(call, engine)
+        return _found(call, engine, keep=keep)
     return Found(*token_stats(*call)) if watched(call) else _found(call)
 
 
@@ -241,12 +194,10 @@ class _TokenStats(torch.autograd.Function):
     """Forward stores the inputs and a few numbers a token; backward builds the logits once more."""
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine | None, *args: Any) -> Found:
+    def forward(ctx: Any, engine: Ranks | None, *args: Any) -> Found:
         call = StatsCall(*args)
         ctx.engine = engine
-        if engine is not None and not call.input.requires_grad:
-            engine.keep_input()
-        found = _run(call, engine)
+        found = _run(call, engine, keep=True)
         kept = (found.logprob, found.entropy, found.lse, found.argmax, found.top_logprob)
         # copies: the caller may write to what it was given
         save_for_recompute(ctx, *(call[i] for i in _TENSORS), *(x.clone() for x in kept))
