@@ -62,9 +62,9 @@ def statistics(head: Head, y_nK: Tensor, want: frozenset[str], topk: int, plan: 
         dict[str, Tensor]: "lse", "top" (the highest class) and "top_logprob" [n], "logprob" [n, K], what is wanted [n],
         and with ``topk`` "topk_values" and "topk_ids" [n, topk].
     """
-    from lowtide.head.exponentials.tile_sums import Statistics
+    from lowtide.head.exponentials.tile_sums import TileStatistics
 
-    return Statistics(head, y_nK, plan).forward(want, topk)
+    return TileStatistics(head, y_nK, plan).forward(want, topk)
 
 
 def statistics_gradients(
@@ -80,6 +80,6 @@ def statistics_gradients(
         upstream: Upstream gradients of "logprob" (0 where ignored), "entropy", "lse" and "mean", of any of them.
         into: Takes the gradients.
     """
-    from lowtide.head.exponentials.tile_sums import Statistics
+    from lowtide.head.exponentials.tile_sums import TileStatistics
 
-    Statistics(head, y_nK, plan).gradients(known, upstream, into)
+    TileStatistics(head, y_nK, plan).gradients(known, upstream, into)

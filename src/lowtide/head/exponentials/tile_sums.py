@@ -21,7 +21,7 @@ SUMS = {"entropy": "heat", "sum_sq_prob": "squares", "mean": "total"}  # what ea
 OUT = {"top": "argmax", "mean": "mean_logit"}  # the kernels' names, where they are others
 
 
-class Statistics(Exponentials):
+class TileStatistics(Exponentials):
     """One call, in either direction; the arguments are those of `exponentials.statistics`."""
 
     def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan) -> None:
