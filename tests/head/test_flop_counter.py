@@ -12,9 +12,9 @@ from torch import Tensor
 
 import lowtide
 from lowtide.head import graph, plan
-from lowtide.head.exponentials.blocks import matmul_into
 from lowtide.head.graph import undisturbed
 from lowtide.head.kernels import configs
+from lowtide.head.matmul import matmul_into
 from lowtide.head.terms import cross_entropy as terms
 from support import head
 

@@ -156,3 +156,13 @@ def narrow_view(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
     rows, V = wide_CV.shape
     length = wide_CV.stride(0)
     return torch.as_strided(wide_CV, (rows, length), (length, 1)).view(dtype)[:, :V]
+
+
+def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)

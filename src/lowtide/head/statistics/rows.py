@@ -1,45 +1,14 @@
-"""The plan of token statistics, and the record of the exponential path."""
+"""The plan of token statistics."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-
-import torch
-from torch import Tensor
+from dataclasses import replace
 
 from lowtide.head.backends import choose_stats_backend
 from lowtide.head.call import Head, TokenStatsArgs
 from lowtide.head.exponentials.plan import plan_exp_stats
 from lowtide.head.head_plan import HeadPlan
+from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.rows import input_is_copied, rows_are_aligned
 from lowtide.head.schedules import remembered_plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatsJob:
-    """One call, flattened: tokens in one axis N, nothing left to validate."""
-
-    input: Tensor  # [..., D]
-    weight_VD: Tensor
-    target_NK: Tensor  # int64; K is 0 where there are none
-    bias_V: Tensor | None  # wide
-    logit_scale: Tensor | None  # scalar, wide
-    softcap: float | None
-    want: frozenset[str]
-    topk: int
-    ignore_index: int
-    dtype: torch.dtype  # the GEMMs' operands
-    wide: torch.dtype  # logits, and what comes of them
-    classes: int  # V, of which the weight may hold a part
-
-    @cached_property
-    def kept_NK(self) -> Tensor:
-        """Return which targets are not ignored."""
-        return self.target_NK != self.ignore_index
-
-    @cached_property
-    def is_class_NK(self) -> Tensor:
-        """Return which targets are classes."""
-        return (self.target_NK >= 0) & (self.target_NK < self.classes)
 
 
 def plan_stats(head: Head, args: TokenStatsArgs, rows: int, *, weight_frozen: bool) -> HeadPlan:
@@ -51,8 +20,6 @@ def plan_stats(head: Head, args: TokenStatsArgs, rows: int, *, weight_frozen: bo
         options, weight.device, head.dtype, D, V, targets=K, topk=topk, weight_fits=fits
     )
     if backend == "exp":
-        from lowtide.head.statistics.exp import topk_row_bytes
-
         return plan_exp_stats(
             rows,
             D,

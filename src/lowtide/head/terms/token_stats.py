@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lowtide.head import exponentials
 from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.engine import Numbers, run
 from lowtide.head.gradients import Gradients, gradient_buffers
@@ -16,7 +17,6 @@ from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.ranks.planning import plan_part
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.statistics.bridge import gradients_by_exponentials, numbers_by_exponentials
 from lowtide.head.statistics.rows import plan_stats
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -44,7 +44,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tup
     plan, rows = _plan(head, args, rows, frozen=True)
     y_NK = args.target.where(is_class_NK, 0)
     if plan.backend == "exp":
-        found = numbers_by_exponentials(head, args, plan)
+        found = exponentials.statistics(head, rows.of(y_NK), _names(args), args.topk, plan)
     else:
         found = run(head, rows, plan, _terms(head, args, rows.of(y_NK), plan))
     found = {name: rows.among_all(x) for name, x in found.items()}
@@ -82,7 +82,10 @@ def backward(
         head.input, head.weight_VD, head.wide, plan, wanted, some_rows=head.ranks.alone and rows.index is not None
     )
     if plan.backend == "exp":
-        gradients_by_exponentials(head, args, plan, y_NK, numbers, g, into)
+        of_rows = {name: rows.of(x) for name, x in numbers.items()}
+        given = {name: rows.of(x) for name, x in g._asdict().items() if x is not None}
+        y_nK = rows.of(args.target.where(usable, -1), -1)
+        exponentials.statistics_gradients(head, y_nK, plan, of_rows, given, into)
         return into
     if not drops:
         rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
@@ -103,10 +106,15 @@ def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
 
 
 def _terms(head: Head, args: TokenStatsArgs, y_nK: Tensor, plan: HeadPlan) -> Statistics:
-    want = frozenset(COMPUTED.get(name, name) for name in args.wanted) | {"top"}
     return Statistics(
-        head, y_nK, want, plan.columns, narrow=plan.backward_gemm == "narrow", topk=args.topk * ("topk" in args.wanted)
-    )
+        head, y_nK, _names(args) | {"top"}, plan.columns, narrow=plan.backward_gemm == "narrow",
+        topk=args.topk * ("topk" in args.wanted),
+    )  # fmt: skip
+
+
+def _names(args: TokenStatsArgs) -> frozenset[str]:
+    """Return what is wanted by the names of a row's numbers."""
+    return frozenset(COMPUTED.get(name, name) for name in args.wanted)
 
 
 def _plan(head: Head, args: TokenStatsArgs, rows: Rows, *, frozen: bool) -> tuple[HeadPlan, Rows]:
