@@ -17,18 +17,17 @@ from torch import Tensor
 import lowtide
 from distributed.launch import THOROUGH, main, named
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
-from lowtide.head import exponentials
+from lowtide.head import exponentials, planning
 from lowtide.head.call import HeadCall
 from lowtide.head.exponentials import loops, losses
 from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import HeadMatmul, matmul_into
-from lowtide.head.ranks import exchange, planning, tokens
+from lowtide.head.ranks import exchange, tokens
 from lowtide.head.ranks.parallel import ranks_of
 from lowtide.head.ranks.shard import Limits
 from lowtide.head.rows import Rows
-from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
@@ -53,11 +52,11 @@ def small_plan(head: Any, options: lowtide.HeadOptions, reduction: str, **_: Any
 
 
 SCHEDULE = "chunks"
-REAL_PLAN = terms.plan_of_shard
+REAL_PLAN = planning._plan_of_shard
 
 
 def with_small_plans() -> None:
-    vars(terms)["plan_of_shard"] = small_plan
+    vars(planning)["_plan_of_shard"] = small_plan
     vars(configs)["of_device"] = lambda device: SMALL
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
 

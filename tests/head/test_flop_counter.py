@@ -103,6 +103,6 @@ def test_triton_kernels_count(schedule: str, monkeypatch: pytest.MonkeyPatch) ->
             block_columns=V if schedule == "chunks" else 24, sum_rows=7, product_rows=5,
         )  # fmt: skip
 
-    monkeypatch.setattr(terms, "_plan_of", exponentials)
+    monkeypatch.setattr(terms, "plan_cross_entropy", exponentials)
     x, w, _, y = head(N, 8, V, bias=False)
     assert counted(lambda: lowtide.linear_cross_entropy(x, w, y).backward()) == 6 * N * 8 * V

@@ -22,10 +22,9 @@ from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.ranks.planning import plan_of_shard
-from lowtide.head.rows import Rows, drops_rows, input_is_copied, positions, rows_are_aligned
-from lowtide.head.scaling import factor_lift
-from lowtide.head.schedules import remembered_plan
+from lowtide.head.planning import plan_cross_entropy
+from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import Kept, StoredGradients, lacks_denominator, stored_gradients
 from lowtide.head.terms.loss import Loss
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -36,7 +35,6 @@ KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +229,7 @@ def _plan(
         kept_N = y_N != args.ignore_index
         check_classes(y_N, kept_N & ((y_N < 0) | (y_N >= V)), V, args.ignore_index)
         index = positions(kept_N) if ranks.alone else None
-    plan = _plan_of(head, args, y_N.numel() if index is None else index.numel(), wanted)
+    plan = plan_cross_entropy(head, args, y_N.numel() if index is None else index.numel(), wanted)
     weight_N = None if args.token_weight is None else args.token_weight.reshape(-1).to(wide).contiguous()
     q = None if args.weight is None else args.weight.to(wide).contiguous()
     order = ranks.order(plan)
@@ -307,20 +305,6 @@ def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) ->
             f" got {int(target_N[position])} at position {position} of the flattened (and shifted) targets."
             " Mask such tokens with ignore_index, or check that tokenizer and head have the same vocabulary."
         )
-
-
-def _plan_of(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted) -> HeadPlan:
-    """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
-    ranks, options, weight, device = head.ranks, head.options, head.weight_VD, head.input.device
-    both, D = head.softcap is not None and args.label_smoothing != 0, weight.shape[1]
-    if ranks.alone:
-        return remembered_plan(
-            n, D, ranks.rows, head.dtype, device, options, weight_dtype=weight.dtype, reduction=args.reduction,
-            weight_frozen=not wanted.head, capped_and_smoothed=both,
-            weight_fits=weight.dtype != head.dtype or rows_are_aligned(weight),
-            input_is_copied=n != head.tokens or input_is_copied(head.input, head.dtype),
-        )  # fmt: skip
-    return plan_of_shard(head, options, args.reduction, weight_frozen=not wanted.head, capped_and_smoothed=both)
 
 
 def _shapes(call: HeadCall, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:

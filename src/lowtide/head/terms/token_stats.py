@@ -10,14 +10,13 @@ from torch import Tensor
 
 from lowtide.head import exponentials
 from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
-from lowtide.head.engine import Numbers, run
+from lowtide.head.engine import run
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.ranks.planning import plan_part
+from lowtide.head.planning import plan_token_stats
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.statistics.rows import plan_stats
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
@@ -82,19 +81,15 @@ def backward(
         head.input, head.weight_VD, head.wide, plan, wanted, some_rows=head.ranks.alone and rows.index is not None
     )
     if plan.backend == "exp":
-        of_rows = {name: rows.of(x) for name, x in numbers.items()}
         given = {name: rows.of(x) for name, x in g._asdict().items() if x is not None}
-        y_nK = rows.of(args.target.where(usable, -1), -1)
+        y_nK, of_rows = rows.of(args.target.where(usable, -1), -1), {name: rows.of(x) for name, x in numbers.items()}
         exponentials.statistics_gradients(head, y_nK, plan, of_rows, given, into)
-        return into
-    if not drops:
-        rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
-    of_rows, g_n = {name: rows.of(x) for name, x in numbers.items()}, g.of(rows.of)
-
-    def of_chunk(_: Numbers, part: slice) -> Upstream:
-        return g_n.of(lambda x: x[part])
-
-    run(head, rows, plan, _terms(head, args, rows.of(y_NK), plan), into, upstream=of_chunk, known=of_rows)
+    else:
+        if not drops:
+            rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
+        of_rows, g_n = {name: rows.of(x) for name, x in numbers.items()}, g.of(rows.of)
+        terms = _terms(head, args, rows.of(y_NK), plan)
+        run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=of_rows)
     if is_last_backward():
         head.ranks.let_go()
     return into
@@ -119,12 +114,10 @@ def _names(args: TokenStatsArgs) -> frozenset[str]:
 
 def _plan(head: Head, args: TokenStatsArgs, rows: Rows, *, frozen: bool) -> tuple[HeadPlan, Rows]:
     """Return the plan, and the rows in the order of its chunks."""
-    if head.ranks.alone:
-        n = rows.tokens if rows.index is None else rows.index.numel()
-        return plan_stats(head, args, n, weight_frozen=frozen), rows
-    plan = plan_part(head.ranks, head.weight_VD, head.dtype, head.options, "none", weight_frozen=frozen)
+    n = rows.tokens if rows.index is None else rows.index.numel()
+    plan = plan_token_stats(head, args, n, weight_frozen=frozen)
     order = head.ranks.order(plan)
-    return plan, replace(rows, index=order, filled=order is not None)
+    return plan, rows if order is None else replace(rows, index=order, filled=True)
 
 
 def _shapes(call: HeadCall, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
