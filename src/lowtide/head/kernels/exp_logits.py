@@ -225,22 +225,10 @@ def shifted_exp_logits(
     """Recompute, relative to their highest logit, the rows whose numbers stand in ``list_C[:count]``.
 
     Costs two launches that end at once where there are none. Rows come out the same wherever they stand in the list.
-    The other arguments are as in `exp_logits`; of the tile sizes, width and depth are taken.
-
-    Args:
-        x_CD: Hidden states.
-        w_VD: Weight.
-        list_C: int32 row numbers.
-        count: int32 [1], how many.
-        highest_C: int32 [C], of listed rows holding ``to_ordered`` of the target's logit; takes the highest one's.
-        y_C: int32 classes.
-        config: Tile sizes.
-        programs: How many programs run.
-        sum_CP: Takes the sums.
-        transform: What makes logits of the products.
-        e_CV: Takes E.
-        find_highest: The passes: True to find the highest logits, False to build E and its sums relative to what
-            ``highest_C`` holds.
+    The other arguments are as in `exp_logits`; of the tile sizes, width and depth are taken. ``list_C`` and ``count``
+    [1] are int32; so is ``highest_C``, of listed rows holding `to_ordered` of the target's logit, which takes the
+    highest one's. ``find_highest`` are the passes: True to find the highest logits, False to build E and its sums
+    relative to what ``highest_C`` holds.
     """
     for is_search in find_highest:
         _shifted_exp_logits[(programs,)](
