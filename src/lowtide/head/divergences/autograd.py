@@ -12,18 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.call import scalar_on
-from lowtide.head.divergences.rows import (
-    DivergenceJob,
-    KnownClasses,
-    Teacher,
-    backward_chunks,
-    forward_chunks,
-    stored_chunks,
-)
-from lowtide.head.divergences.terms import Kind, RowNumbers
+from lowtide.head.call import DivergenceArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.graph import in_places, refuse_batched, save_for_recompute, saved_for_recompute
-from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.registration import (
     fake_gradients,
@@ -37,14 +27,12 @@ from lowtide.head.registration import (
     watched,
 )
 from lowtide.head.stored import (
-    Kept,
     StoredGradients,
     fake_stored_gradients,
     keep,
-    lacks_denominator,
     multiplied,
-    stored_gradients,
 )
+from lowtide.head.terms.divergence import KNOWN, backward, forward
 
 
 class DivergenceCall(NamedTuple):
@@ -98,41 +86,21 @@ class DivergenceCall(NamedTuple):
             return self.mask.sum(dtype=self.wide)
         return torch.full((), self.tokens, dtype=self.wide, device=self.input.device)
 
-    def options(self) -> HeadOptions:
-        """Return the options that bear on a single pass."""
-        accumulate: Any = self.accumulate
-        backend: Any = self.backend
-        return HeadOptions(workspace_mib=self.workspace_mib, accumulate=accumulate, backend=backend)
+    def head_and_args(self, ranks: Ranks | None, reduction: str) -> tuple[Head, DivergenceArgs]:
+        """Return the student's head, and what comes beside it."""
+        fields = {**self._asdict(), "logit_scale": None, "reduction": reduction}
+        head = HeadCall(*(fields[name] for name in HeadCall._fields)).head(ranks)
+        args = DivergenceArgs(*(fields[name] for name in DivergenceArgs._fields))
+        return head, args if args.mask is None else args._replace(mask=args.mask.contiguous())
 
-    def job(self, ranks: Ranks | None) -> DivergenceJob:
-        """Return the same, flattened, for the loop over chunks."""
-        wide = self.wide
-        teacher: Teacher | KnownClasses
-        if self.teacher_input is not None and self.teacher_weight is not None:
-            teacher = Teacher(
-                input=self.teacher_input,
-                weight_VD=self.teacher_weight,
-                bias_V=None if self.teacher_bias is None else self.teacher_bias.to(wide).contiguous(),
-                softcap=self.teacher_softcap,
-                dtype=self.teacher_dtype,
-            )
-        else:
-            assert self.topk_ids is not None
-            assert self.topk_logprobs is not None
-            teacher = KnownClasses(ids_NK=self.topk_ids, logprobs_NK=self.topk_logprobs.to(wide), tail=self.tail)
-        return DivergenceJob(
-            input=self.input,
-            weight_VD=self.linear_weight,
-            bias_V=None if self.linear_bias is None else self.linear_bias.to(wide).contiguous(),
-            teacher=teacher,
-            mask_N=None if self.mask is None else self.mask.contiguous(),
-            softcap=self.softcap,
-            scale=None if self.temperature is None else 1 / scalar_on(self.input.device, self.temperature, wide),
-            kind=Kind(self.kind, self.beta),
-            dtype=self.dtype,
-            wide=wide,
-            ranks=ranks,
-        )
+
+class RowNumbers(NamedTuple):
+    """A row's value [C], and the three numbers from which backward rebuilds its gradient [C]."""
+
+    value: Tensor
+    lse: Tensor
+    other_lse: Tensor
+    pivot: Tensor
 
 
 _TRAINED = tuple(map(DivergenceCall._fields.index, ("input", "linear_weight", "linear_bias")))
@@ -248,7 +216,8 @@ def _split(args: Sequence[Any]) -> tuple[DivergenceCall, tuple[bool, bool, bool]
 
 def _values(call: DivergenceCall, ranks: Ranks | None = None) -> RowNumbers:
     with torch.no_grad(), undisturbed(call.input.device):
-        return forward_chunks(call.job(ranks), call.tokens, call.options())
+        values, _ = forward(*call.head_and_args(ranks, "none"), Wanted(False, False, False), keep=True)
+    return RowNumbers(**values)
 
 
 def _gradients(
@@ -258,29 +227,17 @@ def _gradients(
     known: Sequence[Tensor],
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    of_rows = dict(zip(KNOWN, known, strict=True))
     with torch.no_grad(), undisturbed(call.input.device):
-        into = backward_chunks(call.job(ranks), call.options(), RowNumbers(upstream, *known), upstream, wanted)
+        into = backward(*call.head_and_args(ranks, "none"), Wanted(*wanted), {"value": upstream}, of_rows)
     return found_gradients(into, call.input, call.linear_weight, call.wide)
 
 
 def _value_and_gradients(call: DivergenceCall, wanted: tuple[bool, bool, bool], ranks: Ranks | None = None) -> Stored:
     with torch.no_grad(), undisturbed(call.input.device):
-        denominator, per_token = call.denominator(), call.reduction == "none"
-        one = torch.ones((), dtype=call.wide, device=call.input.device)
-        factor = one
-        if denominator is not None and not lacks_denominator(call.input, call.linear_weight):
-            factor = one / denominator
-        value_N, into = stored_chunks(call.job(ranks), call.tokens, call.options(), factor, wanted)
-        gradients = stored_gradients(
-            into,
-            call.input,
-            call.linear_weight,
-            call.wide,
-            denominator=denominator,
-            input_factor_N=torch.ones_like(value_N) if per_token else None,
-            kept=None if call.mask is None else Kept.of(call.mask.clone()),  # an operator returns no memory of others
-        )
-        return Stored(value_N if per_token else _reduced(value_N, denominator), *gradients)
+        values, gradients = forward(*call.head_and_args(ranks, call.reduction), Wanted(*wanted), keep=False)
+    assert gradients is not None
+    return Stored(values["value"], *gradients)
 
 
 def _reduced(value_N: Tensor, denominator: Tensor | None) -> Tensor:

@@ -49,7 +49,7 @@ class Pair(NamedTuple):
     longest_block: int | None = None  # columns handled at a time, a power of two from 8; None: what is fast
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _number(ptr, otherwise: tl.constexpr):  # type: ignore[no-untyped-def]
     x = tl.full((), otherwise, tl.float32)
     if ptr is not None:
@@ -253,7 +253,7 @@ def pair_rows(pair: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     A row that holds NaN, or +inf, or nothing but -inf, on either side, comes out as NaN. The products are left as they
     are, and nothing of their size is allocated.
     """
-    value, lse, other_lse, pivot = _room(pair, 4).unbind()
+    value, lse, other_lse, pivot = (_room(pair, 1)[0] for _ in range(4))  # an operator returns no views of one memory
     _launch(pair, (value, lse, other_lse, pivot, None))
     return value, lse, other_lse, pivot
 
