@@ -140,7 +140,7 @@ class Chunks:
         C, V = len(x_CD), self.head.ranks.rows
         out: Tensor | None = None
         if terms.apart and self._gradient is None:
-            self._gradient = self._logits.new_empty(self._longest, padded(V), dtype=self.head.dtype)
+            self._gradient = self._logits.new_empty(self._longest, padded(self.columns), dtype=self.head.dtype)
         found: list[tuple[Numbers, Tensor | None]] = []
         for start in range(0, max(1, C), max(1, self.pieces)):
             stop = min(start + self.pieces, C)
