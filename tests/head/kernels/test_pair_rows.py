@@ -121,8 +121,8 @@ def pair_of(z: Tensor, other: Tensor, kind: Kind, kwargs: dict[str, Any]) -> Pai
         cap = kwargs.get(name)
         caps.append(None if cap is None else torch.tensor(float(cap), device=DEVICE) * (1 if scale is None else scale))
     return Pair(
-        Side(z, kwargs.get("bias_V"), scale, caps[0]),
-        Side(other, kwargs.get("teacher_bias_U"), scale, caps[1]),
+        Side.of(z, kwargs.get("bias_V"), scale, caps[0]),
+        Side.of(other, kwargs.get("teacher_bias_U"), scale, caps[1]),
         *kind,
         kwargs.get("kept_C"),
         kwargs.get("longest_block"),
@@ -389,7 +389,7 @@ def test_no_thread_writes_over_what_another_still_reads(C: int, V: int) -> None:
 
 def test_no_rows() -> None:
     z, other = sides(3, 8)
-    pair = Pair(Side(z[:0]), Side(other[:0]), *KINDS[0])
+    pair = Pair(Side.of(z[:0]), Side.of(other[:0]), *KINDS[0])
     rows = pair_rows(pair)
     assert all(x.shape == (0,) for x in rows)
     pair_gradient(pair, z[:0], rows[1:])

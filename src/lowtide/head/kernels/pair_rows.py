@@ -27,15 +27,21 @@ _OUT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: t
 
 
 class Side(NamedTuple):
-    """One side's products ``x @ w.T``, whose logits are ``softcap * tanh((z + bias) * scale / softcap)``.
+    """One side's products ``x @ w.T``, whose logits are ``softcap * tanh((z + bias) * scale / softcap)``."""
 
-    The row stride is a multiple of 8; what lies between V and the next multiple of 8 may be anything, and is read.
-    """
-
-    z_CV: Tensor  # float32
+    z_CV: Tensor  # float32; what lies between V and the next multiple of 8 may be anything, and is read
+    pads: int  # the row stride, in multiples of 8
+    V: int
     bias_V: Tensor | None = None  # float32
     scale: Tensor | None = None  # a float32 scalar above 0; None: 1
     softcap: Tensor | None = None  # likewise; None: not capped
+
+    @classmethod
+    def of(cls, z_CV: Tensor, *options: Tensor | None) -> "Side":
+        """Return it from products [C, V], and bias, scale and soft cap."""
+        _check_rows(z_CV)
+        assert z_CV.dtype == torch.float32
+        return cls(z_CV, z_CV.stride(0) // PAD.value, z_CV.shape[1], *options)
 
 
 class Pair(NamedTuple):
@@ -49,19 +55,20 @@ class Pair(NamedTuple):
     longest_block: int | None = None  # columns handled at a time, a power of two from 8; None: what is fast
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _number(ptr, otherwise: tl.constexpr):  # type: ignore[no-untyped-def]
-    x = tl.full((), otherwise, tl.float32)
+@triton.jit
+def _number(ptr):  # type: ignore[no-untyped-def]
+    """A scalar, 1 where there is none."""
+    x = tl.full((), 1.0, tl.float32)
     if ptr is not None:
         x = tl.load(ptr)
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _logits(row_ptr, at, n, bias_ptr, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _logits(side, row_ptr, at, n, scale, softcap):  # type: ignore[no-untyped-def]
     """One side's logits in columns ``at``; from n on, -inf."""
-    z = scaled_columns(row_ptr, at, n, bias_ptr, scale)
-    if CAPPED:
+    z = scaled_columns(row_ptr, at, n, side.bias_V, scale)
+    if side.softcap is not None:
         z = softcap * tanh(z / softcap)
     return tl.where(at < n, z, float("-inf"))
 
@@ -107,43 +114,43 @@ def _row_factor(factor_ptr, lift_ptr, row, pivot, beta, scale, KIND: tl.constexp
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _put(out_ptr, at, n, V, g, factor, row_ptr, bias_ptr, scale, softcap, CAPPED: tl.constexpr, OUT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put(out_ptr, at, n, g, factor, side, row_ptr, scale, softcap, OUT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store a block of a row's gradient, 0 from n to the end of V's last PAD."""
-    if CAPPED:
-        factor *= tanh_slope(scaled_columns(row_ptr, at, n, bias_ptr, scale) / softcap)
+    if side.softcap is not None:
+        factor *= tanh_slope(scaled_columns(row_ptr, at, n, side.bias_V, scale) / softcap)
     g = tl.where(at < n, g * factor, 0.0)
     if tl.float32 == OUT:  # in place of the logits, of which this block's may still be to be read by another thread
         tl.debug_barrier()
-    tl.store(out_ptr + at, g.to(OUT), mask=at < tl.cdiv(V, PAD) * PAD)
+    tl.store(out_ptr + at, g.to(OUT), mask=at < tl.cdiv(side.V, PAD) * PAD)
 
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _pair(  # type: ignore[no-untyped-def]
-    z_ptr, pads_per_row, V, bias_ptr, scale_ptr, softcap_ptr, other_ptr, other_pads_per_row, U, other_bias_ptr,
-    other_scale_ptr, other_softcap_ptr, kept_ptr, beta, value_ptr, lse_ptr, other_lse_ptr, pivot_ptr, mass_ptr, out_ptr,
-    out_pads_per_row, factor_ptr, lift_ptr, KIND: tl.constexpr, KNOWN: tl.constexpr, OUT: tl.constexpr,
+    student, teacher, kept_ptr, beta, numbers, out, KIND: tl.constexpr, KNOWN: tl.constexpr, OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See the functions below. A row that is not kept is one of no columns: it is not read.
 
     With KNOWN the logsumexps are read, else computed and, where there is room for them, stored.
     """
-    CAPPED: tl.constexpr = softcap_ptr is not None
-    OTHER_CAPPED: tl.constexpr = other_softcap_ptr is not None
+    value_ptr, lse_ptr, other_lse_ptr, pivot_ptr, mass_ptr = numbers
+    out_ptr, out_pads, factor_ptr, lift_ptr = out
     VALUES: tl.constexpr = value_ptr is not None
     BOTH: tl.constexpr = OUT is not None and VALUES and (KIND == "forward_kl" or KIND == "reverse_kl")
     MEAN: tl.constexpr = BOTH and KIND == "reverse_kl"
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = z_ptr + row * pads_per_row * PAD
-    other_row_ptr = other_ptr + row * other_pads_per_row * PAD
+    row_ptr = student.z_CV + row * student.pads * PAD
+    other_ptr = teacher.z_CV + row * teacher.pads * PAD
+    if OUT is not None:
+        out_ptr += row * out_pads * PAD
     beta = tl.cast(beta, tl.float32)  # under inductor a float argument comes as float64
-    scale, softcap = _number(scale_ptr, 1.0), _number(softcap_ptr, 1.0)
-    other_scale, other_softcap = _number(other_scale_ptr, 1.0), _number(other_softcap_ptr, 1.0)
-    n, k = V, U
+    scale, softcap = _number(student.scale), _number(student.softcap)
+    other_scale, other_softcap = _number(teacher.scale), _number(teacher.softcap)
+    n, k = student.V, teacher.V
     if kept_ptr is not None:
         kept = tl.load(kept_ptr + row)
-        n, k = tl.where(kept, V, 0), tl.where(kept, U, 0)
+        n, k = tl.where(kept, n, 0), tl.where(kept, k, 0)
     width = tl.maximum(n, k)
     counts = width > 0
     mean_gap = 0.0
@@ -160,8 +167,8 @@ def _pair(  # type: ignore[no-untyped-def]
         gaps, lacking = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), LOWEST, tl.float32)
         for start in range(0, width, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            z = _logits(row_ptr, at, n, bias_ptr, scale, softcap, CAPPED)
-            other = _logits(other_row_ptr, at, k, other_bias_ptr, other_scale, other_softcap, OTHER_CAPPED)
+            z = _logits(student, row_ptr, at, n, scale, softcap)
+            other = _logits(teacher, other_ptr, at, k, other_scale, other_softcap)
             tops, totals, e, higher = _add_exponential(z, tops, totals)
             other_tops, other_totals, _, _ = _add_exponential(other, other_tops, other_totals)
             if MEAN:  # of z - other over s, from which alone the gradient's pivot follows
@@ -192,12 +199,12 @@ def _pair(  # type: ignore[no-untyped-def]
         pivots = tl.zeros((BLOCK,), tl.float32)
         extent = width
         if BOTH:
-            extent = tl.maximum(width, V)
+            extent = tl.maximum(width, student.V)
         last = tl.cdiv(extent, BLOCK) * BLOCK - BLOCK
         for start in range(0, extent, BLOCK):
             at = last - start + tl.arange(0, BLOCK)  # from the end: what was read last is still in cache
-            z = _logits(row_ptr, at, n, bias_ptr, scale, softcap, CAPPED)
-            other = _logits(other_row_ptr, at, k, other_bias_ptr, other_scale, other_softcap, OTHER_CAPPED)
+            z = _logits(student, row_ptr, at, n, scale, softcap)
+            other = _logits(teacher, other_ptr, at, k, other_scale, other_softcap)
             # not z - lse, which would round as lse does
             a, b = (z - top) - log_total, (other - other_top) - other_log_total
             s, t = tl.exp(a), tl.exp(b)
@@ -220,8 +227,7 @@ def _pair(  # type: ignore[no-untyped-def]
                 g = s - t
                 if MEAN:
                     g = s * (tl.where(s == 0.0, 0.0, z - other) - mean_gap)
-                to = out_ptr + row * out_pads_per_row * PAD
-                _put(to, at, n, V, g, factor, row_ptr, bias_ptr, scale, softcap, CAPPED, OUT)
+                _put(out_ptr, at, n, g, factor, student, row_ptr, scale, softcap, OUT)
         found = tl.sum(value, 0)
         if mass_ptr is not None:  # what other ranks' classes have is still to be added
             tl.store(value_ptr + row, found)
@@ -237,14 +243,13 @@ def _pair(  # type: ignore[no-untyped-def]
 
     if OUT is not None and not BOTH:
         factor = _row_factor(factor_ptr, lift_ptr, row, pivot, beta, scale, KIND)
-        for start in range(0, V, BLOCK):
+        for start in range(0, student.V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            z = _logits(row_ptr, at, n, bias_ptr, scale, softcap, CAPPED)
-            other = _logits(other_row_ptr, at, k, other_bias_ptr, other_scale, other_softcap, OTHER_CAPPED)
+            z = _logits(student, row_ptr, at, n, scale, softcap)
+            other = _logits(teacher, other_ptr, at, k, other_scale, other_softcap)
             a, b = (z - top) - log_total, (other - other_top) - other_log_total
             g = gradient_terms(a, b, tl.exp(a), tl.exp(b), pivot, beta, KIND)
-            to = out_ptr + row * out_pads_per_row * PAD
-            _put(to, at, n, V, g, factor, row_ptr, bias_ptr, scale, softcap, CAPPED, OUT)
+            _put(out_ptr, at, n, g, factor, student, row_ptr, scale, softcap, OUT)
 
 
 def pair_rows(pair: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -253,7 +258,7 @@ def pair_rows(pair: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     A row that holds NaN, or +inf, or nothing but -inf, on either side, comes out as NaN. The products are left as they
     are, and nothing of their size is allocated.
     """
-    value, lse, other_lse, pivot = (_room(pair, 1)[0] for _ in range(4))  # an operator returns no views of one memory
+    value, lse, other_lse, pivot = (_room(pair)[0] for _ in range(4))  # an operator returns no views of one memory
     _launch(pair, (value, lse, other_lse, pivot, None))
     return value, lse, other_lse, pivot
 
@@ -304,42 +309,41 @@ def pair_gradient(
     assert out_CV.shape == pair.student.z_CV.shape
     assert (lift_C is not None) == (out_CV.dtype == torch.float16)
     assert factor_C is None or out_CV.dtype == torch.float32
-    value = None if known is not None else _room(pair, 1)[0]
+    _check_rows(out_CV)
+    value = None if known is not None else _room(pair)[0]
     numbers = (value, None, None, None, None) if known is None else (None, *known, None)
-    _launch(pair, numbers, out_CV, factor_C, lift_C, known=known is not None)
+    _launch(pair, numbers, (out_CV, out_CV.stride(0) // PAD.value, factor_C, lift_C), known=known is not None)
     return value
 
 
-def _room(pair: Pair, numbers: int) -> Tensor:
+def _room(pair: Pair, numbers: int = 1) -> Tensor:
     z_CV = pair.student.z_CV
     return z_CV.new_empty(numbers, z_CV.shape[0])
+
+
+def _check_rows(x_CV: Tensor) -> None:
+    """The kernel reads rows as they lie in memory, whatever strides say."""
+    assert x_CV.stride(0) % PAD.value == 0
+    assert x_CV.stride(1) == 1 or x_CV.shape[1] == 1
 
 
 def _launch(
     pair: Pair,
     numbers: tuple[Tensor | None, ...],
-    out_CV: Tensor | None = None,
-    factor_C: Tensor | None = None,
-    lift_C: Tensor | None = None,
+    out: tuple[Tensor | None, int, Tensor | None, Tensor | None] = (None, 0, None, None),
     *,
     known: bool = False,
 ) -> None:
-    """The kernel reads rows and vectors as they lie in memory, whatever strides say."""
     student, teacher, kind, beta, kept_C, longest = pair
-    C, V = student.z_CV.shape
-    rows = [x for x in (student.z_CV, teacher.z_CV, out_CV) if x is not None]
-    assert all(x.stride(0) % PAD.value == 0 and (x.stride(1) == 1 or x.shape[1] == 1) for x in rows)
-    assert all(x.shape[0] == C for x in rows)
-    assert all(x.dtype == torch.float32 for x in rows[:2])
-    vectors = (student.bias_V, teacher.bias_V, kept_C, factor_C, *numbers)
-    assert all(x is None or x.is_contiguous() for x in vectors)
+    C = student.z_CV.shape[0]
+    assert teacher.z_CV.shape[0] == C
+    assert all(x is None or x.is_contiguous() for x in (student.bias_V, teacher.bias_V, kept_C, out[2], *numbers))
     if not C:
         return
-    columns = V if numbers[0] is None and known else max(V, teacher.z_CV.shape[1])
+    columns = student.V if numbers[0] is None and known else max(student.V, teacher.V)
     block = min(max(triton.next_power_of_2(columns), 8), longest or LONGEST_BLOCK[kind])
-    sides = (x for z, *rest in (student, teacher) for x in (z, z.stride(0) // PAD.value, z.shape[1], *rest))
-    to, OUT = (0, None) if out_CV is None else (out_CV.stride(0) // PAD.value, _OUT[out_CV.dtype])
     _pair[(C,)](
-        *sides, kept_C, float(beta), *numbers, out_CV, to, factor_C, lift_C,
-        KIND=kind, KNOWN=known, OUT=OUT, BLOCK=block, num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
+        student, teacher, kept_C, float(beta), numbers, out, KIND=kind, KNOWN=known,
+        OUT=None if out[0] is None else _OUT[out[0].dtype], BLOCK=block,
+        num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
     )  # fmt: skip

@@ -152,7 +152,7 @@ class DenseKernels(Dense):
         from lowtide.head.kernels.pair_rows import Pair, Side
 
         heads = zip((self.head, self.teacher), self._both_sides(z, part), self._caps, strict=True)
-        sides = (Side(products, head.bias_V, head.scale, cap) for head, products, cap in heads)
+        sides = (Side.of(products, head.bias_V, head.scale, cap) for head, products, cap in heads)
         return Pair(next(sides), next(sides), self.kind, self.beta, None if self.kept is None else self.kept[part])
 
     def _of_pair(self, pair: "Pair") -> Numbers:
