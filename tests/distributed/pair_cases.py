@@ -13,6 +13,7 @@ from torch import Tensor
 import lowtide
 from distributed.launch import DEVICE, main, named
 from distributed.vocab_cases import head, plain, shard_of, spread, whole
+from lowtide.head import planning
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.terms import dense, divergence
@@ -21,7 +22,7 @@ from support import divergence_of, relative_error
 N, D, V = 10, 24, 61
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of gradients
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.2), ("tv", 0.5)]
-REAL_PLAN = divergence.plan_pair
+REAL_PLAN = planning.plan_pair
 
 
 def small_plans(n: int, *args: Any, **kwargs: Any) -> tuple[HeadPlan, HeadPlan]:
@@ -42,7 +43,7 @@ def small_plans(n: int, *args: Any, **kwargs: Any) -> tuple[HeadPlan, HeadPlan]:
 def with_kernels() -> None:
     """Nothing but the kernels may run."""
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
-    vars(divergence)["plan_pair"] = small_plans
+    vars(planning)["plan_pair"] = small_plans
     vars(divergence)["Dense"] = None
     vars(dense)["outcomes"] = None
     if DEVICE == "cpu":

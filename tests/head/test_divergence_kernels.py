@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
+from lowtide.head import planning
 from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.divergences.plan import plan_pair
 from lowtide.head.head_plan import HeadPlan
@@ -35,7 +36,7 @@ NEAR = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of gr
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels on the CPU, in chunks of 7 rows, with products that the CPU has; rows of no use computed as zeros."""
     used: list[str] = []
-    make = divergence_terms.plan_pair
+    make = planning.plan_pair
 
     def plans(N: int, *args: Any, **kwargs: Any) -> tuple[HeadPlan, HeadPlan]:
         found = make(N, *args, **{**kwargs, "backend": "torch"})
@@ -49,7 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         of_teacher = {**changed, "logits_gemm": "same" if args[3] == torch.float32 else "blocks"}
         return replace(found[0], **changed), replace(found[1], **of_teacher)
 
-    monkeypatch.setattr(divergence_terms, "plan_pair", plans)
+    monkeypatch.setattr(planning, "plan_pair", plans)
     monkeypatch.setattr(divergence_terms, "drops_rows", lambda device: False)
     monkeypatch.setattr(divergence_terms, "Dense", None)  # nothing else may run
     monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)

@@ -12,9 +12,8 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
-from lowtide.head.matmul import HeadMatmul
+from lowtide.head.matmul import HeadMatmul, finish_logits_
 from lowtide.head.rows import Rows
-from lowtide.head.softmax import finish_logits_
 
 Numbers = dict[str, Tensor]
 Upstream = Callable[[Numbers, slice], Any]

@@ -4,23 +4,21 @@ N tokens, n rows computed, D hidden size, V vocabulary, K classes of a teacher's
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError, message
-from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.call import DivergenceArgs, Head, Wanted, scalar_on
-from lowtide.head.divergences.plan import plan_pair
+from lowtide.head.call import DivergenceArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, run
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.head_plan import HeadPlan
+from lowtide.head.nodes import Function, Shape, head_flop
+from lowtide.head.planning import plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.scaling import factor_lift
+from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import Kept, StoredGradients, lacks_denominator, stored_gradients
-from lowtide.head.terms.cross_entropy import FP16_LIFT
 from lowtide.head.terms.dense import Dense, DenseKernels
 from lowtide.head.terms.topk import TopK
 
@@ -104,7 +102,7 @@ def _rows(head: Head, kept_N: Tensor | None) -> Rows:
     """Return which tokens are computed: across ranks all, for each has to make as many exchanges."""
     if kept_N is not None and head.ranks.alone and drops_rows(head.input.device):
         return Rows(tokens=head.tokens, index=positions(kept_N))
-    return Rows(tokens=head.tokens, kept=kept_N)
+    return Rows(tokens=head.tokens, kept=None if kept_N is None else kept_N.contiguous())
 
 
 def _denominator(head: Head, args: DivergenceArgs) -> Tensor | None:
@@ -143,7 +141,8 @@ def _at_temperature(head: Head, args: DivergenceArgs) -> Head:
 
 
 def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stored: bool) -> tuple[HeadPlan, Terms]:
-    plan, teacher_plan = _plans(head, args, rows.tokens if rows.index is None else len(rows.index), wanted, stored)
+    n = rows.tokens if rows.index is None else len(rows.index)
+    plan, teacher_plan = plan_both_sides(head, args, n, wanted, stored=stored)
     if args.teacher_input is None or args.teacher_weight is None:
         return plan, TopK(head, plan, args, rows)
     teacher = Head(
@@ -161,32 +160,18 @@ def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stor
     return plan, form(head, plan, _at_temperature(teacher, args), teacher_plan, rows, args.kind, args.beta)
 
 
-def _plans(head: Head, args: DivergenceArgs, n: int, wanted: Wanted, stored: bool) -> tuple[HeadPlan, HeadPlan]:
-    """Return both sides' plans for n rows, the same on every rank."""
-    ranks: Any = head.ranks
-    device, topk = head.input.device, args.topk_ids
-    V, D = head.weight_VD.shape
-    if topk is not None:
-        of_teacher = (0, topk.shape[1])
-    else:
-        assert args.teacher_weight is not None
-        of_teacher = (args.teacher_weight.shape[1], args.teacher_weight.shape[0])
-    if not ranks.alone:
-        V = ranks.most_rows + 1
-        of_teacher = of_teacher if topk is not None else (of_teacher[0], V)
-    backend, reason = choose_divergence_backend(head.options, device, head.dtype, V, topk=topk is not None)
-    return plan_pair(
-        n,
-        (D, V),
-        of_teacher,
-        head.dtype,
-        args.teacher_dtype,
-        device,
-        head.options,
-        backend=backend,
-        reason=reason,
-        weight_dtype=head.weight_VD.dtype,
-        gradient="forward" if stored else "recompute",
-        gradients=(any(wanted), wanted.head),
-        device_bytes=None if ranks.alone else ranks.limits.gpu_bytes,
-    )
+def _shapes(call: HeadCall, args: DivergenceArgs, keep: bool) -> dict[str, Shape]:
+    of_value: tuple[int, ...] = (call.tokens,) if args.reduction == "none" else ()
+    return {"value": (of_value, call.wide)} | dict.fromkeys(KNOWN, ((call.tokens if keep else 0,), call.wide))
+
+
+def _flop_of_teacher(args: DivergenceArgs) -> int:
+    if args.teacher_input is None or args.teacher_weight is None:
+        return 0
+    return head_flop(args.teacher_input, args.teacher_weight)
+
+
+DIVERGENCE = Function(
+    "divergence", "linear_divergence", DivergenceArgs, forward, backward, shapes=_shapes, returned=("value",),
+    differentiable=1, known=KNOWN, ignores=lambda args: args.mask is not None, beside=_flop_of_teacher,
+)  # fmt: skip
