@@ -152,10 +152,10 @@ class CrossEntropy(Exponentials):
                 coefficient_C=coefficient_C, first_class=first_class,
             )  # fmt: skip
             return
+        transform = self.transform.of_classes(slice(first_class, first_class + len(w_VD)))
         exp_logits.exp_logits(
-            piece.x_CD, w_VD, reference_C, piece.y_C, self.config, self.programs, sum_CP=sum_CP, e_CV=e_CV,
-            transform=self.transform.of_classes(slice(first_class, first_class + len(w_VD))),
-            coefficient_C=coefficient_C, first_class=first_class,
+            piece.x_CD, w_VD, reference_C, piece.y_C, self.config, self.programs, transform=transform, sum_CP=sum_CP,
+            e_CV=e_CV, coefficient_C=coefficient_C, first_class=first_class,
         )  # fmt: skip
 
     def _shifted(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...]) -> None:
