@@ -97,6 +97,8 @@ class CrossEntropy(Exponentials):
         if products is not None:
             products.settled()  # also where there are no tokens
         elif factor is not None:
+            del self._sums  # memory for the blocks
+            self._views.clear()
             self.gradients(*factor(), numbers)
         return numbers
 

@@ -137,7 +137,8 @@ def forward(
     loss, denominator = loss_N if per_token else loss_N.sum(), targets.denominator
     values = {"loss": loss if denominator is None else loss / denominator}
     if keep:
-        values |= {name: rows.among_all(numbers[name]) for name in ("lse", "miss") if name in numbers}
+        # copies: an operator returns no memory twice
+        values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
         if not ranks.alone and targets.loss.own_n is not None and targets.loss.total is not None:
             values["own"] = torch.cat((rows.among_all(targets.loss.own_n), targets.loss.total[None]))
     if not any(wanted):
