@@ -342,13 +342,13 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def refuse_transforms(
-    function: str, *tensors: Tensor | None, instead: str = NAIVE, way: str = "build the logits for this one"
+    function: str, *arguments: object, instead: str = NAIVE, way: str = "build the logits for this one"
 ) -> None:
     """Raise where ``function`` would be differentiated in a way that it has no formula for.
 
     Args:
         function: Its name.
-        tensors: What it would differentiate.
+        arguments: What it would differentiate; of these the tensors count.
         instead: The same by autograd's own derivatives.
         way: What to do for that, in words.
 
@@ -362,7 +362,7 @@ def refuse_transforms(
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(message(function, "reverse-mode autograd", "a torch.func transform", way_out))
-    if _forward_level() >= 0 and any(tensor is not None and _is_dual(tensor) for tensor in tensors):
+    if _forward_level() >= 0 and any(isinstance(x, Tensor) and _is_dual(x) for x in arguments):
         raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))
 
 
@@ -378,3 +378,8 @@ def _forward_level() -> int:
 
 def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
+
+
+def detached(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor without its graph, None for None."""
+    return None if tensor is None else tensor.detach()

@@ -23,7 +23,8 @@ from lowtide.head.graph import (
     tensor_fields,
     undisturbed,
 )
-from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.stored import StoredGradients, fake_stored_gradients, keep, multiplied
 
 Values = dict[str, Tensor]
@@ -80,15 +81,24 @@ class Function:
         )  # fmt: skip
         self.stored, self.recomputed = _nodes(self)
 
-    def __call__(self, call: HeadCall, args: Any, ranks: Ranks | None, *, recompute: bool) -> tuple[Tensor, ...]:
+    def __call__(self, call: HeadCall, args: Any, ranks: Ranks | Alone, *, recompute: bool) -> tuple[Tensor, ...]:
         """Return what is returned, connected to whichever of the head's tensors need a gradient.
+
+        Exchanges between ranks are no operators of a graph: where there are any, a compiler's ends, and begins anew.
 
         Args:
             call: The head.
             args: The rest.
-            ranks: Who else holds classes; None: nobody.
+            ranks: The ranks that share the classes.
             recompute: Whether backward recomputes the logits, or forward stores the gradients.
         """
+        if isinstance(ranks, Alone):
+            return self._connected(call, args, None, recompute)
+        if torch.compiler.is_compiling():
+            return exchanges_between_ranks_run_in_eager(self._connected, call, args, ranks, recompute)
+        return self._connected(call, args, ranks, recompute)
+
+    def _connected(self, call: HeadCall, args: Any, ranks: Ranks | None, recompute: bool) -> tuple[Tensor, ...]:
         wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in call.trained))
         values: Any
         if not (torch.is_grad_enabled() and any(wanted) and self.upstream):
