@@ -25,7 +25,7 @@ from lowtide.head.nodes import Function, Shape
 from lowtide.head.planning import plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
-from lowtide.head.stored import Kept, StoredGradients, lacks_denominator, stored_gradients
+from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
 from lowtide.head.terms.loss import Loss
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
@@ -83,7 +83,8 @@ class RowLoss(Terms):
         return self._turn(z, part, upstream({}, part))
 
     def _turn(self, z: Tensor, part: slice, factor_C: Tensor | None) -> tuple[Numbers, Tensor | None]:
-        from lowtide.head.kernels.row_softmax import softmax_rows
+        from lowtide.head.kernels.gemm import LogitTransform
+        from lowtide.head.kernels.row_softmax import LossTerms, softmax_rows
 
         head, targets, loss = self.head, self.targets, self.targets.loss
         assert not isinstance(head.softcap, Tensor)
@@ -96,13 +97,8 @@ class RowLoss(Terms):
             targets.y[part],
             unit,
             kept_C=None if targets.rows.kept is None else targets.rows.kept[part],
-            bias_V=head.bias_V,
-            logit_scale=head.scale,
-            softcap=head.softcap,
-            class_weight_V=loss.class_weight,
-            total_class_weight=loss.total,
-            label_smoothing=loss.label_smoothing,
-            z_loss=loss.z_loss,
+            transform=LogitTransform(head.bias_V, head.scale, head.softcap),
+            terms=LossTerms(loss.class_weight, loss.total, float(loss.label_smoothing), float(loss.z_loss)),
             loss_C=loss_C,
             gradient=None if factor_C is None else KERNEL_GRADIENT[head.dtype],
             factor_C=None if narrow else factor_C,
@@ -144,15 +140,9 @@ def forward(
     if not any(wanted):
         return values, None
     kept_N = args.target.reshape(-1) != args.ignore_index
-    return values, stored_gradients(
-        into,
-        head.input,
-        head.weight_VD,
-        head.wide,
-        denominator=denominator,
-        input_factor_N=rows.among_all(targets.unit).clone() if per_token else None,
-        kept=Kept(ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()),
-    )
+    kept = ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()
+    unit_N = rows.among_all(targets.unit).clone() if per_token else None
+    return values, stored_gradients(head, into, denominator=denominator, input_factor_N=unit_N, kept=kept)
 
 
 def backward(
