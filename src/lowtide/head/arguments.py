@@ -95,14 +95,8 @@ def check_head(
             raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
         check_device(name, tensor, input)
         if operand_dtype(tensor) != dtype:
-            raise ArgumentTypeError(
-                message(
-                    name,
-                    f"dtype {input.dtype}, as {input_name} has",
-                    str(tensor.dtype),
-                    "Cast one of them, or run under torch.autocast.",
-                )
-            )
+            hint = "Cast one of them, or run under torch.autocast."
+            raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as {input_name} has", str(tensor.dtype), hint))
     if linear_bias is not None and linear_bias.shape != (V,):
         expected = f"shape [{V}], as {weight_name} is [{V}, {D}]"
         raise ArgumentValueError(message(bias_name, expected, _shape(linear_bias)))
@@ -132,17 +126,14 @@ def check_whole(name: str, weight: Tensor, input: Tensor) -> None:
     """
     if is_dtensor(weight) and not is_dtensor(input):
         mesh: Any = weight
-        raise ArgumentTypeError(
-            message(
-                name,
-                "a plain tensor, as input is",
-                f"a DTensor {mesh.placements} on {mesh.device_mesh}",
-                "Where fully_shard shards it: use it inside the forward of the module that was sharded, or gather that"
-                " unit first with .unshard(). full_tensor() would give wrong gradients in silence. Where the vocabulary"
-                " is sharded for tensor parallelism: make input a DTensor on the same mesh, Replicate() or Shard of an"
-                " axis of tokens.",
-            )
+        got = f"a DTensor {mesh.placements} on {mesh.device_mesh}"
+        hint = (
+            "Where fully_shard shards it: use it inside the forward of the module that was sharded, or gather that"
+            " unit first with .unshard(). full_tensor() would give wrong gradients in silence. Where the vocabulary"
+            " is sharded for tensor parallelism: make input a DTensor on the same mesh, Replicate() or Shard of an"
+            " axis of tokens."
         )
+        raise ArgumentTypeError(message(name, "a plain tensor, as input is", got, hint))
 
 
 def operand_dtype(tensor: Tensor) -> torch.dtype:
@@ -164,15 +155,12 @@ def check_target(input: Tensor, target: Tensor, linear_weight: Tensor | None = N
     """
     check_tensor("target", target)
     if target.is_floating_point() or target.is_complex():
-        raise ArgumentTypeError(
-            message(
-                "target",
-                f"class indices, an integer tensor of shape {list(input.shape[:-1])}",
-                f"{target.dtype} of shape {_shape(target)}",
-                "For class probabilities use lowtide.linear_apply with your own function of the logits,"
-                " or lowtide.linear_divergence with a teacher.",
-            )
+        expected = f"class indices, an integer tensor of shape {list(input.shape[:-1])}"
+        hint = (
+            "For class probabilities use lowtide.linear_apply with your own function of the logits,"
+            " or lowtide.linear_divergence with a teacher."
         )
+        raise ArgumentTypeError(message("target", expected, f"{target.dtype} of shape {_shape(target)}", hint))
     if target.dtype == torch.bool:
         raise ArgumentTypeError(message("target", "class indices, an integer tensor", "torch.bool"))
     if several and target.dim() == input.dim():
@@ -342,39 +330,37 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def refuse_transforms(
-    function: str, *tensors: Tensor | None, instead: str = NAIVE, way: str = "build the logits for this one"
+    function: str, *arguments: object, instead: str = NAIVE, way: str = "build the logits for this one"
 ) -> None:
     """Raise where ``function`` would be differentiated in a way that it has no formula for.
 
     Args:
         function: Its name.
-        tensors: What it would differentiate.
+        arguments: What it would differentiate; of these the tensors count.
         instead: The same by autograd's own derivatives.
         way: What to do for that, in words.
 
     Raises:
         UnsupportedError: Forward-mode derivatives, or a transform of torch.func.
     """
-    way_out = f"Call .backward() or torch.autograd.grad on its result, or {way}: {instead}."
-    if torch.compiler.is_compiling():  # its own use of these transforms cannot be told from the user's, but for one
-        if _forward_level() >= 0:
-            raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))
-        return
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UnsupportedError(message(function, "reverse-mode autograd", "a torch.func transform", way_out))
-    if _forward_level() >= 0 and any(tensor is not None and _is_dual(tensor) for tensor in tensors):
-        raise UnsupportedError(message(function, "reverse-mode autograd", "forward-mode derivatives", way_out))
-
-
-def _is_dual(tensor: Tensor) -> bool:
     forward_ad: Any = torch.autograd.forward_ad
-    return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def _forward_level() -> int:
-    level: int = torch.autograd.forward_ad._current_level
-    return level
+    compiling = torch.compiler.is_compiling()  # its own use of torch.func cannot be told from the user's
+    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+        got = "a torch.func transform"
+    elif forward_ad._current_level >= 0 and (
+        compiling or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
+    ):
+        got = "forward-mode derivatives"
+    else:
+        return
+    hint = f"Call .backward() or torch.autograd.grad on its result, or {way}: {instead}."
+    raise UnsupportedError(message(function, "reverse-mode autograd", got, hint))
 
 
 def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
+
+
+def detached(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor without its graph, None for None."""
+    return None if tensor is None else tensor.detach()

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.arguments import logit_scale_tensor, softcap_number
+from lowtide.head.arguments import check_head, logit_scale_tensor, softcap_number
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.ranks.parallel import Ranks, ranks_of
 from lowtide.head.scaling import with_trained_scale
 
 
@@ -91,7 +91,7 @@ class HeadCall(NamedTuple):
         """Return it as the loops over chunks read it: what kernels read without strides has none.
 
         Args:
-            ranks: Who else holds classes; None: nobody.
+            ranks: The ranks that share the classes; None: this one has all.
             gradient: "recompute" for a pass whose upstream gradient is not that of its own loss.
         """
         accumulate: Any = self.accumulate
@@ -109,24 +109,29 @@ class HeadCall(NamedTuple):
         )
 
 
-def local_call(
-    ranks: Ranks | None,
+def checked_call(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     logit_scale: float | Tensor,
     softcap: float | None,
-    dtype: torch.dtype,
     options: HeadOptions,
-) -> HeadCall:
-    """Return the record of a head whose tensors are checked: local to this rank, and ready to train a scale."""
+    vocab_shard: object,
+) -> tuple[HeadCall, Ranks | Alone]:
+    """Check what all functions of the logits get; return it local to this rank, with a scale ready to be trained.
+
+    Raises:
+        ArgumentTypeError: As `check_head`, `ranks_of`, `logit_scale_tensor` and `softcap_number` say.
+        ArgumentValueError: The same.
+        UnsupportedError: As `check_head` says.
+    """
+    dtype = check_head(input, linear_weight, linear_bias)
     scale = logit_scale_tensor(logit_scale)
-    if ranks is not None:
-        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
-        scale = ranks.whole(scale)
+    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
+    input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
+    scale = ranks.whole(scale)
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
-        factors = (scale, scale) if ranks is None else ranks.factors(scale)
-        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *ranks.factors(scale))
     return HeadCall(
         input=input,
         linear_weight=linear_weight,
@@ -137,7 +142,7 @@ def local_call(
         workspace_mib=options.workspace_mib,
         accumulate=options.accumulate,
         backend=options.backend,
-    )
+    ), ranks
 
 
 class CrossEntropyArgs(NamedTuple):

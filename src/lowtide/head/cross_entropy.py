@@ -8,7 +8,6 @@ from torch.nn.functional import pad
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import (
     check_device,
-    check_head,
     check_index,
     check_number,
     check_options,
@@ -16,14 +15,14 @@ from lowtide.head.arguments import (
     check_real,
     check_reduction,
     check_target,
+    detached,
     num_items_tensor,
     refuse_transforms,
 )
 from lowtide.head.backends import choose_backend
-from lowtide.head.call import CrossEntropyArgs, local_call
+from lowtide.head.call import CrossEntropyArgs, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.parallel import ranks_of, with_ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 
@@ -111,54 +110,47 @@ def linear_cross_entropy(
         >>> head.weight.grad.shape
         torch.Size([1000, 16])
     """
-    scale = logit_scale if isinstance(logit_scale, Tensor) else None
-    refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias, scale)
-    dtype = check_head(input, linear_weight, linear_bias)
-    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
+    refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias, logit_scale)
+    options = check_options(options)
+    head, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
     check_target(input, target, linear_weight)
-    V = linear_weight.shape[0] if ranks is None else ranks.shard.vocab
     check_reduction(reduction)
     if not isinstance(shift, bool):
         raise ArgumentTypeError(message("shift", "True or False", f"{shift!r}"))
+    V = ranks.vocab
     if weight is not None:
-        if check_real("weight", weight).shape not in ((V,), (linear_weight.shape[0],)):
+        if check_real("weight", weight).shape not in ((V,), (ranks.rows,)):
             got = f"shape {list(weight.shape)}"
             raise ArgumentValueError(message("weight", f"one class weight for each of {V}", got))
         check_device("weight", weight, input)
     if token_weight is not None:
         check_per_token("token_weight", token_weight, input)
-    options = check_options(options)
     if shift and target.dim() == 0:
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
-    if options.backend != "auto" and ranks is None:
+    if options.backend != "auto" and ranks.alone:
         both = softcap is not None and label_smoothing != 0
-        choose_backend(options, input.device, dtype, input.shape[-1], V, capped_and_smoothed=both)
+        choose_backend(options, input.device, head.dtype, input.shape[-1], V, capped_and_smoothed=both)
     ignore_index = check_index("ignore_index", ignore_index)
-    call = local_call(ranks, input, linear_weight, linear_bias, logit_scale, softcap, dtype, options)
-    if ranks is not None:
-        target, token_weight, weight = ranks.whole(target), ranks.whole(token_weight), ranks.whole(weight)
-        weight = ranks.class_weight(weight)
-    length = target.shape[-1] if shift else 0
-    target = target.long()
+    target, token_weight = ranks.whole(target).long(), detached(ranks.whole(token_weight))
     if shift:
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
     args = CrossEntropyArgs(
         target=target,
-        weight=None if weight is None else weight.detach(),
-        token_weight=None if token_weight is None else token_weight.detach(),
+        weight=detached(ranks.class_weight(ranks.whole(weight))),
+        token_weight=token_weight,
         num_items=num_items_tensor(num_items, reduction),
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),
         z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
     )
-    recompute = choose_gradient(options, reduction, call.frozen and ranks is None) == "recompute"
-    (loss,) = with_ranks(ranks, CROSS_ENTROPY, call, args, ranks, recompute=recompute)
+    recompute = choose_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
+    (loss,) = CROSS_ENTROPY(head, args, ranks, recompute=recompute)
     if reduction == "none":
         loss = loss.view(target.shape)
-        loss = loss[..., : max(0, length - 1)] if shift else loss
-    return loss if ranks is None else ranks.result(loss)
+        loss = loss[..., :-1] if shift else loss
+    return ranks.result(loss)
 
 
 def _shifted(x: Tensor, last: int) -> Tensor:

@@ -15,16 +15,18 @@ from lowtide.head.arguments import (
     check_per_token,
     check_reduction,
     check_tensor,
+    detached,
     num_items_tensor,
     refuse_transforms,
     scalar_tensor,
     softcap_number,
 )
 from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.call import DivergenceArgs, local_call
+from lowtide.head.call import DivergenceArgs, checked_call
 from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.ranks.parallel import Ranks, ranks_of, with_ranks
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.divergence import DIVERGENCE
 
@@ -145,12 +147,9 @@ def linear_divergence(
         >>> (2.0**2 * kl).backward()
     """
     refuse_transforms("linear_divergence", input, linear_weight, linear_bias)
-    dtype = check_head(input, linear_weight, linear_bias)
-    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard)
-    if ranks is not None and ranks.spread:
-        input = ranks.gathered(input)
-        ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard)
-    if (linear_weight.shape[0] if ranks is None else ranks.shard.vocab) == 0:
+    options = check_options(options)
+    head, ranks = checked_call(input, linear_weight, linear_bias, 1, softcap, options, vocab_shard)
+    if ranks.vocab == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     if kind not in KINDS:
         raise ArgumentValueError(message("kind", "'forward_kl', 'reverse_kl', 'jsd' or 'tv'", f"{kind!r}"))
@@ -158,15 +157,14 @@ def linear_divergence(
     beta = check_number("beta", beta, 0, 1)
     if kind == "jsd" and beta in (0, 1):
         kind = "forward_kl" if beta == 0 else "reverse_kl"
-    options = check_options(options)
     if mask is not None:
         check_per_token("mask", mask, input)
         if mask.dtype != torch.bool:
             raise ArgumentTypeError(message("mask", "dtype torch.bool, True where computed", str(mask.dtype)))
     ids = logprobs = None
-    tail = ""
+    tail, teacher_dtype = "", head.dtype
     if teacher_topk is None:
-        teacher_dtype = _check_teacher(input, dtype, teacher_input, teacher_weight, teacher_bias, ranks)
+        teacher_dtype = _check_teacher(input, head.dtype, teacher_input, teacher_weight, teacher_bias, ranks)
     else:
         of_teacher = (teacher_input, teacher_weight, teacher_bias, teacher_softcap)
         for name, value in zip((*TEACHER, "teacher_softcap"), of_teacher, strict=True):
@@ -174,23 +172,20 @@ def linear_divergence(
                 got = f"a {type(value).__name__}"
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
         ids, logprobs, tail = _check_topk(input, teacher_topk)
-        teacher_dtype = dtype
-    if options.backend != "auto" and ranks is None:
+    if options.backend != "auto" and ranks.alone:
         V, given = linear_weight.shape[0], teacher_topk is not None
-        choose_divergence_backend(options, input.device, dtype, V, topk=given)
-    leading = input.shape[:-1]
-    call = local_call(ranks, input, linear_weight, linear_bias, 1, softcap, dtype, options)
-    recompute = choose_divergence_gradient(options, reduction, call.frozen and ranks is None) == "recompute"
-    if ranks is not None:
-        teacher_input, mask = ranks.whole(teacher_input), ranks.whole(mask)
-        teacher_weight, teacher_bias = ranks.local(teacher_weight), ranks.local(teacher_bias)
-        ids, logprobs = ranks.whole(ids), ranks.whole(logprobs)
+        choose_divergence_backend(options, input.device, head.dtype, V, topk=given)
+    recompute = choose_divergence_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
+    if isinstance(ranks, Ranks) and ranks.spread:
+        whole, ranks = ranks.gathered(input)
+        head = head._replace(input=whole)
+    mask = ranks.whole(mask)
     args = DivergenceArgs(
-        teacher_input=_detached(teacher_input),
-        teacher_weight=_detached(teacher_weight),
-        teacher_bias=_detached(teacher_bias),
-        topk_ids=ids,
-        topk_logprobs=logprobs,
+        teacher_input=detached(ranks.whole(teacher_input)),
+        teacher_weight=detached(ranks.local(teacher_weight)),
+        teacher_bias=detached(ranks.local(teacher_bias)),
+        topk_ids=ranks.whole(ids),
+        topk_logprobs=ranks.whole(logprobs),
         mask=None if mask is None else mask.reshape(-1),
         temperature=_check_temperature(temperature),
         num_items=num_items_tensor(num_items, reduction),
@@ -201,9 +196,8 @@ def linear_divergence(
         tail=tail,
         reduction=reduction,
     )
-    (value,) = with_ranks(ranks, DIVERGENCE, call, args, ranks, recompute=recompute)
-    value = value.view(leading) if reduction == "none" else value
-    return value if ranks is None else ranks.result(value)
+    (value,) = DIVERGENCE(head, args, ranks, recompute=recompute)
+    return ranks.result(value.view(input.shape[:-1]) if reduction == "none" else value)
 
 
 def _check_teacher(
@@ -212,7 +206,7 @@ def _check_teacher(
     hidden: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    ranks: Ranks | None,
+    ranks: Ranks | Alone,
 ) -> torch.dtype:
     """Check the teacher's own head, and return the dtype that its GEMM's operands take."""
     for name, value in (("teacher_input", hidden), ("teacher_weight", weight)):
@@ -222,7 +216,7 @@ def _check_teacher(
     assert hidden is not None
     assert weight is not None
     teacher_dtype = check_head(hidden, weight, bias, TEACHER)
-    if ranks is not None:
+    if isinstance(ranks, Ranks):
         ranks.check_alike("teacher_weight", weight)
         if bias is not None:
             ranks.check_alike("teacher_bias", bias)
@@ -278,7 +272,3 @@ def _check_temperature(temperature: float | Tensor) -> Tensor | None:
         if isinstance(temperature, int | float) and temperature == 1:
             return None
     return scalar_tensor("temperature", temperature, torch.float64)
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()

@@ -23,8 +23,16 @@ from lowtide.head.graph import (
     tensor_fields,
     undisturbed,
 )
-from lowtide.head.ranks.parallel import Ranks
-from lowtide.head.stored import StoredGradients, fake_stored_gradients, keep, multiplied
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Ranks, exchanges_between_ranks_run_in_eager
+from lowtide.head.stored import (
+    StoredGradients,
+    fake_gradients,
+    fake_stored_gradients,
+    found_gradients,
+    keep,
+    multiplied,
+)
 
 Values = dict[str, Tensor]
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -80,15 +88,24 @@ class Function:
         )  # fmt: skip
         self.stored, self.recomputed = _nodes(self)
 
-    def __call__(self, call: HeadCall, args: Any, ranks: Ranks | None, *, recompute: bool) -> tuple[Tensor, ...]:
+    def __call__(self, call: HeadCall, args: Any, ranks: Ranks | Alone, *, recompute: bool) -> tuple[Tensor, ...]:
         """Return what is returned, connected to whichever of the head's tensors need a gradient.
+
+        Exchanges between ranks are no operators of a graph: where there are any, a compiler's ends, and begins anew.
 
         Args:
             call: The head.
             args: The rest.
-            ranks: Who else holds classes; None: nobody.
+            ranks: The ranks that share the classes.
             recompute: Whether backward recomputes the logits, or forward stores the gradients.
         """
+        if isinstance(ranks, Alone):
+            return self._connected(call, args, None, recompute)
+        if torch.compiler.is_compiling():
+            return exchanges_between_ranks_run_in_eager(self._connected, call, args, ranks, recompute)
+        return self._connected(call, args, ranks, recompute)
+
+    def _connected(self, call: HeadCall, args: Any, ranks: Ranks | None, recompute: bool) -> tuple[Tensor, ...]:
         wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in call.trained))
         values: Any
         if not (torch.is_grad_enabled() and any(wanted) and self.upstream):
@@ -123,14 +140,8 @@ class Function:
         return (*found, *(self._fake_stored(call, args, wanted) if stored is None else stored))
 
     def _fake_stored(self, call: HeadCall, args: Any, wanted: Wanted) -> StoredGradients:
-        return fake_stored_gradients(
-            wanted,
-            call.input,
-            call.linear_weight,
-            call.wide,
-            per_token=getattr(args, "reduction", "none") == "none",
-            ignores=any(wanted) and self.ignores(args),
-        )
+        per_token = getattr(args, "reduction", "none") == "none"
+        return fake_stored_gradients(call, wanted, per_token=per_token, ignores=any(wanted) and self.ignores(args))
 
     def _fake(self, *fields: Any) -> tuple[Tensor, ...]:
         call, args, wanted = self._split(fields)
@@ -144,22 +155,12 @@ class Function:
         upstream = dict(zip(self.upstream, given, strict=False))
         known = dict(zip(self.known, given[len(self.upstream) :], strict=True))
         with torch.no_grad(), undisturbed(call.input.device):
-            into = self._backward(call.head(ranks, "recompute"), args, wanted, upstream, known)
-        x, w = call.input, call.linear_weight
-        return (
-            x.new_empty(0) if into.input_ND is None else into.input_ND.view(x.shape),
-            w.new_empty(0) if into.weight_VD is None else into.weight_VD.to(w.dtype),
-            x.new_empty(0, dtype=call.wide) if into.bias_V is None else into.bias_V,
-        )
+            head = call.head(ranks, "recompute")
+            return found_gradients(head, self._backward(head, args, wanted, upstream, known))
 
     def _fake_gradients(self, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
         call, _, wanted = self._split(fields)
-        x, w = call.input, call.linear_weight
-        return (
-            x.new_empty(x.shape if wanted.input else 0),
-            w.new_empty(w.shape if wanted.weight else 0),
-            x.new_empty(w.shape[0] if wanted.bias else 0, dtype=call.wide),
-        )
+        return fake_gradients(call, wanted)
 
     def _flop(self, *fields: Any) -> int:
         call, args, wanted = self._split(fields)

@@ -4,7 +4,6 @@ A scalar loss's upstream gradient is one factor of all of them; with a value for
 factor for each row of the input's.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,21 +11,10 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError
+from lowtide.head.call import Head, HeadCall, Wanted
 from lowtide.head.gradients import Gradients
 from lowtide.head.graph import is_last_backward
 from lowtide.head.scaling import lift_of, lift_of_rows, scaled
-
-
-class Kept(NamedTuple):
-    """Which tokens are valid. The gradient of the others is 0 for any upstream gradient, infinity and NaN too."""
-
-    tokens_N: Tensor  # bool, of the hidden states that are here
-    any: Tensor  # bool, scalar: whether any token counts, here or on another rank that holds classes
-
-    @classmethod
-    def of(cls, kept_N: Tensor) -> "Kept":
-        """Return it for tokens that are all here."""
-        return cls(kept_N, kept_N.any())
 
 
 class StoredGradients(NamedTuple):
@@ -37,8 +25,8 @@ class StoredGradients(NamedTuple):
     bias_grad: Tensor  # wide
     input_factor: Tensor  # scalar or [N]: what input_grad is still to be multiplied with
     weight_factor: Tensor  # scalar: the same for weight_grad
-    kept_tokens: Tensor  # as in `Kept`, and so is the next; empty where nothing can be ignored
-    kept_any: Tensor
+    kept_tokens: Tensor  # [N] bool: which of the hidden states here count; empty where nothing can be ignored
+    kept_any: Tensor  # bool, scalar: whether any token counts, here or on another rank that holds classes; or empty
 
 
 def lacks_denominator(input: Tensor, linear_weight: Tensor) -> bool:
@@ -50,82 +38,88 @@ def lacks_denominator(input: Tensor, linear_weight: Tensor) -> bool:
 
 
 def stored_gradients(
+    head: Head,
     into: Gradients,
-    input: Tensor,
-    linear_weight: Tensor,
-    wide: torch.dtype,
     *,
     denominator: Tensor | None,
     input_factor_N: Tensor | None,
-    kept: Kept | None,
+    kept: tuple[Tensor, Tensor] | None,
 ) -> StoredGradients:
     """Bring gradients into the dtypes of what they belong to, with the factors that they still lack.
 
     Args:
+        head: Whose they are.
         into: The gradients, summed.
-        input: Hidden states [..., D].
-        linear_weight: The head's weight.
-        wide: dtype of the bias's gradient and of the factors.
         denominator: What a mean is divided by, a scalar; None: nothing.
         input_factor_N: With a value for each token: each one's factor.
-        kept: Which tokens count; None: all.
+        kept: Which tokens count, as in `StoredGradients`: the gradient of the others is 0 for any upstream gradient,
+            infinity and NaN too. None: all count.
     """
-    dx, dw, db = into.input_ND, into.weight_VD, into.bias_V
+    input, weight, wide = head.input, head.weight_VD, head.wide
     input_factor, weight_factor = input_factor_N, None
-    if input_factor_N is None and lacks_denominator(input, linear_weight):
+    if input_factor_N is None and lacks_denominator(input, weight):
         one = torch.ones((), dtype=wide, device=input.device)
-        no_tokens = input.shape[:-1].numel() == 0  # nor then is there anything to divide
-        inverse = one if denominator is None or no_tokens else 1 / denominator
-        db = None if db is None else db * (inverse if kept is None else inverse.where(kept.any, 0))
-        input_factor = inverse
-        if dw is not None:
-            lift = _lift_of_all(dw) if linear_weight.dtype == torch.float16 else one
-            dw, weight_factor = dw.mul_(lift), inverse / lift
-    if dx is not None and input.dtype == torch.float16:
-        dx, lift_N = _lifted(dx, into.lift_N)
-        input_factor = 1 / lift_N if input_factor is None else input_factor / lift_N
+        # where there are no tokens, there is nothing to divide
+        input_factor = inverse = one if denominator is None or not head.tokens else 1 / denominator
+        if into.bias_V is not None:
+            into.bias_V = into.bias_V * (inverse if kept is None else inverse.where(kept[1], 0))
+        if into.weight_VD is not None:
+            lift = _lift_of_all(into.weight_VD) if weight.dtype == torch.float16 else one
+            weight_factor = inverse / lift
+            into.weight_VD.mul_(lift)
+    if into.input_ND is not None and input.dtype == torch.float16:
+        if into.lift_N is None:  # the gradient is wide still
+            into.lift_N = lift_of_rows(into.input_ND)
+            into.input_ND = (into.input_ND * into.lift_N[:, None]).to(torch.float16)
+        input_factor = 1 / into.lift_N if input_factor is None else input_factor / into.lift_N
+    kept_tokens, kept_any = (input.new_empty(0, dtype=torch.bool) for _ in range(2)) if kept is None else kept
     return StoredGradients(
-        input_grad=input.new_empty(0) if dx is None else dx.view(input.shape),
-        weight_grad=linear_weight.new_empty(0) if dw is None else dw.to(linear_weight.dtype),
-        bias_grad=input.new_empty(0, dtype=wide) if db is None else db,
-        input_factor=input.new_empty(0, dtype=wide) if dx is None or input_factor is None else input_factor,
+        *found_gradients(head, into),
+        input_factor=input.new_empty(0, dtype=wide) if into.input_ND is None or input_factor is None else input_factor,
         weight_factor=input.new_empty(0, dtype=wide) if weight_factor is None else weight_factor,
-        kept_tokens=input.new_empty(0, dtype=torch.bool) if kept is None else kept.tokens_N,
-        kept_any=input.new_empty(0, dtype=torch.bool) if kept is None else kept.any,
+        kept_tokens=kept_tokens,
+        kept_any=kept_any,
     )
 
 
-def fake_stored_gradients(
-    wanted: Sequence[bool],
-    input: Tensor,
-    linear_weight: Tensor,
-    wide: torch.dtype,
-    *,
-    per_token: bool,
-    ignores: bool,
-) -> StoredGradients:
-    """Return the same without numbers.
+def found_gradients(head: Head, into: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients in the shapes and dtypes of what they belong to, the bias's wide; empty where not wanted."""
+    x, w = head.input, head.weight_VD
+    return (
+        x.new_empty(0) if into.input_ND is None else into.input_ND.view(x.shape),
+        w.new_empty(0) if into.weight_VD is None else into.weight_VD.to(w.dtype),
+        x.new_empty(0, dtype=head.wide) if into.bias_V is None else into.bias_V,
+    )
+
+
+def fake_gradients(call: HeadCall, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same without numbers."""
+    x, w = call.input, call.linear_weight
+    return (
+        x.new_empty(x.shape if wanted.input else 0),
+        w.new_empty(w.shape if wanted.weight else 0),
+        x.new_empty(w.shape[0] if wanted.bias else 0, dtype=call.wide),
+    )
+
+
+def fake_stored_gradients(call: HeadCall, wanted: Wanted, *, per_token: bool, ignores: bool) -> StoredGradients:
+    """Return what `stored_gradients` does, without numbers.
 
     Args:
+        call: The head.
         wanted: Which gradients are.
-        input: Hidden states [..., D].
-        linear_weight: The head's weight.
-        wide: As in `stored_gradients`.
         per_token: Whether there is a value for each token.
         ignores: Whether tokens can be ignored.
     """
-    wanted_input, wanted_weight, wanted_bias = wanted
-    tokens = (math.prod(input.shape[:-1]),)
-    one = () if lacks_denominator(input, linear_weight) else (0,)
-    of_input: tuple[int, ...] = tokens if per_token or input.dtype == torch.float16 else one
+    x, tokens, none = call.input, (call.tokens,), (0,)
+    one = () if lacks_denominator(x, call.linear_weight) else none
+    of_input: tuple[int, ...] = tokens if per_token or x.dtype == torch.float16 else one
     return StoredGradients(
-        input_grad=input.new_empty(input.shape if wanted_input else 0),
-        weight_grad=linear_weight.new_empty(linear_weight.shape if wanted_weight else 0),
-        bias_grad=input.new_empty(linear_weight.shape[0] if wanted_bias else 0, dtype=wide),
-        input_factor=input.new_empty(of_input if wanted_input else (0,), dtype=wide),
-        weight_factor=input.new_empty(one if wanted_weight and not per_token else (0,), dtype=wide),
-        kept_tokens=input.new_empty(tokens if ignores else (0,), dtype=torch.bool),
-        kept_any=input.new_empty(() if ignores else (0,), dtype=torch.bool),
+        *fake_gradients(call, wanted),
+        input_factor=x.new_empty(of_input if wanted.input else none, dtype=call.wide),
+        weight_factor=x.new_empty(one if wanted.weight and not per_token else none, dtype=call.wide),
+        kept_tokens=x.new_empty(tokens if ignores else none, dtype=torch.bool),
+        kept_any=x.new_empty(() if ignores else none, dtype=torch.bool),
     )
 
 
@@ -205,11 +199,3 @@ def multiplied(
 def _lift_of_all(dw: Tensor) -> Tensor:
     """Return the power of two that brings the largest entry near the top of fp16's range."""
     return lift_of(torch.maximum(dw.amax(), -dw.amin())) if dw.numel() else dw.new_ones(())
-
-
-def _lifted(dx_ND: Tensor, lift_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return an fp16 gradient, and what its rows were multiplied with: now, if they are wide still."""
-    if lift_N is not None:
-        return dx_ND, lift_N
-    lift_N = lift_of_rows(dx_ND)
-    return (dx_ND * lift_N[:, None]).to(torch.float16), lift_N

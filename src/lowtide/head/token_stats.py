@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,17 +9,17 @@ from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
 from lowtide.head.arguments import (
-    check_head,
     check_index,
     check_options,
     check_target,
     refuse_transforms,
 )
 from lowtide.head.backends import choose_backend, choose_stats_backend
-from lowtide.head.call import CrossEntropyArgs, TokenStatsArgs, local_call
+from lowtide.head.call import CrossEntropyArgs, HeadCall, TokenStatsArgs, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.parallel import ranks_of, with_ranks
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS
@@ -109,26 +108,14 @@ def linear_logprobs(
         >>> linear_logprobs(hidden, head.weight, labels, logit_scale=1 / 0.7).shape
         torch.Size([2, 5])
     """
-    refuse_transforms("linear_logprobs", input, linear_weight, linear_bias, _tensor_or_none(logit_scale))
-    dtype = check_head(input, linear_weight, linear_bias)
+    refuse_transforms("linear_logprobs", input, linear_weight, linear_bias, logit_scale)
+    options = check_options(options)
+    head, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
     check_target(input, target, linear_weight, several=True)
     names = frozenset({"logprob"})
-    stats = _token_stats(
-        dtype,
-        input,
-        linear_weight,
-        target,
-        names,
-        linear_bias,
-        softcap,
-        logit_scale,
-        ignore_index,
-        0,
-        options,
-        vocab_shard,
-    )
-    assert stats.logprob is not None
-    return stats.logprob
+    logprob = _token_stats(head, ranks, options, input.shape[:-1], target, names, 0, ignore_index).logprob
+    assert logprob is not None
+    return logprob
 
 
 def linear_token_stats(
@@ -194,100 +181,74 @@ def linear_token_stats(
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
         >>> accuracy = stats.is_top1.float().mean()
     """
-    refuse_transforms("linear_token_stats", input, linear_weight, linear_bias, _tensor_or_none(logit_scale))
-    dtype = check_head(input, linear_weight, linear_bias)
-    names = _check_want(want)
+    refuse_transforms("linear_token_stats", input, linear_weight, linear_bias, logit_scale)
+    options, names = check_options(options), _check_want(want)
     if topk is not None:
         names |= {"topk"}
-        V = vocab_shard.vocab if isinstance(vocab_shard, VocabShard) else linear_weight.shape[0]
-        topk = check_index("topk", topk)
-        if not 1 <= topk <= V:
-            raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))
     elif "topk" in names:
         raise ArgumentValueError(message("topk", "an int, as want names 'topk'", "None", "Say how many: topk=5."))
-    if target is not None:
-        check_target(input, target, linear_weight, several=True)
-    elif not names.isdisjoint(OF_TARGETS):
-        needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
-        hint = "Pass the targets, or a want without these."
-        raise ArgumentValueError(message("target", f"class indices, as want names {needed}", "None", hint))
-    return _token_stats(
-        dtype, input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, topk or 0, options,
-        vocab_shard,
-    )  # fmt: skip
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not names.isdisjoint(DIFFERENTIABLE)):
+        head, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+        highest = 0 if topk is None else check_index("topk", topk)
+        if topk is not None and not 1 <= highest <= ranks.vocab:
+            raise ArgumentValueError(message("topk", f"an int from 1 to {ranks.vocab}, the vocabulary", str(topk)))
+        if target is not None:
+            check_target(input, target, linear_weight, several=True)
+        elif not names.isdisjoint(OF_TARGETS):
+            needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
+            hint = "Pass the targets, or a want without these."
+            raise ArgumentValueError(message("target", f"class indices, as want names {needed}", "None", hint))
+        return _token_stats(head, ranks, options, input.shape[:-1], target, names, highest, ignore_index)
 
 
 def _token_stats(
-    dtype: torch.dtype,
-    input: Tensor,
-    linear_weight: Tensor,
+    head: HeadCall,
+    ranks: Ranks | Alone,
+    options: HeadOptions,
+    leading: torch.Size,
     target: Tensor | None,
     names: frozenset[str],
-    linear_bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float | Tensor,
-    ignore_index: int,
     topk: int,
-    options: HeadOptions | None,
-    vocab_shard: VocabShard | None,
+    ignore_index: int,
 ) -> TokenStats:
-    """Compute fields ``names``, the other arguments checked but for numbers and options."""
-    leading = input.shape[:-1]
+    """Return fields ``names`` for tokens [*leading]."""
+    V, D = head.linear_weight.shape
+    if ranks.vocab == 0:
+        raise ArgumentValueError(message("linear_weight", "at least one class", f"[0, {D}]"))
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
-    alone = names == {"logprob"} and target is not None and target.dim() == len(leading)
-    frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
-    options = _check_options(options, forward=alone and frozen)
-    ranks = ranks_of(
-        input,
-        linear_weight,
-        linear_bias,
-        vocab_shard,
-        scale=_tensor_or_none(logit_scale),
-        differentiable=not names.isdisjoint(DIFFERENTIABLE),
-    )
-    if (linear_weight.shape[0] if ranks is None else ranks.shard.vocab) == 0:
-        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
-    if options.backend != "auto" and ranks is None:
-        V, D = linear_weight.shape
-        if alone:
-            choose_backend(options, input.device, dtype, D, V)
+    by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading)
+    if options.gradient == "forward" and not (by_loss and head.frozen):
+        hint = "Each token's upstream gradient is known in backward only."
+        raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
+    if options.backend != "auto" and ranks.alone:
+        device = head.input.device
+        if by_loss:
+            choose_backend(options, device, head.dtype, D, V)
         else:
-            choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk=topk)
-    ignore_index = check_index("ignore_index", ignore_index)
-    call = local_call(ranks, input, linear_weight, linear_bias, logit_scale, softcap, dtype, options)
-    target = target if ranks is None else ranks.whole(target)
-    if alone and target is not None:
+            choose_stats_backend(options, device, head.dtype, D, V, targets=K, topk=topk)
+    ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
+    if by_loss and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
         of_loss = CrossEntropyArgs(
             target=target.long(), weight=None, token_weight=None, num_items=None, reduction="none",
             ignore_index=ignore_index, label_smoothing=0.0, z_loss=0.0,
         )  # fmt: skip
-        recompute = choose_gradient(options, "none", call.frozen and ranks is None) == "recompute"
-        (loss,) = with_ranks(ranks, CROSS_ENTROPY, call, of_loss, ranks, recompute=recompute)
-        logprob = 0 - loss.view(target.shape)
-        return TokenStats(logprob=logprob if ranks is None else ranks.result(logprob))
+        recompute = choose_gradient(options, "none", head.frozen and ranks.alone) == "recompute"
+        (loss,) = CROSS_ENTROPY(head, of_loss, ranks, recompute=recompute)
+        return TokenStats(logprob=ranks.result(0 - loss.view(target.shape)))
     N = math.prod(leading)
-    args = TokenStatsArgs(
-        target=torch.zeros(N, 0, dtype=torch.long, device=input.device)
-        if target is None
-        else target.long().reshape(N, K),
-        want=",".join(sorted(names)),
-        topk=topk,
-        ignore_index=ignore_index,
-    )
-    with nullcontext() if not names.isdisjoint(DIFFERENTIABLE) else torch.no_grad():
-        values = with_ranks(ranks, TOKEN_STATS, call, args, ranks, recompute=True)
-    found = dict(zip(TOKEN_STATS.returned, values, strict=True))
+    y_NK = head.input.new_zeros((N, 0), dtype=torch.long) if target is None else target.long().reshape(N, K)
+    args = TokenStatsArgs(target=y_NK, want=",".join(sorted(names)), topk=topk, ignore_index=ignore_index)
+    found = dict(zip(TOKEN_STATS.returned, TOKEN_STATS(head, args, ranks, recompute=True), strict=True))
 
-    def shaped(x: Tensor, *shape: int) -> Tensor:
-        x = x.view(shape)  # before it is a DTensor, which cannot view nothing
-        return x if ranks is None else ranks.result(x)
+    def shaped(name: str) -> Tensor:
+        x = found[name]
+        shape = leading if target is None or name not in OF_TARGETS else target.shape
+        return ranks.result(x.view(*shape, *x.shape[1:]) if name.startswith("topk") else x.view(shape))
 
-    fields: dict[str, Any] = {name: shaped(found[name], *leading) for name in names - {*OF_TARGETS, "topk"}}
-    if target is not None:
-        fields |= {name: shaped(found[name], *target.shape) for name in names & {*OF_TARGETS}}
+    fields: dict[str, Any] = {name: shaped(name) for name in names - {"topk"}}
     if "topk" in names:
-        fields["topk"] = TopK(shaped(found["topk_values"], *leading, topk), shaped(found["topk_ids"], *leading, topk))
+        fields["topk"] = TopK(shaped("topk_values"), shaped("topk_ids"))
     return TokenStats(**fields)
 
 
@@ -300,16 +261,3 @@ def _check_want(want: Iterable[str]) -> frozenset[str]:
         wrong = sorted(map(repr, names - set(TokenStats._fields)))
         raise ArgumentValueError(message("want", f"names among {known}", ", ".join(wrong) or "none"))
     return names
-
-
-def _check_options(options: HeadOptions | None, *, forward: bool) -> HeadOptions:
-    """Return the options, refusing gradients in forward where they cannot be known by then."""
-    options = check_options(options)
-    if options.gradient == "forward" and not forward:
-        hint = "Each token's upstream gradient is known in backward only."
-        raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
-    return options
-
-
-def _tensor_or_none(value: object) -> Tensor | None:
-    return value if isinstance(value, Tensor) else None

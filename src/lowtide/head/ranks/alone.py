@@ -1,13 +1,15 @@
 """A group of one rank, which holds the whole vocabulary: it answers every exchange at once, with its own numbers."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lowtide.head.gradients import Gradients
 from lowtide.head.rows import take_rows
+
+Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 
 
 class Answered(NamedTuple):
@@ -68,9 +70,15 @@ class Alone:
         """Return what writes a chunk's gradient of the hidden states where it belongs."""
         return lambda into: into.put_input(part, product_CD)
 
-    def mine(self, x: Tensor) -> Tensor:
-        """Return of values [...] of all tokens those of the hidden states here."""
-        return x
+    def local(self, tensor: Maybe) -> Maybe:
+        """Return what this rank holds of a tensor: all of it."""
+        return tensor
+
+    whole = result = mine = class_weight = local
+
+    def factors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a trained scale as the factor of the hidden states and of the bias."""
+        return scale, scale
 
     def keep(self) -> None:
         """Keep what was gathered for a second pass: nothing is."""

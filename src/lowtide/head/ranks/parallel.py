@@ -20,10 +20,10 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.gradients import Gradients
 from lowtide.head.ranks import exchange as exchange
+from lowtide.head.ranks.alone import Alone, Maybe
 from lowtide.head.ranks.shard import Limits, VocabShard, limits_of, shard_of_dtensor
 from lowtide.head.ranks.tokens import SameTokens, SpreadTokens
 
-_Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
 _Result = TypeVar("_Result")
 
 
@@ -194,21 +194,22 @@ class Ranks:
         here = (y >= self.shard.first) & (y < self.shard.first + self.shard.rows)
         return (y - self.shard.first).where(here, self.shard.rows), here
 
-    def local(self, tensor: _Maybe) -> _Maybe:
+    def local(self, tensor: Maybe) -> Maybe:
         """Return what this rank holds of a tensor, in autograd's graph."""
         held: Any = tensor
         return held.to_local() if is_dtensor(tensor) else tensor
 
-    def whole(self, tensor: _Maybe) -> _Maybe:
+    def whole(self, tensor: Maybe) -> Maybe:
         """Return a tensor as a plain one that is whole; one that is plain is so already."""
         held: Any = tensor
         return held.full_tensor() if is_dtensor(tensor) else tensor
 
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """Return a DTensor that is replicated, in autograd's graph."""
-        held: Any = tensor
-        replicated: Tensor = held.redistribute(placements=[_replicate()])
-        return replicated
+    def gathered(self, input: Tensor) -> tuple[Tensor, "Ranks"]:
+        """Return a DTensor's hidden states of all tokens, in autograd's graph, and the ranks with these."""
+        held: Any = input
+        whole: Tensor = held.redistribute(placements=[_replicate()]).to_local()
+        trained = self._exchanges > 0
+        return whole, Ranks(self.shard, input.shape[:-1], self._device, None, self.mesh, trained=trained)
 
     def check_alike(self, name: str, weight: Tensor) -> None:
         """Check that another head is sharded as this one: the same classes on each rank.
@@ -256,20 +257,10 @@ class Ranks:
         return replicated
 
 
-def with_ranks(ranks: Ranks | None, function: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> _Result:
-    """Return ``function(*args, **kwargs)``; where ranks exchange in it, a compiler ends its graph and begins anew.
-
-    Exchanges are no operators of a graph here: with ``fullgraph=True`` the compiler's error names the function below.
-    """
-    if ranks is not None and torch.compiler.is_compiling():
-        return exchanges_between_ranks_run_in_eager(function, *args, **kwargs)
-    return function(*args, **kwargs)
-
-
 @_disable_dynamo  # torch.compiler.disable, without importing the compiler
-def exchanges_between_ranks_run_in_eager(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-    """Call ``function``; its name is what the compiler says."""
-    return function(*args, **kwargs)
+def exchanges_between_ranks_run_in_eager(function: Callable[..., _Result], *args: Any) -> _Result:
+    """Call ``function`` outside of a compiler's graphs: its error where there must be one graph has this name."""
+    return function(*args)
 
 
 def _replicate() -> Any:
@@ -296,9 +287,8 @@ def ranks_of(
     shard: object,
     *,
     scale: Tensor | None = None,
-    differentiable: bool = True,
-) -> Ranks | None:
-    """Return how the ranks share the head, None where this one has all of it.
+) -> Ranks | Alone:
+    """Return how the ranks share the head.
 
     Args:
         input: Hidden states, perhaps a DTensor.
@@ -306,15 +296,14 @@ def ranks_of(
         linear_bias: Likewise.
         shard: What the user gave as ``ranks/shard``.
         scale: ``logit_scale`` where it is a tensor.
-        differentiable: Whether any result is: else no gradients are exchanged, whatever requires one.
 
     Raises:
         ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.
         ArgumentValueError: A mesh or placements that are not those of tensor parallelism, or other sizes.
     """
     if shard is None and not (is_dtensor(input) or is_dtensor(linear_weight)):
-        return None
-    recorded = differentiable and torch.is_grad_enabled()
+        return Alone(linear_weight.shape[0])
+    recorded = torch.is_grad_enabled()
     scale_trained = recorded and scale is not None and scale.requires_grad
     trained = scale_trained or (recorded and input.requires_grad)
     leading, device = input.shape[:-1], input.device

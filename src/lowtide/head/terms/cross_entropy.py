@@ -25,7 +25,7 @@ from lowtide.head.nodes import Function, Shape
 from lowtide.head.planning import plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
-from lowtide.head.stored import Kept, StoredGradients, lacks_denominator, stored_gradients
+from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
 from lowtide.head.terms.loss import Loss
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
@@ -140,15 +140,9 @@ def forward(
     if not any(wanted):
         return values, None
     kept_N = args.target.reshape(-1) != args.ignore_index
-    return values, stored_gradients(
-        into,
-        head.input,
-        head.weight_VD,
-        head.wide,
-        denominator=denominator,
-        input_factor_N=rows.among_all(targets.unit).clone() if per_token else None,
-        kept=Kept(ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()),
-    )
+    kept = ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()
+    unit_N = rows.among_all(targets.unit).clone() if per_token else None
+    return values, stored_gradients(head, into, denominator=denominator, input_factor_N=unit_N, kept=kept)
 
 
 def backward(

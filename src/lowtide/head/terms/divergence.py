@@ -18,7 +18,7 @@ from lowtide.head.planning import plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
-from lowtide.head.stored import Kept, StoredGradients, lacks_denominator, stored_gradients
+from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
 from lowtide.head.terms.dense import Dense, DenseKernels
 from lowtide.head.terms.topk import TopK
 
@@ -52,15 +52,9 @@ def forward(
         values |= {name: rows.among_all(numbers[name]) for name in KNOWN}
     if not any(wanted):
         return values, None
-    return values, stored_gradients(
-        into,
-        head.input,
-        head.weight_VD,
-        head.wide,
-        denominator=denominator,
-        input_factor_N=input_factor_N,
-        kept=None if args.mask is None else Kept.of(args.mask.clone()),  # an operator returns no memory of others
-    )
+    # copies: an operator returns no memory of others
+    kept = None if args.mask is None else (args.mask.clone(), args.mask.any())
+    return values, stored_gradients(head, into, denominator=denominator, input_factor_N=input_factor_N, kept=kept)
 
 
 def backward(
