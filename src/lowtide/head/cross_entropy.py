@@ -19,7 +19,7 @@ from lowtide.head.arguments import (
     num_items_tensor,
     refuse_transforms,
 )
-from lowtide.head.backends import choose_backend
+from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.call import CrossEntropyArgs, local_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -132,7 +132,8 @@ def linear_cross_entropy(
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
     if options.backend != "auto" and ranks is None:
         both = softcap is not None and label_smoothing != 0
-        choose_backend(options, input.device, dtype, input.shape[-1], V, capped_and_smoothed=both)
+        exp = why_not_exp(input.device, dtype, input.shape[-1], V, capped_and_smoothed=both)
+        choose("cross entropy", options, exp=exp, row=why_not_row(input.device, dtype, V))
     ignore_index = check_index("ignore_index", ignore_index)
     call = local_call(ranks, input, linear_weight, linear_bias, logit_scale, softcap, dtype, options)
     if ranks is not None:

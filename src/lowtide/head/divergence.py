@@ -20,10 +20,10 @@ from lowtide.head.arguments import (
     scalar_tensor,
     softcap_number,
 )
-from lowtide.head.backends import choose_divergence_backend
+from lowtide.head.backends import choose, why_not_row_pair
 from lowtide.head.call import DivergenceArgs, local_call
-from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.parallel import Ranks, ranks_of, with_ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.divergence import DIVERGENCE
@@ -177,10 +177,10 @@ def linear_divergence(
         teacher_dtype = dtype
     if options.backend != "auto" and ranks is None:
         V, given = linear_weight.shape[0], teacher_topk is not None
-        choose_divergence_backend(options, input.device, dtype, V, topk=given)
+        choose("divergence", options, row=why_not_row_pair(input.device, dtype, V, topk=given))
     leading = input.shape[:-1]
     call = local_call(ranks, input, linear_weight, linear_bias, 1, softcap, dtype, options)
-    recompute = choose_divergence_gradient(options, reduction, call.frozen and ranks is None) == "recompute"
+    recompute = choose_gradient(options, reduction, call.frozen and ranks is None, divergence=True) == "recompute"
     if ranks is not None:
         teacher_input, mask = ranks.whole(teacher_input), ranks.whole(mask)
         teacher_weight, teacher_bias = ranks.local(teacher_weight), ranks.local(teacher_bias)

@@ -16,7 +16,7 @@ from lowtide.head.arguments import (
     check_target,
     refuse_transforms,
 )
-from lowtide.head.backends import choose_backend, choose_stats_backend
+from lowtide.head.backends import choose, why_not_exp, why_not_exp_stats, why_not_row
 from lowtide.head.call import CrossEntropyArgs, TokenStatsArgs, local_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -248,11 +248,11 @@ def _token_stats(
     if (linear_weight.shape[0] if ranks is None else ranks.shard.vocab) == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     if options.backend != "auto" and ranks is None:
-        V, D = linear_weight.shape
+        (V, D), device = linear_weight.shape, input.device
         if alone:
-            choose_backend(options, input.device, dtype, D, V)
+            choose("cross entropy", options, exp=why_not_exp(device, dtype, D, V), row=why_not_row(device, dtype, V))
         else:
-            choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk=topk)
+            choose("statistics", options, exp=why_not_exp_stats(device, dtype, D, V, targets=K, topk=topk))
     ignore_index = check_index("ignore_index", ignore_index)
     call = local_call(ranks, input, linear_weight, linear_bias, logit_scale, softcap, dtype, options)
     target = target if ranks is None else ranks.whole(target)
