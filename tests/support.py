@@ -19,10 +19,10 @@ def alone() -> bool:
 
 def forget_plans() -> None:
     """Have the next calls of the head plan anew."""
-    from lowtide.head import head_plan
+    from lowtide.head import planner
 
-    head_plan.plan_of.cache_clear()
-    head_plan.plan_of_teacher.cache_clear()
+    planner.plan_of.cache_clear()
+    planner.plan_of_teacher.cache_clear()
 
 
 def relative_error(got: Tensor, true: Tensor) -> float:

@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_row_pair
-from lowtide.head.head_plan import HeadPlan, Work, plan_of, plan_of_teacher
+from lowtide.head.head_plan import HeadPlan, Work
 from lowtide.head.matmul import HeadMatmul
+from lowtide.head.planner import plan_of, plan_of_teacher
 from lowtide.head.terms import divergence as divergence_terms
 from support import divergence_of, divergence_oracle, head, relative_error
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lowtide import HeadOptions, linear_divergence
-from lowtide.head.head_plan import Work, plan_of
+from lowtide.head.head_plan import Work
+from lowtide.head.planner import plan_of
 from lowtide.measure import track_allocations
 from support import divergence_oracle, head
 

@@ -13,7 +13,7 @@ TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold 
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
 MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may hold them are computed once more
 NOT_ON_EVERY_RANK = "its kernels need bfloat16 and GPUs of compute capability 9.0 to below 12 on every rank"
-NOT_OF_SHARDS = "its kernels do not know other ranks' classes"
+NOT_OF_SHARDS = "its kernels do not know other ranks' classes; cross entropy's of 'exp' do"
 
 _FN = "Its kernels compute cross entropy; fn is plain PyTorch."
 # For each kind of work: why its first implementation runs, and why it lacks others.
@@ -31,12 +31,13 @@ _WORK: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def choose(work: str, options: HeadOptions, **why_not: str | None) -> tuple[str, str]:
+def choose(work: str, options: HeadOptions, where: str = "", **why_not: str | None) -> tuple[str, str]:
     """Return the implementation that runs, "exp", "row" or "torch", and why.
 
     Args:
         work: "cross entropy", "statistics", "divergence" or "linear_apply".
         options: ``backend`` forces one.
+        where: What an error says after the accepted names.
         why_not: Why each implementation that exists for this work cannot run, or None, the fastest first; "torch" can.
 
     Raises:
@@ -46,8 +47,7 @@ def choose(work: str, options: HeadOptions, **why_not: str | None) -> tuple[str,
     against = f"{why_not[asked]}." if why_not.get(asked) else lacking.get(asked)
     if against:
         *names, last = (repr(name) for name in ("auto", *why_not, "torch") if name != asked)
-        expected = f"{', '.join(names)} or {last}" + (f" for {work}" if not why_not else "")
-        raise UnsupportedError(message("backend", expected, repr(asked), against))
+        raise UnsupportedError(message("backend", f"{', '.join(names)} or {last}{where}", repr(asked), against))
     if why_not and asked != "auto":
         return asked, "asked for by name"
     for name, found in why_not.items():

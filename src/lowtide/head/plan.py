@@ -19,15 +19,12 @@ from lowtide.head.backends import (
     why_not_row_pair,
 )
 from lowtide.head.call import CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
-from lowtide.head.head_plan import HeadPlan, When, Work, plan_of, plan_of_teacher
+from lowtide.head.head_plan import HeadPlan, When, Work
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.options import HeadOptions
+from lowtide.head.planner import STATS_BYTES_PER_TARGET, STATS_BYTES_PER_TOKEN, plan_of, plan_of_teacher
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import input_is_copied, rows_are_aligned
-
-STATS_BYTES_PER_TOKEN = 128  # what is computed and kept of each token, and in backward the upstream gradients
-STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first
-PIECES = 2  # of a chunk whose exchanges run beside its GEMMs
 
 
 def plan_head(
@@ -88,7 +85,7 @@ def plan_head(
     check_reduction(reduction)
     options, device = check_options(options), torch.device(device)
     if function:
-        choice = choose("linear_apply", options)
+        choice = choose("linear_apply", options, " for linear_apply")
     else:
         against = why_not_exp(
             device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits, capability=capability
@@ -189,7 +186,7 @@ def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wante
     V, capped = head.ranks.most_rows, head.softcap is not None and args.label_smoothing != 0
     exp = why_not_exp(*_place(head), capped_and_smoothed=capped, weight_fits=_weight_fits(head))
     row = why_not_row(head.input.device, head.dtype, V) if head.ranks.alone else NOT_OF_SHARDS
-    choice = choose("cross entropy", head.options, exp=_of_all_ranks(head, exp), row=row)
+    choice = choose("cross entropy", head.options, _where(head), exp=_of_all_ranks(head, exp), row=row)
     gradient = choose_gradient(head.options, args.reduction, head.ranks.alone and not wanted.head)
     return plan_of(_work(head, n, wanted, choice, gradient), head.options)
 
@@ -198,7 +195,7 @@ def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -
     """Return the same for token statistics."""
     (device, _, _, V), K, topk = _place(head), args.target.shape[1], args.topk
     exp = why_not_exp_stats(*_place(head), targets=K, topk=topk, weight_fits=_weight_fits(head))
-    choice = choose("statistics", head.options, exp=_of_all_ranks(head, exp))
+    choice = choose("statistics", head.options, _where(head), exp=_of_all_ranks(head, exp))
     more = {
         "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, K - 1),
         "tile_numbers": 3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
@@ -229,6 +226,10 @@ def _place(head: Head) -> tuple[torch.device, torch.dtype, int, int]:
     return head.input.device, head.dtype, head.weight_VD.shape[1], head.ranks.most_rows
 
 
+def _where(head: Head) -> str:
+    return "" if head.ranks.alone else " where the vocabulary is sharded"
+
+
 def _weight_fits(head: Head) -> bool:
     """Return whether the weight's rows lie as TMA takes them; a shard's are copied where they do not."""
     return not head.ranks.alone or head.weight_VD.dtype != head.dtype or rows_are_aligned(head.weight_VD)
@@ -250,7 +251,7 @@ def _work(head: Head, n: int, wanted: Wanted, choice: tuple[str, str], gradient:
         # Hidden states are gathered ahead, or rounded, in which a rank must not differ: of sums alone four pieces live
         # at once, of gradients three; with these the product too, in float32, whose sum over the ranks is under way.
         more |= {"sum_row_bytes": 3 * 2 * D + more.get("sum_row_bytes", 0), "row_bytes": (2 * 2 + 4) * D}
-        more |= {"device_bytes": ranks.limits.gpu_bytes, "input_is_copied": True, "pieces": PIECES}
+        more |= {"device_bytes": ranks.limits.gpu_bytes, "input_is_copied": True, "pieces": 2}
     return Work(
         size=(n, D, V),
         dtype=head.dtype,
