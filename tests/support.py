@@ -19,11 +19,10 @@ def alone() -> bool:
 
 def forget_plans() -> None:
     """Have the next calls of the head plan anew."""
-    from lowtide.head.divergences.plan import plan_pair
-    from lowtide.head.plan import remembered_plan
+    from lowtide.head import planner
 
-    remembered_plan.cache_clear()
-    plan_pair.cache_clear()
+    planner.plan_of.cache_clear()
+    planner.plan_of_teacher.cache_clear()
 
 
 def relative_error(got: Tensor, true: Tensor) -> float:

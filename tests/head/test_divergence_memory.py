@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lowtide import HeadOptions, linear_divergence
-from lowtide.head.divergences.plan import plan_pair
+from lowtide.head.head_plan import Work
+from lowtide.head.planner import plan_of
 from lowtide.measure import track_allocations
 from support import divergence_oracle, head
 
@@ -67,20 +68,17 @@ def test_the_workspace_is_kept(workspace_mib: float, dtype: torch.dtype, kind: s
     w.requires_grad_(case != "frozen head")
     b.requires_grad_(case != "frozen head")
     options = HeadOptions(workspace_mib=workspace_mib)
-    sizes = ((D, V), (0, 20) if kind == "top k" else (64, teacher_V))
-    plans = plan_pair(
-        N,
-        *sizes,
-        dtype,
-        dtype,
-        torch.device("cpu"),
-        options,
-        backend="torch",
-        reason="",
+    work = Work(
+        size=(N, D, V),
+        dtype=dtype,
         weight_dtype=stored,
+        device=torch.device("cpu"),
+        choice=("torch", ""),
         gradient="recompute" if reduction == "none" else "forward",
-        gradients=(True, case != "frozen head"),
+        weight_frozen=case == "frozen head",
+        teacher=(*((0, 20) if kind == "top k" else (64, teacher_V)), dtype),
     )
+    plan = plan_of(work, options)
     known = (torch.arange(20).expand(7, T, 20), torch.full((7, T, 20), 0.04).log())
     common = {"linear_bias": b, "options": options, "reduction": reduction, "softcap": 5.0, "temperature": 1.3}
     with track_allocations() as seen, torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
@@ -90,8 +88,8 @@ def test_the_workspace_is_kept(workspace_mib: float, dtype: torch.dtype, kind: s
             value = linear_divergence(x, w, tx, tw, kind=kind, teacher_softcap=4.0, **common)
         value.sum().backward()
     returned = sum(t.grad.nbytes for t in (x, w, b) if t.grad is not None)
-    beyond = seen.peak_bytes - returned - plans[0].accumulator_bytes - plans[0].cast_bytes
-    assert plans[0].scratch_bytes <= workspace_mib * MIB
+    beyond = seen.peak_bytes - returned - plan.accumulator_bytes - plan.cast_bytes
+    assert plan.scratch_bytes <= workspace_mib * MIB
     assert beyond <= workspace_mib * MIB
     if workspace_mib < 4 and dtype == torch.float32 and case == "plain":
         assert beyond >= 0.3 * workspace_mib * MIB, "what is allowed is put to use"

@@ -14,7 +14,7 @@ from lowtide.head.engine import Numbers, Terms, run
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape, head_flop
-from lowtide.head.planning import plan_both_sides
+from lowtide.head.plan import plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
