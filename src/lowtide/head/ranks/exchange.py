@@ -65,13 +65,35 @@ class Reduced(NamedTuple):
     value: Tensor
     work: Any
 
-    def write(self, into: Gradients, start: int) -> None:
-        """Write the sum to the rows of the input's gradient from ``start`` on, as many as there are."""
+    def get(self) -> Tensor:
+        """Return it, to be used by what comes next."""
+        self.work.wait()
+        return self.value
+
+    def write(self, into: Gradients, start: int | Tensor) -> None:
+        """Write the sum to these rows of the input's gradient, or to those from ``start`` on, as many as there are."""
         self.work.wait()
         assert into.input_ND is not None
+        if isinstance(start, Tensor):
+            into.put_input(start, self.value)
+            return
         rows = min(self.value.shape[0], into.input_ND.shape[0] - start)
         if rows > 0:
             into.put_input(slice(start, start + rows), self.value[:rows])
+
+
+def swap_parts(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Send each rank its part of ``x``; return what each sent here, one after another.
+
+    Args:
+        x: [n], contiguous, the parts in the order of the ranks.
+        sent: Their lengths.
+        received: Those of the parts that come here.
+        group: The ranks.
+    """
+    out = x.new_empty(sum(received))
+    dist.all_to_all_single(out, x, received, sent, group=group)
+    return out
 
 
 def begin_sum(part: Tensor, group: Any) -> Reduced:

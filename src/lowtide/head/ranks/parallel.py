@@ -9,6 +9,7 @@ The hidden states are the same on every rank, or each rank holds its part of the
 whole one on every rank, summed here, or each rank's part of it: never a part of the sum.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -54,6 +55,7 @@ class Ranks:
     ) -> None:
         self.shard, self.mesh = shard, mesh
         self._device, self._checked = device, device.type != "cpu"
+        self._classes: list[int] = []  # of each rank, known after `compare`
         self._exchanges = trained + scale_trained  # a trained scale makes ``trained`` true as well
         self.tokens: SameTokens | SpreadTokens
         if axis is None:
@@ -95,9 +97,9 @@ class Ranks:
 
     def chunks(self, plan: Any) -> Iterator[slice]:
         """Yield each chunk's rows in the order of `order`: whole groups of them, the same on every rank."""
-        total, step = self.groups * self.tokens.length, self._step(plan.chunk_rows) * self.groups
-        for start in range(0, total, step):
-            yield slice(start, min(start + step, total))
+        step = self._step(plan.chunk_rows) * self.groups
+        for start in range(0, plan.rows, step):
+            yield slice(start, min(start + step, plan.rows))
 
     def order(self, plan: Any) -> Tensor | None:
         """Return where the rows of all chunks stand among the N tokens, N where a rank has none; None: in order."""
@@ -106,18 +108,89 @@ class Ranks:
     def _step(self, rows: int) -> int:
         return max(1, rows // self.groups)
 
-    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> exchange.Told:  # noqa: ARG002
-        """Begin to gather a chunk's hidden states [C, D], the rows ``part`` in the order of `order`."""
-        return self.tokens.begin_rows(input, self._within(part), dtype)
+    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> exchange.Told:
+        """Begin to gather a chunk's hidden states [C, D], the rows ``part`` in the order of `order`.
+
+        Where all tokens are on every rank, ``index`` may be of some of them, the same on each.
+        """
+        return self.tokens.begin_rows(input, self._within(part), dtype, index)
 
     def _within(self, part: slice) -> slice:
         """Return a chunk's rows within each group."""
         return slice(part.start // self.groups, part.stop // self.groups)
 
-    def begin_sum(self, product_CD: Tensor, part: slice) -> Callable[[Gradients], None]:
+    def begin_sum(self, product_CD: Tensor, index: Tensor | None, part: slice) -> Callable[[Gradients], None]:
         """Begin to add up all ranks' gradients of a chunk's hidden states; return what waits, and writes them."""
-        reduced, start = self.tokens.reduce(product_CD), self._within(part).start
-        return lambda into: reduced.write(into, start)
+        reduced = self.tokens.reduce(product_CD)
+        rows = self._within(part).start if index is None or self.spread else index[part]
+        return lambda into: reduced.write(into, rows)
+
+    def compare(self, numbers: dict[str, int]) -> None:
+        """Check numbers that must be the same on every rank, and learn how many classes each holds; the host waits.
+
+        Raises:
+            ArgumentValueError: On every rank: they differ, or the ranks' classes are not all of the vocabulary's, in
+                the order of the ranks.
+        """
+        mine = [self.first, self.rows, *numbers.values()]
+        told = exchange.numbers_of_all(mine, self.shard.group, self._device)
+        firsts, self._classes = ([rank[i] for rank in told] for i in range(2))
+        for i, name in enumerate(numbers):
+            seen = [rank[2 + i] for rank in told]
+            if len(set(seen)) > 1:
+                raise ArgumentValueError(message(name, "the same on every rank that shares the head", f"{seen}"))
+        if firsts != [sum(self._classes[:i]) for i in range(self.size)] or sum(self._classes) != self.vocab:
+            expected = f"parts of {self.vocab} classes, one after another in the order of the ranks"
+            got = f"first={firsts} and rows={self._classes}"
+            raise ArgumentValueError(message("vocab_shard", expected, got))
+
+    @property
+    def size(self) -> int:
+        """Return W."""
+        return exchange.size_of(self.shard.group)
+
+    def share_of(self, part: slice) -> slice:
+        """Return the rows of a chunk that are this rank's share: where tokens are spread, its own."""
+        return self._shares(part)[exchange.rank_in(self.shard.group)]
+
+    def _shares(self, part: slice) -> list[slice]:
+        edges = [part.start + i * (part.stop - part.start) // self.size for i in range(self.size + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+    def whole_rows(self, z_CV: Tensor) -> Tensor:
+        """Return logits of this rank's share of a chunk's rows and of all classes; after `compare`.
+
+        Args:
+            z_CV: Of all its rows and this rank's classes.
+        """
+        shares = [share.stop - share.start for share in self._shares(slice(0, len(z_CV)))]
+        c = shares[exchange.rank_in(self.shard.group)]
+        if not len(z_CV):
+            return z_CV.new_empty(0, self.vocab)
+        flat = z_CV.contiguous().view(-1)
+        sizes = [c * V for V in self._classes]
+        blocks = exchange.swap_parts(flat, [rows * self.rows for rows in shares], sizes, self.shard.group)
+        pairs = zip(blocks.split_with_sizes(sizes), self._classes, strict=True)
+        return torch.cat([block.view(c, V) for block, V in pairs], 1)
+
+    def own_classes(self, g_cV: Tensor, C: int) -> Tensor:
+        """Undo `whole_rows` for a gradient: return it for all ``C`` rows of the chunk and this rank's classes."""
+        if not C:
+            return g_cV.new_empty(0, self.rows)
+        received = [(share.stop - share.start) * self.rows for share in self._shares(slice(0, C))]
+        flat = torch.cat([block.reshape(-1) for block in g_cV.split_with_sizes(self._classes, 1)])
+        sent = [len(g_cV) * V for V in self._classes]
+        return exchange.swap_parts(flat, sent, received, self.shard.group).view(C, self.rows)
+
+    def add_up_(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' ``x``, in its memory."""
+        return exchange.begin_sum(x, self.shard.group).get()
+
+    def put_together_(self, x: Tensor) -> Tensor:
+        """Return ``x``, contiguous, whose entries one rank has and the others 0, of any dtype, in its memory."""
+        if x.numel():
+            self.add_up_(x.view(-1).view(torch.uint8))  # bytes: 0 added to a number would make 0 of -0
+        return x
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""

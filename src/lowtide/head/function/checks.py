@@ -1,17 +1,21 @@
 """Whether a function treats each row of logits by itself: a few rows must give what they give in other company."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.user_function.call import has_numbers
-from lowtide.head.user_function.passes import Pass
-from lowtide.head.user_function.probe import Probe, key_of
-from lowtide.head.user_function.random import RandomState, random_state, same_state, set_random_state
+from lowtide.head import engine
+from lowtide.head.engine import Numbers, Terms
+from lowtide.head.function.chunk import FunctionTerms, has_numbers
+from lowtide.head.function.function import evaluate
+from lowtide.head.function.random import RandomState, random_state, same_state, set_random_state
 
 # Which of the rows go into the second part, and which are replaced: for any number of rows from the start, one of the
 # two tears neighbours, pairs, halves and mirror images apart.
@@ -19,6 +23,7 @@ SPLIT, REPLACED = "0111010101010000", "0110011101010000"
 ROWS = len(SPLIT)  # of one comparison, spread over all rows
 ROUNDING = 1e-5  # of a result's largest value: within this nobody asks why
 AUTOCAST_ROUNDING = 2e-2  # where fn multiplies in bfloat16, or returns it
+PULL = 0.75  # of another row's logits, with a slope from 1 down to -1 added: nothing that a model could not give
 NOISE = 2.0**-20  # of the largest logit: what the logits are shifted by, to see how far rounding may carry a result
 NOISE_MARGIN = 16
 AGAIN = 2.0**-9  # likewise, for the second comparison of two that must both differ
@@ -35,7 +40,7 @@ NOT_THE_SAME_TWICE = message(
 _passed: OrderedDict[Any, None] = OrderedDict()
 
 
-def check_rows_are_independent(run: Pass) -> None:
+def check_rows_are_independent(terms: FunctionTerms) -> None:
     """Refuse a function whose result for some rows depends on which other rows it gets along with them.
 
     Without random numbers, rows must give in two parts what they give at once, and with out="token" the same beside
@@ -43,28 +48,30 @@ def check_rows_are_independent(run: Pass) -> None:
     the same, from the same numbers, and at once and in parts that they must give results of one distribution.
 
     On a GPU comparing makes the host wait, so that it is done once for a function's code and the shapes of what it
-    gets; so are, on any device, the draws that show a distribution.
+    gets; so are, on any device, the draws that show a distribution. Ranks that share a vocabulary get the same rows.
 
     Raises:
         ArgumentValueError: It couples rows, or with out="sum" its result does not add up, or it is not the same twice.
     """
-    n, device = run.tensors.rows, run.device
-    if n < 2 or not has_numbers(run.tensors.input):
+    n, device, alone = terms.plan.rows, terms.device, terms.head.ranks.alone
+    if n < 2 or not has_numbers(terms.head.input):
         return
-    key = key_of(run)
+    key = _key_of(terms)
     known = key in _passed
     if known:
         _passed.move_to_end(key)
-        if device.type == "cuda":
-            return
+    skipped = known and device.type == "cuda"
+    if skipped and alone:
+        return
     before = random_state(device)
-    count = min(n, ROWS, max(2, run.call.plan.piece_rows))
-    comparison = _Comparison(run, Probe(run, [i * (n - 1) // (count - 1) for i in range(count)]), before)
+    comparison = Comparison(terms, before)  # also if skipped: another rank, which may not skip, needs its logits
+    if skipped or comparison.rows < 2:
+        return
     try:
         difference = comparison.difference(draw=not known)
         if difference is not None:
             # once more with logits somewhat off: a rounding that carries one across a threshold does not do so twice
-            comparison.probe.shift(AGAIN)
+            comparison.shift(AGAIN)
             difference = comparison.difference(draw=True)
     finally:
         set_random_state(before, device)
@@ -75,21 +82,69 @@ def check_rows_are_independent(run: Pass) -> None:
         _passed.popitem(last=False)
 
 
-class _Comparison:
-    """Of the function with itself, on the rows of a probe.
+class Comparison(Terms):
+    """Of the function with itself, on a few of the rows, as often as need be.
 
     Args:
         run: The call's pass.
-        probe: The rows.
         state: Of the generators, at which what is compared number by number begins.
     """
 
-    def __init__(self, run: Pass, probe: Probe, state: RandomState) -> None:
-        self.run, self.probe, self.state = run, probe, state
-        self.per_token = run.call.function.per_token
-        self.all = range(probe.rows)
+    def __init__(self, run: FunctionTerms, state: RandomState) -> None:
+        self.run, self.state, self.per_token = run, state, run.function.per_token
+        n, ranks = run.plan.rows, run.head.ranks
+        count = min(n, ROWS, max(2, run.plan.piece_rows))
+        if ranks.spread:  # the first rows of each rank's tokens
+            count = min(n, ROWS // ranks.groups * ranks.groups or ranks.groups)
+        plan = replace(run.plan, rows=count, chunks=1, chunk_rows=count, bias_column=False)
+        rows = run.rows_of(plan)
+        if ranks.spread:
+            chosen = torch.arange(count, device=run.device)
+        else:
+            chosen = torch.tensor([i * (n - 1) // (count - 1) for i in range(count)], device=run.device)
+        rows = replace(
+            rows,
+            index=chosen if rows.index is None else rows.index[chosen],
+            kept=None if rows.kept is None else rows.kept[chosen],
+        )
+        self.z = run.head.input.new_empty(0)
+        engine.run(run.head, rows, plan, self)
+        assert rows.index is not None
+        self.index = rows.index
+        if rows.kept is not None:
+            self.z, self.index = self.z[rows.kept], self.index[rows.kept]
+        self.rows = min(len(self.z), ROWS)
+        self.all = range(self.rows)
         self.parts = [[i for i in self.all if SPLIT[i] == part] for part in "01"]
         self.replaced = [[i for i in self.all if REPLACED[i] == part] for part in "10"]
+
+    def numbers(self, z: Tensor, part: slice) -> Numbers:  # noqa: ARG002
+        """Hold the rows' logits, with a sharded vocabulary whole ones on every rank."""
+        ranks = self.run.head.ranks
+        self.z = z if ranks.alone else ranks.whole_rows(z[:, : ranks.rows].repeat(ranks.size, 1))
+        return {}
+
+    def shift(self, share: float) -> None:
+        """Shift the logits, one up, one down, by a share of the largest."""
+        largest = self.z.where(self.z.isfinite(), 0).abs().amax()
+        self.z += share * largest * (1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2))
+
+    def results(self, rows: Sequence[int], others: Sequence[int] = ()) -> list[Tensor]:
+        """Return the function's results for some of the rows, with ``others`` among them replaced.
+
+        Each of those gets the token arguments of the row after it, and logits made from that one's.
+        """
+        where = torch.tensor([(row + 1) % self.rows if row in others else row for row in rows], device=self.z.device)
+        z = self.z[where]
+        if others:
+            replaced = torch.tensor([row in others for row in rows], device=z.device)[:, None]
+            slope = torch.linspace(1, -1, z.shape[1], dtype=z.dtype, device=z.device)
+            z = torch.where(replaced, PULL * z + slope, z)
+        run = self.run
+        args = run.args_of(self.index[where], slice(0, len(where)))
+        leaves = evaluate(run.function, z, args, run.params, run.anchor, compiled=False).leaves
+        found = [leaf.detach() for leaf in leaves if leaf is not None]
+        return [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in found]
 
     def difference(self, *, draw: bool) -> str | None:
         """Return in words how results differ that should not; None if they do not.
@@ -106,7 +161,7 @@ class _Comparison:
 
     def _again(self, rows: Sequence[int], others: Sequence[int] = ()) -> list[Tensor]:
         set_random_state(self.state, self.run.device)
-        return self.probe(rows, others)
+        return self.results(rows, others)
 
     def _in_parts(self, whole: list[Tensor]) -> str | None:
         parts = [self._again(rows) for rows in self.parts]
@@ -169,7 +224,7 @@ class _Comparison:
         sums: list[list[Tensor]] = [[], [], []]  # of results, which may be as wide as the logits: not kept
         for _ in range(DRAWS):
             for into, rows in zip(sums, (self.all, *self.parts), strict=True):
-                drawn = self.probe(rows)
+                drawn = self.results(rows)
                 if (form := _forms(whole, drawn)) is not None:
                     return form
                 into.append(torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in drawn]))
@@ -185,10 +240,10 @@ class _Comparison:
 
     def _noise(self, whole: list[Tensor]) -> list[float]:
         """Return how far rounding may carry each result, from what it does where the logits are a little off."""
-        kept = self.probe.z.clone()
-        self.probe.shift(NOISE)
+        kept = self.z.clone()
+        self.shift(NOISE)
         shifted = self._again(self.all)
-        self.probe.z = kept
+        self.z = kept
         found = []
         for w, near in zip(whole, shifted, strict=True):
             noise = (near.double() - w.double()).abs().nan_to_num(0, 0, 0).flatten()
@@ -203,7 +258,7 @@ class _Comparison:
         if largest is None:
             every = torch.cat([t.double().reshape(-1).abs() for t in (*values, first.new_zeros(1))])
             largest = every.where(every.isfinite(), 0).amax().item()
-        narrow = first.dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.run.call.function.autocast)
+        narrow = first.dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.run.function.autocast)
         return largest * (AUTOCAST_ROUNDING if narrow else ROUNDING)
 
 
@@ -243,3 +298,39 @@ def _no_sum(i: int, how: str) -> str:
         "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
         ' afterwards, or take out="token". What one token gets must not depend on the others.',
     )
+
+
+def _key_of(terms: FunctionTerms) -> Any:
+    """Return what tells apart calls whose functions, shapes or dtypes differ."""
+    function, weight_VD = terms.function, terms.head.weight_VD
+    shapes = tuple((a.shape[len(function.leading) :], a.dtype) for a in terms.args)
+    params = tuple((p.shape, p.dtype) for p in terms.params)
+    return code_of(function.plain), function.per_token, weight_VD.shape, weight_VD.dtype, shapes, params
+
+
+def code_of(fn: Callable[..., Any]) -> Any:
+    """Return what tells functions apart that do different things: code, and the words that it closes over.
+
+    Not the function itself: one that is made anew for each step is the same to us, and must not be kept alive.
+    """
+    if isinstance(fn, partial):
+        return code_of(fn.func), tuple(map(_word, fn.args)), tuple((k, _word(v)) for k, v in fn.keywords.items())
+    if isinstance(fn, MethodType):
+        return code_of(fn.__func__), type(fn.__self__)
+    if isinstance(fn, FunctionType):
+        cells = []
+        for cell in fn.__closure__ or ():
+            try:
+                cells.append(_word(cell.cell_contents))
+            except ValueError:  # not filled yet
+                cells.append(None)
+        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(cells)
+    return type(fn)
+
+
+def _word(value: object) -> Any:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, FunctionType):
+        return value.__code__  # no deeper: a function may close over itself
+    return type(value)

@@ -1,0 +1,369 @@
+"""The user's function inside the engine's chunks: it gets the logits in pieces, and its vjp is left in their place.
+
+N tokens, n of them computed (masked ones are dropped), C rows of a chunk, c of a piece, D hidden size, V vocabulary,
+V_r classes of it on this rank. Where the vocabulary is sharded, ranks exchange a chunk's logits so that each gets whole
+rows of its share of them, and only that rank calls the function on these; the gradient goes back the same way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.head.backends import why_not_row
+from lowtide.head.call import Wanted
+from lowtide.head.engine import Numbers, Terms, Upstream, run
+from lowtide.head.function.function import Results, UserFunction, evaluate, vjp
+from lowtide.head.function.random import RandomState, random_state, same_state, set_random_state
+from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.head_plan import HeadPlan
+from lowtide.head.matmul import narrow_view
+from lowtide.head.rows import Rows, take_leading
+
+Tensors = Sequence[Tensor | None]  # input, weight, bias, index of rows, token arguments and params, in this order
+INDEX, FIRST_ARG = 3, 4  # where among these
+
+
+class FunctionTerms(Terms):
+    """One pass over the tokens, of forward or of backward.
+
+    Args:
+        function: What is called.
+        tensors: Of what.
+        needed: Which of them get a gradient, now or later.
+    """
+
+    def __init__(self, function: UserFunction, tensors: Tensors, needed: Sequence[bool]) -> None:
+        x, w, b, index, *rest = tensors
+        assert x is not None
+        assert w is not None
+        self.function, self.head = function, function.head(x, w, b)
+        self.wanted = Wanted(*needed[:INDEX])
+        leaves = [
+            t.detach().requires_grad_(function.graph and need)
+            for t, need in zip(rest, needed[FIRST_ARG:], strict=True)
+            if t is not None
+        ]
+        self.args, self.params = leaves[: function.token_args], leaves[function.token_args :]
+        self._index = index
+        fits = b is not None and b.dtype == self.head.dtype
+        self.plan = replace(function.plan, bias_column=function.plan.bias_column and fits)
+        self.rows = self.rows_of(self.plan)
+        watch = function.graph and any(self.wanted)
+        self.anchor = torch.zeros((), device=x.device, requires_grad=True) if watch else None
+        # what is autograd's to see, or has no numbers, must not go by address
+        real = all(type(t) in (Tensor, torch.nn.Parameter) for t in (x, w)) and self.head.ranks.alone
+        self._by_kernel = real and why_not_row(x.device, self.head.dtype, w.shape[0]) is None
+        self.narrowed = self._by_kernel and self.plan.backward_gemm == "narrow"
+        self.spec: pytree.TreeSpec | None = None
+        self._leaves: list[Tensor | None] = []
+        self._dtypes: list[torch.dtype | None] = []
+        self.differentiable: list[bool] = []
+        self.states: list[RandomState | None] = []  # before each piece that draws random numbers
+        self._into: Gradients | None = None
+        self._of_args: list[Tensor | None] = []
+        self._of_params: list[Tensor | None] = []
+        self._bias_PV: Tensor | None = None  # the bias's gradient in parts, where the kernel sums it
+        self._capped: Tensor | None = None
+        self._record, self._before, self._ones = False, iter(self.states), list[Tensor | None]()
+
+    def rows_of(self, plan: HeadPlan) -> Rows:
+        """Return the rows that are computed, in the order of a plan's chunks."""
+        N, ranks, index = self.function.leading.numel(), self.head.ranks, self._index
+        if not ranks.spread:
+            return Rows(tokens=N, index=index)
+        order = ranks.order(plan)
+        assert order is not None
+        valid = torch.ones(N + 1, dtype=torch.bool, device=order.device)
+        if index is not None:
+            valid.zero_()
+            valid[index] = True
+        valid[N] = False
+        return Rows(tokens=N, index=order, filled=True, kept=valid[order])
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.head.input.device
+
+    def forward(self, *, store: bool) -> bool:
+        """Compute the results, and where there is one derivative to take, and ``store``, the gradients too.
+
+        Returns:
+            bool: Whether the gradients are there, as if the upstream one were 1.
+        """
+        self._record = self.function.graph and has_numbers(self.head.input)
+        if store:
+            self._begin(stored=True)
+        run(self.head, self.rows, self.plan, self, self._into, upstream=_one if store else None)
+        return self._into is not None
+
+    def backward(self, upstream: Sequence[Tensor | None], states: Sequence[RandomState | None]) -> None:
+        """Compute every gradient from the results' upstream ones, by running the function once more on each piece.
+
+        Args:
+            upstream: For each result [..., *] or a scalar; None: not used.
+            states: From `forward`.
+        """
+        self._begin(stored=False)
+        found = random_state(self.device) if any(states) else None
+        self._before = iter(states)
+        run(self.head, self.rows, self.plan, self, self._into, upstream=lambda *_: upstream, known={})
+        if found is not None:
+            set_random_state(found, self.device)
+
+    def _begin(self, *, stored: bool) -> None:
+        """Make the memory that takes the gradients."""
+        head, wanted, wide = self.head, self.wanted, self.head.wide
+        kernel_bias, wide_input = wanted.bias and self._by_kernel, stored and head.input.dtype == torch.float16
+        self._into = gradient_buffers(
+            head.input,
+            head.weight_VD,
+            wide,
+            self.plan,
+            (wanted.input and not wide_input, wanted.weight, wanted.bias and not kernel_bias),
+            some_rows=head.ranks.alone and self.rows.index is not None,
+        )
+        if wanted.input and wide_input:  # until the upstream gradient, and with it GradScaler's factor, has come
+            self._into.input_ND = head.input.new_zeros(head.tokens, head.input.shape[-1], dtype=wide)
+        if kernel_bias:
+            from lowtide.head.kernels.logit_grad import bias_sums
+
+            self._bias_PV = bias_sums(self.plan.piece_rows, head.weight_VD.shape[0], self.device)
+        self._of_args = [a.new_zeros(a.shape) if a.requires_grad else None for a in self.args]
+        self._of_params = [
+            p.new_zeros(p.shape, dtype=summed_in(p.dtype)) if p.requires_grad else None for p in self.params
+        ]
+
+    def numbers(self, z: Tensor, part: slice) -> Numbers:
+        """Add a chunk's results to those of the pass; as they have any structure, none are returned."""
+        return self.both_(z, part, _one)[0]
+
+    def both_(
+        self,
+        z: Tensor,
+        part: slice,
+        upstream: Upstream,  # noqa: ARG002
+        out: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[Numbers, None]:
+        """The same; and with one derivative to take, leave the gradient for an upstream gradient of 1."""
+        own_cV, index, chosen, start = self._own_rows(z, part)
+        for piece in spans(len(own_cV), self.plan.piece_rows) or ([] if self.spec else [slice(0, 0)]):
+            # no rows at all: what the function makes of them tells dtypes and shapes
+            rows = slice(start + piece.start, start + piece.stop)
+            state = random_state(self.device) if self._record else None
+            results = self._evaluate(own_cV[piece], index, rows)
+            if state is not None and len(own_cV):
+                self.states.append(None if same_state(state, random_state(self.device)) else state)
+            first = self.spec is None
+            self._collect(results, index, rows)
+            one = sum(self.differentiable) == 1
+            if self._into is not None and first and not one:  # left to backward
+                self._into.input_ND = self._into.weight_VD = self._into.bias_V = None
+                self._into = None
+            if self._into is not None:
+                if not one:
+                    expected = "the same results to depend on its arguments for all rows"
+                    raise ArgumentValueError(message("fn", expected, "others for later rows"))
+                if not self._ones:
+                    self._ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
+                if len(own_cV):
+                    self._pull_back(results, self._ones, own_cV, piece, index, rows)
+            del results
+        if self._into is not None:
+            self._return(own_cV, chosen, z, part)
+        return {}, None
+
+    def gradient_(
+        self,
+        z: Tensor,
+        part: slice,
+        known: Numbers,  # noqa: ARG002
+        g: Any,
+        out: Tensor | None = None,  # noqa: ARG002
+    ) -> None:
+        """Replace a chunk's logits by their gradient; ``g`` are the upstream ones of all results."""
+        own_cV, index, chosen, start = self._own_rows(z, part)
+        axes = len(self.function.leading)
+        for piece in spans(len(own_cV), self.plan.piece_rows):
+            rows = slice(start + piece.start, start + piece.stop)
+            state = next(self._before, None)
+            if state is not None:
+                set_random_state(state, self.device)
+            results = self._evaluate(own_cV[piece], index, rows)
+            above = g
+            if self.function.per_token:
+                above = [None if u is None else take_leading(u, axes, index, rows) for u in g]
+            self._pull_back(results, above, own_cV, piece, index, rows)
+            del results
+        self._return(own_cV, chosen, z, part)
+
+    def _own_rows(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+        """Return whole logits of the rows of a chunk that the function gets on this rank, and where these are.
+
+        Returns:
+            tuple: The logits [c, V]; the places of rows among the N tokens, None: in order; which of this rank's share
+            the rows are, None: all; where in the places the rows begin.
+        """
+        ranks, index = self.head.ranks, self.rows.index
+        if ranks.alone:
+            return z, index, None, part.start
+        own_cV, share = ranks.whole_rows(z[:, : ranks.rows]), ranks.share_of(part)
+        places = torch.arange(share.start, share.stop, device=z.device) if index is None else index[share]
+        if self.rows.kept is None:
+            return own_cV, places, None, 0
+        chosen = self.rows.kept[share].nonzero()[:, 0]
+        return own_cV[chosen], places[chosen], chosen, 0
+
+    def _return(self, own_cV: Tensor, chosen: Tensor | None, z: Tensor, part: slice) -> None:
+        """Bring the gradient from `_own_rows` to the ranks whose classes it is of."""
+        ranks = self.head.ranks
+        if ranks.alone or not any(self.wanted):
+            return
+        if chosen is not None:
+            share = ranks.share_of(part)
+            own_cV = own_cV.new_zeros(share.stop - share.start, own_cV.shape[1]).index_copy_(0, chosen, own_cV)
+        z[:, : ranks.rows] = ranks.own_classes(own_cV, len(z))
+
+    def _evaluate(self, z_cV: Tensor, index: Tensor | None, rows: slice) -> Results:
+        """Call the function on the logits of some rows."""
+        # the slope of a cap is computed from what it returned, and the function may change its logits
+        self._capped = None if self.head.softcap is None or self.anchor is None else z_cV.clone()
+        return evaluate(self.function, z_cV, self.args_of(index, rows), self.params, self.anchor)
+
+    def args_of(self, index: Tensor | None, rows: slice) -> list[Tensor]:
+        """Return the token arguments of some rows, as leaves."""
+        axes = len(self.function.leading)
+        return [take_leading(a.detach(), axes, index, rows).requires_grad_(a.requires_grad) for a in self.args]
+
+    def _pull_back(
+        self,
+        results: Results,
+        upstream: Sequence[Tensor | None],
+        z_CV: Tensor,
+        piece: slice,
+        index: Tensor | None,
+        rows: slice,
+    ) -> None:
+        """Add a piece's gradients, and leave that of the product ``x @ w.T`` in the place of its logits.
+
+        Args:
+            results: Of the piece.
+            upstream: Their gradients.
+            z_CV: The logits of the chunk's rows that are here.
+            piece: Which of them.
+            index: Where rows are among the N tokens.
+            rows: Which of these.
+        """
+        dz, args, params = vjp(results, upstream, self.params)
+        for total, grad in zip(self._of_args, args, strict=True):
+            if total is not None and grad is not None:
+                put_rows(total, grad, index, rows)
+        for total, grad in zip(self._of_params, params, strict=True):
+            if total is not None and grad is not None:
+                total += grad
+        if self.anchor is None:
+            return
+        target = (narrow_view(z_CV, self.head.dtype) if self.narrowed else z_CV)[piece]
+        if dz is None:
+            target.zero_()
+            return
+        if dz.layout != torch.strided:
+            dz = dz.to_dense()  # of gather(sparse_grad=True)
+        if self._capped is not None:
+            assert isinstance(self.head.softcap, float)
+            dz = torch.addcmul(dz, self._capped * dz, self._capped, value=-(self.head.softcap**-2))
+        elif dz.untyped_storage()._cdata == z_CV.untyped_storage()._cdata:
+            dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
+        if self._by_kernel:
+            from lowtide.head.kernels.logit_grad import put_logit_grad
+
+            put_logit_grad(dz, self.head.scale, target, self._bias_PV)
+        elif self.head.scale is None:
+            target.copy_(dz)
+        else:
+            torch.mul(dz, self.head.scale, out=target)
+
+    def _collect(self, results: Results, index: Tensor | None, rows: slice) -> None:
+        """Take the results of some rows.
+
+        Raises:
+            ArgumentValueError: They differ in structure, dtype or shape from those of the rows before.
+        """
+        got = [None if leaf is None else leaf.dtype for leaf in results.leaves]
+        if self.spec is None:
+            self.spec, self._dtypes, self.differentiable = results.spec, got, [False] * len(got)
+            self._leaves = [None if leaf is None else self._total_of(leaf) for leaf in results.leaves]
+        if results.spec != self.spec or got != self._dtypes:
+            expected = f"the same structure and dtypes for all rows: {self.spec} of {self._dtypes}"
+            raise ArgumentValueError(message("fn", expected, f"{results.spec} of {got}"))
+        for i, (total, leaf) in enumerate(zip(self._leaves, results.leaves, strict=True)):
+            if total is None or leaf is None:
+                continue
+            self.differentiable[i] |= leaf.requires_grad
+            leaf = leaf.detach()
+            if not self.function.per_token:
+                total += leaf
+            elif leaf.shape[1:] != total.shape[1:]:
+                expected = f"rows of one shape, {list(total.shape[1:])}"
+                raise ArgumentValueError(message("fn", expected, f"{list(leaf.shape[1:])} for other rows"))
+            else:
+                put_rows(total, leaf, index, rows)
+
+    def _total_of(self, leaf: Tensor) -> Tensor:
+        if not self.function.per_token:
+            return torch.zeros_like(leaf, dtype=summed_in(leaf.dtype))
+        make = torch.empty if self.head.ranks.alone and self.rows.index is None else torch.zeros
+        return make(self.rows.tokens, *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device)
+
+    def results(self) -> list[Tensor | None]:
+        """Return all results, with the leading axes of the hidden states and in the function's own dtypes."""
+        ranks, leading = self.head.ranks, self.function.leading
+        if not self.function.per_token:
+            pairs = zip(self._leaves, self._dtypes, strict=True)
+            return [None if x is None else ranks.add_up_(x).to(d) for x, d in pairs]
+        return [None if x is None else ranks.put_together_(x).view((*leading, *x.shape[1:])) for x in self._leaves]
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients in the order of the tensors, the same of token arguments and params on every rank."""
+        into, ranks = self._into, self.head.ranks
+        assert into is not None
+        bias_V = into.bias_V if self._bias_PV is None else self._bias_PV.sum(0)
+        args = (None if total is None else ranks.put_together_(total) for total in self._of_args)
+        params = (None if total is None else ranks.add_up_(total) for total in self._of_params)
+        return [into.input_ND, into.weight_VD, bias_V, None, *args, *params]
+
+
+def _one(*_: Any) -> None:
+    """Stand for an upstream gradient of 1, which `FunctionTerms.both_` takes it to be."""
+
+
+def spans(total: int, most: int) -> list[slice]:
+    """Return slices of at most ``most`` rows that cover ``total``, as few as can be, their sizes one apart at most."""
+    count = -(-total // most)
+    return [slice(i * total // count, (i + 1) * total // count) for i in range(count)]
+
+
+def put_rows(total: Tensor, rows_c: Tensor, index: Tensor | None, part: slice) -> None:
+    """Write rows [c, ...] to their places in ``total``, contiguous [N, ...] or [..., *]."""
+    if not rows_c.numel():
+        return  # a view of nothing has no one shape
+    flat = total.view(-1, *rows_c.shape[1:])
+    if index is None:
+        flat[part].copy_(rows_c)
+    else:
+        flat.index_copy_(0, index[part], rows_c.to(total.dtype))
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which many values of ``dtype`` are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Return whether a tensor holds numbers, and not their shapes alone."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
