@@ -126,7 +126,7 @@ class FunctionTerms(Terms):
             wide,
             self.plan,
             (wanted.input and not wide_input, wanted.weight, wanted.bias and not kernel_bias),
-            some_rows=head.ranks.alone and self.rows.index is not None,
+            some_rows=self._index is not None and not head.ranks.spread,
         )
         if wanted.input and wide_input:  # until the upstream gradient, and with it GradScaler's factor, has come
             self._into.input_ND = head.input.new_zeros(head.tokens, head.input.shape[-1], dtype=wide)
