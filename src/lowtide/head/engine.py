@@ -80,7 +80,7 @@ def run(
         known: Numbers of all rows from an earlier pass, of which the gradients are; None: they are computed.
     """
     chunks = _Chunks(head, rows, plan, terms)
-    found: list[Numbers] = []
+    found: list[tuple[Numbers, Tensor | None]] = []
     for part in chunks.parts or [slice(0, 0)]:
         x_CD = chunks.hidden(part)
         if upstream is None or into is None:
@@ -89,10 +89,10 @@ def run(
             numbers, g_CV, outside = chunks.gradient(x_CD, part, upstream, known)
             if len(x_CD):
                 _add_products(head, chunks.matmul, g_CV, outside, x_CD, into, rows.index, part, terms)
-        found.append(numbers)
+        found.append((numbers, None))
     if into is not None and into.weight_VD is not None and terms.lift is not None:
         into.weight_VD.div_(terms.lift)
-    return _joined(found)
+    return joined(found)[0]
 
 
 class _Chunks:
@@ -157,14 +157,17 @@ class _Chunks:
                 found.append((numbers, terms.gradient_(z, of_all, numbers, upstream(numbers, of_all), out)))
         if out is None:
             g_CV = z if self.head.ranks.alone else z[:, :V]
-        outsides = [outside for _, outside in found if outside is not None]
-        outside = torch.cat(outsides) if len(outsides) > 1 else next(iter(outsides), None)
-        return _joined([numbers for numbers, _ in found]), g_CV, outside
+        numbers, outside = joined(found)
+        return numbers, g_CV, outside
 
 
-def _joined(found: list[Numbers]) -> Numbers:
-    """Return the numbers of all rows from those of some rows each."""
-    return found[0] if len(found) == 1 else {name: torch.cat([x[name] for x in found]) for name in found[0]}
+def joined(found: list[tuple[Numbers, Tensor | None]]) -> tuple[Numbers, Tensor | None]:
+    """Return the numbers of all rows, and what they lack, from those of some rows each."""
+    if len(found) == 1:
+        return found[0]
+    outsides = [outside for _, outside in found if outside is not None]
+    numbers = {name: torch.cat([x[name] for x, _ in found]) for name in found[0][0]}
+    return numbers, torch.cat(outsides) if outsides else None
 
 
 def _add_products(

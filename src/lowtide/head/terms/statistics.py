@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
-from lowtide.head.engine import Numbers, Terms
+from lowtide.head.engine import Numbers, Terms, joined
 from lowtide.head.softmax import column_blocks
 
 FLOOR = -1e4  # a log-probability whose probability is 0 in every dtype: stands for -inf, which times 0 would be NaN
+CAPPED_BLOCKS = 8  # of a chunk's rows: what a soft cap holds beside the logits, it holds for one of them
 NO_ROW = 1e30  # logsumexp of a row that nothing flows back to: makes its probabilities 0 whatever its logits are
 
 
@@ -114,11 +115,17 @@ class Statistics(Terms):
         """See `Terms.both_`; of one target the probabilities are the gradient's too."""
         if not self._of_one_target:
             return super().both_(z, part, upstream, out)
-        if self.head.softcap is not None or not self.head.ranks.alone:
+        if not (self.head.ranks.alone and len(z)):
             numbers = self._about_target(z, part)
             return numbers, self.gradient_(z, part, numbers, upstream(numbers, part))
-        numbers = self._softmax_(z, part)
-        return numbers, self._gradient_(z, part, numbers, upstream(numbers, part), normalised=True)
+        cap, found = self.head.softcap, []
+        for rows in column_blocks(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS)):
+            block, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
+            slope = None if cap is None else (block / cap).square_().neg_().add_(1)
+            numbers = self._softmax_(block, of_all)
+            outside = self._gradient_(block, of_all, numbers, upstream(numbers, of_all), slope=slope, normalised=True)
+            found.append((numbers, outside))
+        return joined(found)
 
     def _softmax_(self, z: Tensor, part: slice) -> Numbers:
         """Return the numbers of one target, and leave probabilities, 0 at the target.
@@ -216,9 +223,19 @@ class Statistics(Terms):
         The entries of the targets and of the highest class are built from their log-probabilities, in which nothing has
         cancelled, and 1 - p = -expm1(log p).
         """
-        return self._gradient_(z, part, known, g, normalised=False)
+        return self._gradient_(z, part, known, g)
 
-    def _gradient_(self, z: Tensor, part: slice, known: Numbers, g: Upstream, *, normalised: bool) -> Tensor | None:
+    def _gradient_(
+        self,
+        z: Tensor,
+        part: slice,
+        known: Numbers,
+        g: Upstream,
+        *,
+        normalised: bool = False,
+        slope: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `gradient_`; ``normalised`` logits are probabilities already, and ``slope`` is the f_v that they had."""
         head, V, cap, q = self.head, self.head.ranks.vocab, self.head.softcap, self.q_V
         if not head.ranks.alone:
             z[:, head.ranks.rows :] = 0
@@ -237,17 +254,20 @@ class Statistics(Terms):
         ids, at_ids = self._entries(part, known, g, a, of_targets)
         if even is not None:
             at_ids += even if q is None else even * torch.cat((q, q.new_zeros(1)))[ids]
-        if cap is not None:
+        if slope is not None:
+            at_ids *= slope.gather(1, ids)
+        elif cap is not None:
             at_ids *= 1 - (z.gather(1, ids) / cap).square_()
         a = a - of_targets
         a = a if isinstance(a, float) else a[:, None]
-        in_blocks = cap is not None or g.entropy is not None  # which take memory beside the logits
+        # blocks where memory beside the logits is needed
+        in_blocks = slope is None and (cap is not None or g.entropy is not None)
         if not in_blocks and head.ranks.alone and not normalised:
             probabilities_(z)
             normalised = True
         for cols in column_blocks(head.ranks.rows, self.columns if in_blocks else max(1, head.ranks.rows)):
             b = z[:, cols]
-            slope = None if cap is None else (b / cap).square_().neg_().add_(1)
+            f = (b / cap).square_().neg_().add_(1) if cap is not None and slope is None else slope
             if not normalised:
                 b.sub_(known["lse"][:, None])
             if g.entropy is not None:
@@ -258,8 +278,8 @@ class Statistics(Terms):
                 b = b if isinstance(a, float) and a == 1 else b.mul_(a)
             if even is not None:
                 b.add_(even) if q is None else b.addcmul_(even, q[None, cols])
-            if slope is not None:
-                b.mul_(slope)
+            if f is not None:
+                b.mul_(f)
         z.scatter_(1, ids, at_ids)
         return outside
 
