@@ -5,7 +5,7 @@ V_r classes of it on this rank. Where the vocabulary is sharded, ranks exchange 
 rows of its share of them, and only that rank calls the function on these; the gradient goes back the same way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from lowtide.head.rows import Rows, take_leading
 
 Tensors = Sequence[Tensor | None]  # input, weight, bias, index of rows, token arguments and params, in this order
 INDEX, FIRST_ARG = 3, 4  # where among these
+UpstreamOf = Callable[[Results, Tensor | None, slice], Sequence[Tensor | None] | None]
 
 
 class FunctionTerms(Terms):
@@ -69,7 +70,9 @@ class FunctionTerms(Terms):
         self._of_params: list[Tensor | None] = []
         self._bias_PV: Tensor | None = None  # the bias's gradient in parts, where the kernel sums it
         self._capped: Tensor | None = None
-        self._record, self._before, self._ones = False, iter(self.states), list[Tensor | None]()
+        self._ones: list[Tensor | None] = []
+        self._state: RandomState | None = None  # of the generators, where each piece's is recorded
+        self._replayed: Iterator[RandomState | None] = iter(())
 
     def rows_of(self, plan: HeadPlan) -> Rows:
         """Return the rows that are computed, in the order of a plan's chunks."""
@@ -96,7 +99,8 @@ class FunctionTerms(Terms):
         Returns:
             bool: Whether the gradients are there, as if the upstream one were 1.
         """
-        self._record = self.function.graph and has_numbers(self.head.input)
+        if self.function.graph and has_numbers(self.head.input):
+            self._state = random_state(self.device)
         if store:
             self._begin(stored=True)
         run(self.head, self.rows, self.plan, self, self._into, upstream=_one if store else None)
@@ -111,29 +115,24 @@ class FunctionTerms(Terms):
         """
         self._begin(stored=False)
         found = random_state(self.device) if any(states) else None
-        self._before = iter(states)
+        self._replayed = iter(states)
         run(self.head, self.rows, self.plan, self, self._into, upstream=lambda *_: upstream, known={})
         if found is not None:
             set_random_state(found, self.device)
 
     def _begin(self, *, stored: bool) -> None:
         """Make the memory that takes the gradients."""
-        head, wanted, wide = self.head, self.wanted, self.head.wide
-        kernel_bias, wide_input = wanted.bias and self._by_kernel, stored and head.input.dtype == torch.float16
-        self._into = gradient_buffers(
-            head.input,
-            head.weight_VD,
-            wide,
-            self.plan,
-            (wanted.input and not wide_input, wanted.weight, wanted.bias and not kernel_bias),
-            some_rows=self._index is not None and not head.ranks.spread,
-        )
-        if wanted.input and wide_input:  # until the upstream gradient, and with it GradScaler's factor, has come
-            self._into.input_ND = head.input.new_zeros(head.tokens, head.input.shape[-1], dtype=wide)
-        if kernel_bias:
+        head, wanted, D = self.head, self.wanted, self.head.input.shape[-1]
+        some_rows = self._index is not None and not head.ranks.spread
+        into = gradient_buffers(head.input, head.weight_VD, head.wide, self.plan, wanted, some_rows=some_rows)
+        if into.input_ND is not None and stored and head.input.dtype == torch.float16:
+            # until the upstream gradient, and with it GradScaler's factor, has come
+            into.input_ND = head.input.new_zeros(head.tokens, D, dtype=head.wide)
+        if into.bias_V is not None and self._by_kernel:
             from lowtide.head.kernels.logit_grad import bias_sums
 
-            self._bias_PV = bias_sums(self.plan.piece_rows, head.weight_VD.shape[0], self.device)
+            into.bias_V, self._bias_PV = None, bias_sums(self.plan.piece_rows, len(head.weight_VD), self.device)
+        self._into = into
         self._of_args = [a.new_zeros(a.shape) if a.requires_grad else None for a in self.args]
         self._of_params = [
             p.new_zeros(p.shape, dtype=summed_in(p.dtype)) if p.requires_grad else None for p in self.params
@@ -141,7 +140,8 @@ class FunctionTerms(Terms):
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
         """Add a chunk's results to those of the pass; as they have any structure, none are returned."""
-        return self.both_(z, part, _one)[0]
+        self._run(z, part, self._collect)
+        return {}
 
     def both_(
         self,
@@ -151,31 +151,7 @@ class FunctionTerms(Terms):
         out: Tensor | None = None,  # noqa: ARG002
     ) -> tuple[Numbers, None]:
         """The same; and with one derivative to take, leave the gradient for an upstream gradient of 1."""
-        own_cV, index, chosen, start = self._own_rows(z, part)
-        for piece in spans(len(own_cV), self.plan.piece_rows) or ([] if self.spec else [slice(0, 0)]):
-            # no rows at all: what the function makes of them tells dtypes and shapes
-            rows = slice(start + piece.start, start + piece.stop)
-            state = random_state(self.device) if self._record else None
-            results = self._evaluate(own_cV[piece], index, rows)
-            if state is not None and len(own_cV):
-                self.states.append(None if same_state(state, random_state(self.device)) else state)
-            first = self.spec is None
-            self._collect(results, index, rows)
-            one = sum(self.differentiable) == 1
-            if self._into is not None and first and not one:  # left to backward
-                self._into.input_ND = self._into.weight_VD = self._into.bias_V = None
-                self._into = None
-            if self._into is not None:
-                if not one:
-                    expected = "the same results to depend on its arguments for all rows"
-                    raise ArgumentValueError(message("fn", expected, "others for later rows"))
-                if not self._ones:
-                    self._ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
-                if len(own_cV):
-                    self._pull_back(results, self._ones, own_cV, piece, index, rows)
-            del results
-        if self._into is not None:
-            self._return(own_cV, chosen, z, part)
+        self._run(z, part, self._collect)
         return {}, None
 
     def gradient_(
@@ -187,20 +163,47 @@ class FunctionTerms(Terms):
         out: Tensor | None = None,  # noqa: ARG002
     ) -> None:
         """Replace a chunk's logits by their gradient; ``g`` are the upstream ones of all results."""
+
+        def of_rows(_: Results, index: Tensor | None, rows: slice) -> Sequence[Tensor | None]:
+            if not self.function.per_token:
+                return g  # type: ignore[no-any-return]
+            return [None if u is None else take_leading(u, len(self.function.leading), index, rows) for u in g]
+
+        self._run(z, part, of_rows)
+
+    def _run(self, z: Tensor, part: slice, upstream: UpstreamOf) -> None:
+        """Call the function on a chunk's rows, and leave the gradient in the logits' place where there is one.
+
+        Args:
+            z: The logits.
+            part: Their rows.
+            upstream: Takes the results of a piece and which rows they are of; returns their gradients, None: no more.
+        """
         own_cV, index, chosen, start = self._own_rows(z, part)
-        axes = len(self.function.leading)
-        for piece in spans(len(own_cV), self.plan.piece_rows):
+        pieces = spans(len(own_cV), self.plan.piece_rows)
+        if not pieces and self.spec is None:
+            pieces = [slice(0, 0)]  # what the function makes of no rows at all tells dtypes and shapes
+        for piece in pieces:
             rows = slice(start + piece.start, start + piece.stop)
-            state = next(self._before, None)
-            if state is not None:
+            if len(own_cV) and (state := next(self._replayed, None)) is not None:
                 set_random_state(state, self.device)
-            results = self._evaluate(own_cV[piece], index, rows)
-            above = g
-            if self.function.per_token:
-                above = [None if u is None else take_leading(u, axes, index, rows) for u in g]
-            self._pull_back(results, above, own_cV, piece, index, rows)
+            # the slope of a cap is computed from what it returned, and the function may change its logits
+            self._capped = None if self.head.softcap is None or self.anchor is None else own_cV[piece].clone()
+            args = self.args_of(index, rows)
+            results = evaluate(self.function, own_cV[piece], args, self.params, self.anchor)
+            if self._state is not None and len(own_cV):
+                before, self._state = self._state, random_state(self.device)
+                self.states.append(None if same_state(before, self._state) else before)
+            g = upstream(results, index, rows)
+            if g is not None and len(own_cV):
+                self._pull_back(results, g, own_cV, piece, index, rows)
             del results
-        self._return(own_cV, chosen, z, part)
+        ranks = self.head.ranks
+        if self._into is not None and self.anchor is not None and not ranks.alone:
+            if chosen is not None:
+                share = ranks.share_of(part)
+                own_cV = own_cV.new_zeros(share.stop - share.start, ranks.vocab).index_copy_(0, chosen, own_cV)
+            z[:, : ranks.rows] = ranks.own_classes(own_cV, len(z))
 
     def _own_rows(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
         """Return whole logits of the rows of a chunk that the function gets on this rank, and where these are.
@@ -209,31 +212,15 @@ class FunctionTerms(Terms):
             tuple: The logits [c, V]; the places of rows among the N tokens, None: in order; which of this rank's share
             the rows are, None: all; where in the places the rows begin.
         """
-        ranks, index = self.head.ranks, self.rows.index
+        ranks, index, kept = self.head.ranks, self.rows.index, self.rows.kept
         if ranks.alone:
             return z, index, None, part.start
         own_cV, share = ranks.whole_rows(z[:, : ranks.rows]), ranks.share_of(part)
         places = torch.arange(share.start, share.stop, device=z.device) if index is None else index[share]
-        if self.rows.kept is None:
+        if kept is None:
             return own_cV, places, None, 0
-        chosen = self.rows.kept[share].nonzero()[:, 0]
+        chosen = kept[share].nonzero()[:, 0]
         return own_cV[chosen], places[chosen], chosen, 0
-
-    def _return(self, own_cV: Tensor, chosen: Tensor | None, z: Tensor, part: slice) -> None:
-        """Bring the gradient from `_own_rows` to the ranks whose classes it is of."""
-        ranks = self.head.ranks
-        if ranks.alone or not any(self.wanted):
-            return
-        if chosen is not None:
-            share = ranks.share_of(part)
-            own_cV = own_cV.new_zeros(share.stop - share.start, own_cV.shape[1]).index_copy_(0, chosen, own_cV)
-        z[:, : ranks.rows] = ranks.own_classes(own_cV, len(z))
-
-    def _evaluate(self, z_cV: Tensor, index: Tensor | None, rows: slice) -> Results:
-        """Call the function on the logits of some rows."""
-        # the slope of a cap is computed from what it returned, and the function may change its logits
-        self._capped = None if self.head.softcap is None or self.anchor is None else z_cV.clone()
-        return evaluate(self.function, z_cV, self.args_of(index, rows), self.params, self.anchor)
 
     def args_of(self, index: Tensor | None, rows: slice) -> list[Tensor]:
         """Return the token arguments of some rows, as leaves."""
@@ -268,7 +255,7 @@ class FunctionTerms(Terms):
                 total += grad
         if self.anchor is None:
             return
-        target = (narrow_view(z_CV, self.head.dtype) if self.narrowed else z_CV)[piece]
+        target, scale = (narrow_view(z_CV, self.head.dtype) if self.narrowed else z_CV)[piece], self.head.scale
         if dz is None:
             target.zero_()
             return
@@ -282,20 +269,20 @@ class FunctionTerms(Terms):
         if self._by_kernel:
             from lowtide.head.kernels.logit_grad import put_logit_grad
 
-            put_logit_grad(dz, self.head.scale, target, self._bias_PV)
-        elif self.head.scale is None:
+            put_logit_grad(dz, scale, target, self._bias_PV)
+        elif scale is None:
             target.copy_(dz)
         else:
-            torch.mul(dz, self.head.scale, out=target)
+            torch.mul(dz, scale, out=target)
 
-    def _collect(self, results: Results, index: Tensor | None, rows: slice) -> None:
-        """Take the results of some rows.
+    def _collect(self, results: Results, index: Tensor | None, rows: slice) -> Sequence[Tensor | None] | None:
+        """Take the results of some rows; return the upstream gradients, 1, where gradients are stored.
 
         Raises:
             ArgumentValueError: They differ in structure, dtype or shape from those of the rows before.
         """
-        got = [None if leaf is None else leaf.dtype for leaf in results.leaves]
-        if self.spec is None:
+        got, first = [None if leaf is None else leaf.dtype for leaf in results.leaves], self.spec is None
+        if first:
             self.spec, self._dtypes, self.differentiable = results.spec, got, [False] * len(got)
             self._leaves = [None if leaf is None else self._total_of(leaf) for leaf in results.leaves]
         if results.spec != self.spec or got != self._dtypes:
@@ -305,14 +292,24 @@ class FunctionTerms(Terms):
             if total is None or leaf is None:
                 continue
             self.differentiable[i] |= leaf.requires_grad
-            leaf = leaf.detach()
             if not self.function.per_token:
-                total += leaf
+                total += leaf.detach()
             elif leaf.shape[1:] != total.shape[1:]:
                 expected = f"rows of one shape, {list(total.shape[1:])}"
                 raise ArgumentValueError(message("fn", expected, f"{list(leaf.shape[1:])} for other rows"))
             else:
-                put_rows(total, leaf, index, rows)
+                put_rows(total, leaf.detach(), index, rows)
+        one, into = sum(self.differentiable) == 1, self._into
+        if into is None:
+            return None
+        if not first and not one:
+            expected = "the same results to depend on its arguments for all rows"
+            raise ArgumentValueError(message("fn", expected, "others for later rows"))
+        if not one:  # left to backward
+            into.input_ND = into.weight_VD = into.bias_V = self._into = None
+        elif first:
+            self._ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
+        return self._ones if one else None
 
     def _total_of(self, leaf: Tensor) -> Tensor:
         if not self.function.per_token:
