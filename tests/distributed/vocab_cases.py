@@ -23,10 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from lowtide.head import reference
+from lowtide.head import planning, reference
 from lowtide.head.ranks import shard as vocab_shard
 from lowtide.head.ranks.parallel import Ranks
-from lowtide.head.ranks.planning import plan_of_shard
 from lowtide.measure import peak_above
 from lowtide.measure.collectives import seen_collectives
 from support import head as head_on_host
@@ -724,13 +723,13 @@ def unlike_gpus() -> None:
                     input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, ranks=ranks
                 )
                 of_loss: Any = {"weight_frozen": False, "capped_and_smoothed": False}
-                plan = plan_of_shard(of_head, lowtide.HeadOptions(), "mean", **of_loss)
+                plan = planning._plan_of_shard(of_head, lowtide.HeadOptions(), "mean", **of_loss)
                 plans: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(plans, (plan.backend, plan.chunk_rows, plan.chunks, plan.sum_rows))
                 assert len(set(plans)) == 1, (memory, kinds, dtype, plans)
                 if len({*kinds[: dist.get_world_size()]}) > 1:
                     with pytest.raises(UnsupportedError, match="exp"):
-                        plan_of_shard(of_head, lowtide.HeadOptions(backend="exp"), "mean", **of_loss)
+                        planning._plan_of_shard(of_head, lowtide.HeadOptions(backend="exp"), "mean", **of_loss)
             dist.destroy_process_group(group)
 
 

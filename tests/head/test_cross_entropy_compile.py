@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from lowtide import HeadOptions, linear_cross_entropy
-from lowtide.head.operators import Call, Wanted
+from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
 from support import head
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
@@ -126,28 +126,24 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     assert counter.frame_count == 1
 
 
-def call(dtype: torch.dtype, reduction: str) -> Call:
+def call(dtype: torch.dtype, reduction: str) -> tuple[Any, ...]:
     x, w, b, y = head((2, 6), 8, 33, dtype=dtype)
     y[0, 1] = -100
-    return Call(
-        input=x.detach(),
-        linear_weight=w.detach(),
+    call = HeadCall(
+        input=x.detach(), linear_weight=w.detach(), linear_bias=None if b is None else b.detach(),
+        logit_scale=torch.tensor(0.5), softcap=2.0, dtype=dtype, workspace_mib=None, accumulate="auto", backend="auto",
+    )  # fmt: skip
+    args = CrossEntropyArgs(
         target=y,
-        linear_bias=None if b is None else b.detach(),
         weight=torch.rand(33),
         token_weight=torch.rand(2, 6),
         num_items=torch.tensor(5.0) if reduction == "mean" else None,
-        logit_scale=torch.tensor(0.5),
-        dtype=dtype,
         reduction=reduction,
         ignore_index=-100,
         label_smoothing=0.1,
         z_loss=0.1,
-        softcap=2.0,
-        workspace_mib=None,
-        accumulate="auto",
-        backend="auto",
     )
+    return (*call, *args)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -161,5 +157,5 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, reduction: st
     upstream = torch.rand(() if reduction == "mean" else (12,))
     known = torch.zeros(2, 12)
     torch.library.opcheck(
-        torch.ops.lowtide.cross_entropy_backward.default, (*asked, True, True, True, upstream, *known)
+        torch.ops.lowtide.cross_entropy_backward.default, (*asked, True, True, True, upstream, *known, torch.empty(0))
     )

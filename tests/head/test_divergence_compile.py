@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from lowtide import TeacherTopK, linear_divergence
-from lowtide.head.divergences.autograd import DivergenceCall
+from lowtide.head.call import DivergenceArgs, HeadCall
 from support import head
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
@@ -114,10 +114,11 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, topk: bool, r
     x, w, b, _ = (None if t is None else t.detach() for t in head((2, 6), 8, 33, dtype=dtype))
     tx, tw, tb, _ = (None if t is None else t.detach() for t in head((2, 6), 5, 30, dtype=dtype, seed=1))
     logprobs, ids = (tx @ tw.T).log_softmax(-1).view(12, 30).topk(4)
-    call = DivergenceCall(
-        input=x,
-        linear_weight=w,
-        linear_bias=b,
+    of_head = HeadCall(
+        input=x, linear_weight=w, linear_bias=b, logit_scale=None, softcap=2.5, dtype=dtype, workspace_mib=None,
+        accumulate="auto", backend="auto",
+    )  # fmt: skip
+    args = DivergenceArgs(
         teacher_input=None if topk else tx,
         teacher_weight=None if topk else tw,
         teacher_bias=None if topk else tb,
@@ -126,22 +127,18 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, topk: bool, r
         mask=torch.rand(12) < 0.7,
         temperature=torch.tensor(1.5),
         num_items=torch.tensor(7.5) if reduction == "mean" else None,
-        softcap=2.5,
         teacher_softcap=None if topk else 3.5,
-        dtype=dtype,
         teacher_dtype=dtype,
         kind="jsd",
         beta=0.3,
         tail="bucket" if topk else "",
         reduction=reduction,
-        workspace_mib=None,
-        accumulate="auto",
-        backend="auto",
     )
-    torch.library.opcheck(torch.ops.lowtide.divergence.default, tuple(call))
-    value, *known = torch.ops.lowtide.divergence(*call)
+    call = (*of_head, *args)
+    value, *known = torch.ops.lowtide.divergence(*call, False, False, False, True)[:4]
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
-        args = (*call, *wanted, torch.rand_like(value), *known)
-        torch.library.opcheck(torch.ops.lowtide.divergence_backward.default, args)
+        upstream = (*call, *wanted, torch.rand_like(value), *known)
+        torch.library.opcheck(torch.ops.lowtide.divergence_backward.default, upstream)
         if reduction != "none" or not (wanted[1] or wanted[2]):
-            torch.library.opcheck(torch.ops.lowtide.divergence_stored.default, (*call, *wanted))
+            torch.library.opcheck(torch.ops.lowtide.divergence.default, (*call, *wanted, False))
+    torch.library.opcheck(torch.ops.lowtide.divergence.default, (*call, False, False, False, True))

@@ -68,7 +68,7 @@ def run(
         return into
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(terms, "_plan_of", lambda *_: small_plan(len(y), len(w), schedule, rows))
+        patched.setattr(terms, "plan_cross_entropy", lambda *_: small_plan(len(y), len(w), schedule, rows))
         patched.setattr(terms, "drops_rows", lambda device: False)
         patched.setattr(terms, "gradient_buffers", poisoned)
         values, _ = terms.forward(call.head(None), args, wanted, False)

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.head import operators, plan
-from lowtide.head.divergences import autograd as divergence_autograd
-from lowtide.head.exponentials.blocks import matmul_into
+from lowtide.head import graph, plan
+from lowtide.head.graph import undisturbed
 from lowtide.head.kernels import configs
-from lowtide.head.registration import undisturbed
-from lowtide.head.statistics import autograd as token_stats_autograd
+from lowtide.head.matmul import matmul_into
 from lowtide.head.terms import cross_entropy as terms
 from support import head
 
@@ -73,8 +71,7 @@ def test_formulas_say_what_is_inside(function: Callable[..., Any], monkeypatch: 
 
         with monkeypatch.context() as inside:
             told = counted(run)
-            for module in (operators, token_stats_autograd, divergence_autograd):
-                inside.setattr(module, "watched", lambda _: False)
+            inside.setattr(graph, "watched", lambda _: False)
             assert told == counted(run) > 0, (of_x, of_w)
 
 
@@ -106,6 +103,6 @@ def test_triton_kernels_count(schedule: str, monkeypatch: pytest.MonkeyPatch) ->
             block_columns=V if schedule == "chunks" else 24, sum_rows=7, product_rows=5,
         )  # fmt: skip
 
-    monkeypatch.setattr(terms, "_plan_of", exponentials)
+    monkeypatch.setattr(terms, "plan_cross_entropy", exponentials)
     x, w, _, y = head(N, 8, V, bias=False)
     assert counted(lambda: lowtide.linear_cross_entropy(x, w, y).backward()) == 6 * N * 8 * V

@@ -28,14 +28,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel on the CPU, in chunks of 7 rows, with products that the CPU has."""
-    make = terms._plan_of
+    make = terms.plan_cross_entropy
 
     def plan(head: Any, args: Any, n: int, wanted: Any) -> HeadPlan:
         gemms: dict[str, Any] = {"logits_gemm": "blocks", "backward_gemm": "narrow"}
         rows = {"chunk_rows": 7, "chunks": -(-n // 7), "block_rows": 11}
         return replace(make(head, args, n, wanted), backend="row", accumulate="float32", **rows, **gemms)
 
-    monkeypatch.setattr(terms, "_plan_of", plan)
+    monkeypatch.setattr(terms, "plan_cross_entropy", plan)
     monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
     monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
 

@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide import HeadOptions, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
-from lowtide.head import operators
-from lowtide.head.statistics import autograd as token_stats_autograd
+from lowtide.head import graph
 from lowtide.head.terms.statistics import Statistics
 from support import head, in_float64, relative_error, stats_oracle
 
@@ -83,8 +82,7 @@ def test_every_subset_of_inputs_frozen(kind: str, needed: tuple[str, ...], dtype
 @pytest.fixture
 def seen_by_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator's inside is hidden from dispatch modes; so no operators here."""
-    for module in (operators, token_stats_autograd):
-        monkeypatch.setattr(module, "watched", lambda args: False)
+    monkeypatch.setattr(graph, "watched", lambda args: False)
 
 
 def flops(run: Any) -> int:

@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from lowtide import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.head.statistics.autograd import Found, StatsCall
+from lowtide.head.call import HeadCall, TokenStatsArgs
+from lowtide.head.terms.token_stats import TOKEN_STATS
 from support import head
 
 # torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
@@ -121,29 +122,20 @@ def test_the_registered_operators_pass_opcheck(dtype: torch.dtype, want: str) ->
     x, w, b, _ = head((2, 6), 8, 33, dtype=dtype)
     y = torch.randint(0, 33, (12, 2))
     y[3, 1] = -100
-    call = StatsCall(
-        input=x.detach(),
-        linear_weight=w.detach(),
-        linear_bias=None if b is None else b.detach(),
-        target=y,
-        logit_scale=torch.tensor(0.5),
-        dtype=dtype,
-        softcap=2.0,
-        want=want,
-        topk=3,
-        ignore_index=-100,
-        workspace_mib=None,
-        accumulate="auto",
-        backend="auto",
-    )
-    torch.library.opcheck(torch.ops.lowtide.token_stats.default, tuple(call))
-    found = Found(*torch.ops.lowtide.token_stats(*call))
+    of_head = HeadCall(
+        input=x.detach(), linear_weight=w.detach(), linear_bias=None if b is None else b.detach(),
+        logit_scale=torch.tensor(0.5), softcap=2.0, dtype=dtype, workspace_mib=None, accumulate="auto", backend="auto",
+    )  # fmt: skip
+    call = (*of_head, *TokenStatsArgs(target=y, want=want, topk=3, ignore_index=-100))
+    torch.library.opcheck(torch.ops.lowtide.token_stats.default, (*call, False, False, False, True))
+    values = torch.ops.lowtide.token_stats(*call, False, False, False, True)
+    found = dict(zip(TOKEN_STATS.names, values, strict=False))
     upstream = [
         torch.rand(12, 2, dtype=dtype) if "logprob" in want else None,
         torch.rand(12, dtype=dtype) if "entropy" in want else None,
         torch.rand(12, dtype=dtype),
         None,
     ]
-    known = (found.logprob, found.entropy, found.lse, found.argmax, found.top_logprob)
+    known = [found[name] for name in TOKEN_STATS.known]
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
         torch.library.opcheck(torch.ops.lowtide.token_stats_backward.default, (*call, *wanted, *upstream, *known))

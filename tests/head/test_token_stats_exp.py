@@ -87,7 +87,7 @@ class Stats:
 
     def forward(self) -> dict[str, Tensor]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(terms, "plan_stats", lambda *_, **__: self.plan)
+            patched.setattr(terms, "plan_token_stats", lambda *_, **__: self.plan)
             self.found, _ = terms.forward(self.head, self.args, Wanted(False, False, False), True)
         return self.found
 
@@ -100,7 +100,8 @@ class Stats:
             return into
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(terms, "plan_stats", lambda *_, **__: self.plan)
+            patched.setattr(terms, "plan_token_stats", lambda *_, **__: self.plan)
+            patched.setattr(terms, "drops_rows", lambda device: False)  # as on a GPU
             patched.setattr(terms, "gradient_buffers", poisoned)
             given = {name: upstream.get(name) for name in DIFFERENTIABLE}
             return terms.backward(self.head, self.args, Wanted(True, True, True), given, self.found)

@@ -17,10 +17,8 @@ from lowtide.head.arguments import (
     check_per_token,
     check_tensor,
     refuse_transforms,
-    scalar_tensor,
-    softcap_number,
 )
-from lowtide.head.call import Head, scalar_on
+from lowtide.head.call import Head, HeadCall, local_call
 from lowtide.head.function import node
 from lowtide.head.function.function import TENSOR, UserFunction, compiled, current_autocast
 from lowtide.head.head_plan import HeadPlan
@@ -29,8 +27,6 @@ from lowtide.head.plan import plan_head
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks, ranks_of
 from lowtide.head.ranks.shard import VocabShard
-from lowtide.head.registration import undisturbed
-from lowtide.head.scaling import with_trained_scale
 
 OUT = ("token", "sum")
 
@@ -132,71 +128,52 @@ def linear_apply(
     if ranks.vocab == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     _check_arguments(fn, input, token_args, mask, out, compile)
-    options, softcap = check_options(options), softcap_number("softcap", softcap)
+    options = check_options(options)
     if options.gradient == "forward" and out == "token":
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
-    plain_scale = scalar_tensor("logit_scale", logit_scale, torch.float64)
     leading = input.shape[:-1]
+    call = local_call(sharing, input, linear_weight, linear_bias, logit_scale, softcap, dtype, options)
     if sharing is not None:
-        input, linear_weight = sharing.local(input), sharing.local(linear_weight)
-        linear_bias = sharing.local(linear_bias)
         token_args, tensors = tuple(map(sharing.whole, token_args)), list(map(sharing.whole, tensors))
-        plain_scale, mask = sharing.whole(plain_scale), sharing.whole(mask)
-    if plain_scale.requires_grad and torch.is_grad_enabled():
-        factors = (plain_scale, plain_scale) if sharing is None else sharing.factors(plain_scale)
-        input, linear_bias, plain_scale = with_trained_scale(input, linear_bias, *factors)
+        mask = sharing.whole(mask)
     index = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
-    plan = _plan(leading.numel() if index is None else index.numel(), linear_weight, linear_bias, dtype, options, ranks)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    with undisturbed(input.device):
-        unscaled = scale is None and logit_scale == 1
-        on_device = None if unscaled else scalar_on(input.device, plain_scale, wide)
-
-    def head(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Head:
-        return Head(
-            input=input,
-            weight_VD=weight_VD,
-            bias_V=None if bias_V is None else bias_V.to(wide),
-            scale=on_device,
-            softcap=softcap,
-            dtype=dtype,
-            wide=wide,
-            ranks=ranks,
-            options=options,
-        )
-
+    plan = _plan(leading.numel() if index is None else index.numel(), call, options, ranks)
     function = UserFunction(
         plain=fn,
         run=compiled(fn) if compile else fn,
         per_token=out == "token",
         graph=torch.is_grad_enabled(),
-        autocast=current_autocast(input.device),
+        autocast=current_autocast(call.input.device),
         token_args=len(token_args),
         params_spec=params_spec,
         params_rest=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in param_leaves),
         leading=leading,
         plan=plan,
         gradient=options.gradient,
-        head=head,
+        head=_head_of(call, sharing),
     )
-    given = (input, linear_weight, linear_bias, index, *token_args, *tensors)
+    given = (*call.trained, index, *token_args, *tensors)
     if sharing is None:
         return node.apply(function, given)
     _compare(sharing, function, given)
     return pytree.tree_map_only(Tensor, sharing.result, node.apply(function, given))
 
 
-def _plan(
-    n: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    options: HeadOptions,
-    ranks: Ranks | Alone,
-) -> HeadPlan:
+def _head_of(call: HeadCall, ranks: Ranks | None) -> Callable[[Tensor, Tensor, Tensor | None], Head]:
+    """Return what makes a head of tensors like those of a call, which it does not hold on to."""
+    settings: Any = call._asdict().items()
+    rest = {name: value for name, value in settings if name not in ("input", "linear_weight", "linear_bias")}
+
+    def head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Head:
+        return HeadCall(input=input, linear_weight=linear_weight, linear_bias=linear_bias, **rest).head(ranks)
+
+    return head
+
+
+def _plan(n: int, call: HeadCall, options: HeadOptions, ranks: Ranks | Alone) -> HeadPlan:
     """Return the plan for ``n`` rows; across ranks the same on each, made for the largest shard."""
-    V, device_bytes = ranks.vocab, None
+    V, device_bytes, weight = ranks.vocab, None, call.linear_weight
     if isinstance(ranks, Ranks):
         V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes  # a shard's, sent, and received
         n = ranks.groups * ranks.tokens.length if ranks.spread else n
@@ -204,12 +181,12 @@ def _plan(
         n,
         weight.shape[1],
         V,
-        dtype,
+        call.dtype,
         weight.device,
         options,
         weight_dtype=weight.dtype,
         reduction="sum",
-        weight_frozen=not (weight.requires_grad or (bias is not None and bias.requires_grad)),
+        weight_frozen=call.frozen,
         function=True,
         device_bytes=device_bytes,
     )

@@ -12,9 +12,8 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
-from lowtide.head.matmul import HeadMatmul, narrow_view
+from lowtide.head.matmul import HeadMatmul, finish_logits_, narrow_view
 from lowtide.head.rows import Rows
-from lowtide.head.softmax import finish_logits_
 
 Numbers = dict[str, Tensor]
 Upstream = Callable[[Numbers, slice], Any]
@@ -210,7 +209,7 @@ def _add_products(
     elif into.input_ND is not None:
         product = x_CD.new_empty(x_CD.shape, dtype=matmul.wide)  # summed over ranks before it is rounded
         matmul.input_grad(g_CV, outside, product)
-        write = head.ranks.begin_sum(product, index, part)
+        write = head.ranks.begin_sum(product, part, index)
     if into.weight_VD is not None:
         raised = outside if terms.lift is None or outside is None else outside * terms.lift
         matmul.weight_grad(g_CV, raised, x_CD, into.weight_VD, part.start == 0)

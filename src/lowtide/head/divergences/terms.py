@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lowtide.head.softmax import column_blocks
+from lowtide.head.matmul import column_blocks
 from lowtide.head.terms.statistics import row_sums
 
 

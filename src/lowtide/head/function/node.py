@@ -18,8 +18,8 @@ from lowtide.head.graph import (
     refuse_batched,
     save_for_recompute,
     saved_for_recompute,
+    undisturbed,
 )
-from lowtide.head.registration import undisturbed
 from lowtide.head.scaling import scaled, times
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"

@@ -39,6 +39,9 @@ class Alone:
     def order(self, plan: Any) -> None:
         """Return the order of the tokens in the chunks: their own."""
 
+    def reordered(self, plan: Any, rows: int) -> None:
+        """Return the order of chunks of other rows: the same."""
+
     def here(self, y: Tensor) -> tuple[Tensor, None]:
         """Return each class's row of the weight, and no mask: all are here."""
         return y, None
@@ -46,6 +49,10 @@ class Alone:
     def gather(self, x: Tensor) -> Tensor:
         """Return every rank's ``x`` [1, ...]."""
         return x[None]
+
+    def begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
+        """Return what returns the sum of all ranks' ``x``."""
+        return lambda: x
 
     def sum_of(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' ``x``."""
@@ -57,7 +64,7 @@ class Alone:
         """Return a chunk's hidden states [C, D]."""
         return Answered(take_rows(input, index, part, dtype))
 
-    def begin_sum(self, product_CD: Tensor, index: Tensor | None, part: slice) -> Callable[[Gradients], None]:
+    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
         """Return what writes a chunk's gradient of the hidden states where it belongs."""
         return lambda into: into.put_input(part if index is None else index[part], product_CD)
 

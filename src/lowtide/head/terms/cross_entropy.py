@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError
-from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
+from lowtide.head import exponentials
+from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, run
-from lowtide.head.exponentials.bridge import by_exponentials
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.ranks.planning import plan_of_shard
-from lowtide.head.rows import Rows, drops_rows, input_is_copied, positions, rows_are_aligned
-from lowtide.head.scaling import factor_lift
-from lowtide.head.schedules import remembered_plan
+from lowtide.head.nodes import Function, Shape
+from lowtide.head.planning import plan_cross_entropy
+from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import Kept, StoredGradients, lacks_denominator, stored_gradients
+from lowtide.head.terms.loss import Loss
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
@@ -34,48 +35,6 @@ KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """The loss as a function of a row's numbers, and its gradient by them."""
-
-    class_weight: Tensor | None  # [V_r] wide, of this rank's classes
-    total: Tensor | None  # Q
-    own_n: Tensor | None  # [n] q_y
-    label_smoothing: float
-    z_loss: float
-    vocab: int  # V
-
-    def _target_share(self, part: slice) -> Tensor | float:
-        share = 1 - self.label_smoothing
-        return share if self.own_n is None else share * self.own_n[part]
-
-    @property
-    def _even_share(self) -> Tensor | float:
-        """Return a Q / V."""
-        return self.label_smoothing if self.total is None else self.label_smoothing * self.total / self.vocab
-
-    def of(self, numbers: Numbers) -> Tensor:
-        """Return each row's loss [n]."""
-        loss = -self._target_share(slice(None)) * numbers["logprob"][:, 0]
-        if self.label_smoothing:
-            loss = loss + self._even_share * numbers["lse"] - self.label_smoothing * numbers["mean"]
-        return loss + self.z_loss * numbers["lse"].square() if self.z_loss else loss
-
-    def upstream(self, numbers: Numbers, part: slice, factor_C: Tensor) -> Upstream:
-        """Return the gradient of ``factor * loss`` by a chunk's numbers."""
-        lse = None
-        if self.label_smoothing or self.z_loss:
-            lse = self._even_share + 2 * self.z_loss * numbers["lse"]
-        share = self._target_share(part)
-        return Upstream(
-            logprob=-share[:, None] if isinstance(share, Tensor) else -share,
-            lse=lse,
-            mean=torch.full_like(factor_C, -self.label_smoothing) if self.label_smoothing else None,
-            outside=factor_C,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +137,8 @@ def forward(
     loss, denominator = loss_N if per_token else loss_N.sum(), targets.denominator
     values = {"loss": loss if denominator is None else loss / denominator}
     if keep:
-        values |= {name: rows.among_all(numbers[name]) for name in ("lse", "miss") if name in numbers}
+        # copies: an operator returns no memory twice
+        values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
         if not ranks.alone and targets.loss.own_n is not None and targets.loss.total is not None:
             values["own"] = torch.cat((rows.among_all(targets.loss.own_n), targets.loss.total[None]))
     if not any(wanted):
@@ -203,7 +163,7 @@ def backward(
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
-    targets, plan = _plan(head, args, wanted, known.get("own"))
+    targets, plan = _plan(head, args, wanted, known["own"] if known["own"].numel() else None)
     rows = targets.rows
     into = _buffers(head, rows, plan, wanted, stored=False)
     given = given.to(head.wide)
@@ -226,9 +186,12 @@ def _run(head: Head, targets: Targets, plan: HeadPlan, settle: Settle | None, kn
 
     With ``settle`` add the gradients, from ``known`` numbers where there are.
     """
-    if plan.backend == "exp":
-        return by_exponentials(head, targets, plan, settle, known)
     loss, rows = targets.loss, targets.rows
+    if plan.backend == "exp" and known is None:
+        return exponentials.cross_entropy(head, loss, targets.y, plan, settle)
+    if plan.backend == "exp" and settle is not None and known is not None:
+        exponentials.cross_entropy_gradients(head, loss, targets.y, plan, *settle(), known)
+        return {}
     factor_n, into = (targets.unit, Gradients()) if settle is None else settle()
     if plan.backend == "row":
         terms: Terms = RowLoss(head, targets)
@@ -267,15 +230,15 @@ def _plan(
         kept_N = y_N != args.ignore_index
         check_classes(y_N, kept_N & ((y_N < 0) | (y_N >= V)), V, args.ignore_index)
         index = positions(kept_N) if ranks.alone else None
-    plan = _plan_of(head, args, y_N.numel() if index is None else index.numel(), wanted)
+    plan = plan_cross_entropy(head, args, y_N.numel() if index is None else index.numel(), wanted)
     weight_N = None if args.token_weight is None else args.token_weight.reshape(-1).to(wide).contiguous()
     q = None if args.weight is None else args.weight.to(wide).contiguous()
+    order = ranks.order(plan)
+    rows = Rows(tokens=y_N.numel(), index=index if order is None else order, filled=order is not None)
     if plan.backend == "exp" and (ranks.alone or q is None):
-        return _targets_at_once(head, args, y_N, weight_N, q), plan
+        return _targets_at_once(head, args, rows, y_N, weight_N, q), plan
     kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
     valid_N = y_N.where(is_class_N, 0)
-    order = None if plan.backend == "exp" else ranks.order(plan)
-    rows = Rows(tokens=y_N.numel(), index=index if order is None else order, filled=order is not None)
     kept = None if drops and ranks.alone else rows.of(kept_N)
     unit_N = torch.ones_like(y_N, dtype=wide) if weight_N is None else weight_N
     own_N: Tensor | None = None
@@ -295,7 +258,7 @@ def _plan(
     if plan.backend == "exp":
         local_N, is_here_N = ranks.here(valid_N)
         assert is_here_N is not None
-        y = local_N.where(is_here_N, ELSEWHERE).where(kept_N, -1).int()
+        y = rows.of(local_N.where(is_here_N, ELSEWHERE).where(kept_N, -1).int(), -1)
     counted_N = torch.ones_like(unit_N) if own_N is None else own_N
     return Targets(
         rows=replace(rows, kept=kept),
@@ -307,7 +270,7 @@ def _plan(
 
 
 def _targets_at_once(
-    head: Head, args: CrossEntropyArgs, y_N: Tensor, weight_N: Tensor | None, q: Tensor | None
+    head: Head, args: CrossEntropyArgs, rows: Rows, y_N: Tensor, weight_N: Tensor | None, q: Tensor | None
 ) -> Targets:
     """The same by one kernel, for the exponential path: what stands before the first GEMM stands in its way."""
     from lowtide.head.kernels.select import select
@@ -315,11 +278,12 @@ def _targets_at_once(
     ranks = head.ranks
     of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
     y, unit, counted = select(y_N, ranks.vocab, args.ignore_index, weight_N, q, *of_shard)
+    y, unit = rows.of(y, -1), rows.of(unit)
     loss = Loss(
         class_weight=q, total=None if q is None else q.sum(), own_n=None, label_smoothing=args.label_smoothing,
         z_loss=args.z_loss, vocab=ranks.vocab,
     )  # fmt: skip
-    rows = Rows(tokens=y_N.numel(), kept=None if ranks.alone else y >= 0)
+    rows = replace(rows, kept=None if ranks.alone else y >= 0)
     return Targets(rows=rows, y=y, unit=unit, counted=_counted(head, args, counted), loss=loss)
 
 
@@ -344,15 +308,18 @@ def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) ->
         )
 
 
-def _plan_of(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted) -> HeadPlan:
-    """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
-    ranks, options, weight, device = head.ranks, head.options, head.weight_VD, head.input.device
-    both, D = head.softcap is not None and args.label_smoothing != 0, weight.shape[1]
-    if ranks.alone:
-        return remembered_plan(
-            n, D, ranks.rows, head.dtype, device, options, weight_dtype=weight.dtype, reduction=args.reduction,
-            weight_frozen=not wanted.head, capped_and_smoothed=both,
-            weight_fits=weight.dtype != head.dtype or rows_are_aligned(weight),
-            input_is_copied=n != head.tokens or input_is_copied(head.input, head.dtype),
-        )  # fmt: skip
-    return plan_of_shard(head, options, args.reduction, weight_frozen=not wanted.head, capped_and_smoothed=both)
+def _shapes(call: HeadCall, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
+    N = call.tokens
+    each = (N if keep else 0,), call.wide
+    return {
+        "loss": ((N,) if args.reduction == "none" else (), call.wide),
+        "lse": each,
+        "miss": each,
+        "own": ((0,), call.wide),
+    }
+
+
+CROSS_ENTROPY = Function(
+    "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes, returned=("loss",),
+    differentiable=1, known=("lse", "miss", "own"),
+)  # fmt: skip

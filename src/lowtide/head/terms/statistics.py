@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.engine import Numbers, Terms, joined
-from lowtide.head.softmax import column_blocks
+from lowtide.head.matmul import column_blocks
 
 FLOOR = -1e4  # a log-probability whose probability is 0 in every dtype: stands for -inf, which times 0 would be NaN
 CAPPED_BLOCKS = 8  # of a chunk's rows: what a soft cap holds beside the logits, it holds for one of them

@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head, TokenStatsArgs, Wanted
-from lowtide.head.engine import Numbers, run
+from lowtide.head import exponentials
+from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
+from lowtide.head.engine import run
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.ranks.planning import plan_part
+from lowtide.head.nodes import Function, Shape
+from lowtide.head.planning import plan_token_stats
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.statistics.bridge import gradients_by_exponentials, numbers_by_exponentials
-from lowtide.head.statistics.rows import plan_stats
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
@@ -43,7 +43,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tup
     plan, rows = _plan(head, args, rows, frozen=True)
     y_NK = args.target.where(is_class_NK, 0)
     if plan.backend == "exp":
-        found = numbers_by_exponentials(head, args, plan)
+        found = exponentials.statistics(head, rows.of(y_NK), _names(args), args.topk, plan)
     else:
         found = run(head, rows, plan, _terms(head, args, rows.of(y_NK), plan))
     found = {name: rows.among_all(x) for name, x in found.items()}
@@ -58,7 +58,7 @@ def backward(
 ) -> Gradients:
     """Return the wanted gradients from the upstream ones [N] (of logprob [N, K]), and what forward returned."""
     kept_NK, is_class_NK = _kept(head, args)
-    logprob, entropy, lse, mean = (upstream[name] for name in DIFFERENTIABLE)
+    logprob, entropy, lse, mean = (upstream[name] if name in args.wanted else None for name in DIFFERENTIABLE)
     if logprob is not None:
         logprob = logprob.where(is_class_NK, torch.nan).where(kept_NK, 0)
     g = Upstream(logprob=logprob, entropy=entropy, lse=lse, mean=mean)
@@ -81,16 +81,15 @@ def backward(
         head.input, head.weight_VD, head.wide, plan, wanted, some_rows=head.ranks.alone and rows.index is not None
     )
     if plan.backend == "exp":
-        gradients_by_exponentials(head, args, plan, y_NK, numbers, g, into)
-        return into
-    if not drops:
-        rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
-    of_rows, g_n = {name: rows.of(x) for name, x in numbers.items()}, g.of(rows.of)
-
-    def of_chunk(_: Numbers, part: slice) -> Upstream:
-        return g_n.of(lambda x: x[part])
-
-    run(head, rows, plan, _terms(head, args, rows.of(y_NK), plan), into, upstream=of_chunk, known=of_rows)
+        given = {name: rows.of(x) for name, x in g._asdict().items() if x is not None}
+        y_nK, of_rows = rows.of(args.target.where(usable, -1), -1), {name: rows.of(x) for name, x in numbers.items()}
+        exponentials.statistics_gradients(head, y_nK, plan, of_rows, given, into)
+    else:
+        if not drops:
+            rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
+        of_rows, g_n = {name: rows.of(x) for name, x in numbers.items()}, g.of(rows.of)
+        terms = _terms(head, args, rows.of(y_NK), plan)
+        run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=of_rows)
     if is_last_backward():
         head.ranks.let_go()
     return into
@@ -102,17 +101,44 @@ def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
 
 
 def _terms(head: Head, args: TokenStatsArgs, y_nK: Tensor, plan: HeadPlan) -> Statistics:
-    want = frozenset(COMPUTED.get(name, name) for name in args.wanted) | {"top"}
     return Statistics(
-        head, y_nK, want, plan.columns, narrow=plan.backward_gemm == "narrow", topk=args.topk * ("topk" in args.wanted)
-    )
+        head, y_nK, _names(args) | {"top"}, plan.columns, narrow=plan.backward_gemm == "narrow",
+        topk=args.topk * ("topk" in args.wanted),
+    )  # fmt: skip
+
+
+def _names(args: TokenStatsArgs) -> frozenset[str]:
+    """Return what is wanted by the names of a row's numbers."""
+    return frozenset(COMPUTED.get(name, name) for name in args.wanted)
 
 
 def _plan(head: Head, args: TokenStatsArgs, rows: Rows, *, frozen: bool) -> tuple[HeadPlan, Rows]:
     """Return the plan, and the rows in the order of its chunks."""
-    if head.ranks.alone:
-        n = rows.tokens if rows.index is None else rows.index.numel()
-        return plan_stats(head, args, n, weight_frozen=frozen), rows
-    plan = plan_part(head.ranks, head.weight_VD, head.dtype, head.options, "none", weight_frozen=frozen)
+    n = rows.tokens if rows.index is None else rows.index.numel()
+    plan = plan_token_stats(head, args, n, weight_frozen=frozen)
     order = head.ranks.order(plan)
-    return plan, replace(rows, index=order, filled=order is not None)
+    return plan, rows if order is None else replace(rows, index=order, filled=True)
+
+
+def _shapes(call: HeadCall, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
+    (N, K), wide, nothing = args.target.shape, call.wide, (0,)
+    of_row, of_top = ((N,), wide), (N, args.topk) if "topk" in args.wanted else nothing
+    optional = {
+        name: ((N,) if name in args.wanted else nothing, wide) for name in ("entropy", "mean_logit", "sum_sq_prob")
+    }
+    return optional | {
+        "logprob": ((N, K), wide),
+        "is_top1": ((N, K), torch.bool),
+        "lse": of_row,
+        "argmax": ((N,), torch.int64),
+        "top_logprob": ((N if keep else 0,), wide),
+        "topk_values": (of_top, wide),
+        "topk_ids": (of_top, torch.int64),
+    }
+
+
+TOKEN_STATS = Function(
+    "token_stats", "linear_token_stats", TokenStatsArgs, forward, backward, shapes=_shapes,
+    returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "topk_values", "topk_ids", "is_top1"), differentiable=4,
+    known=("logprob", "entropy", "lse", "argmax", "top_logprob"),
+)  # fmt: skip
