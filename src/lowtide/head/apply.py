@@ -1,7 +1,7 @@
 """Any function of the final linear layer's logits, which are never built whole."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from lowtide.head.call import Head, HeadCall, local_call
 from lowtide.head.function import node
 from lowtide.head.function.function import TENSOR, UserFunction, compiled, current_autocast
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.options import Gradient, HeadOptions
+from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks, ranks_of
@@ -154,10 +154,8 @@ def linear_apply(
         head=_head_of(call, sharing),
     )
     given = (*call.trained, index, *token_args, *tensors)
-    if sharing is None:
-        return node.apply(function, given)
-    _compare(sharing, function, given)
-    return pytree.tree_map_only(Tensor, sharing.result, node.apply(function, given))
+    found = node.apply(function, given)
+    return found if sharing is None else pytree.tree_map_only(Tensor, sharing.result, found)
 
 
 def _head_of(call: HeadCall, ranks: Ranks | None) -> Callable[[Tensor, Tensor, Tensor | None], Head]:
@@ -178,46 +176,13 @@ def _plan(n: int, call: HeadCall, options: HeadOptions, ranks: Ranks | Alone) ->
         V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes  # a shard's, sent, and received
         n = ranks.groups * ranks.tokens.length if ranks.spread else n
     return plan_head(
-        n,
-        weight.shape[1],
-        V,
-        call.dtype,
-        weight.device,
-        options,
-        weight_dtype=weight.dtype,
-        reduction="sum",
-        weight_frozen=call.frozen,
-        function=True,
-        device_bytes=device_bytes,
-    )
-
-
-def _compare(ranks: Ranks, function: UserFunction, given: Sequence[Tensor | None]) -> None:
-    """Check that all ranks were given what makes them exchange alike: a rank that waits for others waits for ever."""
-    names = ("input", "linear_weight", "linear_bias")
-    weight = given[1]
-    needs = [function.graph and t is not None and t.requires_grad for t in given]
-    ranks.compare(
-        {
-            "number of tokens": function.plan.rows,
-            "hidden size": 0 if weight is None else weight.shape[1],
-            "rows of a chunk": function.plan.chunk_rows,
-            "out": function.per_token,
-            "gradient": get_args(Gradient).index(function.gradient),
-            **{f"requires_grad of {name}": need for name, need in zip(names, needs, strict=False)},
-            "number of token_args": function.token_args,
-            "requires_grad of token_args and params": sum(need << i for i, need in enumerate(needs[4:])) % 2**62,
-        }
-    )
+        n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
+        weight_frozen=call.frozen, function=True, device_bytes=device_bytes,
+    )  # fmt: skip
 
 
 def _check_arguments(
-    fn: object,
-    input: Tensor,
-    token_args: Sequence[object],
-    mask: Tensor | None,
-    out: object,
-    compile: object,
+    fn: object, input: Tensor, token_args: Sequence[object], mask: Tensor | None, out: object, compile: object
 ) -> None:
     if not callable(fn):
         raise ArgumentTypeError(message("fn", "a function of logits [C, V]", type(fn).__name__))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lowtide.head.engine import Numbers, Terms
 from lowtide.head.function.chunk import FunctionTerms, has_numbers
 from lowtide.head.function.function import evaluate
 from lowtide.head.function.random import RandomState, random_state, same_state, set_random_state
+from lowtide.head.options import Gradient
 
 # Which of the rows go into the second part, and which are replaced: for any number of rows from the start, one of the
 # two tears neighbours, pairs, halves and mirror images apart.
@@ -30,6 +31,7 @@ AGAIN = 2.0**-9  # likewise, for the second comparison of two that must both dif
 DRAWS = 32  # of random results, for all rows and for two parts of them
 MOST_RANK = 0.66  # rank correlation, 4.5 standard deviations: by chance once in 1.5e5 comparisons, and twice in a row
 REMEMBERED = 256
+NAMES = ("input", "linear_weight", "linear_bias")
 NOT_THE_SAME_TWICE = message(
     "fn",
     "the same results from the same logits and the same state of PyTorch's default generators",
@@ -53,20 +55,17 @@ def check_rows_are_independent(terms: FunctionTerms) -> None:
     Raises:
         ArgumentValueError: It couples rows, or with out="sum" its result does not add up, or it is not the same twice.
     """
-    n, device, alone = terms.plan.rows, terms.device, terms.head.ranks.alone
-    if n < 2 or not has_numbers(terms.head.input):
+    ranks, device, key = terms.head.ranks, terms.device, _key_of(terms)
+    # ranks must not differ in what they exchange, or in whether they compare
+    known = ranks.compare(_to_be_alike(terms), known=key in _passed)
+    if terms.plan.rows < 2 or not has_numbers(terms.head.input):
         return
-    key = _key_of(terms)
-    known = key in _passed
     if known:
         _passed.move_to_end(key)
-    skipped = known and device.type == "cuda"
-    if skipped and alone:
-        return
+        if device.type == "cuda":
+            return
     before = random_state(device)
-    comparison = Comparison(terms, before)  # also if skipped: another rank, which may not skip, needs its logits
-    if skipped or comparison.rows < 2:
-        return
+    comparison = Comparison(terms, before)
     try:
         difference = comparison.difference(draw=not known)
         if difference is not None:
@@ -75,11 +74,28 @@ def check_rows_are_independent(terms: FunctionTerms) -> None:
             difference = comparison.difference(draw=True)
     finally:
         set_random_state(before, device)
+    ranks.compare({"whether fn couples tokens": difference is not None})  # of other random numbers, perhaps
     if difference is not None:
         raise ArgumentValueError(difference)
     _passed[key] = None
     if len(_passed) > REMEMBERED:
         _passed.popitem(last=False)
+
+
+def _to_be_alike(terms: FunctionTerms) -> dict[str, int]:
+    """Return what decides which exchanges ranks make, and how large they are: a rank that waits for others hangs."""
+    function, plan = terms.function, terms.plan
+    trained = [leaf.requires_grad for leaf in (*terms.args, *terms.params)]
+    return {
+        "number of tokens": plan.rows,
+        "rows of a chunk": plan.chunk_rows,
+        "hidden size": terms.head.input.shape[-1],
+        "out": function.per_token,
+        "gradient": get_args(Gradient).index(function.gradient),
+        **{f"requires_grad of {name}": wanted for name, wanted in zip(NAMES, terms.wanted, strict=True)},
+        "number of token_args": len(terms.args),
+        "requires_grad of token_args and params": sum(need << i for i, need in enumerate(trained)) % 2**62,
+    }
 
 
 class Comparison(Terms):
@@ -152,7 +168,7 @@ class Comparison(Terms):
         Args:
             draw: Whether to compare the distributions of random results.
         """
-        whole = self._again(self.all)
+        whole = self._again(self.all) if self.rows > 1 else []
         if not whole:
             return None
         if same_state(self.state, random_state(self.run.device)):
@@ -186,13 +202,11 @@ class Comparison(Terms):
             return form
         if self.per_token:
             kept = [torch.tensor(rows, device=self.run.device) for rows in reversed(self.replaced)]
-            pairs = [
-                (
-                    torch.cat([w[rows] for rows in kept]),
-                    torch.cat([o[rows] for o, rows in zip(beside, kept, strict=True)]),
-                )
-                for w, *beside in zip(whole, *runs, strict=True)
+            mine = [torch.cat([w[rows] for rows in kept]) for w in whole]
+            theirs = [
+                torch.cat([o[rows] for o, rows in zip(each, kept, strict=True)]) for each in zip(*runs, strict=True)
             ]
+            pairs = list(zip(mine, theirs, strict=True))
         else:
             pairs = [(w + both, one + two) for w, one, two, both in zip(whole, *runs, strict=True)]
         return self._first_difference(whole, pairs, runs, "beside other tokens")
@@ -210,10 +224,20 @@ class Comparison(Terms):
         for i, ((one, two), most, noise) in enumerate(zip(pairs, allowed, self._noise(whole), strict=True)):
             if not _agree(one, two, most + noise):
                 if not self.per_token:
-                    return _no_sum(i, f"sums {one.tolist()} and {two.tolist()} that should be one {when}")
-                rows = "" if one.shape != two.shape else f" in {_changed_rows(one, two)} of {len(one)} rows"
-                return _coupled(i, f"differs{rows} {when}")
+                    return self._refusal(i, f"sums {one.tolist()} and {two.tolist()} that should be one {when}")
+                changed = "" if one.shape != two.shape else (one != two).reshape(len(one), -1).any(1).sum().item()
+                return self._refusal(i, f"differs {f'in {changed} of {len(one)} rows ' * (changed != '')}{when}")
         return None
+
+    def _refusal(self, i: int, how: str) -> str:
+        if self.per_token:
+            hint = "It sees one chunk of the tokens at a time: reduce over the vocabulary only, and over tokens"
+            hint = f"{hint} afterwards, on what linear_apply returns."
+            expected = "results for a token that do not depend on the other tokens"
+            return message("fn", expected, f"result {i}, which {how}", hint)
+        hint = "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
+        hint = f'{hint} afterwards, or take out="token". What one token gets must not depend on the others.'
+        return message("fn", 'scalars that add up over tokens with out="sum"', f"result {i}: {how}", hint)
 
     def _in_draws(self, whole: list[Tensor]) -> str | None:
         """Compare totals over all rows and over two parts, drawn anew each time: they must rank alike."""
@@ -235,7 +259,7 @@ class Comparison(Terms):
             if abs(rank.item()) > MOST_RANK:
                 when = f"{at_once[:, i].median():.6g} for all rows and {split[:, i].median():.6g} for two parts of them"
                 when = f"medians of {DRAWS} draws, {when}"
-                return _coupled(i, f"differs with the number of rows: {when}") if self.per_token else _no_sum(i, when)
+                return self._refusal(i, f"differs with the number of rows: {when}" if self.per_token else when)
         return None
 
     def _noise(self, whole: list[Tensor]) -> list[float]:
@@ -274,30 +298,6 @@ def _agree(one: Tensor, two: Tensor, allowed: float) -> bool:
     if one.shape != two.shape:
         return False
     return torch.allclose(one.double(), two.double(), rtol=0, atol=allowed, equal_nan=True)
-
-
-def _changed_rows(one: Tensor, two: Tensor) -> int:
-    return int((one != two).reshape(len(one), -1).any(1).sum().item())
-
-
-def _coupled(i: int, how: str) -> str:
-    return message(
-        "fn",
-        "results for a token that do not depend on the other tokens",
-        f"result {i}, which {how}",
-        "It sees one chunk of the tokens at a time: reduce over the vocabulary only, and over tokens afterwards, on"
-        " what linear_apply returns.",
-    )
-
-
-def _no_sum(i: int, how: str) -> str:
-    return message(
-        "fn",
-        'scalars that add up over tokens with out="sum"',
-        f"result {i}: {how}",
-        "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
-        ' afterwards, or take out="token". What one token gets must not depend on the others.',
-    )
 
 
 def _key_of(terms: FunctionTerms) -> Any:

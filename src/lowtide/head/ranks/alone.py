@@ -68,8 +68,9 @@ class Alone:
         """Return what writes a chunk's gradient of the hidden states where it belongs."""
         return lambda into: into.put_input(part if index is None else index[part], product_CD)
 
-    def compare(self, numbers: dict[str, int]) -> None:
-        """Check numbers that must be the same on every rank: there are no others."""
+    def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:  # noqa: ARG002
+        """Check numbers that must be the same on every rank: there are no others. Return ``known``."""
+        return known
 
     def share_of(self, part: slice) -> slice:
         """Return the rows of a chunk that are this rank's share: all."""

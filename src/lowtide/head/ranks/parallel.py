@@ -134,24 +134,28 @@ class Ranks:
         rows = self._within(part).start if index is None or self.spread else index[part]
         return lambda into: reduced.write(into, rows)
 
-    def compare(self, numbers: dict[str, int]) -> None:
+    def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:
         """Check numbers that must be the same on every rank, and learn how many classes each holds; the host waits.
+
+        Returns:
+            bool: Whether ``known`` is true on all of them.
 
         Raises:
             ArgumentValueError: On every rank: they differ, or the ranks' classes are not all of the vocabulary's, in
                 the order of the ranks.
         """
-        mine = [self.first, self.rows, *numbers.values()]
+        mine = [self.first, self.rows, known, *numbers.values()]
         told = exchange.numbers_of_all(mine, self.shard.group, self._device)
         firsts, self._classes = ([rank[i] for rank in told] for i in range(2))
         for i, name in enumerate(numbers):
-            seen = [rank[2 + i] for rank in told]
+            seen = [rank[3 + i] for rank in told]
             if len(set(seen)) > 1:
                 raise ArgumentValueError(message(name, "the same on every rank that shares the head", f"{seen}"))
         if firsts != [sum(self._classes[:i]) for i in range(self.size)] or sum(self._classes) != self.vocab:
             expected = f"parts of {self.vocab} classes, one after another in the order of the ranks"
             got = f"first={firsts} and rows={self._classes}"
             raise ArgumentValueError(message("vocab_shard", expected, got))
+        return all(rank[2] for rank in told)
 
     @property
     def size(self) -> int:
