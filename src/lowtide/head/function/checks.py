@@ -99,12 +99,7 @@ def _to_be_alike(terms: FunctionTerms) -> dict[str, int]:
 
 
 class Comparison(Terms):
-    """Of the function with itself, on a few of the rows, as often as need be.
-
-    Args:
-        run: The call's pass.
-        state: Of the generators, at which what is compared number by number begins.
-    """
+    """Of a call's function with itself, on a few of its rows; what is compared by number begins at one random state."""
 
     def __init__(self, run: FunctionTerms, state: RandomState) -> None:
         self.run, self.state, self.per_token = run, state, run.function.per_token
@@ -163,11 +158,7 @@ class Comparison(Terms):
         return [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in found]
 
     def difference(self, *, draw: bool) -> str | None:
-        """Return in words how results differ that should not; None if they do not.
-
-        Args:
-            draw: Whether to compare the distributions of random results.
-        """
+        """Return in words how results differ that should not, with ``draw`` in their distributions too; or None."""
         whole = self._again(self.all) if self.rows > 1 else []
         if not whole:
             return None
@@ -202,11 +193,11 @@ class Comparison(Terms):
             return form
         if self.per_token:
             kept = [torch.tensor(rows, device=self.run.device) for rows in reversed(self.replaced)]
-            mine = [torch.cat([w[rows] for rows in kept]) for w in whole]
-            theirs = [
+            order = torch.cat(kept)
+            same = [
                 torch.cat([o[rows] for o, rows in zip(each, kept, strict=True)]) for each in zip(*runs, strict=True)
             ]
-            pairs = list(zip(mine, theirs, strict=True))
+            pairs = [(w[order], s) for w, s in zip(whole, same, strict=True)]
         else:
             pairs = [(w + both, one + two) for w, one, two, both in zip(whole, *runs, strict=True)]
         return self._first_difference(whole, pairs, runs, "beside other tokens")

@@ -30,13 +30,7 @@ UpstreamOf = Callable[[Results, Tensor | None, slice], Sequence[Tensor | None] |
 
 
 class FunctionTerms(Terms):
-    """One pass over the tokens, of forward or of backward.
-
-    Args:
-        function: What is called.
-        tensors: Of what.
-        needed: Which of them get a gradient, now or later.
-    """
+    """One pass over the tokens, of forward or of backward; ``needed`` tensors get a gradient, now or later."""
 
     def __init__(self, function: UserFunction, tensors: Tensors, needed: Sequence[bool]) -> None:
         x, w, b, index, *rest = tensors
@@ -81,9 +75,8 @@ class FunctionTerms(Terms):
             return Rows(tokens=N, index=index)
         order = ranks.order(plan)
         assert order is not None
-        valid = torch.ones(N + 1, dtype=torch.bool, device=order.device)
+        valid = torch.full((N + 1,), index is None, device=order.device)
         if index is not None:
-            valid.zero_()
             valid[index] = True
         valid[N] = False
         return Rows(tokens=N, index=order, filled=True, kept=valid[order])
@@ -94,11 +87,7 @@ class FunctionTerms(Terms):
         return self.head.input.device
 
     def forward(self, *, store: bool) -> bool:
-        """Compute the results, and where there is one derivative to take, and ``store``, the gradients too.
-
-        Returns:
-            bool: Whether the gradients are there, as if the upstream one were 1.
-        """
+        """Compute the results; with ``store`` and one derivative to take, return True: the gradients are there too."""
         if self.function.graph and has_numbers(self.head.input):
             self._state = random_state(self.device)
         if store:
@@ -107,12 +96,7 @@ class FunctionTerms(Terms):
         return self._into is not None
 
     def backward(self, upstream: Sequence[Tensor | None], states: Sequence[RandomState | None]) -> None:
-        """Compute every gradient from the results' upstream ones, by running the function once more on each piece.
-
-        Args:
-            upstream: For each result [..., *] or a scalar; None: not used.
-            states: From `forward`.
-        """
+        """Compute every gradient from the results' upstream ones, [..., *] or scalars, and the states of `forward`."""
         self._begin(stored=False)
         found = random_state(self.device) if any(states) else None
         self._replayed = iter(states)
@@ -172,13 +156,7 @@ class FunctionTerms(Terms):
         self._run(z, part, of_rows)
 
     def _run(self, z: Tensor, part: slice, upstream: UpstreamOf) -> None:
-        """Call the function on a chunk's rows, and leave the gradient in the logits' place where there is one.
-
-        Args:
-            z: The logits.
-            part: Their rows.
-            upstream: Takes the results of a piece and which rows they are of; returns their gradients, None: no more.
-        """
+        """Call the function on a chunk's rows; where ``upstream`` returns any, leave their gradient in the logits."""
         own_cV, index, chosen, start = self._own_rows(z, part)
         pieces = spans(len(own_cV), self.plan.piece_rows)
         if not pieces and self.spec is None:
@@ -206,11 +184,10 @@ class FunctionTerms(Terms):
             z[:, : ranks.rows] = ranks.own_classes(own_cV, len(z))
 
     def _own_rows(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-        """Return whole logits of the rows of a chunk that the function gets on this rank, and where these are.
+        """Return whole logits [c, V] of the rows of a chunk that the function gets on this rank, and where these are.
 
-        Returns:
-            tuple: The logits [c, V]; the places of rows among the N tokens, None: in order; which of this rank's share
-            the rows are, None: all; where in the places the rows begin.
+        That is: places among the N tokens (None: in order), which of this rank's share the rows are (None: all), and
+        where in the places they begin.
         """
         ranks, index, kept = self.head.ranks, self.rows.index, self.rows.kept
         if ranks.alone:
@@ -236,16 +213,7 @@ class FunctionTerms(Terms):
         index: Tensor | None,
         rows: slice,
     ) -> None:
-        """Add a piece's gradients, and leave that of the product ``x @ w.T`` in the place of its logits.
-
-        Args:
-            results: Of the piece.
-            upstream: Their gradients.
-            z_CV: The logits of the chunk's rows that are here.
-            piece: Which of them.
-            index: Where rows are among the N tokens.
-            rows: Which of these.
-        """
+        """Add the gradients of a piece of ``z_CV``, and leave that of the product ``x @ w.T`` in its place."""
         dz, args, params = vjp(results, upstream, self.params)
         for total, grad in zip(self._of_args, args, strict=True):
             if total is not None and grad is not None:
@@ -276,11 +244,7 @@ class FunctionTerms(Terms):
             torch.mul(dz, scale, out=target)
 
     def _collect(self, results: Results, index: Tensor | None, rows: slice) -> Sequence[Tensor | None] | None:
-        """Take the results of some rows; return the upstream gradients, 1, where gradients are stored.
-
-        Raises:
-            ArgumentValueError: They differ in structure, dtype or shape from those of the rows before.
-        """
+        """Take the results of some rows, like those before; return upstream gradients, 1, if gradients are stored."""
         got, first = [None if leaf is None else leaf.dtype for leaf in results.leaves], self.spec is None
         if first:
             self.spec, self._dtypes, self.differentiable = results.spec, got, [False] * len(got)

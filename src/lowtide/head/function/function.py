@@ -83,22 +83,10 @@ def evaluate(
     *,
     compiled: bool = True,
 ) -> Results:
-    """Call the function on a piece, check what it returns and what its graph reaches.
+    """Call the function on a piece of logits, which it sees in their own memory; check results, and what they reach.
 
-    To be used inside `own_saved_tensors`, with autocast off for the products.
-
-    Args:
-        function: What to call.
-        z_cV: The logits; the function sees this memory.
-        args: Token arguments [c, ...]: leaves, where they get a gradient.
-        params: Tensors of the last arguments, likewise.
-        anchor: A leaf for the graph of the logits to begin at; None: they get no gradient.
-        compiled: False: the function as it was given.
-
-    Raises:
-        ArgumentTypeError: Results that are no tensors.
-        ArgumentValueError: Results of a wrong shape, arguments changed in place, or a tensor that requires a gradient
-            and is no argument.
+    Token arguments [c, ...] and params are leaves where they get a gradient; the logits' graph begins at ``anchor``,
+    None: they get none. To be used inside `own_saved_tensors`.
     """
     edge, z, rows = None, z_cV, z_cV.shape[0]
     with torch.set_grad_enabled(function.graph):
@@ -162,13 +150,9 @@ def _checked(leaf: object, rows: int, z_cV: Tensor, per_token: bool) -> Tensor |
 def _refuse_strangers(
     leaves: Sequence[Tensor | None], known: set[int], logits: GradientEdge | None, began: int
 ) -> None:
-    """Raise where the results' graph reaches a tensor that is no argument: its gradient would be lost.
+    """Raise where the results' graph reaches a tensor that is no ``known`` argument: its gradient would be lost.
 
-    Args:
-        leaves: The results.
-        known: The ids of the arguments that are leaves.
-        logits: Where the graph of the logits begins.
-        began: The number of the first node that the call made; numbers count up within a thread.
+    The call made the nodes from number ``began`` on; numbers count up within a thread.
     """
     todo: list[Any] = [_edge(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad]
     seen: set[Any] = set() if logits is None else {logits.node}
@@ -206,13 +190,7 @@ def _stranger(shape: Any) -> str:
 def vjp(
     results: Results, upstream: Sequence[Tensor | None], params: Sequence[Tensor]
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients of logits, token arguments and params, None where there is none.
-
-    Args:
-        results: From `evaluate`.
-        upstream: A gradient for each result; None: not used.
-        params: As given to `evaluate`.
-    """
+    """Return the gradients of logits, token arguments and params of `evaluate`, None where there is none."""
     used = [
         (leaf, g.to(leaf.dtype))
         for leaf, g in zip(results.leaves, upstream, strict=True)
