@@ -19,10 +19,10 @@ def alone() -> bool:
 
 def forget_plans() -> None:
     """Have the next calls of the head plan anew."""
-    from lowtide.head import schedules
     from lowtide.head.divergences.plan import plan_pair
+    from lowtide.head.plan import remembered_plan
 
-    schedules.remembered_plan.cache_clear()
+    remembered_plan.cache_clear()
     plan_pair.cache_clear()
 
 

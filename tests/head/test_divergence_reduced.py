@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowtide import HeadOptions, linear_divergence, plan_divergence
 from lowtide.errors import LowtideError
 from lowtide.head import graph, reference
-from lowtide.head.divergences import rows as divergence_rows
+from lowtide.head.terms import divergence as divergence_terms
 from support import divergence_of, head, relative_error
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3), ("jsd", 0.0), ("tv", 0.5)]
@@ -36,7 +36,7 @@ every_kind = pytest.mark.parametrize(("kind", "beta"), KINDS)
 def rows_of_no_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways with rows that count for nothing, on the CPU: dropped as there, or computed as on other devices."""
     if request.param != "dropped":
-        monkeypatch.setattr(divergence_rows, "drops_rows", lambda device: False)
+        monkeypatch.setattr(divergence_terms, "drops_rows", lambda device: False)
 
 
 def make(dtype: torch.dtype, leading: Any = (3, 5), D: int = 9, V: int = 23) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, TeacherTopK, linear_divergence
 from lowtide.head import reference
-from lowtide.head.divergences import rows as divergence_rows
+from lowtide.head.terms import divergence as divergence_terms
 from support import divergence_of, divergence_oracle, head, in_float64, relative_error
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0), ("tv", 0.5)]
@@ -37,7 +37,7 @@ STUDENT = ("input", "linear_weight", "linear_bias")
 def rows_of_no_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways with rows that count for nothing, on the CPU: dropped as there, or computed as on other devices."""
     if request.param != "dropped":
-        monkeypatch.setattr(divergence_rows, "drops_rows", lambda device: False)
+        monkeypatch.setattr(divergence_terms, "drops_rows", lambda device: False)
     return request.param
 
 
