@@ -25,7 +25,8 @@ from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.parallel import Ranks, ranks_of
+from lowtide.head.ranks.given import ranks_of
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
 
 OUT = ("token", "sum")

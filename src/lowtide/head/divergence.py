@@ -24,7 +24,8 @@ from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.call import DivergenceArgs, local_call
 from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
-from lowtide.head.ranks.parallel import Ranks, ranks_of, with_ranks
+from lowtide.head.ranks.given import ranks_of
+from lowtide.head.ranks.parallel import Ranks, with_ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.divergence import DIVERGENCE
 

@@ -20,7 +20,8 @@ from lowtide.head.backends import choose_backend, choose_stats_backend
 from lowtide.head.call import CrossEntropyArgs, TokenStatsArgs, local_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.parallel import ranks_of, with_ranks
+from lowtide.head.ranks.given import ranks_of
+from lowtide.head.ranks.parallel import with_ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS

@@ -171,29 +171,14 @@ class Ranks:
         return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
     def whole_rows(self, z_CV: Tensor) -> Tensor:
-        """Return logits of this rank's share of a chunk's rows and of all classes; after `compare`.
-
-        Args:
-            z_CV: Of all its rows and this rank's classes.
-        """
+        """Return logits of this rank's share of a chunk's rows and of all classes; after `compare`."""
         shares = [share.stop - share.start for share in self._shares(slice(0, len(z_CV)))]
-        c = shares[exchange.rank_in(self.shard.group)]
-        if not len(z_CV):
-            return z_CV.new_empty(0, self.vocab)
-        flat = z_CV.contiguous().view(-1)
-        sizes = [c * V for V in self._classes]
-        blocks = exchange.swap_parts(flat, [rows * self.rows for rows in shares], sizes, self.shard.group)
-        pairs = zip(blocks.split_with_sizes(sizes), self._classes, strict=True)
-        return torch.cat([block.view(c, V) for block, V in pairs], 1)
+        return exchange.rows_of_all_classes(z_CV, shares, self._classes, self.shard.group)
 
     def own_classes(self, g_cV: Tensor, C: int) -> Tensor:
         """Undo `whole_rows` for a gradient: return it for all ``C`` rows of the chunk and this rank's classes."""
-        if not C:
-            return g_cV.new_empty(0, self.rows)
-        received = [(share.stop - share.start) * self.rows for share in self._shares(slice(0, C))]
-        flat = torch.cat([block.reshape(-1) for block in g_cV.split_with_sizes(self._classes, 1)])
-        sent = [len(g_cV) * V for V in self._classes]
-        return exchange.swap_parts(flat, sent, received, self.shard.group).view(C, self.rows)
+        shares = [share.stop - share.start for share in self._shares(slice(0, C))]
+        return exchange.classes_of_all_rows(g_cV, shares, self._classes, self.shard.group)
 
     def add_up_(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' ``x``, in its memory."""
@@ -364,70 +349,3 @@ class _SummedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.sum_of(upstream), None
-
-
-def ranks_of(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    shard: object,
-    *,
-    scale: Tensor | None = None,
-    differentiable: bool = True,
-) -> Ranks | None:
-    """Return how the ranks share the head, None where this one has all of it.
-
-    Args:
-        input: Hidden states, perhaps a DTensor.
-        linear_weight: The weight: a DTensor, or with ``shard`` this rank's rows.
-        linear_bias: Likewise.
-        shard: What the user gave as ``ranks/shard``.
-        scale: ``logit_scale`` where it is a tensor.
-        differentiable: Whether any result is: else no gradients are exchanged, whatever requires one.
-
-    Raises:
-        ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.
-        ArgumentValueError: A mesh or placements that are not those of tensor parallelism, or other sizes.
-    """
-    if shard is None and not (is_dtensor(input) or is_dtensor(linear_weight)):
-        return None
-    recorded = differentiable and torch.is_grad_enabled()
-    scale_trained = recorded and scale is not None and scale.requires_grad
-    trained = scale_trained or (recorded and input.requires_grad)
-    leading, device = input.shape[:-1], input.device
-    if shard is not None:
-        shard = _given_shard(input, linear_weight, linear_bias, shard)
-        return Ranks(shard, leading, device, None, None, trained=trained, scale_trained=scale_trained)
-    placed: Any = input if is_dtensor(input) else linear_weight
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is not None and not is_dtensor(tensor):
-            hint = "Wrap it with DTensor.from_local or distribute_tensor, or take to_local() of the others."
-            raise ArgumentTypeError(message(name, "a DTensor, as others of this call are", "a plain tensor", hint))
-    mesh = placed.device_mesh
-    shard = shard_of_dtensor("linear_weight", linear_weight, mesh)
-    if linear_bias is not None:
-        shard_of_dtensor("linear_bias", linear_bias, mesh)
-    return Ranks(shard, leading, device, _axis_of(input), mesh, trained=trained, scale_trained=scale_trained)
-
-
-def _axis_of(input: Any) -> int | None:
-    placement = input.placements[0]
-    if placement.is_replicate():
-        return None
-    if input.device_mesh.ndim == 1 and placement.is_shard() and placement.dim < input.dim() - 1:
-        return int(placement.dim)
-    expected = "placement Replicate(), or Shard of one axis of tokens"
-    raise ArgumentValueError(message("input", expected, str(input.placements), "Redistribute it first."))
-
-
-def _given_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object) -> VocabShard:
-    if not isinstance(shard, VocabShard):
-        raise ArgumentTypeError(message("vocab_shard", "lowtide.VocabShard or None", type(shard).__name__))
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if is_dtensor(tensor):
-            hint = "A DTensor says itself what it holds."
-            raise ArgumentTypeError(message(name, "a plain tensor with vocab_shard", "a DTensor", hint))
-    if linear_weight.dim() and linear_weight.shape[0] != shard.rows:
-        expected = f"shape [{shard.rows}, D], as vocab_shard says"
-        raise ArgumentValueError(message("linear_weight", expected, str(list(linear_weight.shape))))
-    return shard
