@@ -26,7 +26,7 @@ from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import HeadMatmul, matmul_into
 from lowtide.head.ranks import exchange, tokens
-from lowtide.head.ranks.parallel import ranks_of
+from lowtide.head.ranks.given import ranks_of
 from lowtide.head.ranks.shard import Limits
 from lowtide.head.rows import Rows
 from lowtide.head.terms import cross_entropy as terms

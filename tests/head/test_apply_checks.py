@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply
 from lowtide.errors import LowtideError
-from lowtide.head.user_function import checks as apply_checks
-from lowtide.head.user_function import probe as apply_probe
+from lowtide.head.function import checks as apply_checks
 from support import head
 
 COUPLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -252,7 +251,7 @@ def test_what_the_comparison_remembers_of_a_function() -> None:
 
         return made
 
-    code = apply_probe.code_of
+    code = apply_checks.code_of
     same = make("a", torch.ones(3)), make("a", torch.zeros(2))
     assert code(same[0]) == code(same[1])
     others = [

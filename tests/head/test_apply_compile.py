@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lowtide import HeadOptions, linear_apply, plan_head
-from lowtide.head.user_function import function as apply_function
-from lowtide.head.user_function.passes import spans
+from lowtide.head.function import function as apply_function
+from lowtide.head.function.chunk import spans
 from support import head, relative_error
 
 # torch.compile warns of what it does itself, when inductor first loads and when it follows an autograd.Function

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, plan_head
 from lowtide.head import apply as public
-from lowtide.head.user_function import checks as apply_checks
+from lowtide.head.function import checks as apply_checks
 from lowtide.measure import track_allocations
 from support import head
 

@@ -365,7 +365,7 @@ def test_sums_of_narrow_results_are_summed_wide() -> None:
 
 
 def test_no_piece_of_a_single_row_unless_need_be() -> None:
-    from lowtide.head.user_function.passes import spans
+    from lowtide.head.function.chunk import spans
 
     for total, most in itertools.product(range(1, 40), range(1, 12)):
         sizes = [part.stop - part.start for part in spans(total, most)]
