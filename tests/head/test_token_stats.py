@@ -132,9 +132,9 @@ def test_a_trained_scale_in_float32_beside_bfloat16() -> None:
 
 def test_a_field_that_is_not_differentiated_costs_no_pass() -> None:
     """The usual case: the entropy is logged, the log-probability trained on."""
-    x, w, _, y = head(64, 8, 517)
 
     def work(want: tuple[str, ...], trained: tuple[str, ...] = ("logprob",)) -> int:
+        x, w, _, y = head(64, 8, 517)
         stats = linear_token_stats(x, w, y, want=want)
         return wide_operators(lambda: torch.stack([getattr(stats, n).sum() for n in trained]).sum(), 2048)
 
