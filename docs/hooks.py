@@ -40,7 +40,6 @@ GROUPS = {
     "head": "The head: hidden states to a loss",
     "mlp": "The gated MLP",
     "models": "Hugging Face models",
-    "train": "Hugging Face models",  # PatchCallback
     "trl": "TRL's trainers",
 }
 

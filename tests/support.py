@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ def alone() -> bool:
 
 def forget_plans() -> None:
     """Have the next calls of the head plan anew."""
-    from lowtide.head import schedules
-    from lowtide.head.divergences.plan import plan_pair
-
-    schedules.remembered_plan.cache_clear()
-    plan_pair.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lowtide.head"):
+            for planner in [
+                value for key, value in vars(module).items() if "plan" in key and hasattr(value, "cache_clear")
+            ]:
+                planner.cache_clear()
 
 
 def relative_error(got: Tensor, true: Tensor) -> float:

@@ -23,7 +23,7 @@ from lowtide.models import PatchReport, patch, unpatch
 from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
 if TYPE_CHECKING:
-    from lowtide.train.callback import PatchCallback
+    from lowtide.models.callback import PatchCallback
 
 __version__ = "0.1.0"
 
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     if name != "PatchCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from lowtide.train.callback import PatchCallback
+        from lowtide.models.callback import PatchCallback
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# Where a module keeps the hooks that run with its calls.
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 _MISSING = object()
 _Entry = tuple[Any, str, Any]  # owner, name, value
 

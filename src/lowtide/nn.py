@@ -15,7 +15,7 @@ __all__ = ["LinearCrossEntropyLoss", "SwiGLU"]
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """Takes the place of `torch.nn.LinearCrossEntropyLoss`: the same words and the same state, without the logits.
+    """Takes the place of `torch.nn.LinearCrossEntropyLoss`: same arguments, same state dict, without the logits.
 
     The module owns the head: ``linear.weight`` [num_classes * prod(out_features), in_features], ``linear.bias`` and
     the buffer ``weight``, as there, so that state dicts go either way.

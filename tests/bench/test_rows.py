@@ -128,7 +128,7 @@ def test_the_floor_follows_the_plan() -> None:
 
 def test_lines_say_what_was_measured() -> None:
     measured = bench()
-    assert "48,16,200 float32, mean: 3 bare products take 48 rows" in header(measured)
+    assert "48,16,200 float32, mean: 3 bare GEMMs take 48 rows" in header(measured)
     row = Row(name="lowtide", setting="mean", tokens=48, ms=50.0, share=0.74, peak_mib=640.0, dx_error=2e-3)
     row.dx_floor = 1.6e-3
     assert line(row).split() == ["lowtide", "50.00", "0.740", "640.0", "2.0e-03", "of", "the", "floor:", "dX", "1.250"]

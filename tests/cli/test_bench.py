@@ -71,7 +71,7 @@ def test_settings_alone_have_no_table_without_rows(tmp_path: Path, capsys: pytes
     (shape,) = result(tmp_path)["shapes"]
     said = [limit["setting"] for limit in shape["limits"]]
     assert said == [row["setting"] for row in shape["settings"]] != []
-    assert capsys.readouterr().out.count("bare products") == len(said)
+    assert capsys.readouterr().out.count("bare GEMMs") == len(said)
 
 
 def test_the_default_sweep_leaves_out_what_changes_nothing(tmp_path: Path) -> None:

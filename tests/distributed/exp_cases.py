@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -16,15 +17,17 @@ from torch import Tensor
 import lowtide
 from distributed.launch import THOROUGH, main, named
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
+from lowtide.head import exponentials, planning
+from lowtide.head.call import HeadCall
+from lowtide.head.exponentials import loops, losses
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
-from lowtide.head.matmul import HeadMatmul
-from lowtide.head.operators import Wanted
+from lowtide.head.matmul import HeadMatmul, matmul_into
 from lowtide.head.ranks import exchange, tokens
+from lowtide.head.ranks.parallel import ranks_of
 from lowtide.head.ranks.shard import Limits
-from lowtide.head.softmax import LossTerms
-from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
-from lowtide.head.vocab import exp_gradients
+from lowtide.head.rows import Rows
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
@@ -38,8 +41,8 @@ OPTIONS: list[dict[str, Any]] = [
 NEAR = 2e-5  # beside what plain PyTorch in float32 errs
 
 
-def small_plan(job: Any, ranks: Any, options: lowtide.HeadOptions, wanted: Any) -> HeadPlan:
-    blocks = options.gradient == "recompute" or SCHEDULE == "blocks"
+def small_plan(head: Any, options: lowtide.HeadOptions, reduction: str, **_: Any) -> HeadPlan:
+    ranks, blocks = head.ranks, options.gradient == "recompute" or SCHEDULE == "blocks"
     rows = ranks.tokens.groups * ranks.tokens.length
     return HeadPlan(
         backend="exp", reason="", gradient="forward", accumulate="input", rows=rows, chunks=-(-rows // 16),
@@ -49,11 +52,11 @@ def small_plan(job: Any, ranks: Any, options: lowtide.HeadOptions, wanted: Any) 
 
 
 SCHEDULE = "chunks"
-REAL_PLAN = vocab_cross_entropy._plan
+REAL_PLAN = planning._plan_of_shard
 
 
 def with_small_plans() -> None:
-    vars(vocab_cross_entropy)["_plan"] = small_plan
+    vars(planning)["_plan_of_shard"] = small_plan
     vars(configs)["of_device"] = lambda device: SMALL
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
 
@@ -152,6 +155,79 @@ def edges() -> None:
             torch.testing.assert_close(in_full, true, rtol=2e-5, atol=2e-6, msg=lambda m, w=(i, way): f"{w} {m}")
 
 
+def statistics() -> None:
+    """Values and gradients of token statistics, beside float64 autograd on all classes; a rank may have none."""
+    vars(configs)["of_device"] = lambda device: SMALL
+    warnings.simplefilter("ignore", RuntimeWarning)
+    want, K, k = frozenset(("entropy", "sum_sq_prob", "mean")), 2, 7
+    cases: Any = itertools.product((False, True), ("replicated", "sequence"), (V, 2))
+    for i, (all_options, way, classes) in enumerate(cases):
+        x, w, b, _ = head((1, N), D, classes, seed=i)
+        y = torch.randint(0, classes, (N, K), generator=torch.Generator().manual_seed(i))
+        y[3::4, 0] = -1  # ignored
+        with torch.no_grad():
+            x[:, : N // 5] *= 10
+            if all_options and classes == V:
+                b[: V // 2] = -torch.inf  # a rank has nothing left
+                y[y >= 0] = y[y >= 0] % (V - V // 2) + V // 2
+        topk = min(k, classes)
+        scale, softcap = (torch.tensor(0.7), 30.0) if all_options and classes < V else (None, None)
+        leaves = [t.detach().double().requires_grad_() for t in (x.view(N, D), w, b)]
+        z = (leaves[0] @ leaves[1].T + leaves[2]) * (1.0 if scale is None else scale.double())
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        logp = z.log_softmax(1)
+        p = logp.exp()
+        true = {
+            "lse": z.logsumexp(1), "entropy": -(p * logp.clamp(min=-1e4)).sum(1), "sum_sq_prob": p.square().sum(1),
+            "logprob": logp.gather(1, y.clamp(min=0)), "mean": z.mean(1), "top": logp.argmax(1),
+            "top_logprob": logp.amax(1), "topk_values": z.topk(topk, 1).values,
+        }  # fmt: skip
+        px, pw, pb = (spread(way, t, of_vocab=j > 0) for j, t in enumerate((x, w, b)))
+        ranks = ranks_of(px, pw, pb, None)
+        assert ranks is not None
+        of_rank = HeadCall(
+            px.detach().to_local(), pw.detach().to_local(), pb.detach().to_local(), scale, softcap, torch.float32,
+            None, "auto", "auto",
+        ).head(ranks)  # fmt: skip
+        rows = ranks.groups * ranks.tokens.length
+        plan = HeadPlan(
+            backend="exp", reason="", gradient="recompute", accumulate="input", rows=rows, chunks=-(-rows // 16),
+            chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks", block_columns=24,
+            sum_rows=9,
+        )  # fmt: skip
+        index = ranks.order(plan)
+        order = Rows(tokens=N, index=index, filled=index is not None)
+        found = exponentials.statistics(of_rank, order.of(y, -1), want, topk, plan)
+        for name, x_n in found.items():
+            if name in true:
+                got, what = order.among_all(x_n), true[name]
+                close = {"rtol": 2e-5, "atol": 2e-4} if name != "top" else {}
+                torch.testing.assert_close(
+                    got.to(what.dtype), what.detach(), **close, msg=lambda m, c=(i, name): f"{c} {m}"
+                )
+        ids = order.among_all(found["topk_ids"])
+        torch.testing.assert_close(z.gather(1, ids), true["topk_values"], rtol=2e-5, atol=2e-4)
+        names = ("logprob", "entropy", "lse") if b.isinf().any() else ("logprob", "entropy", "lse", "mean")
+        g = {name: torch.randn(true[name].shape, generator=torch.Generator().manual_seed(3)) for name in names}
+        g["logprob"][y < 0] = 0
+        g = {name: u.where(torch.arange(N).view(-1, *[1] * (u.dim() - 1)) % 7 > 0, 0) for name, u in g.items()}
+        expected = torch.autograd.grad(sum((true[name] * u.double()).sum() for name, u in g.items()), leaves)
+        into = Gradients(
+            input_ND=torch.full((math.prod(of_rank.input.shape[:-1]), D), torch.nan),
+            weight_VD=torch.full(of_rank.weight_VD.shape, torch.nan), bias_V=torch.zeros(len(of_rank.weight_VD)),
+        )  # fmt: skip
+        upstream = {name: order.of(u) for name, u in g.items()}
+        exponentials.statistics_gradients(of_rank, order.of(y, -1), plan, found, upstream, into)
+        shares = (
+            ranks.mine(expected[0].view(1, N, D)).reshape(-1, D),
+            *(t[ranks.first : ranks.first + ranks.rows] for t in expected[1:]),
+        )
+        for got, true_part in zip((into.input_ND, into.weight_VD, into.bias_V), shares, strict=True):
+            assert got is not None
+            error = (got.double() - true_part).norm() / max(1e-3, true_part.norm().item()) if got.numel() else 0
+            assert error < 2e-4, (i, error)
+
+
 def trained_on_one_rank() -> None:
     """Hidden states that need no gradient, and a weight that one rank trains: all ask for the same exchanges.
 
@@ -218,7 +294,8 @@ def sums_beside_products() -> None:
             for tokens_of in (tokens.SameTokens, tokens.SpreadTokens):
                 patched.setattr(tokens_of, "reduce", noted("begun", tokens_of.reduce))
             patched.setattr(exchange.Reduced, "write", noted("waited", exchange.Reduced.write))
-            patched.setattr(exp_gradients, "matmul_into", noted("product", exp_gradients.matmul_into))
+            for module in (loops, losses):
+                patched.setattr(module, "matmul_into", noted("product", matmul_into))
             patched.setattr(HeadMatmul, "weight_grad", noted("weight's", HeadMatmul.weight_grad))
             if kind == "logits":
                 options = lowtide.HeadOptions(workspace_mib=0.01)
@@ -262,20 +339,19 @@ def plans_of_what_is_fetched_ahead() -> None:
     assert (of_sums, rebuilding) == (4, 3), (of_sums, rebuilding)
 
     hidden, classes, mib = 4096, 32064, 160
-    terms = LossTerms(class_weight=None, label_smoothing=0.0, z_loss=0.0)
-    job: Any = SimpleNamespace(
-        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16, softcap=None, terms=terms,
-        weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"), reduction="mean",
+    of_head: Any = SimpleNamespace(
+        input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16,
+        weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"),
     )  # fmt: skip
     for is_spread in (False, True):  # hidden states are copied also where autocast rounds them
-        theirs: Any = SimpleNamespace(
-            shard=SimpleNamespace(most_rows=classes), limits=Limits(80 << 30, True), spread=is_spread,
+        of_head.ranks = SimpleNamespace(
+            most_rows=classes, limits=Limits(80 << 30, True), spread=is_spread,
             tokens=SimpleNamespace(groups=ranks, length=30000 // ranks),
         )  # fmt: skip
         options = lowtide.HeadOptions(gradient="recompute", workspace_mib=mib)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(vocab_cross_entropy, "_exp_or_torch", lambda *_, **__: ("exp", ""))
-            plan = REAL_PLAN(job, theirs, options, Wanted(True, True, False))
+            patched.setattr(planning, "_exp_or_torch", lambda *_, **__: ("exp", ""))
+            plan = REAL_PLAN(of_head, options, "mean", weight_frozen=False, capped_and_smoothed=False)
         assert plan.schedule == "blocks"
         of_x = 2 * hidden
         in_sums = plan.sum_rows * (of_sums * of_x + 4 * classes // 128)
@@ -292,14 +368,16 @@ def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, 
         count = -(-n // ranks) * ranks  # parts are filled up
         times = 1 + (SCHEDULE == "blocks")  # blocks read the hidden states a second time
     numbers = sum(size for name, size in seen if name.startswith("all_gather"))
-    want = count * (3 + ("label_smoothing" in options)) + (count + 1) * ("weight" in options)
+    want = count * (3 + ("label_smoothing" in options)) + (n + 1) * ("weight" in options)
     want += times * count // ranks * D if way == "sequence" else 0
     assert numbers == want + (n > 0), (way, n, options, seen)  # and one, whether a rank trains the hidden states
     assert sum(size for name, size in seen if name.startswith(("all_reduce", "reduce_scatter"))) == count * D
     assert max((size for _, size in seen), default=0) <= max(2, D) * max(count, 1)
 
 
-CASES = named(values_and_gradients, edges, trained_on_one_rank, sums_beside_products, plans_of_what_is_fetched_ahead)
+CASES = named(
+    values_and_gradients, edges, statistics, trained_on_one_rank, sums_beside_products, plans_of_what_is_fetched_ahead
+)
 
 if __name__ == "__main__":
     main(CASES)

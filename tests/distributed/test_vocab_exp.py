@@ -12,6 +12,7 @@ FILE = Path(__file__).with_name("exp_cases.py")
 CASES = [
     "values_and_gradients",
     "edges",
+    "statistics",
     "trained_on_one_rank",
     "sums_beside_products",
     "plans_of_what_is_fetched_ahead",

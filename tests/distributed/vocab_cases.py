@@ -23,12 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from lowtide.head import reference
-from lowtide.head.operators import Wanted
+from lowtide.head import planning, reference
 from lowtide.head.ranks import shard as vocab_shard
 from lowtide.head.ranks.parallel import Ranks
-from lowtide.head.softmax import LossTerms
-from lowtide.head.vocab import cross_entropy as vocab_cross_entropy
 from lowtide.measure import peak_above
 from lowtide.measure.collectives import seen_collectives
 from support import head as head_on_host
@@ -710,7 +707,6 @@ def errors() -> None:
 def unlike_gpus() -> None:
     """Ranks with GPUs of other sizes, or of another kind, plan alike: else they would wait for each other for ever."""
     rank, hidden, classes = dist.get_rank(), 4096, 30000
-    wanted, terms = Wanted(True, True, False), LossTerms(class_weight=None, label_smoothing=0.0, z_loss=0.0)
     for memory, kinds in (((80, 6, 24), (9, 9, 9)), ((80, 6, 24), (9, 8, 9)), ((24, 80, 40), (9, 9, 12))):
         with pytest.MonkeyPatch.context() as patched:
             gpu = torch.device("cuda")
@@ -725,17 +721,17 @@ def unlike_gpus() -> None:
             for dtype in (torch.bfloat16, torch.float32):
                 ranks = Ranks(shard, (20000,), torch.device(DEVICE), None, None)
                 weight = torch.empty(classes, hidden, dtype=dtype, device="meta")
-                job: Any = SimpleNamespace(
-                    input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, softcap=None, terms=terms,
-                    reduction="mean",
-                )  # fmt: skip
-                plan = vocab_cross_entropy._plan(job, ranks, lowtide.HeadOptions(), wanted)
+                of_head: Any = SimpleNamespace(
+                    input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, ranks=ranks
+                )
+                of_loss: Any = {"weight_frozen": False, "capped_and_smoothed": False}
+                plan = planning._plan_of_shard(of_head, lowtide.HeadOptions(), "mean", **of_loss)
                 plans: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(plans, (plan.backend, plan.chunk_rows, plan.chunks, plan.sum_rows))
                 assert len(set(plans)) == 1, (memory, kinds, dtype, plans)
                 if len({*kinds[: dist.get_world_size()]}) > 1:
                     with pytest.raises(UnsupportedError, match="exp"):
-                        vocab_cross_entropy._plan(job, ranks, lowtide.HeadOptions(backend="exp"), wanted)
+                        planning._plan_of_shard(of_head, lowtide.HeadOptions(backend="exp"), "mean", **of_loss)
             dist.destroy_process_group(group)
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head import operators, plan
-from lowtide.head.exponentials.path import ExpHead
-from lowtide.head.gradients import gradient_buffers
+from lowtide.head import plan
+from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
+from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.kernels import configs
-from lowtide.head.operators import Call, Wanted
-from lowtide.head.schedules import select_rows_at_once
+from lowtide.head.terms import cross_entropy as terms
 from support import oracle, relative_error
 
 if torch.cuda.is_available():
@@ -48,26 +47,33 @@ def run(
     x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, kwargs: dict[str, Any], schedule: str, rows: int, wanted: Wanted
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the mean and its gradients."""
-    call = Call(
-        input=x, linear_weight=w, target=y, linear_bias=b, weight=kwargs.get("weight"),
-        token_weight=kwargs.get("token_weight"), num_items=None,
+    call = HeadCall(
+        input=x, linear_weight=w, linear_bias=b, softcap=kwargs.get("softcap"),
         logit_scale=None if "logit_scale" not in kwargs else torch.tensor(kwargs["logit_scale"]), dtype=torch.float32,
-        reduction="mean", ignore_index=-100, label_smoothing=kwargs.get("label_smoothing", 0.0),
-        z_loss=kwargs.get("z_loss", 0.0), softcap=kwargs.get("softcap"), workspace_mib=None, accumulate="auto",
-        backend="auto",
+        workspace_mib=None, accumulate="auto", backend="auto",
     )  # fmt: skip
-    job = call.job()
-    found = select_rows_at_once(job)
-    head_plan = small_plan(len(y), len(w), schedule, rows)
-    loss, lse, miss = (torch.full((len(y),), torch.nan) for _ in range(3))
-    into = gradient_buffers(job.input, job.weight_VD, job.wide, head_plan, wanted, some_rows=False)
-    for buffer in (into.input_ND, into.weight_VD):
-        if buffer is not None:
-            buffer.fill_(torch.nan)
-    settle = (lambda: (operators._divided(found), into)) if any(wanted) else None
-    ExpHead(job, found, head_plan).run(loss, settle, lse, miss)
-    assert found.denominator is not None
-    return (loss * found.unit).sum() / found.denominator, [into.input_ND, into.weight_VD, into.bias_V]
+    args = CrossEntropyArgs(
+        target=y, weight=kwargs.get("weight"), token_weight=kwargs.get("token_weight"), num_items=None,
+        reduction="mean", ignore_index=-100, label_smoothing=kwargs.get("label_smoothing", 0.0),
+        z_loss=kwargs.get("z_loss", 0.0),
+    )  # fmt: skip
+    made: list[Gradients] = []
+
+    def poisoned(*args: Any, **kwargs: Any) -> Gradients:
+        into = gradient_buffers(*args, **kwargs)
+        for buffer in (into.input_ND, into.weight_VD):
+            if buffer is not None:
+                buffer.fill_(torch.nan)
+        made.append(into)
+        return into
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(terms, "plan_cross_entropy", lambda *_: small_plan(len(y), len(w), schedule, rows))
+        patched.setattr(terms, "drops_rows", lambda device: False)
+        patched.setattr(terms, "gradient_buffers", poisoned)
+        values, _ = terms.forward(call.head(None), args, wanted, False)
+    into = made[0] if made else Gradients()
+    return values["loss"], [into.input_ND, into.weight_VD, into.bias_V]
 
 
 @pytest.mark.parametrize(

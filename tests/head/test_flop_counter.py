@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.head import operators, plan, schedules
-from lowtide.head.divergences import autograd as divergence_autograd
-from lowtide.head.exponentials.blocks import matmul_into
+from lowtide.head import graph, plan
+from lowtide.head.graph import undisturbed
 from lowtide.head.kernels import configs
-from lowtide.head.registration import undisturbed
-from lowtide.head.statistics import autograd as token_stats_autograd
+from lowtide.head.matmul import matmul_into
+from lowtide.head.terms import cross_entropy as terms
 from support import head
 
 N, D, V = 12, 6, 31
@@ -72,8 +71,7 @@ def test_formulas_say_what_is_inside(function: Callable[..., Any], monkeypatch: 
 
         with monkeypatch.context() as inside:
             told = counted(run)
-            for module in (operators, token_stats_autograd, divergence_autograd):
-                inside.setattr(module, "watched", lambda _: False)
+            inside.setattr(graph, "watched", lambda _: False)
             assert told == counted(run) > 0, (of_x, of_w)
 
 
@@ -98,13 +96,13 @@ def test_triton_kernels_count(schedule: str, monkeypatch: pytest.MonkeyPatch) ->
     small = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
     monkeypatch.setattr(configs, "of_device", lambda device: small)
 
-    def exponentials(job: Any, n: int, *_args: Any) -> plan.HeadPlan:
+    def exponentials(head: Any, args: Any, n: int, wanted: Any) -> plan.HeadPlan:
         return plan.HeadPlan(
             backend="exp", reason="", gradient="forward", accumulate="input", rows=n, chunks=2, chunk_rows=8,
             scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="chunks" if schedule == "chunks" else "blocks",
             block_columns=V if schedule == "chunks" else 24, sum_rows=7, product_rows=5,
         )  # fmt: skip
 
-    monkeypatch.setattr(schedules, "_plan", exponentials)
+    monkeypatch.setattr(terms, "plan_cross_entropy", exponentials)
     x, w, _, y = head(N, 8, V, bias=False)
     assert counted(lambda: lowtide.linear_cross_entropy(x, w, y).backward()) == 6 * N * 8 * V

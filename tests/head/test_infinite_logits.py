@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide import linear_token_stats
-from lowtide.head.statistics.of_logits import row_sums
+from lowtide.head.terms.statistics import row_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("triton")
 from head.test_divergence_kernels import input_grad, weight_grad
 from lowtide import HeadOptions, linear_cross_entropy, linear_logprobs
-from lowtide.head import schedules
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
+from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
 
 if torch.cuda.is_available():
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel on the CPU, in chunks of 7 rows, with products that the CPU has."""
-    make = schedules._plan
+    make = terms.plan_cross_entropy
 
-    def plan(job: Any, n: int, *args: Any) -> HeadPlan:
+    def plan(head: Any, args: Any, n: int, wanted: Any) -> HeadPlan:
         gemms: dict[str, Any] = {"logits_gemm": "blocks", "backward_gemm": "narrow"}
         rows = {"chunk_rows": 7, "chunks": -(-n // 7), "block_rows": 11}
-        return replace(make(job, n, *args), backend="row", accumulate="float32", **rows, **gemms)
+        return replace(make(head, args, n, wanted), backend="row", accumulate="float32", **rows, **gemms)
 
-    monkeypatch.setattr(schedules, "_plan", plan)
+    monkeypatch.setattr(terms, "plan_cross_entropy", plan)
     monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
     monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
 

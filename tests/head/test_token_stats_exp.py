@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.gradients import Gradients
+from lowtide.head.call import HeadCall, TokenStatsArgs, Wanted
+from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs, stats_rows
-from lowtide.head.statistics.exp import ExpStats
-from lowtide.head.statistics.of_logits import Known, Upstream
-from lowtide.head.statistics.rows import StatsJob, of_targets
+from lowtide.head.terms import token_stats as terms
 from support import relative_error
 
 if torch.cuda.is_available():
@@ -63,17 +62,49 @@ def plan(N: int, V: int, rows: int) -> HeadPlan:
     )  # fmt: skip
 
 
-def make_job(
-    x: Tensor, w: Tensor, y: Tensor | None, want: tuple[str, ...], kwargs: dict[str, Any], topk: int = 0
-) -> StatsJob:
-    scale = kwargs.get("logit_scale")
-    return StatsJob(
-        input=x, weight_VD=w, target_NK=torch.zeros(len(x), 0, dtype=torch.long) if y is None else y.view(len(x), -1),
-        bias_V=kwargs.get("bias_V"), logit_scale=None if scale is None else torch.tensor(scale),
-        softcap=kwargs.get("softcap"), want=frozenset(want), topk=topk, ignore_index=-100, dtype=torch.float32,
-        wide=torch.float32,
-        classes=len(w),
-    )  # fmt: skip
+class Stats:
+    """Both directions of a call, in chunks of so many rows."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor | None,
+        want: tuple[str, ...],
+        kwargs: dict[str, Any],
+        rows: int,
+        topk: int = 0,
+    ) -> None:
+        N, scale = len(x), kwargs.get("logit_scale")
+        call = HeadCall(
+            input=x, linear_weight=w, linear_bias=kwargs.get("bias_V"), softcap=kwargs.get("softcap"),
+            logit_scale=None if scale is None else torch.tensor(scale), dtype=torch.float32, workspace_mib=None,
+            accumulate="auto", backend="auto",
+        )  # fmt: skip
+        target = torch.zeros(N, 0, dtype=torch.long) if y is None else y.view(N, -1)
+        self.head, self.plan = call.head(None), plan(N, len(w), rows)
+        self.args = TokenStatsArgs(target=target, want=",".join(want), topk=topk, ignore_index=-100)
+
+    def forward(self) -> dict[str, Tensor]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(terms, "plan_token_stats", lambda *_, **__: self.plan)
+            self.found, _ = terms.forward(self.head, self.args, Wanted(False, False, False), True)
+        return self.found
+
+    def backward(self, upstream: dict[str, Tensor]) -> Gradients:
+        def poisoned(*args: Any, **kwargs: Any) -> Gradients:
+            into = gradient_buffers(*args, **kwargs)
+            for buffer in (into.input_ND, into.weight_VD):
+                assert buffer is not None
+                buffer.fill_(torch.nan)
+            return into
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(terms, "plan_token_stats", lambda *_, **__: self.plan)
+            patched.setattr(terms, "drops_rows", lambda device: False)  # as on a GPU
+            patched.setattr(terms, "gradient_buffers", poisoned)
+            given = {name: upstream.get(name) for name in DIFFERENTIABLE}
+            return terms.backward(self.head, self.args, Wanted(True, True, True), given, self.found)
 
 
 def truth(x: Tensor, w: Tensor, y: Tensor | None, b: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -115,8 +146,7 @@ def lost_digits(x: Tensor, w: Tensor, kwargs: dict[str, Any]) -> float:
 @pytest.mark.parametrize(("N", "D", "V", "rows"), SIZES)
 def test_statistics(name: str, N: int, D: int, V: int, rows: int) -> None:
     x, w, y, b, kwargs = problem(N, D, V, name)
-    job = make_job(x, w, y, WANT, kwargs)
-    found = of_targets(job, y.clamp(min=0)[:, None], ExpStats(job, plan(N, V, rows)).forward())
+    found = Stats(x, w, y, WANT, kwargs, rows).forward()
     want = truth(x.double(), w.double(), y, None if b is None else b.double(), kwargs)
     assert torch.equal(found["argmax"], want["argmax"])
     assert torch.equal(found["is_top1"][:, 0], (want["argmax"] == y) & (y >= 0))
@@ -149,19 +179,12 @@ def test_gradients(name: str, N: int, D: int, V: int, rows: int, flows: tuple[st
     for field, g in upstream.items():
         dead &= (g == 0) | ((y < 0) if field == "logprob" else torch.zeros(N, dtype=torch.bool))
     x = x.masked_fill(dead[:, None], torch.nan)  # nothing flows back to these
-    job = make_job(x, w, y, WANT, kwargs)
-    stats = ExpStats(job, plan(N, V, rows))
-    found = stats.forward()
-    ids = torch.stack((found["argmax"], y.where(y >= 0, found["argmax"])), 1)
-    logprobs = torch.stack((found["top_logprob"], found["logprob"][:, 0].where(y >= 0, found["top_logprob"])), 1)
-    known = Known(lse=found["lse"], entropy=found["entropy"], ids=ids, logprobs=logprobs)
+    stats = Stats(x, w, y, WANT, kwargs, rows)
+    stats.forward()
     flowing = dict(upstream)
     if "logprob" in flowing:
-        flowing["logprob"] = flowing["logprob"].where(y >= 0, 0)[:, None]
-    into = Gradients(
-        input_ND=torch.full_like(x, torch.nan), weight_VD=torch.full_like(w, torch.nan), bias_V=torch.zeros(V)
-    )
-    stats.backward(known, Upstream(**flowing), into)
+        flowing["logprob"] = flowing["logprob"][:, None]
+    into = stats.backward(flowing)
     digits = lost_digits(x.nan_to_num(), w, kwargs)
     assert into.input_ND is not None
     assert (into.input_ND[dead] == 0).all()
@@ -194,9 +217,8 @@ def test_several_targets(name: str, N: int, D: int, V: int, rows: int, K: int, f
     z = z if cap is None else cap * torch.tanh(z / cap)
     values["logprob"] = z.log_softmax(1).gather(1, ids.clamp(min=0)).where(ids >= 0, 0)
 
-    job = make_job(x, w, ids, WANT, kwargs)
-    stats = ExpStats(job, plan(N, V, rows))
-    found = of_targets(job, ids.clamp(min=0), stats.forward())
+    stats = Stats(x, w, ids, WANT, kwargs, rows)
+    found = stats.forward()
     digits = lost_digits(x, w, kwargs)
     torch.testing.assert_close(found["logprob"].double(), values["logprob"], rtol=NEAR, atol=4 * digits)
     assert torch.equal(found["is_top1"], values["argmax"][:, None] == ids)
@@ -204,16 +226,7 @@ def test_several_targets(name: str, N: int, D: int, V: int, rows: int, K: int, f
     upstream = {field: torch.randn(N, K) if field == "logprob" else torch.randn(N) for field in flows}
     total = sum((values[field] * g.double()).sum() for field, g in upstream.items())
     expected = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-    top = found["argmax"][:, None]
-    known = Known(
-        lse=found["lse"], entropy=found["entropy"], ids=torch.cat((top, ids.where(ids >= 0, top)), 1),
-        logprobs=torch.cat((found["top_logprob"][:, None], found["logprob"]), 1),
-    )  # fmt: skip
-    upstream["logprob"] = upstream["logprob"].where(ids >= 0, 0)
-    into = Gradients(
-        input_ND=torch.full_like(x, torch.nan), weight_VD=torch.full_like(w, torch.nan), bias_V=torch.zeros(V)
-    )
-    stats.backward(known, Upstream(**upstream), into)
+    into = stats.backward(upstream)
     given = sum(g.norm().item() for g in upstream.values())
     others = w.norm().item(), x.norm().item(), 1.0  # what the gradient of the logits is multiplied with
     for got, want, other in zip((into.input_ND, into.weight_VD, into.bias_V), expected, others, strict=False):
@@ -258,7 +271,7 @@ def test_entries_are_rounded_once() -> None:
 def test_highest_logits(name: str, N: int, D: int, V: int, rows: int, k: int) -> None:
     k = min(k, V)
     x, w, _, b, kwargs = problem(N, D, V, name)
-    found = ExpStats(make_job(x, w, None, ("topk",), kwargs, k), plan(N, V, rows)).forward()
+    found = Stats(x, w, None, ("topk",), kwargs, rows, k).forward()
     z = x.double() @ w.double().T
     z = (z if b is None else z + b) * kwargs.get("logit_scale", 1.0)
     cap = kwargs.get("softcap")
@@ -276,7 +289,7 @@ def test_highest_logits_of_as_many_tiles() -> None:
     x, w, b = torch.randn(3, 16), torch.randn(300, 16), torch.zeros(300)
     peaks = torch.tensor([5, 33, 95, 128, 190, 255, 299])  # each in a tile of its own
     b[peaks] = 100 + 20 * torch.arange(7.0)
-    found = ExpStats(make_job(x, w, None, ("topk",), {"bias_V": b}, 7), plan(3, 300, 2)).forward()
+    found = Stats(x, w, None, ("topk",), {"bias_V": b}, 2, 7).forward()
     assert torch.equal(found["topk_ids"], (x @ w.T + b).topk(7, 1).indices)
     assert torch.equal(found["topk_ids"].sort(1).values, peaks.expand(3, 7))
 
@@ -286,7 +299,7 @@ def test_highest_logits_of_equals_and_of_nothing() -> None:
     x, b = torch.randint(-4, 5, (5, 16)).float(), torch.zeros(75)
     b[::2] = -torch.inf
     x[3] = torch.nan
-    found = ExpStats(make_job(x, w, None, ("topk",), {"bias_V": b}, 40), plan(5, 75, 2)).forward()
+    found = Stats(x, w, None, ("topk",), {"bias_V": b}, 2, 40).forward()
     first = torch.cat((torch.arange(1, 75, 2), torch.tensor([0, 2, 4])))  # the lowest classes, and then those without
     assert torch.equal(found["topk_ids"][[0, 1, 2, 4]], first.expand(4, 40))
     assert torch.equal(found["topk_values"][0].isinf(), torch.arange(40) >= 37)
@@ -297,8 +310,7 @@ def test_highest_logits_of_equals_and_of_nothing() -> None:
 def test_rows_that_are_no_numbers() -> None:
     x, w = torch.randn(6, 16), torch.randn(50, 16)
     x[1], x[2] = torch.nan, torch.inf
-    job = make_job(x, w, torch.randint(0, 50, (6,)), WANT, {})
-    found = ExpStats(job, plan(6, 50, 4)).forward()
+    found = Stats(x, w, torch.randint(0, 50, (6,)), WANT, {}, 4).forward()
     for field in ("logprob", "entropy", "lse"):
         assert torch.equal(found[field].view(6).isnan(), torch.tensor([False, True, True, False, False, False]))
     assert (found["argmax"] < 50).all()
@@ -308,8 +320,7 @@ def test_classes_ruled_out_by_the_bias() -> None:
     x, w, b = torch.randn(20, 16), torch.randn(90, 16), torch.zeros(90)
     b[:70] = -torch.inf  # two tiles and a part have no class left
     y = torch.randint(70, 90, (20,))
-    job = make_job(x, w, y, WANT, {"bias_V": b})
-    found = ExpStats(job, plan(20, 90, 8)).forward()
+    found = Stats(x, w, y, WANT, {"bias_V": b}, 8).forward()
     want = truth(x.double(), w[70:].double(), y - 70, None, {})
     for field in ("logprob", "entropy", "lse", "sum_sq_prob"):
         assert relative_error(found[field].view(20), want[field]) < NEAR
@@ -318,13 +329,8 @@ def test_classes_ruled_out_by_the_bias() -> None:
 
 def test_no_tokens() -> None:
     x, w = torch.randn(0, 16), torch.randn(50, 16)
-    job = make_job(x, w, None, ("entropy",), {})
-    stats = ExpStats(job, plan(0, 50, 1))
-    found = stats.forward()
-    assert found["entropy"].shape == (0,)
-    into = Gradients(input_ND=torch.empty(0, 16), weight_VD=torch.full((50, 16), torch.nan))
-    none = torch.zeros(0, 1)
-    stats.backward(
-        Known(lse=none[:, 0], entropy=none[:, 0], ids=none.long(), logprobs=none), Upstream(entropy=none[:, 0]), into
-    )
+    stats = Stats(x, w, None, ("entropy",), {}, 1)
+    assert stats.forward()["entropy"].shape == (0,)
+    into = stats.backward({"entropy": torch.zeros(0)})
+    assert into.weight_VD is not None
     assert (into.weight_VD == 0).all()

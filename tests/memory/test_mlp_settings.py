@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.head import registration
+from lowtide.head import graph
 from lowtide.measure import peak_above
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.models import mlp_part
@@ -128,7 +128,7 @@ class _CountProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().startswith("lowtide::swiglu"):
-            self.flop += registration._FLOP[func.overloadpacket](*args)
+            self.flop += graph._FLOP[func.overloadpacket](*args)
         return func(*args, **(kwargs or {}))
 
 

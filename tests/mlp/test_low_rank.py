@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lowtide.head import graph
 from lowtide.measure import track_allocations
-from lowtide.mlp import elementwise, low_rank, operators
+from lowtide.mlp import elementwise, low_rank
 from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
 from lowtide.mlp.call import SwigluCall, Wanted
 from support import mlp, mlp_slack, relative_error
@@ -237,7 +238,7 @@ def test_formulas_of_operations_say_what_is_inside(level: int, adapters: bool, m
             tensor.requires_grad_(flag)
         told = counted()
         with monkeypatch.context() as inside:
-            inside.setattr(operators, "watched", lambda _: False)
+            inside.setattr(graph, "watched", lambda _: False)
             assert told == counted() > 0, trained
 
 

@@ -11,25 +11,38 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import lowtide
 
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
     "errors", "swap", "code", "samples", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed",
-    "models", "trl", "train", "bench", "profile", "cli", "__main__",
+    "trl", "models", "train", "bench", "profile", "cli", "__main__",
 ]  # fmt: skip
 
 
-def imported_rooms(file: Path) -> set[str]:
-    """Return the rooms that a file's import statements name, wherever in the file they stand."""
+def imported(file: Path) -> set[tuple[str, str]]:
+    """Return module and name of each import statement of a file, wherever it stands; "" for a module as a whole.
+
+    `importlib.import_module` of a string counts as well.
+    """
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found |= {(alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: write imports in full"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.split(".")[1] for name in found if name.startswith("lowtide.")}
+            found |= {(str(node.module), alias.name) for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module":
+            found |= {(arg.value, "") for arg in node.args if isinstance(arg, ast.Constant)}
+    return found
+
+
+def imported_rooms(file: Path) -> set[str]:
+    """Return the rooms that a file's import statements name."""
+    names = {f"{module}.{name}".rstrip(".") for module, name in imported(file)}
+    return {name.split(".")[1] for name in names if name.startswith("lowtide.")}
 
 
 def violations(root: Path) -> list[str]:
@@ -52,6 +65,116 @@ def test_the_layering_test_can_fail(tmp_path: Path) -> None:
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "plan.py").write_text("def f():\n    from lowtide.train import run\n")
     assert violations(tmp_path) == ["head/plan.py imports train"]
+
+
+def imports(root: Path) -> dict[str, set[str]]:
+    """Return for each module of the package `lowtide` in ``root`` which of its modules its import statements name.
+
+    ``from package import name`` is an import of the submodule of that name, and one of the package's own file where
+    that gives the name something: a function, a class, or what it imports from elsewhere.
+    """
+    files = {}
+    for file in root.rglob("*.py"):
+        parts = file.relative_to(root).with_suffix("").parts
+        files[".".join(("lowtide", *parts)).removesuffix(".__init__")] = file
+    statements = {module: imported(file) for module, file in files.items()}
+    named = {module: _names(file, module) for module, file in files.items()}
+    graph: dict[str, set[str]] = {module: set() for module in files}
+    for module, found in statements.items():
+        for source, name in found:
+            submodule = f"{source}.{name}"
+            if submodule in files:
+                graph[module].add(submodule)
+            if source in files and not (submodule in files and name not in named[source]):
+                graph[module].add(source)
+    return graph
+
+
+def _names(file: Path, module: str) -> set[str]:
+    """Return the names that a file itself gives a meaning, at its top level; a submodule's name is not one."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module != module:
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Return the modules that a module imports, or that those import."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def circles(root: Path) -> set[tuple[str, ...]]:
+    """Return the groups of modules that import each other, by whatever way."""
+    graph = imports(root)
+    reach = {module: reached(graph, module) for module in graph}
+    return {
+        tuple(sorted(other for other in reach[module] if module in reach[other]))
+        for module in graph
+        if module in reach[module]
+    }
+
+
+WAYS_THERE = (
+    "from lowtide.room.b import B",
+    "import lowtide.room.b",
+    "from lowtide.room import b",
+    "from lowtide import f",
+    "import importlib\nimportlib.import_module('lowtide.room.b')",
+)
+WAYS_BACK = (
+    "from lowtide.room.a import A",
+    "def f():\n    from lowtide.room import a",
+    "if TYPE_CHECKING:\n    from lowtide.room.a import A",
+)
+
+
+@pytest.mark.parametrize("first", WAYS_THERE)
+@pytest.mark.parametrize("second", WAYS_BACK)
+def test_the_test_of_circles_can_fail(tmp_path: Path, first: str, second: str) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "__init__.py").write_text("from lowtide.room.b import f\n")
+    (tmp_path / "room" / "__init__.py").touch()
+    (tmp_path / "room" / "a.py").write_text(first)
+    (tmp_path / "room" / "b.py").write_text(second)
+    (tmp_path / "room" / "c.py").write_text("from lowtide.room import a, b\n")  # and in no circle
+    a_and_b = ("lowtide.room.a", "lowtide.room.b")
+    assert circles(tmp_path) == {("lowtide", *a_and_b) if first.endswith("import f") else a_and_b}
+
+
+def test_relative_imports_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def f():\n    from . import b\n")
+    with pytest.raises(AssertionError, match="write imports in full"):
+        circles(tmp_path)
+
+
+def test_a_submodule_that_a_package_gives_as_something_else_is_an_import_of_both(tmp_path: Path) -> None:
+    """As `lowtide.models.patch` is: the function where it is imported from the package, and a file."""
+    for room in ("x", "y"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "patch.py").write_text("def patch(): pass\n")
+    (tmp_path / "__init__.py").write_text("from lowtide import x, y\n")
+    (tmp_path / "x" / "__init__.py").write_text("from lowtide.x.patch import patch\n")
+    (tmp_path / "y" / "__init__.py").touch()
+    (tmp_path / "z.py").write_text("from lowtide import x\nfrom lowtide.x import patch\nfrom lowtide.y import patch\n")
+    graph = imports(tmp_path)
+    assert graph["lowtide.z"] == {"lowtide.x", "lowtide.x.patch", "lowtide.y.patch"}
+    assert graph["lowtide"] == {"lowtide.x", "lowtide.y"}
+
+
+def test_lowtide_itself_imports_nothing_of_the_training_run() -> None:
+    assert not [name for name in reached(imports(ROOT), "lowtide") if name.startswith("lowtide.train")]
 
 
 def test_kernels_know_nothing_of_autograd_modules_or_ranks() -> None:

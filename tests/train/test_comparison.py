@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.train.comparison import EARLY_STEPS, FLOAT32, MOST_LATE, Comparison, Tolerance, measured_tolerance
 from lowtide.train.config import TrainConfig
-from lowtide.train.run import TrainResult
+from lowtide.train.result import (
+    EARLY_STEPS,
+    FLOAT32,
+    MOST_LATE,
+    Comparison,
+    Tolerance,
+    TrainResult,
+    measured_tolerance,
+)
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -282,7 +282,7 @@ class TuneConfig(Settings):
     shape: str = setting("2048,2048,32768", "of one chunk: C,D,V rows, hidden size and vocabulary", metavar="C,D,V")
     seconds: float = setting(60.0, "for all of it: a candidate that would end later is not begun", metavar="S")
     warm: int = setting(2, "timed runs that do not count")
-    reps: int = setting(7, "timed runs that count, in turns with torch.mm; the median is taken")
+    reps: int = setting(7, "timed runs that count, interleaved with torch.mm; the median is taken")
     seed: int = setting(0, "of the random inputs")
     dry_run: bool = setting(False, "measure, and leave the file of tuned GPUs as it is")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -16,53 +15,13 @@ from lowtide.bench.pictures import draw, require_matplotlib
 from lowtide.bench.problem import PLAIN, SETTINGS, Problem, make_problem
 from lowtide.bench.report import header, line, ratio
 from lowtide.bench.results import begin
-from lowtide.bench.rows import Bench, Row, plan_of, release
+from lowtide.bench.rows import Bench, Row, ShapeResult, plan_of, release
 from lowtide.bench.shapes import Shape
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.head_plan import MIB
 
 SWEEP_POINTS = 7
 SETTING_PEERS = (LOWTIDE, "compile", "liger-large", "cce-exact")
-
-
-@dataclass(kw_only=True)
-class ShapeResult:
-    """Everything that was measured of one shape.
-
-    Attributes:
-        shape: which.
-        dtype: of the products' operands.
-        limits: by setting (and number of tokens, where it is not the shape's): milliseconds by rows of a chunk, the
-            best of them, and its rate.
-        gradients_mib: size of the two gradients, which is in every peak.
-        table: the peers; ``sweep``, ``settings`` and ``tokens`` what the options of that name ask for.
-    """
-
-    shape: Shape
-    dtype: str
-    limits: list[dict[str, Any]] = field(default_factory=list)
-    gradients_mib: float = 0.0
-    table: list[Row] = field(default_factory=list)
-    sweep: list[Row] = field(default_factory=list)
-    settings: list[Row] = field(default_factory=list)
-    tokens: list[Row] = field(default_factory=list)
-
-    @property
-    def rows(self) -> list[Row]:
-        """All rows."""
-        return [*self.table, *self.sweep, *self.settings, *self.tokens]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the numbers."""
-        shape = self.shape
-        told: dict[str, Any] = {"name": shape.name, "N": shape.N, "D": shape.D, "V": shape.V, "dtype": self.dtype}
-        told |= {"limits": self.limits, "gradients_mib": self.gradients_mib}
-        parts = {"table": self.table, "sweep": self.sweep, "settings": self.settings, "tokens": self.tokens}
-        return told | {name: [row.to_json() for row in rows] for name, rows in parts.items() if rows}
-
-    def row(self, name: str) -> Row | None:
-        """Return a peer's row of the table."""
-        return next((row for row in self.table if row.name == name), None)
 
 
 def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResult]:

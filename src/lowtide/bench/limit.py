@@ -1,4 +1,4 @@
-"""What the hardware allows: the bare products of a head, and nothing between them. C rows of a chunk."""
+"""What the hardware allows: the bare GEMMs of a head, and nothing between them. C rows of a chunk."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bare_gemms(problem: Problem, rows: int) -> Callable[[], None]:
 
 
 def measure_limit(problem: Problem, *, warm: int, reps: int) -> dict[int, float]:
-    """Return the milliseconds of the bare products by rows of a chunk; the least of them is the limit."""
+    """Return the milliseconds of the bare GEMMs by rows of a chunk; the least of them is the limit."""
     return time_by_rows(problem, partial(bare_gemms, problem), warm=warm, reps=reps)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of `swiglu_mlp`: forward, backward, what is kept and the peak, beside peers and the bare products."""
+"""The benchmark of `swiglu_mlp`: forward, backward, what is kept and the peak, beside peers and the bare GEMMs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class MlpRow:
 
 
 def measure(peer: MlpPeer, stack: Stack, *, warm: int, reps: int) -> MlpRow:
-    """Return a peer's row, measured in turns with the bare products."""
+    """Return a peer's row, measured interleaved with the bare GEMMs."""
     device, shape = stack.x.device, stack.shape
     row = MlpRow(name=peer.name, gemms=peer.gemms)
     try:

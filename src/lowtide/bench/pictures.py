@@ -5,18 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowtide.bench.peers import LOWTIDE, LOWTIDE_AT_LIGERS
 from lowtide.bench.results import Files, replace
-from lowtide.bench.rows import OUT_OF_MEMORY
+from lowtide.bench.rows import OUT_OF_MEMORY, ShapeResult
 from lowtide.bench.shapes import parse_shape
 from lowtide.bench.sweep_config import AXES
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.plots import Line, Panel, Point, draw_front, draw_panels, draw_shares
-
-if TYPE_CHECKING:
-    from lowtide.bench.head import ShapeResult
 
 _LETTERS = {"N": "tokens N", "D": "hidden size D", "V": "vocabulary V"}
 
@@ -86,7 +83,7 @@ def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
 
     rate, memory, errors = [], [], []
     for letter in columns:
-        rate.append(Panel([*lines(letter, _key("tflops")), quiet(letter, "bare products", "limit_tflops")]))
+        rate.append(Panel([*lines(letter, _key("tflops")), quiet(letter, "bare GEMMs", "limit_tflops")]))
         grads = quiet(letter, "gradients alone", "gradients_mib")
         memory.append(Panel([*lines(letter, _key("peak_mib")), grads], log=True))
         floor = Line(

@@ -13,7 +13,7 @@ def header(bench: Bench) -> str:
     tried = ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in bench.limit.items())
     dtype = str(problem.dtype).removeprefix("torch.")
     return (
-        f"\n{problem.shape} {dtype}, {problem.setting.name}: {problem.setting.gemms} bare products take {tried}"
+        f"\n{problem.shape} {dtype}, {problem.setting.name}: {problem.setting.gemms} bare GEMMs take {tried}"
         f" ({bench.tflops:.3g} TFLOP/s); gradients {bench.gradients_mib:.1f} MiB\n{_COLUMNS}\n"
     )
 

@@ -1,4 +1,4 @@
-"""One row: a peer on a problem, in turns with the limit. A peer that fails is a row that says why."""
+"""The rows of a shape: a peer on a problem, interleaved with the limit. A failed peer is a row with the reason."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lowtide.bench.limit import bare_gemms, measure_limit
 from lowtide.bench.peers import CannotError, Peer
 from lowtide.bench.problem import Problem, Setting
 from lowtide.bench.reference import Floor, Reference, reference, relative_error, rounding_floor
+from lowtide.bench.shapes import Shape
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.plan import plan_head
 from lowtide.measure import mib, peak_above, time_side_by_side
@@ -33,7 +34,7 @@ class Row:
         name: the peer's.
         setting: the setting's name.
         tokens: N.
-        ms: median time of forward and backward; ``limit_ms`` that of the bare products in the same rounds.
+        ms: median time of forward and backward; ``limit_ms`` that of the bare GEMMs in the same rounds.
         share: ``limit_ms / ms``.
         spread: the slowest round over the fastest, less 1.
         peak_mib: most memory at once above the inputs, gradients included.
@@ -68,12 +69,52 @@ class Row:
 
 
 @dataclass(kw_only=True)
+class ShapeResult:
+    """Everything that was measured of one shape.
+
+    Attributes:
+        shape: which.
+        dtype: of the products' operands.
+        limits: by setting (and number of tokens, where it is not the shape's): milliseconds by rows of a chunk, the
+            best of them, and its rate.
+        gradients_mib: size of the two gradients, which is in every peak.
+        table: the peers; ``sweep``, ``settings`` and ``tokens`` what the options of that name ask for.
+    """
+
+    shape: Shape
+    dtype: str
+    limits: list[dict[str, Any]] = field(default_factory=list)
+    gradients_mib: float = 0.0
+    table: list[Row] = field(default_factory=list)
+    sweep: list[Row] = field(default_factory=list)
+    settings: list[Row] = field(default_factory=list)
+    tokens: list[Row] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows."""
+        return [*self.table, *self.sweep, *self.settings, *self.tokens]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers."""
+        shape = self.shape
+        told: dict[str, Any] = {"name": shape.name, "N": shape.N, "D": shape.D, "V": shape.V, "dtype": self.dtype}
+        told |= {"limits": self.limits, "gradients_mib": self.gradients_mib}
+        parts = {"table": self.table, "sweep": self.sweep, "settings": self.settings, "tokens": self.tokens}
+        return told | {name: [row.to_json() for row in rows] for name, rows in parts.items() if rows}
+
+    def row(self, name: str) -> Row | None:
+        """Return a peer's row of the table."""
+        return next((row for row in self.table if row.name == name), None)
+
+
+@dataclass(kw_only=True)
 class Bench:
     """A problem with its limit and its truth, on which peers are measured.
 
     Attributes:
         problem: the inputs.
-        limit: milliseconds of the bare products by rows of a chunk.
+        limit: milliseconds of the bare GEMMs by rows of a chunk.
         true: exact loss and gradients; None: errors are not measured.
         warm: rounds that do not count, and ``reps`` that do.
     """
@@ -100,17 +141,17 @@ class Bench:
 
     @property
     def best_rows(self) -> int:
-        """Rows of a chunk with which the bare products are fastest."""
+        """Rows of a chunk with which the bare GEMMs are fastest."""
         return min(self.limit, key=lambda rows: self.limit[rows])
 
     @property
     def limit_ms(self) -> float:
-        """The least time of the bare products."""
+        """The least time of the bare GEMMs."""
         return self.limit[self.best_rows]
 
     @property
     def tflops(self) -> float:
-        """The rate of the bare products, in 10**12 operations a second."""
+        """The rate of the bare GEMMs, in 10**12 operations a second."""
         return self.problem.shape.flops(self.problem.setting.gemms) / self.limit_ms / 1e9
 
     @property

@@ -1,4 +1,4 @@
-"""Functions with a value for each token: peers on the same tensors, in turns with the bare products.
+"""Functions with a value for each token: peers on the same tensors, interleaved with the bare GEMMs.
 
 N tokens, D hidden size, V vocabulary.
 """
@@ -141,7 +141,7 @@ class TokenRow:
 
     Attributes:
         name: the peer's.
-        ms: median time; ``limit_ms`` that of the bare products in the same rounds.
+        ms: median time; ``limit_ms`` that of the bare GEMMs in the same rounds.
         share: ``limit_ms / ms``.
         spread: the slowest round over the fastest, less 1.
         peak_mib: most memory at once above the inputs, gradients included.
@@ -175,7 +175,7 @@ class TokenBench:
 
     Attributes:
         task: what is computed.
-        limit: milliseconds of the bare products by rows of a chunk.
+        limit: milliseconds of the bare GEMMs by rows of a chunk.
         true: exact values and gradients; None: errors are not measured.
         warm: rounds that do not count, and ``reps`` that do.
     """
@@ -197,12 +197,12 @@ class TokenBench:
 
     @property
     def best_rows(self) -> int:
-        """Rows of a chunk with which the bare products are fastest."""
+        """Rows of a chunk with which the bare GEMMs are fastest."""
         return min(self.limit, key=lambda rows: self.limit[rows])
 
     @property
     def tflops(self) -> float:
-        """The rate of the bare products, in 10**12 operations a second."""
+        """The rate of the bare GEMMs, in 10**12 operations a second."""
         return self.task.flops / self.limit[self.best_rows] / 1e9
 
     @property
@@ -280,7 +280,7 @@ def header(bench: TokenBench) -> str:
     tried = ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in bench.limit.items())
     errors = "".join(f"{_TITLES.get(name, f'{name} err'):>14}" for name in bench.columns)
     return (
-        f"\n{head.shape} {str(head.dtype).removeprefix('torch.')}, {bench.task.name}: the bare products take {tried}"
+        f"\n{head.shape} {str(head.dtype).removeprefix('torch.')}, {bench.task.name}: the bare GEMMs take {tried}"
         f" ({bench.tflops:.3g} TFLOP/s); gradients {bench.gradients_mib:.1f} MiB\n"
         f"{'':24}{'ms':>9}{'share':>8}{'MiB':>9}{errors}\n"
     )

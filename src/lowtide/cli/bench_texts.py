@@ -15,7 +15,7 @@ examples:
 
 HEAD = """\
 Time, peak memory and errors of linear + cross entropy, forward and backward, of lowtide and of everyone who can be
-imported, in one process and in turns with the limit: the bare matrix products over chunks of 2048, 4096 or all rows,
+imported, in one process and interleaved with the limit: the bare GEMMs over chunks of 2048, 4096 or all rows,
 whichever is fastest. Peaks are above the inputs and include the gradients; errors are against exact products in a wider
 dtype. A peer that fails is a row that says why. The result is DIR/<date>-head-<gpu>.json with the hardware and the
 versions; set COMMIT in the environment where the source has no git history. Exit status 1 where lowtide itself
@@ -59,7 +59,7 @@ STATS = """\
 Time, peak memory and errors of the log-probability of each token's target, with the entropy and without, and of
 several targets, forward and backward with random upstream gradients; of backward alone; and without gradients of
 these, of all other statistics and of the highest logits, of lowtide and of everyone who can be imported, in one
-process and in turns with the limit: the bare matrix products (with gradients four, as no logits are kept, for
+process and interleaved with the limit: the bare GEMMs (with gradients four, as no logits are kept, for
 backward alone three; else one) over chunks of 2048, 4096 or all rows, whichever is fastest. Peaks are above the
 inputs and include the gradients; errors are against float32 products. A peer that fails, or does not offer the work,
 is a row that says why. The result is DIR/<date>-stats-<gpu>.json with the hardware and the versions; set COMMIT in
@@ -76,8 +76,8 @@ examples:
 
 DIVERGENCE = """\
 Time, peak memory and errors of a student's mean divergence from a teacher, forward and backward for the student:
-forward KL, reverse KL and JSD(0.5), of lowtide and of everyone who can be imported, in one process and in turns with
-the limit: the bare matrix products, the logits of both sides and the student's two gradients. lowtide's first row is
+forward KL, reverse KL and JSD(0.5), of lowtide and of everyone who can be imported, in one process and interleaved with
+the limit: the bare GEMMs, the logits of both sides and the student's two gradients. lowtide's first row is
 of the mean, lowtide-none of a value for each token. Peaks, errors and rows are those of lowtide bench stats. The result
 is DIR/<date>-divergence-<gpu>.json. Exit status 1 where lowtide itself failed."""
 
@@ -162,7 +162,7 @@ examples:
 
 MLP = """\
 Time and memory of the gated MLP of today's transformers, forward and backward, at both levels of swiglu_mlp and of
-everyone who can be imported, in one process and in turns with the limit: the bare matrix products, 9 a layer, or 11
+everyone who can be imported, in one process and interleaved with the limit: the bare GEMMs, 9 a layer, or 11
 where gate and up are computed twice. "kept" is what is alive after forward for backward's sake, the input counted;
 peaks are above input and weights and include the gradients; "all" is everything, and "again" the same of a step that
 adds to the gradients of the one before. A peer that fails is a row that says why. The result is

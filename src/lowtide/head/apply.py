@@ -22,9 +22,9 @@ from lowtide.head.arguments import (
     softcap_number,
 )
 from lowtide.head.call import scalar_on
+from lowtide.head.graph import undisturbed
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.head.registration import undisturbed
 from lowtide.head.scaling import with_trained_scale
 from lowtide.head.user_function import autograd as apply_autograd
 from lowtide.head.user_function.call import ApplyCall

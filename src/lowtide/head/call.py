@@ -11,9 +11,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.head.arguments import logit_scale_tensor, softcap_number
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.scaling import with_trained_scale
 
 
 class Wanted(NamedTuple):
@@ -76,6 +78,11 @@ class HeadCall(NamedTuple):
         return math.prod(self.input.shape[:-1])  # Size.numel() would make a compiler take N for a constant
 
     @property
+    def frozen(self) -> bool:
+        """Return whether neither weight nor bias needs a gradient."""
+        return not any(t is not None and t.requires_grad for t in (self.linear_weight, self.linear_bias))
+
+    @property
     def trained(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the tensors that may get a gradient."""
         return self.input, self.linear_weight, self.linear_bias
@@ -100,6 +107,37 @@ class HeadCall(NamedTuple):
             ranks=Alone(self.linear_weight.shape[0]) if ranks is None else ranks,
             options=_options(self.workspace_mib, accumulate, backend, gradient),
         )
+
+
+def local_call(
+    ranks: Ranks | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    logit_scale: float | Tensor,
+    softcap: float | None,
+    dtype: torch.dtype,
+    options: HeadOptions,
+) -> HeadCall:
+    """Return the record of a head whose tensors are checked: local to this rank, and ready to train a scale."""
+    scale = logit_scale_tensor(logit_scale)
+    if ranks is not None:
+        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
+        scale = ranks.whole(scale)
+    if scale is not None and scale.requires_grad and torch.is_grad_enabled():
+        factors = (scale, scale) if ranks is None else ranks.factors(scale)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
+    return HeadCall(
+        input=input,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        logit_scale=scale,
+        softcap=softcap_number("softcap", softcap),
+        dtype=dtype,
+        workspace_mib=options.workspace_mib,
+        accumulate=options.accumulate,
+        backend=options.backend,
+    )
 
 
 class CrossEntropyArgs(NamedTuple):

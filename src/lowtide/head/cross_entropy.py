@@ -2,12 +2,10 @@
 
 import math
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head import autograd
 from lowtide.head.arguments import (
     check_device,
     check_head,
@@ -18,19 +16,16 @@ from lowtide.head.arguments import (
     check_real,
     check_reduction,
     check_target,
-    logit_scale_tensor,
     num_items_tensor,
     refuse_transforms,
-    softcap_number,
 )
 from lowtide.head.backends import choose_backend
-from lowtide.head.operators import Call
+from lowtide.head.call import CrossEntropyArgs, local_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.parallel import ranks_of, with_ranks
 from lowtide.head.ranks.shard import VocabShard
-from lowtide.head.scaling import with_trained_scale
-from lowtide.head.vocab.cross_entropy import ShardedHead
+from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 
 
 def linear_cross_entropy(
@@ -139,42 +134,27 @@ def linear_cross_entropy(
         both = softcap is not None and label_smoothing != 0
         choose_backend(options, input.device, dtype, input.shape[-1], V, capped_and_smoothed=both)
     ignore_index = check_index("ignore_index", ignore_index)
-    scale = logit_scale_tensor(logit_scale)
+    call = local_call(ranks, input, linear_weight, linear_bias, logit_scale, softcap, dtype, options)
     if ranks is not None:
-        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
-        target, token_weight, scale = ranks.whole(target), ranks.whole(token_weight), ranks.whole(scale)
-        weight = ranks.class_weight(ranks.whole(weight))
+        target, token_weight, weight = ranks.whole(target), ranks.whole(token_weight), ranks.whole(weight)
+        weight = ranks.class_weight(weight)
     length = target.shape[-1] if shift else 0
     target = target.long()
     if shift:
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
-    if scale is not None and scale.requires_grad and torch.is_grad_enabled():
-        factors = (scale, scale) if ranks is None else ranks.factors(scale)
-        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
-    call = Call(
-        input=input,
-        linear_weight=linear_weight,
+    args = CrossEntropyArgs(
         target=target,
-        linear_bias=linear_bias,
         weight=None if weight is None else weight.detach(),
         token_weight=None if token_weight is None else token_weight.detach(),
         num_items=num_items_tensor(num_items, reduction),
-        logit_scale=scale,
-        dtype=dtype,
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),
         z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
-        softcap=softcap_number("softcap", softcap),
-        workspace_mib=options.workspace_mib,
-        accumulate=options.accumulate,
-        backend=options.backend,
     )
-    frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
-    recompute = choose_gradient(options, reduction, frozen and ranks is None) == "recompute"
-    engine = None if ranks is None else ShardedHead(ranks)
-    loss = with_ranks(ranks, autograd.cross_entropy, call, recompute=recompute, engine=engine)
+    recompute = choose_gradient(options, reduction, call.frozen and ranks is None) == "recompute"
+    (loss,) = with_ranks(ranks, CROSS_ENTROPY, call, args, ranks, recompute=recompute)
     if reduction == "none":
         loss = loss.view(target.shape)
         loss = loss[..., : max(0, length - 1)] if shift else loss

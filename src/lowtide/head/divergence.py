@@ -21,7 +21,8 @@ from lowtide.head.arguments import (
     softcap_number,
 )
 from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.divergences import autograd as divergence_autograd
+from lowtide.head.call import DivergenceArgs, local_call
+from lowtide.head.divergences.function import DIVERGENCE
 from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.parallel import Ranks, ranks_of, with_ranks
@@ -177,44 +178,30 @@ def linear_divergence(
     if options.backend != "auto" and ranks is None:
         V, given = linear_weight.shape[0], teacher_topk is not None
         choose_divergence_backend(options, input.device, dtype, V, topk=given)
-    frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
-    recompute = choose_divergence_gradient(options, reduction, frozen and ranks is None) == "recompute"
     leading = input.shape[:-1]
+    call = local_call(ranks, input, linear_weight, linear_bias, 1, softcap, dtype, options)
+    recompute = choose_divergence_gradient(options, reduction, call.frozen and ranks is None) == "recompute"
     if ranks is not None:
-        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
         teacher_input, mask = ranks.whole(teacher_input), ranks.whole(mask)
         teacher_weight, teacher_bias = ranks.local(teacher_weight), ranks.local(teacher_bias)
         ids, logprobs = ranks.whole(ids), ranks.whole(logprobs)
-    value = with_ranks(
-        ranks,
-        divergence_autograd.run,
-        divergence_autograd.DivergenceCall(
-            input=input,
-            linear_weight=linear_weight,
-            linear_bias=linear_bias,
-            teacher_input=_detached(teacher_input),
-            teacher_weight=_detached(teacher_weight),
-            teacher_bias=_detached(teacher_bias),
-            topk_ids=ids,
-            topk_logprobs=logprobs,
-            mask=None if mask is None else mask.reshape(-1),
-            temperature=_check_temperature(temperature),
-            num_items=num_items_tensor(num_items, reduction),
-            softcap=softcap_number("softcap", softcap),
-            teacher_softcap=softcap_number("teacher_softcap", teacher_softcap),
-            dtype=dtype,
-            teacher_dtype=teacher_dtype,
-            kind=kind,
-            beta=beta,
-            tail=tail,
-            reduction=reduction,
-            workspace_mib=options.workspace_mib,
-            accumulate=options.accumulate,
-            backend=options.backend,
-        ),
-        recompute=recompute,
-        ranks=ranks,
+    args = DivergenceArgs(
+        teacher_input=_detached(teacher_input),
+        teacher_weight=_detached(teacher_weight),
+        teacher_bias=_detached(teacher_bias),
+        topk_ids=ids,
+        topk_logprobs=logprobs,
+        mask=None if mask is None else mask.reshape(-1),
+        temperature=_check_temperature(temperature),
+        num_items=num_items_tensor(num_items, reduction),
+        teacher_softcap=softcap_number("teacher_softcap", teacher_softcap),
+        teacher_dtype=teacher_dtype,
+        kind=kind,
+        beta=beta,
+        tail=tail,
+        reduction=reduction,
     )
+    (value,) = with_ranks(ranks, DIVERGENCE, call, args, ranks, recompute=recompute)
     value = value.view(leading) if reduction == "none" else value
     return value if ranks is None else ranks.result(value)
 

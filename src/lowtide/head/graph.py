@@ -1,10 +1,14 @@
-"""What the head's functions share in autograd's graph: gradients in their places, differentiated no further."""
+"""Functions as registered operators and in autograd's graph: schemas, what watches, gradients differentiated once."""
 
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.samples import Samples
@@ -14,6 +18,127 @@ TWICE = (
     " They are computed without a graph of their own; for second derivatives build the logits, as in"
     " torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)."
 )
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
+    float: "float", float | None: "float?", bool: "bool", int | None: "SymInt?",
+}  # fmt: skip
+
+
+def schema_of(call: type) -> str:
+    """Return the arguments of an operator that takes the fields of ``call``, a NamedTuple, in their order."""
+    return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(call).items())
+
+
+def tensor_fields(call: type) -> tuple[int, ...]:
+    """Return the places of the fields of ``call`` that hold tensors."""
+    return tuple(i for i, hint in enumerate(get_type_hints(call).values()) if hint in (Tensor, Tensor | None))
+
+
+def watched(args: Sequence[Any]) -> bool:
+    """Return whether a compiler, a dispatch mode or a tensor without data has to see an operator."""
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0:
+        _tell_counters()
+        return True
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter:
+            if arg.is_meta:
+                return True
+        elif isinstance(arg, Tensor):
+            return True
+    return False
+
+
+_FLOP: dict[Any, Callable[..., int]] = {}
+
+
+class Operator:
+    """A function of tensors and scalars that is `torch.ops.lowtide.NAME` wherever something watches operators.
+
+    It is opaque to torch.compile, its shapes can be inferred, and it has no autograd of its own. Its own products are
+    hidden from `torch.utils.flop_counter.FlopCounterMode`, whatever they run on: ``flop`` counts them.
+
+    Args:
+        name: Of the operator.
+        schema: "(arguments) -> (results)".
+        compute: The function.
+        fake: The same without numbers.
+        flop: Its FLOP, from its arguments; None: not counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        compute: Callable[..., Any],
+        fake: Callable[..., Any],
+        flop: Callable[..., int] | None = None,
+    ) -> None:
+        self._compute = compute
+        torch.library.custom_op(f"lowtide::{name}", self._run, mutates_args=(), schema=schema).register_fake(fake)
+        self.registered = getattr(torch.ops.lowtide, name).default
+        if flop is not None:
+            _FLOP[getattr(torch.ops.lowtide, name)] = lambda *args, out_val=None: flop(*args)  # noqa: ARG005
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it; as an operator where that is watched, else without that detour (0.15 ms)."""
+        return self.registered(*args) if watched(args) else self._run(*args)
+
+    def _run(self, *args: Any) -> Any:
+        with torch.no_grad():
+            return self._compute(*args)
+
+
+def _tell_counters() -> None:
+    """Tell FlopCounterModes at work our formulas: they copied PyTorch's table, whose module is slow to import."""
+    counting = sys.modules.get("torch.utils.flop_counter")
+    if counting is None:
+        return
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, counting._FlopCounterMode):
+            table, addmm = mode.counter.flop_registry, torch.ops.aten.addmm
+            for operator, formula in _FLOP.items():
+                table.setdefault(operator, formula)
+            if table.get(addmm) is counting.flop_registry[addmm]:
+                table[addmm] = _flop_of_addmm
+
+
+def _flop_of_addmm(_out: Tensor, a: Tensor, b: Tensor, *_args: Any, **_kwargs: Any) -> int:
+    """Return what PyTorch's formula does, which takes no out_dtype: where we are no operator, it would be an error."""
+    return 2 * a.numel() * b.shape[1]
+
+
+def held_elsewhere() -> bool:
+    """Return whether a compiler or a dispatch mode may hold on to what an operator returns: it must not be changed.
+
+    Selective checkpointing keeps outputs; a mode with a true attribute ``holds_no_outputs`` says that it does not.
+    """
+    if torch.compiler.is_compiling():  # first: it cannot trace what follows
+        return True
+    return any(not getattr(mode, "holds_no_outputs", False) for mode in _get_current_dispatch_mode_stack())
+
+
+def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which GEMMs keep the dtypes they are given, and kernels go to ``device``."""
+    if torch._C._len_torch_dispatch_stack() > 0 and not torch.compiler.is_compiling():
+        _tell_counters()
+    # Without autocast none is turned off: that takes the host as long as a launch.
+    return _without_autocast(device) if torch.is_autocast_enabled(device.type) else on_device(device)
+
+
+@contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device_type=device.type, enabled=False), on_device(device):
+        yield
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which kernels go to ``device``; entered also where it is current, for autograd's threads."""
+    return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
 def save_for_recompute(ctx: Any, *tensors: Any) -> None:

@@ -83,7 +83,7 @@ class HeadMatmul:
     def operand(self, g_CV: Tensor) -> Tensor:
         """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""
         if self.plan.backend == "row":  # its kernel has narrowed it
-            return g_CV if self.dtype == self.wide else narrow_view(g_CV, self.dtype)
+            return g_CV if g_CV.dtype == self.dtype else narrow_view(g_CV, self.dtype)
         return _narrow_in_place(g_CV, self.dtype) if self.plan.backward_gemm == "narrow" else g_CV
 
     def input_grad(self, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
@@ -156,3 +156,35 @@ def narrow_view(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
     rows, V = wide_CV.shape
     length = wide_CV.stride(0)
     return torch.as_strided(wide_CV, (rows, length), (length, 1)).view(dtype)[:, :V]
+
+
+def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def column_blocks(V: int, columns: int) -> Iterator[slice]:
+    """Yield slices of at most ``columns`` that cover V."""
+    for start in range(0, V, columns):
+        yield slice(start, min(start + columns, V))
+
+
+def finish_logits_(
+    z_CV: Tensor, bias_V: Tensor | None, logit_scale: Tensor | None, softcap: float | Tensor | None, columns: int
+) -> None:
+    """Turn ``x @ w.T`` into logits in place: ``softcap * tanh((z + bias) * logit_scale / softcap)``."""
+    if bias_V is None and logit_scale is None and softcap is None:
+        return
+    for part in column_blocks(z_CV.shape[1], columns):
+        z = z_CV[:, part]
+        if bias_V is not None:
+            z.add_(bias_V[part])
+        if logit_scale is not None:
+            z.mul_(logit_scale)
+        if softcap is not None:
+            z.div_(softcap).tanh_().mul_(softcap)

@@ -3,7 +3,7 @@
 N tokens, D hidden size, V vocabulary, C rows of a chunk.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import torch
@@ -134,6 +134,9 @@ def plan_head(
         function=function,
         device_bytes=device_bytes,
     )
+
+
+remembered_plan = lru_cache(maxsize=256)(plan_head)
 
 
 def plan_rows_of_logits(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowtide.head.graph import differentiable_once, refuse_batched
 
+FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
 CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype
 FP16_TOP_EXPONENT = 14  # the largest entry of what `lift_of` scales is below 2**14, a quarter of fp16's largest number
 

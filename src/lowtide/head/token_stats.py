@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +14,16 @@ from lowtide.head.arguments import (
     check_index,
     check_options,
     check_target,
-    logit_scale_tensor,
     refuse_transforms,
-    softcap_number,
 )
-from lowtide.head.backends import choose_stats_backend
-from lowtide.head.cross_entropy import linear_cross_entropy
+from lowtide.head.backends import choose_backend, choose_stats_backend
+from lowtide.head.call import CrossEntropyArgs, TokenStatsArgs, local_call
 from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.parallel import ranks_of, with_ranks
 from lowtide.head.ranks.shard import VocabShard
-from lowtide.head.scaling import with_trained_scale
-from lowtide.head.statistics import autograd as token_stats_autograd
-from lowtide.head.statistics.rows import OF_TARGETS
-from lowtide.head.vocab.token_stats import ShardedStats
+from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
+from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS
 
 
 class TopK(NamedTuple):
@@ -112,11 +110,22 @@ def linear_logprobs(
         torch.Size([2, 5])
     """
     refuse_transforms("linear_logprobs", input, linear_weight, linear_bias, _tensor_or_none(logit_scale))
-    check_head(input, linear_weight, linear_bias)
+    dtype = check_head(input, linear_weight, linear_bias)
     check_target(input, target, linear_weight, several=True)
     names = frozenset({"logprob"})
     stats = _token_stats(
-        input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, 0, options, vocab_shard
+        dtype,
+        input,
+        linear_weight,
+        target,
+        names,
+        linear_bias,
+        softcap,
+        logit_scale,
+        ignore_index,
+        0,
+        options,
+        vocab_shard,
     )
     assert stats.logprob is not None
     return stats.logprob
@@ -186,7 +195,7 @@ def linear_token_stats(
         >>> accuracy = stats.is_top1.float().mean()
     """
     refuse_transforms("linear_token_stats", input, linear_weight, linear_bias, _tensor_or_none(logit_scale))
-    check_head(input, linear_weight, linear_bias)
+    dtype = check_head(input, linear_weight, linear_bias)
     names = _check_want(want)
     if topk is not None:
         names |= {"topk"}
@@ -203,12 +212,13 @@ def linear_token_stats(
         hint = "Pass the targets, or a want without these."
         raise ArgumentValueError(message("target", f"class indices, as want names {needed}", "None", hint))
     return _token_stats(
-        input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, topk or 0, options,
+        dtype, input, linear_weight, target, names, linear_bias, softcap, logit_scale, ignore_index, topk or 0, options,
         vocab_shard,
     )  # fmt: skip
 
 
 def _token_stats(
+    dtype: torch.dtype,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
@@ -223,8 +233,9 @@ def _token_stats(
 ) -> TokenStats:
     """Compute fields ``names``, the other arguments checked but for numbers and options."""
     leading = input.shape[:-1]
-    frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
+    K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
     alone = names == {"logprob"} and target is not None and target.dim() == len(leading)
+    frozen = not (linear_weight.requires_grad or (linear_bias is not None and linear_bias.requires_grad))
     options = _check_options(options, forward=alone and frozen)
     ranks = ranks_of(
         input,
@@ -232,70 +243,51 @@ def _token_stats(
         linear_bias,
         vocab_shard,
         scale=_tensor_or_none(logit_scale),
-        differentiable=not names.isdisjoint(token_stats_autograd.DIFFERENTIABLE),
+        differentiable=not names.isdisjoint(DIFFERENTIABLE),
     )
     if (linear_weight.shape[0] if ranks is None else ranks.shard.vocab) == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
+    if options.backend != "auto" and ranks is None:
+        V, D = linear_weight.shape
+        if alone:
+            choose_backend(options, input.device, dtype, D, V)
+        else:
+            choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk=topk)
+    ignore_index = check_index("ignore_index", ignore_index)
+    call = local_call(ranks, input, linear_weight, linear_bias, logit_scale, softcap, dtype, options)
+    target = target if ranks is None else ranks.whole(target)
     if alone and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
-        loss = linear_cross_entropy(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            reduction="none",
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            options=options,
-            vocab_shard=vocab_shard,
-        )
-        return TokenStats(logprob=0 - loss)
-    dtype = check_head(input, linear_weight, linear_bias)
-    if options.backend != "auto" and ranks is None:
-        K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
-        V, D = linear_weight.shape
-        choose_stats_backend(options, input.device, dtype, D, V, targets=K, topk=topk)
-    scale = logit_scale_tensor(logit_scale)
-    if ranks is not None:
-        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
-        target, scale = ranks.whole(target), ranks.whole(scale)
-    if scale is not None and scale.requires_grad and torch.is_grad_enabled():
-        factors = (scale, scale) if ranks is None else ranks.factors(scale)
-        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
+        of_loss = CrossEntropyArgs(
+            target=target.long(), weight=None, token_weight=None, num_items=None, reduction="none",
+            ignore_index=ignore_index, label_smoothing=0.0, z_loss=0.0,
+        )  # fmt: skip
+        recompute = choose_gradient(options, "none", call.frozen and ranks is None) == "recompute"
+        (loss,) = with_ranks(ranks, CROSS_ENTROPY, call, of_loss, ranks, recompute=recompute)
+        logprob = 0 - loss.view(target.shape)
+        return TokenStats(logprob=logprob if ranks is None else ranks.result(logprob))
     N = math.prod(leading)
-    found = with_ranks(
-        ranks,
-        token_stats_autograd.run,
-        token_stats_autograd.StatsCall(
-            input=input,
-            linear_weight=linear_weight,
-            linear_bias=linear_bias,
-            target=torch.zeros(N, 0, dtype=torch.long, device=input.device)
-            if target is None
-            else target.long().reshape(N, target.shape[-1] if target.dim() > len(leading) else 1),
-            logit_scale=scale,
-            dtype=dtype,
-            softcap=softcap_number("softcap", softcap),
-            want=",".join(sorted(names)),
-            topk=topk,
-            ignore_index=check_index("ignore_index", ignore_index),
-            workspace_mib=options.workspace_mib,
-            accumulate=options.accumulate,
-            backend=options.backend,
-        ),
-        None if ranks is None else ShardedStats(ranks),
+    args = TokenStatsArgs(
+        target=torch.zeros(N, 0, dtype=torch.long, device=input.device)
+        if target is None
+        else target.long().reshape(N, K),
+        want=",".join(sorted(names)),
+        topk=topk,
+        ignore_index=ignore_index,
     )
+    with nullcontext() if not names.isdisjoint(DIFFERENTIABLE) else torch.no_grad():
+        values = with_ranks(ranks, TOKEN_STATS, call, args, ranks, recompute=True)
+    found = dict(zip(TOKEN_STATS.returned, values, strict=True))
 
     def shaped(x: Tensor, *shape: int) -> Tensor:
         x = x.view(shape)  # before it is a DTensor, which cannot view nothing
         return x if ranks is None else ranks.result(x)
 
-    fields: dict[str, Any] = {name: shaped(getattr(found, name), *leading) for name in names - {*OF_TARGETS, "topk"}}
+    fields: dict[str, Any] = {name: shaped(found[name], *leading) for name in names - {*OF_TARGETS, "topk"}}
     if target is not None:
-        fields |= {name: shaped(getattr(found, name), *target.shape) for name in names & {*OF_TARGETS}}
+        fields |= {name: shaped(found[name], *target.shape) for name in names & {*OF_TARGETS}}
     if "topk" in names:
-        fields["topk"] = TopK(shaped(found.topk_values, *leading, topk), shaped(found.topk_ids, *leading, topk))
+        fields["topk"] = TopK(shaped(found["topk_values"], *leading, topk), shaped(found["topk_ids"], *leading, topk))
     return TokenStats(**fields)
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import check_number, refuse_transforms
 from lowtide.head.backends import why_not_row
-from lowtide.head.graph import differentiable_once, refuse_batched
-from lowtide.head.registration import on_device, schema_of, undisturbed, watched
+from lowtide.head.graph import Operator, differentiable_once, on_device, refuse_batched, schema_of, undisturbed
 from lowtide.layers.arguments import why_not_taken
 
 Rounding = Literal["before_weight", "after_weight"]
@@ -86,10 +85,10 @@ def add_rms_norm(
     Args:
         input: [..., D].
         residual: Of the same shape, dtype and device.
-        weight: As in `rms_norm`, and so are the arguments after it.
-        eps: See there.
-        offset: See there.
-        rounding: See there.
+        weight: As in `rms_norm`.
+        eps: As in `rms_norm`.
+        offset: As in `rms_norm`.
+        rounding: As in `rms_norm`.
 
     Returns:
         tuple[Tensor, Tensor]: The normalised sum, and the sum.
@@ -194,32 +193,6 @@ def _why_no_kernel(device: torch.device, x_dtype: torch.dtype, weight_dtype: tor
 
 
 _FORWARD = "Tensor, Tensor, Tensor"  # result, sum (empty without a residual), rstd
-
-
-@torch.library.custom_op("lowtide::rms_norm", mutates_args=(), schema=f"({schema_of(_Call)}) -> ({_FORWARD})")
-def _operator(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise rows."""
-    with torch.no_grad():
-        return _normalized(_Call(*args))
-
-
-@_operator.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(_Call(*args))
-
-
-@torch.library.custom_op(
-    "lowtide::rms_norm_backward", mutates_args=(), schema=f"({schema_of(_BackwardCall)}) -> (Tensor, Tensor)"
-)
-def _backward_operator(*args: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows and of the weight, empty where not wanted."""
-    with torch.no_grad():
-        return _gradients(_BackwardCall(*args))
-
-
-@_backward_operator.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor]:
-    return _gradient_outputs(_BackwardCall(*args))
 
 
 def _outputs(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,11 +300,19 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and trained:
         out: Any = _RmsNorm.apply(*call)  # type: ignore[no-untyped-call]
         return (out, out) if call.residual is None else out
-    return _forward(call)[:2]
+    out, sum_, _ = _RMS_NORM(*call)
+    return out, sum_
 
 
-def _forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-    return _operator(*call) if watched(call) else _normalized(call)
+_RMS_NORM = Operator(
+    "rms_norm", f"({schema_of(_Call)}) -> ({_FORWARD})", lambda *args: _normalized(_Call(*args)),
+    lambda *args: _outputs(_Call(*args)),
+)  # fmt: skip
+# The gradients of the rows and of the weight, empty where not wanted.
+_RMS_NORM_BACKWARD = Operator(
+    "rms_norm_backward", f"({schema_of(_BackwardCall)}) -> (Tensor, Tensor)",
+    lambda *args: _gradients(_BackwardCall(*args)), lambda *args: _gradient_outputs(_BackwardCall(*args)),
+)  # fmt: skip
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -340,7 +321,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         call = _Call(*args)
-        out, sum_, rstd = _forward(call)
+        out, sum_, rstd = _RMS_NORM(*call)
         ctx.offset, ctx.added = call.offset, call.residual is not None
         ctx.save_for_backward(sum_ if ctx.added else call.x, call.weight, rstd)
         ctx.set_materialize_grads(False)
@@ -365,7 +346,7 @@ class _RmsNorm(torch.autograd.Function):
             wants_weight,
         )
         with torch.no_grad():
-            dx, dw = _backward_operator(*call) if watched(call) else _gradients(call)
+            dx, dw = _RMS_NORM_BACKWARD(*call)
         sources: Sequence[Tensor | None] = (x, weight, *upstream)
         wanted = [dx if call.wants_x else None, dw if wants_weight else None]
         into_rows, into_weight = differentiable_once(wanted, sources, _TWICE)

@@ -12,8 +12,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.head.arguments import refuse_transforms
 from lowtide.head.backends import why_not_row
-from lowtide.head.graph import differentiable_once, refuse_batched
-from lowtide.head.registration import on_device, schema_of, undisturbed, watched
+from lowtide.head.graph import Operator, differentiable_once, on_device, refuse_batched, schema_of, undisturbed
 from lowtide.layers.arguments import why_not_taken
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
@@ -71,7 +70,7 @@ def rotary(
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, False)
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    turned: tuple[Tensor, Tensor] = _Rotary.apply(*call) if trained else _run(call)  # type: ignore[no-untyped-call]
+    turned: tuple[Tensor, Tensor] = _Rotary.apply(*call) if trained else _ROTARY(*call)  # type: ignore[no-untyped-call]
     return (turned[0].transpose(1, 2), turned[1].transpose(1, 2)) if unsqueeze_dim == 2 else turned
 
 
@@ -117,19 +116,6 @@ def _why_not_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_di
     if sin.shape != cos.shape:
         return ArgumentValueError(message("sin", f"shape {list(cos.shape)}, as cos has", str(list(sin.shape))))
     return None
-
-
-@torch.library.custom_op("lowtide::rotary", mutates_args=(), schema=f"({schema_of(_Call)}) -> (Tensor, Tensor)")
-def _operator(*args: Any) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys, or take their gradients back."""
-    with torch.no_grad():
-        return _turned(_Call(*args))
-
-
-@_operator.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _Call(*args)
-    return _like(call.q, call.dtype), _like(call.k, call.dtype)
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -191,8 +177,13 @@ def _turn_into(out: Tensor, x: Tensor, tables: tuple[Tensor, ...], *, inverse: b
         into_passed.copy_(passed)
 
 
-def _run(call: _Call) -> tuple[Tensor, Tensor]:
-    return _operator(*call) if watched(call) else _turned(call)
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*args)
+    return _like(call.q, call.dtype), _like(call.k, call.dtype)
+
+
+# Turns queries and keys, or takes their gradients back.
+_ROTARY = Operator("rotary", f"({schema_of(_Call)}) -> (Tensor, Tensor)", lambda *args: _turned(_Call(*args)), _fake)
 
 
 class _Rotary(torch.autograd.Function):
@@ -204,7 +195,8 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(call.cos, call.sin)
         ctx.dtype, ctx.shapes = call.q.dtype, (call.q.shape, call.k.shape)
         ctx.set_materialize_grads(False)
-        return _run(call)
+        turned: tuple[Tensor, Tensor] = _ROTARY(*call)
+        return turned
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -217,7 +209,7 @@ class _Rotary(torch.autograd.Function):
             given[0].new_zeros(shape) if g is None else g for g, shape in zip(upstream, ctx.shapes, strict=True)
         )
         with torch.no_grad():
-            turned = _run(_Call(g_q, g_k, cos, sin, ctx.dtype, True))
+            turned = _ROTARY(*_Call(g_q, g_k, cos, sin, ctx.dtype, True))
         wanted = [
             grad if want and g is not None else None
             for grad, want, g in zip(turned, ctx.needs_input_grad, upstream, strict=False)

@@ -174,7 +174,7 @@ def draw_front(
             color = _OWN if own else _OTHERS
             size = 15 if own else 6
             axes.plot([p.mib for p in chosen], [p.ms for p in chosen], mark, ms=size, color=color, label=label)
-    axes.axhline(limit, color=_QUIET, linestyle="--", linewidth=1, label=f"bare products: {limit:.3g} ms")
+    axes.axhline(limit, color=_QUIET, linestyle="--", linewidth=1, label=f"bare GEMMs: {limit:.3g} ms")
     axes.axvline(least, color=_QUIET, linestyle=":", linewidth=1, label=f"gradients alone: {least:.3g} MiB")
     _round_ticks(axes.xaxis, least, max(p.mib for p in [*front, *points]))
     top = max(p.ms for p in [*front, *points])

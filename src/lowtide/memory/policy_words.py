@@ -54,7 +54,7 @@ def layer_policies(text: str, layers: int) -> list[ActivationPolicy]:
     """Return the policy of each of so many layers; otherwise as `parse_policies`.
 
     Args:
-        text: See there.
+        text: As in `parse_policies`.
         layers: How many the model has.
 
     Raises:

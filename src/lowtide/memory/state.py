@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lowtide.code import Code
+from lowtide.code import MODULE_HOOKS, Code
 from lowtide.errors import UnsupportedError, message
 
 _OWN = len(vars(nn.Module()))  # attributes that every module has; those of its class come behind them
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SMALL = 1 << 16  # bytes of a buffer of which a copy is kept
 _FOREIGN = (
     "torch",
@@ -142,7 +141,7 @@ class Snapshot:
         if "_is_fsdp_managed_module" in own:  # FSDP1 puts views of its own in place, and looks after them
             return
         self._contents.append((own, own.copy()))
-        for name in _HOOKS:
+        for name in MODULE_HOOKS:
             if own[name]:
                 self._take_content(own[name], 1)
                 self._draws = True  # what a hook runs is not looked into

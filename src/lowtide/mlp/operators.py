@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError
-from lowtide.head.graph import differentiable_once, is_last_backward, refuse_batched
-from lowtide.head.registration import flop_formula, held_elsewhere, schema_of, tensor_fields, undisturbed, watched
+from lowtide.head.graph import (
+    Operator,
+    differentiable_once,
+    held_elsewhere,
+    is_last_backward,
+    refuse_batched,
+    schema_of,
+    tensor_fields,
+    undisturbed,
+    watched,
+)
 from lowtide.mlp.call import SwigluCall, Wanted
 from lowtide.mlp.flop import backward_flop, forward_flop, projections_flop
 from lowtide.mlp.passes import backward_tiles, forward_tiles, project_tiles
@@ -41,77 +50,6 @@ assert (*range(_OWN), *range(_ADAPTERS, _END)) == _TENSORS
 assert tuple(Wanted._fields) == tuple(SwigluCall._fields[i] for i in _TENSORS)
 
 
-@torch.library.custom_op("lowtide::swiglu_projections", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
-def swiglu_projections(*args: Any) -> tuple[Tensor, Tensor]:
-    """Compute gate and up [N, F]."""
-    with torch.no_grad():
-        return _project(SwigluCall(*args))
-
-
-@swiglu_projections.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor]:
-    call = SwigluCall(*args)
-    shape = (call.tokens, call.gate_weight.shape[0])
-    return call.input.new_empty(shape, dtype=call.dtype), call.input.new_empty(shape, dtype=call.dtype)
-
-
-@torch.library.custom_op("lowtide::swiglu", mutates_args=(), schema=f"({_CALL}, Tensor gate, Tensor up) -> Tensor")
-def swiglu(*args: Any) -> Tensor:
-    """Compute the output [..., D] from gate and up, or where these are empty from the input."""
-    *fields, gate, up = args
-    with torch.no_grad():
-        return _forward(SwigluCall(*fields), gate, up)
-
-
-@swiglu.register_fake
-def _(*args: Any) -> Tensor:
-    call = SwigluCall(*args[:-2])
-    return call.input.new_empty(call.output_shape, dtype=call.dtype)
-
-
-@torch.library.custom_op(
-    "lowtide::swiglu_backward",
-    mutates_args=(),
-    schema=f"({_CALL}, {_WANTED}, Tensor upstream, Tensor gate, Tensor up) -> ({_SEVERAL})",
-)
-def swiglu_backward(*args: Any) -> tuple[Tensor, ...]:
-    """Compute the gradients that are wanted from the output's, and from what forward kept."""
-    call, wanted, upstream, gate, up = _split(args)
-    found = _backward(call, wanted, upstream, [gate, up], in_place=False)
-    return tuple(call.input.new_empty(0) if grad is None else grad for grad in found)
-
-
-@swiglu_backward.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    call, wanted, *_ = _split(args)
-    return tuple(
-        call.input.new_empty(0) if t is None or not flag else t.new_empty(t.shape)
-        for t, flag in zip(call.trained, wanted, strict=True)
-    )
-
-
-def _split(args: Sequence[Any]) -> tuple[SwigluCall, Wanted, Tensor, Tensor, Tensor]:
-    fields, flags = len(SwigluCall._fields), len(Wanted._fields)
-    upstream, gate, up = args[fields + flags :]
-    return SwigluCall(*args[:fields]), Wanted(*args[fields : fields + flags]), upstream, gate, up
-
-
-@flop_formula("swiglu_projections")
-def _(*args: Any) -> int:
-    return projections_flop(SwigluCall(*args))
-
-
-@flop_formula("swiglu")
-def _(*args: Any) -> int:
-    return forward_flop(SwigluCall(*args[:-2]), kept=args[-1].dim() == 2)
-
-
-@flop_formula("swiglu_backward")
-def _(*args: Any) -> int:
-    call, wanted, _upstream, gate, _up = _split(args)
-    return backward_flop(call, wanted, kept=gate.dim() == 2)
-
-
 # Of forward's two, whoever calls has seen to it that nothing of theirs becomes a graph.
 def _project(call: SwigluCall) -> tuple[Tensor, Tensor]:
     with undisturbed(call.input.device):
@@ -130,6 +68,60 @@ def _backward(
         return backward_tiles(call, wanted, upstream, kept, in_place=in_place)
 
 
+def _fake_projections(*fields: Any) -> tuple[Tensor, Tensor]:
+    call = SwigluCall(*fields)
+    shape = (call.tokens, call.gate_weight.shape[0])
+    return call.input.new_empty(shape, dtype=call.dtype), call.input.new_empty(shape, dtype=call.dtype)
+
+
+def _fake_output(*args: Any) -> Tensor:
+    call = SwigluCall(*args[:-2])
+    return call.input.new_empty(call.output_shape, dtype=call.dtype)
+
+
+def _gradients(*args: Any) -> tuple[Tensor, ...]:
+    call, wanted, upstream, gate, up = _split(args)
+    found = _backward(call, wanted, upstream, [gate, up], in_place=False)
+    return tuple(call.input.new_empty(0) if grad is None else grad for grad in found)
+
+
+def _fake_gradients(*args: Any) -> tuple[Tensor, ...]:
+    call, wanted, *_ = _split(args)
+    return tuple(
+        call.input.new_empty(0) if t is None or not flag else t.new_empty(t.shape)
+        for t, flag in zip(call.trained, wanted, strict=True)
+    )
+
+
+def _split(args: Sequence[Any]) -> tuple[SwigluCall, Wanted, Tensor, Tensor, Tensor]:
+    fields, flags = len(SwigluCall._fields), len(Wanted._fields)
+    upstream, gate, up = args[fields + flags :]
+    return SwigluCall(*args[:fields]), Wanted(*args[fields : fields + flags]), upstream, gate, up
+
+
+def _backward_flop(*args: Any) -> int:
+    call, wanted, _upstream, gate, _up = _split(args)
+    return backward_flop(call, wanted, kept=gate.dim() == 2)
+
+
+# Gate and up [N, F].
+_PROJECTIONS = Operator(
+    "swiglu_projections", f"({_CALL}) -> (Tensor, Tensor)", lambda *fields: _project(SwigluCall(*fields)),
+    _fake_projections, lambda *fields: projections_flop(SwigluCall(*fields)),
+)  # fmt: skip
+# The output [..., D] from gate and up, or where these are empty from the input.
+_SWIGLU = Operator(
+    "swiglu", f"({_CALL}, Tensor gate, Tensor up) -> Tensor",
+    lambda *args: _forward(SwigluCall(*args[:-2]), *args[-2:]), _fake_output,
+    lambda *args: forward_flop(SwigluCall(*args[:-2]), kept=args[-1].dim() == 2),
+)  # fmt: skip
+# The gradients that are wanted from the output's, and from what forward saved.
+_SWIGLU_BACKWARD = Operator(
+    "swiglu_backward", f"({_CALL}, {_WANTED}, Tensor upstream, Tensor gate, Tensor up) -> ({_SEVERAL})", _gradients,
+    _fake_gradients, _backward_flop,
+)  # fmt: skip
+
+
 def run(call: SwigluCall) -> Tensor:
     """Return the output, connected to whichever of the tensors need a gradient.
 
@@ -139,23 +131,16 @@ def run(call: SwigluCall) -> Tensor:
     """
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in call.trained):
         none = call.input.new_empty(0)
-        return _run(call, none, none)
+        y: Tensor = _SWIGLU(*call, none, none)
+        return y
     fields: list[Any] = [call]  # as one, autograd does not see its tensors, which belong to the first node
     if torch.compiler.is_compiling():
         # First: torch.compile(dynamic=True) has variables for numbers, which belong to the node that looks at them
         # first.
         fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
     stand_in, gate, up = _SwigluMlp.apply(*call)  # type: ignore[no-untyped-call]
-    y: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _run(call: SwigluCall, gate: Tensor, up: Tensor) -> Tensor:
-    """Run `swiglu`: as an operator where something watches operators, else without that detour."""
-    if watched(call.trained):
-        y: Tensor = swiglu(*call, gate, up)
-        return y
-    return _forward(call, gate, up)
+    output: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Output(torch.autograd.Function):
@@ -165,7 +150,8 @@ class _Output(torch.autograd.Function):
     def forward(ctx: Any, stand_in: Tensor, gate: Tensor, up: Tensor, *fields: Any) -> Tensor:  # noqa: ARG004
         ctx.count = len(fields)
         ctx.set_materialize_grads(False)
-        return _run(fields[0] if len(fields) == 1 else SwigluCall(*fields), gate, up)
+        y: Tensor = _SWIGLU(*(fields[0] if len(fields) == 1 else fields), gate, up)
+        return y
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> Any:
@@ -184,7 +170,7 @@ class _SwigluMlp(torch.autograd.Function):
         wanted = _wanted(ctx)
         keep = call.checkpoint_level == 0 and wanted.projections
         if keep:
-            gate, up = swiglu_projections(*call) if watched(call.trained) else _project(call)
+            gate, up = _PROJECTIONS(*call)
         else:
             gate, up = call.input.new_empty(0), call.input.new_empty(0)
         tensors = list(call.trained)
@@ -219,7 +205,7 @@ class _SwigluMlp(torch.autograd.Function):
         wanted = _wanted(ctx)
         if watched((*tensors, upstream, *kept)):
             with torch.no_grad():
-                found = swiglu_backward(*call, *wanted, upstream, *kept)
+                found = _SWIGLU_BACKWARD.registered(*call, *wanted, upstream, *kept)
         else:
             last = is_last_backward()
             ctx.maybe_clear_saved_tensors()  # in the last backward: gate and up are not held until the node is done

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from lowtide.code import MODULE_HOOKS
 from lowtide.errors import UnsupportedError, message
 
 
@@ -15,8 +16,7 @@ def why_not_plain(projection: object) -> str | None:
         return f"it is a {type(projection).__name__}"
     if type(projection).forward is not nn.Linear.forward or "forward" in projection.__dict__:
         return f"it is a {type(projection).__name__} with a forward of its own"
-    before, after = projection._forward_pre_hooks, projection._forward_hooks
-    if before or after or projection._backward_hooks or projection._backward_pre_hooks:
+    if any(getattr(projection, kind) for kind in MODULE_HOOKS):
         return "it has hooks, which would not run"
     return None
 

@@ -11,7 +11,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
-from lowtide.code import Code
+from lowtide.code import MODULE_HOOKS, Code
 from lowtide.distributed.zero import HOOKS
 from lowtide.models.instance import BASE, part_of
 from lowtide.models.parallel_style import defining_module, has_foreign_forward, style_of
@@ -26,7 +26,6 @@ _MOVES = ("AlignDevicesHook", "CpuOffload")
 # The arguments of a forward that say that a loss follows.
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 LINEAR = Code((nn.Linear,))
-MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_not_patch_model(model: nn.Module, outer: nn.Module) -> str | None:

@@ -9,7 +9,7 @@ Legend: hidden [..., D], logits [..., V].
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +27,14 @@ from lowtide.models.lazy_results import (
     nll_loss,
     row_sum,
 )
+from lowtide.models.recorded_logits import RecordedLogits
 from lowtide.models.steps import Step
-
-if TYPE_CHECKING:
-    from lowtide.models.lazy_logits import LazyLogits
 
 # Each logit by itself.
 
 
 def _scaled(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def apply(input: "LazyLogits", other: Any) -> Any:
+    def apply(input: RecordedLogits, other: Any) -> Any:
         if isinstance(other, Tensor):
             if type(other) not in (Tensor, nn.Parameter) or other.dim() or not other.is_floating_point():
                 return NotImplemented
@@ -50,7 +48,7 @@ def _scaled(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return apply
 
 
-def _add(input: "LazyLogits", other: Any) -> Any:
+def _add(input: RecordedLogits, other: Any) -> Any:
     """A vector [V] that is not trained counts as bias."""
     if type(other) not in (Tensor, nn.Parameter) or not 0 < other.dim() <= input.dim():
         return NotImplemented
@@ -63,27 +61,27 @@ def _add(input: "LazyLogits", other: Any) -> Any:
     return input.then(Step(TensorBase.add, (other.detach().clone(),)), like)
 
 
-def _tanh(input: "LazyLogits") -> Any:
+def _tanh(input: RecordedLogits) -> Any:
     return input.then(Step(TensorBase.tanh), _alike(input))
 
 
-def _neg(input: "LazyLogits") -> Any:
+def _neg(input: RecordedLogits) -> Any:
     return input.then(Step(TensorBase.neg), _alike(input))
 
 
-def _log_softmax(input: "LazyLogits", dim: Any = None, dtype: Any = None) -> Any:
+def _log_softmax(input: RecordedLogits, dim: Any = None, dtype: Any = None) -> Any:
     if not is_last(input, dim) or not (dtype is None or dtype.is_floating_point):
         return NotImplemented
     like = TensorBase.log_softmax(input.meta(), -1, gives(input, lambda z: TensorBase.log_softmax(z, -1, dtype)))
     return input.then(Step(TensorBase.log_softmax, (-1, dtype)), like)
 
 
-def _alike(input: "LazyLogits") -> Tensor:
+def _alike(input: RecordedLogits) -> Tensor:
     """Return what an operation on each logit gives, on no device."""
     return torch.empty_like(input.meta())
 
 
-def _log_softmax_function(input: "LazyLogits", dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+def _log_softmax_function(input: RecordedLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     # As PyTorch's own does, so that a method put in the place of torch.Tensor's runs as it would there.
     if type(dim) is not int:
         return NotImplemented
@@ -91,13 +89,13 @@ def _log_softmax_function(input: "LazyLogits", dim: Any = None, _stacklevel: int
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
-    def apply(input: "LazyLogits") -> Any:
+    def apply(input: RecordedLogits) -> Any:
         return _to(input, dtype)
 
     return apply
 
 
-def _to(input: "LazyLogits", *args: Any, **kwargs: Any) -> Any:
+def _to(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "non_blocking"}
     if len(args) + len(kwargs) != 1 or (kwargs and "dtype" not in kwargs and "device" not in kwargs):
         return NotImplemented
@@ -115,7 +113,7 @@ def _to(input: "LazyLogits", *args: Any, **kwargs: Any) -> Any:
 # The rows: which ones there are, and in which shape they stand. A step tells how hidden states follow.
 
 
-def _contiguous(input: "LazyLogits") -> Any:
+def _contiguous(input: RecordedLogits) -> Any:
     if input.is_contiguous():
         return input
     return input.then(Step(TensorBase.contiguous), TensorBase.contiguous(input.meta()))
@@ -136,21 +134,21 @@ def _called_by(function: Any) -> bool:
     return False
 
 
-def _clone(input: "LazyLogits") -> Any:
+def _clone(input: RecordedLogits) -> Any:
     """DDP's, inside a node of its own. Any other is a copy that is to outlast what the logits are computed from."""
     if torch.is_grad_enabled() or not input.requires_grad or not _called_by(_DDPSink.forward):
         return NotImplemented
     return input.then(Step(TensorBase.clone), _alike(input))
 
 
-def _detach(input: "LazyLogits") -> Any:
+def _detach(input: RecordedLogits) -> Any:
     return input.then(Step(TensorBase.detach), input.meta(), view=True)
 
 
 def _reshaped(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """Rows keep their order and the last axis is theirs: whatever the function is, it is a reshape."""
 
-    def apply(input: "LazyLogits", *args: Any, **kwargs: Any) -> Any:
+    def apply(input: RecordedLogits, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor | torch.dtype) for arg in (*args, *kwargs.values())):
             return NotImplemented
         meta = input.meta()
@@ -171,34 +169,34 @@ def _shares_memory(view: Tensor, base: Tensor) -> bool:
     return bool(view.untyped_storage()._cdata == base.untyped_storage()._cdata)
 
 
-def _transpose(input: "LazyLogits", dim0: int, dim1: int) -> Any:
+def _transpose(input: RecordedLogits, dim0: int, dim1: int) -> Any:
     if is_last(input, dim0) or is_last(input, dim1):
         swaps = type(dim0) is int and type(dim1) is int and {dim0 % input.dim(), dim1 % input.dim()} == {1, 2}
         return _with_classes_second(input, TensorBase.transpose, dim0, dim1) if swaps else NotImplemented
     return _moved(input, TensorBase.transpose, dim0, dim1)
 
 
-def _permute(input: "LazyLogits", *dims: Any) -> Any:
+def _permute(input: RecordedLogits, *dims: Any) -> Any:
     order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
     if order in ((0, 2, 1), (0, -1, 1), (0, -1, -2), (0, 2, -2)):
         return _with_classes_second(input, TensorBase.permute, order)
     return _moved(input, TensorBase.permute, order) if order and is_last(input, order[-1]) else NotImplemented
 
 
-def _with_classes_second(input: "LazyLogits", function: Callable[..., Tensor], *args: Any) -> Any:
+def _with_classes_second(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -> Any:
     """[B, V, T] of [B, T, V], as `F.cross_entropy` takes it; `fold` knows no such step, and nothing else fuses it."""
     like = _shown(input.meta(), function, args, {}) if input.dim() == 3 else None
     return NotImplemented if like is None else input.then(Step(function, args), like, view=True)
 
 
-def _moved(input: "LazyLogits", function: Callable[..., Tensor], *args: Any) -> Any:
+def _moved(input: RecordedLogits, function: Callable[..., Tensor], *args: Any) -> Any:
     like = _shown(input.meta(), function, args, {})
     if like is None:
         return NotImplemented
     return input.then(Step(function, args, lambda x: function(x, *args)), like, view=True)
 
 
-def _getitem(input: "LazyLogits", index: Any) -> Any:
+def _getitem(input: RecordedLogits, index: Any) -> Any:
     """Numbers and slices before the last axis; a mask, which chooses among all rows."""
     if type(index) is Tensor and index.dtype == torch.bool:
         return _masked(input, index)
@@ -223,7 +221,7 @@ def _getitem(input: "LazyLogits", index: Any) -> Any:
     return input.then(Step(TensorBase.__getitem__, (full,), lambda x: x[chosen]), like, view=True)
 
 
-def _masked(input: "LazyLogits", mask: Tensor) -> Any:
+def _masked(input: RecordedLogits, mask: Tensor) -> Any:
     if not 0 < mask.dim() < input.dim() or mask.shape != input.shape[: mask.dim()] or mask.device != input.device:
         return NotImplemented
     chosen = mask.nonzero(as_tuple=True)  # indexing by a mask does the same, and so waits for the device as well

@@ -8,7 +8,7 @@ Legend: hidden [..., D], logits [..., V].
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +23,16 @@ from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_s
 from lowtide.models.adapted_loss import adapted_cross_entropy
 from lowtide.models.eligibility import is_autocast_on
 from lowtide.models.given_logprobs import NO_CLASS
+from lowtide.models.recorded_logits import RecordedLogits
 from lowtide.models.steps import Folded, Step, fold
 from lowtide.models.stock_functions import original
-
-if TYPE_CHECKING:
-    from lowtide.models.lazy_logits import LazyLogits
 
 _cross_entropy: Any = original(F.cross_entropy)
 _IGNORE_NOTHING = -(2**62)  # an ignore_index that no target has
 
 
 def cross_entropy(
-    input: "LazyLogits",
+    input: RecordedLogits,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -52,7 +50,7 @@ def cross_entropy(
 
 
 def nll_loss(
-    input: "LazyLogits",
+    input: RecordedLogits,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -68,7 +66,7 @@ def nll_loss(
     return _loss(input, steps, folded, target, weight, ignore_index, reduction, 0.0)
 
 
-def _steps_of_rows(input: "LazyLogits") -> tuple[Step, ...]:
+def _steps_of_rows(input: RecordedLogits) -> tuple[Step, ...]:
     """Return the steps of logits; where the last one moved their classes second, those before, of [B, T, V]."""
     last = input.steps[-1] if input.steps and input.dim() == 3 else None
     moved = last is not None and last.function in (TensorBase.transpose, TensorBase.permute) and last.of_hidden is None
@@ -76,7 +74,7 @@ def _steps_of_rows(input: "LazyLogits") -> tuple[Step, ...]:
 
 
 def _loss_of(
-    input: "LazyLogits", steps: tuple[Step, ...], target: Any, weight: Any, size_average: Any, reduce: Any
+    input: RecordedLogits, steps: tuple[Step, ...], target: Any, weight: Any, size_average: Any, reduce: Any
 ) -> Folded | None:
     """Return the folded steps of logits whose loss is one of rows and class indices, None for any other."""
     if size_average is not None or reduce is not None or type(target) is not Tensor:
@@ -91,7 +89,7 @@ def _loss_of(
 
 
 def _loss(
-    input: "LazyLogits",
+    input: RecordedLogits,
     steps: tuple[Step, ...],
     folded: Folded,
     target: Tensor,
@@ -127,12 +125,12 @@ def _loss(
     return result
 
 
-def _fold_rows(input: "LazyLogits") -> Folded | None:
+def _fold_rows(input: RecordedLogits) -> Folded | None:
     """Return the folded steps of logits of which more than the loss can be computed, None of others."""
     return None if input.call.only_loss else fold(input.steps)
 
 
-def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
+def gather(input: RecordedLogits, dim: Any, index: Any) -> Any:
     """Log-probabilities of some classes of each row, and not logits: those are compared with what is built."""
     folded = _fold_rows(input)
     if folded is None or not folded.normalised or input.call.built or not is_last(input, dim):
@@ -154,7 +152,7 @@ def gather(input: "LazyLogits", dim: Any, index: Any) -> Any:
     return result
 
 
-def row_sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def row_sum(input: RecordedLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The sum of a row's log-probabilities, as label smoothing needs it."""
     folded = _fold_rows(input)
     if folded is None or not folded.normalised or not is_last(input, _only(dim)):
@@ -170,17 +168,17 @@ def row_sum(input: "LazyLogits", dim: Any = None, keepdim: bool = False, *, dtyp
     return _of_rows(input, folded, total, gives(input, lambda z: TensorBase.sum(z, -1, dtype=dtype)))
 
 
-def logsumexp(input: "LazyLogits", dim: Any, keepdim: bool = False) -> Any:
+def logsumexp(input: RecordedLogits, dim: Any, keepdim: bool = False) -> Any:
     """`torch.logsumexp` of each row."""
     return _stat(input, "lse", _only(dim), keepdim)
 
 
-def argmax(input: "LazyLogits", dim: Any = None, keepdim: bool = False) -> Any:
+def argmax(input: RecordedLogits, dim: Any = None, keepdim: bool = False) -> Any:
     """`torch.argmax` of each row."""
     return _stat(input, "argmax", dim, keepdim)
 
 
-def _stat(input: "LazyLogits", name: str, dim: Any, keepdim: bool) -> Any:
+def _stat(input: RecordedLogits, name: str, dim: Any, keepdim: bool) -> Any:
     folded = _fold_rows(input)
     if folded is None or folded.normalised or not is_last(input, dim):
         return NotImplemented
@@ -215,7 +213,7 @@ def _rounded_stat(logits: Tensor, name: str, dtype: torch.dtype, steps: list[Ste
 
 
 def _of_rows(
-    input: "LazyLogits",
+    input: RecordedLogits,
     folded: Folded,
     function: Callable[..., Tensor],
     dtype: torch.dtype | None = None,
@@ -245,12 +243,12 @@ def _only(dim: Any) -> Any:
     return dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
 
 
-def gives(input: "LazyLogits", function: Callable[[Tensor], Tensor]) -> torch.dtype:
+def gives(input: RecordedLogits, function: Callable[[Tensor], Tensor]) -> torch.dtype:
     """Return the dtype of what ``function`` makes of a row of logits, where autocast may have another one for it."""
     on_device = is_autocast_on(input.device.type)
     return function(torch.zeros(1, 1, dtype=input.dtype, device=input.device if on_device else "meta")).dtype
 
 
-def is_last(input: "LazyLogits", dim: Any) -> bool:
+def is_last(input: RecordedLogits, dim: Any) -> bool:
     """Whether ``dim`` is the axis of the classes."""
     return type(dim) is int and dim in (-1, input.dim() - 1)

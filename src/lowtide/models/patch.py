@@ -88,7 +88,7 @@ class _Patch(Counter):
             warnings.warn(f"{text} (Warned of once for each model.)", stacklevel=2)
 
 
-# Whose each head with a class of ours is. A copy of one is in nobody's hands until a model finds it as its own.
+# The patch that owns each head with a class of ours. A copied head has no owner until the copied model is called.
 _owners: WeakKeyDictionary[nn.Module, ref[_Patch]] = WeakKeyDictionary()
 
 # The patch of the model whose forward is running with labels; each thread sees its own.

@@ -118,7 +118,7 @@ def drawn(
     Args:
         before: The parts at first; they are drawn as event -1.
         changes: Of each event, the part and by how much it changes.
-        tolerance: See there.
+        tolerance: The largest distance of a part, or of the sum, from what is drawn.
         always: An event that is drawn whatever it changes.
     """
     live, shown, total, shown_total = list(before), list(before), sum(before), sum(before)

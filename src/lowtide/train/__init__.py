@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from lowtide.train.comparison import Comparison
-    from lowtide.train.run import TrainResult
+    from lowtide.train.result import Comparison, TrainResult
 
 __all__ = ["TrainConfig", "compare", "train"]
 

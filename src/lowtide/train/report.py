@@ -17,9 +17,8 @@ from lowtide.train.parallel import engine_line
 from lowtide.train.trainer import product_dtype
 
 if TYPE_CHECKING:
-    from lowtide.train.comparison import Comparison
     from lowtide.train.prepare import Prepared
-    from lowtide.train.run import TrainResult
+    from lowtide.train.result import Comparison, TrainResult
 
 _NAMES = 15  # letters of the longest name of a result; what lies in lines of their own stands two further on
 _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
@@ -122,7 +121,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     row(f"loss, last {_LAST} steps", last_loss(stock), last_loss(patched), ".4f", ratio=False)
     row("held-out loss", stock.held_out_after, patched.held_out_after, ".4f", ratio=False)
     kind = "GPU" if stock.peak_cuda_bytes else "resident"
-    row(f"peak {kind} MiB above warm model", above_warm_mib(stock), above_warm_mib(patched), ",.0f")
+    row(f"peak {kind} MiB above warm model", stock.above_warm_mib, patched.above_warm_mib, ",.0f")
     row(f"peak {kind} MiB", mib(stock.peak_step_bytes), mib(patched.peak_step_bytes), ",.0f")
     row("step, ms (median)", stock.step_seconds * 1e3, patched.step_seconds * 1e3, ",.0f")
     row("tokens/s", stock.tokens_per_second, patched.tokens_per_second, ",.0f")
@@ -143,11 +142,6 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def above_warm_mib(result: TrainResult) -> float | None:
-    """Return what training took above the loaded model with its optimizer's state, in MiB."""
-    return None if result.warm_bytes is None else mib(result.peak_step_bytes - result.warm_bytes)
 
 
 def _number(value: float | None, form: str = ".3f") -> str:

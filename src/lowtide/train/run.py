@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,53 +32,11 @@ from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
 from lowtide.train.progress import ProgressDisplay
 from lowtide.train.ranks import Shares, in_group, is_first_rank, launched_ranks, leave_group
 from lowtide.train.report import show_result, show_start
+from lowtide.train.result import TrainResult
 from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
 from lowtide.train.streams import Position
 from lowtide.train.tokenizer import load_tokenizer
 from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What a run measured; bytes and seconds.
-
-    Attributes:
-        losses: training loss of each step, from the first, also of those before a resume.
-        held_out_before: mean loss on text never trained on, before the first step.
-        held_out_after: the same after the last step.
-        tokens_per_second: of all ranks together, by the median step.
-        step_seconds: the median step.
-        peak_resident_bytes: of this process, over the whole run.
-        peak_cuda_bytes: of this rank's tensors; 0 without CUDA.
-        warm_bytes: memory in use between steps once the optimizer has its state; None in runs too short for it.
-        peak_step_bytes: the highest while training after that, of the same memory.
-        calls_fused: losses computed without logits; None where the model was not patched.
-        calls_materialised: losses for which the logits were built.
-        seconds: the whole run.
-        saved: the folder of the model; None where nothing is saved.
-        best: with early stopping, the step whose model that is.
-        conversations: how many were read by this run, cut at the longest sequence, and left out; None of text.
-    """
-
-    losses: dict[int, float]
-    held_out_before: float | None
-    held_out_after: float | None
-    tokens_per_second: float
-    step_seconds: float
-    peak_resident_bytes: int
-    peak_cuda_bytes: int
-    warm_bytes: int | None
-    peak_step_bytes: int
-    calls_fused: int | None
-    calls_materialised: int | None
-    seconds: float
-    saved: str | None
-    best: int | None = None
-    conversations: tuple[int, int, int] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON knows it."""
-        return asdict(self)
 
 
 def run(config: TrainConfig, *, console: Console | None = None, save: bool = True, label: str = "train") -> TrainResult:

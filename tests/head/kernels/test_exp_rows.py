@@ -69,10 +69,11 @@ def row_terms(w: Tensor, kwargs: dict[str, Any]) -> RowTerms:
     weights = torch.ones(V, device=DEVICE) if q is None else q
     uniform_bias = torch.zeros((), device=DEVICE) if bias is None else weights @ bias
     return RowTerms(
+        vocab=V,
         bias_V=bias,
         scale=kwargs.get("logit_scale"),
         softcap=kwargs.get("softcap"),
-        class_weight_V=q,
+        class_weight=q,
         total_class_weight=None if q is None else q.sum(),
         smoothing=smoothing,
         z_loss=kwargs.get("z_loss", 0.0),
@@ -181,7 +182,7 @@ def test_target_logits(names: tuple[str, ...], D: int) -> None:
     b.y[1] = -1
     b.x[1] = NAN
     terms, rows = row_terms(b.w, kwargs), blank(C)
-    target_logits(b.x, b.w, b.y, rows, terms)
+    target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.count)
     z = truth(b, **kwargs).z
     kept = b.y >= 0
     torch.testing.assert_close(
@@ -223,7 +224,7 @@ def finish(
     room = torch.full((C + 2, V + 11), POISON, dtype=dtype, device=DEVICE)
     scaled = torch.full((C + 2, D), POISON, dtype=b.x.dtype, device=DEVICE)
     finish_rows(
-        room_of_sums[:, :P], P, b.x, b.y, b.g if gradient else None, rows, row_terms(b.w, kwargs), V,
+        room_of_sums[:, :P], b.x, b.y, b.g if gradient else None, rows, row_terms(b.w, kwargs),
         e_CV=room[1:-1, :V] if gradient else None, scaled_CD=scaled[1:-1] if gradient else None,
         shifted=shifted is not None,
     )  # fmt: skip
@@ -422,25 +423,23 @@ def test_what_the_target_loses_in_rounding_is_known(names: tuple[str, ...]) -> N
 
 
 class Prepared(NamedTuple):
-    rows: Reports
     reference: Tensor
     coefficient: Tensor
+    s: Tensor
+    rest: Tensor
     scaled: Tensor
 
 
 def prepare(b: Batch, lse: Tensor, miss: Tensor, kwargs: dict[str, Any], *, scaled: bool = True) -> Prepared:
     C, D = b.x.shape
-    rows = blank(C)
-    reference, coefficient = (torch.full((C,), POISON, device=DEVICE) for _ in range(2))
+    numbers = torch.full((4, C), POISON, device=DEVICE)
     room = torch.full((C + 2, D), POISON, dtype=b.x.dtype, device=DEVICE)
     prepare_rows(
-        lse.float(), miss.float(), b.x, b.y, b.g, reference, coefficient, rows, row_terms(b.w, kwargs), len(b.w),
+        lse.float(), miss.float(), b.x, b.y, b.g, row_terms(b.w, kwargs), len(b.w), numbers,
         scaled_CD=room[1:-1] if scaled else None,
     )  # fmt: skip
     assert (room[[0, -1]] == POISON).all()
-    for value in (rows.target_logit, rows.loss, rows.lse, rows.miss):
-        assert (value == POISON).all()
-    return Prepared(rows, reference, coefficient, room[1:-1])
+    return Prepared(*numbers, room[1:-1])
 
 
 def is_power_of_two(s: Tensor) -> Tensor:
@@ -458,7 +457,7 @@ def test_prepared_rows(names: tuple[str, ...]) -> None:
     miss = (without_target(true.z, b.y) - t[:, None]).exp().sum(1).log1p()
     kept = b.y >= 0
     got = prepare(b, (t + miss).where(kept, 0), miss.where(kept, 0), kwargs)
-    s = got.rows.s.double()
+    s = got.s.double()
     grad = logit_gradient(b._replace(g=b.g.where(kept, 0)), true.z, **kwargs)
     used = grad.abs().sum(1) > 0
     assert (is_power_of_two(s) == used).all()
@@ -476,7 +475,7 @@ def test_prepared_rows(names: tuple[str, ...]) -> None:
                 error = (built[i] - grad[i])[part].norm()
                 assert error <= 2 * NEAR * grad[i][part].norm() + 2e-7 * grad[i].norm()
     rest = got.coefficient - narrowed(got.coefficient, b.x.dtype)
-    assert torch.equal(got.rows.rest, rest)
+    assert torch.equal(got.rest, rest)
     assert (got.coefficient[~kept] == 0).all()
     without = prepare(b, (t + miss).where(kept, 0), miss.where(kept, 0), kwargs, scaled=False)
     assert (without.scaled == POISON).all()
@@ -496,9 +495,9 @@ def test_prepared_rows_in_bfloat16_know_what_the_target_loses() -> None:
     miss = torch.linspace(0.01, 5, 9, device=DEVICE)
     got = prepare(b, miss - 1, miss, {"z_loss": 0.1})
     c = got.coefficient
-    assert torch.equal(got.rows.rest, c - narrowed(c, torch.bfloat16))
-    assert got.rows.rest.abs().max() > 1e-4
-    assert torch.equal(got.scaled.double(), got.rows.s.double()[:, None] * b.x.double())
+    assert torch.equal(got.rest, c - narrowed(c, torch.bfloat16))
+    assert got.rest.abs().max() > 1e-4
+    assert torch.equal(got.scaled.double(), got.s.double()[:, None] * b.x.double())
 
 
 @pytest.mark.parametrize("miss", [0.0, 1e-30, 1e-10, 6e-8, 1e-3, 100.0, 5000.0, INF])
@@ -506,7 +505,7 @@ def test_prepared_targets_keep_their_relative_precision(miss: float) -> None:
     b = batch(4, 37, UNIT)._replace(g=torch.tensor([1.0, -0.75, 3e-20, -1e30], device=DEVICE))
     got = prepare(b, torch.zeros(4, device=DEVICE), torch.full((4,), miss, device=DEVICE), {})
     want = b.g.double() * torch.tensor(-miss, dtype=torch.float64, device=DEVICE).expm1()
-    torch.testing.assert_close(got.rows.s.double() * got.coefficient.double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(got.s.double() * got.coefficient.double(), want, rtol=1e-6, atol=0)
     assert ((got.reference <= 0) & (got.reference > -0.6932)).all()
 
 
@@ -515,7 +514,7 @@ def test_prepared_factors_at_the_ends() -> None:
     b = batch(5, 37, UNIT)._replace(g=torch.tensor([INF, NAN, 1e-40, 0.0, -INF], device=DEVICE))
     ones = torch.ones(5, device=DEVICE)
     got = prepare(b, 2 * ones, ones, {})
-    torch.testing.assert_close(got.rows.s, torch.tensor([INF, NAN, 0, 0, -INF], device=DEVICE), equal_nan=True)
+    torch.testing.assert_close(got.s, torch.tensor([INF, NAN, 0, 0, -INF], device=DEVICE), equal_nan=True)
     known = [0, 2, 3, 4]
     assert (got.reference[known] == 2).all()
     assert relative_error(got.coefficient[known], (-ones[known]).double().expm1()) < 1e-6
@@ -589,7 +588,7 @@ class Head(NamedTuple):
 def uniform_part(b: Batch, terms: RowTerms) -> tuple[Tensor, Tensor]:
     """Return what smoothing, the same for every row, takes from the weight's and the bias's gradient."""
     V = len(b.w)
-    q = torch.ones(V, device=DEVICE) if terms.class_weight_V is None else terms.class_weight_V
+    q = torch.ones(V, device=DEVICE) if terms.class_weight is None else terms.class_weight
     m = 1.0 if terms.scale is None else terms.scale
     kept = b.y >= 0
     g = m * terms.smoothing / V * b.g.where(kept, 0)
@@ -600,18 +599,17 @@ def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
     """The whole head from these kernels and two plain GEMMs."""
     (C, D), V = b.x.shape, len(b.w)
     terms, rows = row_terms(b.w, kwargs), blank(C)
-    P = tiles_across(V, CONFIG)
-    sums = torch.full((C, P), NAN, device=DEVICE)
+    sums = torch.full((C, tiles_across(V, CONFIG)), NAN, device=DEVICE)
     e = torch.full((C, -(-V // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, :V]
     scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
     parts: dict[str, Any] = {"bias_V": terms.bias_V, "scale": terms.scale, "softcap": terms.softcap}
-    target_logits(b.x, b.w, b.y, rows, terms)
+    target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.count)
     exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts)
-    finish_rows(sums, P, b.x, b.y, b.g, rows, terms, V, e_CV=e, scaled_CD=scaled)
+    finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled)
     shifted_exp_logits(
         b.x, b.w, rows.listed, rows.count, rows.highest, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts
     )
-    finish_rows(sums, P, b.x, b.y, b.g, rows, terms, V, e_CV=e, scaled_CD=scaled, shifted=True)
+    finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled, shifted=True)
     finish_input_grad(e.float() @ b.w.float(), dx, b.w, b.y, rows.s, rows.rest, b.g, terms)
     db = torch.zeros(V, device=DEVICE)
     add_column_sums(e, rows.s, db)
@@ -623,10 +621,10 @@ def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
 def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """Its gradients once more, from lse and lse - t, a block of the vocabulary at a time."""
     (C, D), V = b.x.shape, len(b.w)
-    terms, rows = row_terms(b.w, kwargs), blank(C)
-    reference, coefficient = (torch.full((C,), NAN, device=DEVICE) for _ in range(2))
+    terms, numbers = row_terms(b.w, kwargs), torch.full((4, C), NAN, device=DEVICE)
     scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
-    prepare_rows(lse, miss, b.x, b.y, b.g, reference, coefficient, rows, terms, V, scaled_CD=scaled)
+    prepare_rows(lse, miss, b.x, b.y, b.g, terms, V, numbers, scaled_CD=scaled)
+    reference, coefficient, s, rest = numbers
     product, (dw, db) = torch.zeros(C, D, device=DEVICE), uniform_part(b, terms)
     dw, db = -dw, -db
     for first in range(0, V, block):
@@ -639,8 +637,8 @@ def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: 
         )  # fmt: skip
         product += e.float() @ w.float()
         dw[first : first + block] += e.float().T @ scaled.float()
-        add_column_sums(e, rows.s, db[first : first + block])
-    finish_input_grad(product, dx, b.w, b.y, rows.s, rows.rest, b.g, terms)
+        add_column_sums(e, s, db[first : first + block])
+    finish_input_grad(product, dx, b.w, b.y, s, rest, b.g, terms)
     return dx, dw, db
 
 

@@ -36,8 +36,7 @@ from head.kernels.test_exp_rows import (
     without_target,
 )
 from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits, tiles_across
-from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_rows
-from lowtide.head.kernels.exp_shard import finish_shard_rows, sum_shard_rows
+from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_rows, sum_rows
 from support import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
@@ -65,7 +64,8 @@ def sums_of(b: Batch, classes: slice, z: Tensor, kwargs: dict[str, Any]) -> Part
     terms = replace(
         terms,
         bias_V=None if terms.bias_V is None else terms.bias_V[classes].contiguous(),
-        class_weight_V=None if terms.class_weight_V is None else terms.class_weight_V[classes].contiguous(),
+        class_weight=None if terms.class_weight is None else terms.class_weight[b.y.clamp(min=0).long()],
+        by_row=True,
     )
     rows = blank(C)
     rows.target_logit.copy_(of_targets(z, b.y).where(b.y >= 0, 0))
@@ -78,22 +78,19 @@ def sums_of(b: Batch, classes: slice, z: Tensor, kwargs: dict[str, Any]) -> Part
     common: dict[str, Any] = {"bias_V": terms.bias_V, "scale": terms.scale, "softcap": terms.softcap}
     exp_logits(b.x, w, rows.target_logit, y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **common)
     told = torch.full((2, C), NAN, device=DEVICE)
-    sum_shard_rows(sums, sums.shape[1], y, rows, told, e_CV=e)
+    sum_rows(sums, y, rows, told, e_CV=e)
     shifted_exp_logits(b.x, w, rows.listed, rows.count, rows.highest, y, CONFIG, PROGRAMS, sum_CP=sums, **common)
-    sum_shard_rows(sums, sums.shape[1], y, rows, told, shifted=True)
+    sum_rows(sums, y, rows, told, shifted=True)
     scaled = torch.full((C, D), POISON, dtype=DTYPE, device=DEVICE)
     return Part(classes, y, rows, terms, e, scaled, told)
 
 
-def finish_part(b: Batch, part: Part, told: Tensor, own: Tensor | None) -> None:
+def finish_part(b: Batch, part: Part, told: Tensor) -> None:
     """Do what a rank does after it."""
     rows, terms, width = part.rows, part.terms, part.e.shape[1]
     rows.count.zero_()
     for shifted in (False, True):
-        finish_shard_rows(
-            told, b.x, part.y, b.g, rows, own, terms, len(b.w), width, e_CV=part.e, scaled_CD=part.scaled,
-            shifted=shifted,
-        )  # fmt: skip
+        finish_rows(told, b.x, part.y, b.g, rows, terms, e_CV=part.e, scaled_CD=part.scaled, shifted=shifted)
         if not shifted:
             sums = torch.full((len(b.y), tiles_across(width, CONFIG)), NAN, device=DEVICE)
             shifted_exp_logits(
@@ -107,10 +104,9 @@ def in_parts(b: Batch, sizes: list[int], kwargs: dict[str, Any]) -> list[Part]:
     for rank in range(len(sizes)):
         first = sum(sizes[:rank])
         parts.append(sums_of(b, slice(first, first + sizes[rank]), z, kwargs))
-    told, q = torch.stack([part.told for part in parts]), kwargs.get("weight")
-    own = None if q is None else q[b.y.clamp(min=0).long()]
+    told = torch.stack([part.told for part in parts])
     for part in parts:
-        finish_part(b, part, told, own)
+        finish_part(b, part, told)
     return parts
 
 
@@ -165,7 +161,7 @@ def test_one_part_finishes_rows_bit_for_bit_as_the_whole(names: tuple[str, ...])
         whole.uniform_logit.copy_(uniform)
     e, scaled = torch.zeros_like(part.e), torch.zeros_like(part.scaled)
     sums = part.told[0][:, None].contiguous()
-    finish_rows(sums, 1, b.x, b.y, b.g, whole, row_terms(b.w, kwargs), V, e_CV=e, scaled_CD=scaled)
+    finish_rows(sums, b.x, b.y, b.g, whole, row_terms(b.w, kwargs), e_CV=e, scaled_CD=scaled)
     for name in ("loss", "lse", "miss", "s", "rest"):
         assert torch.equal(getattr(whole, name), getattr(part.rows, name)), name
     assert torch.equal(scaled, part.scaled)
@@ -183,8 +179,8 @@ def test_sums_that_are_too_large_only_together() -> None:
     rows.target_logit.copy_(t)
     scaled = torch.zeros_like(b.x)
     for shifted in (False, True):
-        finish_shard_rows(
-            told, b.x, b.y, b.g, rows, None, row_terms(b.w, {}), 111, 37, e_CV=e, scaled_CD=scaled, shifted=shifted
+        finish_rows(
+            told, b.x, b.y, b.g, rows, replace(row_terms(b.w, {}), vocab=111), e_CV=e, scaled_CD=scaled, shifted=shifted
         )
     assert listed(rows) == [0, 1, 2]
     want = torch.tensor(3 * each, dtype=torch.float64).log()

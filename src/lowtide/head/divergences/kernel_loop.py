@@ -13,8 +13,7 @@ from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.kernels.pair_rows import Logits, pair_gradient, pair_rows, pair_value_and_gradient
 from lowtide.head.matmul import HeadMatmul
-from lowtide.head.scaling import factor_lift
-from lowtide.head.schedules import FP16_LIFT
+from lowtide.head.scaling import FP16_LIFT, factor_lift
 
 
 class KernelPair:

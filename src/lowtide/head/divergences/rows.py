@@ -24,12 +24,11 @@ from lowtide.head.divergences.terms import (
 )
 from lowtide.head.gradients import Gradients, gradient_buffers, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
-from lowtide.head.matmul import HeadMatmul
+from lowtide.head.matmul import HeadMatmul, finish_logits_
 from lowtide.head.options import HeadOptions
+from lowtide.head.planning import plain_options
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.rows import drops_rows, positions, take_rows
-from lowtide.head.softmax import finish_logits_
-from lowtide.head.vocab.products import add_products, plain_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +177,7 @@ class TorchPair:
         if kept_C is not None:
             z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities and NaN of a row that does not count, times 0
         if job.ranks is not None:
-            add_products(self.matmul, z_CV, outside, x_CD, into, job.ranks, part, begun=part.start > 0)
+            _add_products(self.matmul, z_CV, outside, x_CD, into, job.ranks, part, begun=part.start > 0)
             return rows.value
         if into.bias_V is not None:
             into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
@@ -362,3 +361,42 @@ def _chunk(job: DivergenceJob, index: Tensor | None, part: slice, kept: Tensor |
     if kept is None:
         return x_CD, None
     return x_CD.where(kept[part, None], 0), kept[part]
+
+
+def _add_products(
+    matmul: HeadMatmul,
+    z_CV: Tensor,
+    outside_C: Tensor | None,
+    x_CD: Tensor,
+    into: Gradients,
+    ranks: Ranks,
+    part: slice,
+    *,
+    begun: bool,
+) -> None:
+    """Add a chunk's gradients: the sum of the hidden states' over the ranks runs beside the weight's own product.
+
+    Args:
+        matmul: The GEMMs.
+        z_CV: The gradient of this rank's logits, each row's still to be multiplied with ``outside_C``.
+        outside_C: See there; None: 1.
+        x_CD: The chunk's hidden states.
+        into: Takes the gradients.
+        ranks: The others.
+        part: The chunk's rows within a group.
+        begun: Whether the weight's gradient holds something already.
+    """
+    if into.bias_V is not None:
+        into.bias_V += z_CV.sum(0) if outside_C is None else outside_C @ z_CV
+    if into.input_ND is None and into.weight_VD is None:
+        return
+    g_CV = matmul.operand(z_CV)
+    reduced = None
+    if into.input_ND is not None:
+        part_CD = torch.empty_like(x_CD, dtype=matmul.wide)  # summed before it is rounded
+        matmul.input_grad(g_CV, outside_C, part_CD)
+        reduced = ranks.tokens.reduce(part_CD)
+    if into.weight_VD is not None:
+        matmul.weight_grad(g_CV, outside_C, x_CD, into.weight_VD, not begun)
+    if reduced is not None and into.input_ND is not None:
+        reduced.write(into, part.start)

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lowtide.head.softmax import column_blocks
-from lowtide.head.statistics.of_logits import row_sums
+from lowtide.head.matmul import column_blocks
+from lowtide.head.terms.statistics import row_sums
 
 
 class Kind(NamedTuple):

@@ -131,6 +131,9 @@ def plan_exp_stats(
     tile_numbers: int,
     targets: int,
     sum_row_bytes: int,
+    device_bytes: int | None = None,
+    row_bytes: int = 0,
+    pieces: int = 0,
 ) -> HeadPlan:
     """Return the plan of `linear_token_stats` on the exponential path; arguments as in `plan_head`.
 
@@ -140,7 +143,7 @@ def plan_exp_stats(
     return plan_exp(
         N, D, V, device, options, reason, "recompute", weight_dtype, weight_frozen, input_is_copied,
         token_bytes=STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, targets - 1), tile_numbers=tile_numbers,
-        sum_row_bytes=sum_row_bytes,
+        sum_row_bytes=sum_row_bytes, device_bytes=device_bytes, row_bytes=row_bytes, pieces=pieces,
     )  # fmt: skip
 
 

@@ -53,6 +53,12 @@ def lookup(name: str) -> GemmConfig:
     return tuned().get(name) or TABLE.get(name) or GemmConfig()
 
 
+def topk_row_bytes(k: int, V: int, device: torch.device) -> int:
+    """Return the scratch of a row for its k highest logits: those of its tiles, and what sorting these takes."""
+    columns = of_device(device).columns
+    return min(k, -(-V // columns)) * (4 * columns + 48)
+
+
 @cache
 def tuned() -> dict[str, GemmConfig]:
     """Return what tuning runs found, by the GPU's name; nothing where there is no such file or it cannot be read."""

@@ -1,16 +1,28 @@
 """What stands between the GEMMs of the exponential path: a program a row, over [C, D] or [C], never [C, V].
 
-C rows of a chunk, D hidden size, V vocabulary, P tiles across it. With r the sum of exp(z_v - R) over the classes other
-than the target, R the row's reference (the target's logit t, or where that overflows the highest one), e = exp(t - R),
-a = label smoothing, u = z_loss, q class weights (else 1) and Q their sum, m the logit scale, g the token's factor:
+C rows of a chunk, D hidden size, V vocabulary, P tiles across it, W ranks. With r the sum of exp(z_v - R) over the
+classes other than the target, R the row's reference (the target's logit t, or where that overflows the highest one),
+e = exp(t - R), a = label smoothing, u = z_loss, q class weights (else 1) and Q their sum, m the logit scale, g the
+token's factor:
 
     lse = R + log(r + e)         k = (1 - a) q_y + a Q / V + 2 u lse            s = m g k / (r + e)
     loss = (1 - a) q_y (lse - t) + (a / V) (Q lse - sum_v q_v z_v) + u lse^2
     coefficient at the target = f_y ((a Q / V + 2 u lse) e - (1 - a) q_y r) / k,     f_y = 1 - (t / softcap)^2
     dX = s (E W) - m g (a / V) sum_v q_v w_v
+
+Where each rank holds some of the classes, t is every rank's, and each sends two numbers a row of its own classes, the
+target left out: the sum of exp(z_v - t), and its logarithm plus t, their logsumexp. A row whose sum left the safe range
+on this rank gets the second from its highest logit, which is found before the exchange; then no other exchange is
+needed, whatever the sums come to. A row whose whole sum left it is finished from the logsumexps, with E relative to the
+whole row's: R = lse, e = exp(t - lse), r = 1 - e.
+
+In all of these ``x_CD`` are hidden states; ``w_VD`` this rank's weight; ``y_C`` (int32) the target's row of it, or
+anything beyond where another rank has the class, or -1 where ignored; ``factor_C`` g, float32; ``scaled_CD`` takes s x,
+contiguous, and is None where the weight gets no gradient.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -20,11 +32,13 @@ from lowtide.head.kernels.elementary import expm1, log1p, tanh
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
 from lowtide.head.kernels.exp_terms import (
     dot,
+    lse_of_ranks,
     out_of_range,
     row_gradient,
     row_loss,
     row_weights,
     scaled_row,
+    sum_of_ranks,
     sum_of_tiles,
     zero_row,
 )
@@ -35,23 +49,18 @@ from lowtide.head.kernels.launch import Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _target_logits(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, y_ptr, t_ptr, bias_ptr, scale_ptr, cap, uniform_ptr, uniform_bias_ptr, uniform_logit_ptr,
-    count_ptr, D, x_stride, w_stride, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    count_ptr, D, width, x_stride, w_stride, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """t = z_y; with smoothing also sum_v q_v z_v = m (x . sum_v q_v w_v + sum_v q_v b_v). Ignored rows: 0.
-
-    Empties the list of rows to be done again, which no one reads any more.
-    """
+    """See `target_logits`."""
     i = tl.program_id(0).to(tl.int64)
     if i == 0:
         tl.store(count_ptr, 0)
     y = tl.load(y_ptr + i).to(tl.int64)
-    if y < 0:
+    x = x_ptr + i * x_stride
+    if (y < 0) | (y >= width):
         tl.store(t_ptr + i, 0.0)
-        if SMOOTH:
-            tl.store(uniform_logit_ptr + i, 0.0)
     else:
-        x = x_ptr + i * x_stride
         t = dot(x, w_ptr + y * w_stride, D, BLOCK)
         if BIAS:
             t += tl.load(bias_ptr + y)
@@ -60,7 +69,10 @@ def _target_logits(  # type: ignore[no-untyped-def]
         if CAP:
             t = cap * tanh(t / cap)
         tl.store(t_ptr + i, t)
-        if SMOOTH:
+    if SMOOTH:
+        if y < 0:
+            tl.store(uniform_logit_ptr + i, 0.0)
+        else:
             z = dot(x, uniform_ptr, D, BLOCK) + tl.load(uniform_bias_ptr)
             if SCALE:
                 z *= tl.load(scale_ptr)
@@ -69,16 +81,45 @@ def _target_logits(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _sum_rows(  # type: ignore[no-untyped-def]
+    sum_ptr, P, sum_stride, y_ptr, t_ptr, e_ptr, e_stride, sums_ptr, highest_ptr, list_ptr, count_ptr, width, rows,
+    SHIFTED: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `sum_rows`."""
+    i = tl.program_id(0).to(tl.int64)
+    alive = i < rows
+    if SHIFTED:
+        alive = i < tl.load(count_ptr)
+        i = tl.load(list_ptr + i, mask=alive, other=0).to(tl.int64)
+    if alive:
+        r = sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
+        if SHIFTED:
+            tl.store(sums_ptr + rows + i, from_ordered(tl.load(highest_ptr + i)) + tl.log(r))
+        else:
+            kept = tl.load(y_ptr + i) >= 0
+            t = tl.load(t_ptr + i)
+            tl.store(sums_ptr + i, tl.where(kept, r, 0.0))
+            tl.store(sums_ptr + rows + i, tl.where(kept, t + tl.log(r), float("-inf")))
+            if kept:
+                if out_of_range(r, t):
+                    tl.store(highest_ptr + i, to_ordered(t))
+                    slot = tl.atomic_add(count_ptr, 1)
+                    tl.store(list_ptr + slot, i.to(tl.int32))
+            elif r != 0.0:  # noqa: SIM102 (decided when run, the other when compiled)
+                if STORED:
+                    zero_row(e_ptr + i * e_stride, width, BLOCK)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _finish_rows(  # type: ignore[no-untyped-def]
     sum_ptr, P, sum_stride, y_ptr, t_ptr, uniform_logit_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, e_ptr, e_stride,
     loss_ptr, lse_ptr, miss_ptr, s_ptr, rest_ptr, highest_ptr, list_ptr, count_ptr, q_ptr, total_ptr, scale_ptr, cap,
-    smoothing, z_loss, D, V, rows, SHIFTED: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr,
-    SMOOTH: tl.constexpr, CLASS_WEIGHT: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+    smoothing, z_loss, D, V, width, rows, RANKS: tl.constexpr, SHIFTED: tl.constexpr, GRADIENT: tl.constexpr,
+    SCALED: tl.constexpr, SMOOTH: tl.constexpr, CLASS_WEIGHT: tl.constexpr, BY_ROW: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's loss from its sums and, with GRADIENT, E's entry at the target, what that lost in rounding, s and s x.
-
-    Rows whose sums left the safe range go on the list. With SHIFTED the rows are those of the list, done again.
-    """
+    """See `finish_rows`."""
     i = tl.program_id(0).to(tl.int64)
     alive = i < rows
     if SHIFTED:
@@ -88,19 +129,35 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         y = tl.load(y_ptr + i).to(tl.int64)
         kept = y >= 0
         y = tl.where(kept, y, 0)
-        r = sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
         t = tl.load(t_ptr + i)
-        if SHIFTED:
+        if not RANKS:
+            r = sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
+        elif not SHIFTED:
+            r = sum_of_ranks(sum_ptr, i, P, rows)
+        if RANKS:
+            others = lse_of_ranks(sum_ptr, i, P, rows)
+            gap = others - t
+            more = log1p(tl.exp(-tl.abs(gap)))
+            lse = tl.where(gap > 0.0, others, t) + more
+        if not SHIFTED:
+            if RANKS:
+                tl.store(highest_ptr + i, to_ordered(lse))
+            e = 1.0
+            miss = log1p(r)
+            lse = t + miss
+        elif RANKS:
+            miss = tl.where(gap > 0.0, gap, 0.0) + more
+            e = tl.exp(-miss)
+            r = -expm1(-miss)
+        else:
             reference = from_ordered(tl.load(highest_ptr + i))
             e = tl.exp(t - reference)
             miss = (reference - t) + tl.log(r + e)
-        else:
-            e = 1.0
-            miss = log1p(r)
-        lse = t + miss
-        if SHIFTED:
             lse = reference + tl.log(r + e)
-        own, spread, k = row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
+        weighed = y
+        if BY_ROW:
+            weighed = i
+        own, spread, k = row_weights(weighed, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
         loss = row_loss(i, own, miss, lse, uniform_logit_ptr, total_ptr, V, smoothing, z_loss, SMOOTH, CLASS_WEIGHT)
         tl.store(loss_ptr + i, tl.where(kept, loss, 0.0))
         tl.store(lse_ptr + i, tl.where(kept, lse, 0.0))
@@ -111,17 +168,20 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             wrong = wrong | lost
             stored = c.to(e_ptr.dtype.element_ty)
             row = e_ptr + i * e_stride
-            if kept:
+            here = kept & (y < width)
+            if here:
                 tl.store(row + y, stored)
-            elif r != 0.0:
-                zero_row(row, V, BLOCK)
+            if not RANKS:  # noqa: SIM102 (decided when compiled, the other when run)
+                if ~kept & (r != 0.0):
+                    zero_row(row, width, BLOCK)
             tl.store(s_ptr + i, s)
-            tl.store(rest_ptr + i, tl.where(kept, c - stored.to(tl.float32), 0.0))
+            tl.store(rest_ptr + i, tl.where(here, c - stored.to(tl.float32), 0.0))
             if SCALED:
                 scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
         if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
             if kept & wrong:
-                tl.store(highest_ptr + i, to_ordered(t))
+                if not RANKS:
+                    tl.store(highest_ptr + i, to_ordered(t))
                 slot = tl.atomic_add(count_ptr, 1)
                 tl.store(list_ptr + slot, i.to(tl.int32))
 
@@ -129,18 +189,21 @@ def _finish_rows(  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_rows(  # type: ignore[no-untyped-def]
-    lse_ptr, miss_ptr, y_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, reference_ptr, coefficient_ptr, s_ptr, rest_ptr,
-    q_ptr, total_ptr, scale_ptr, cap, smoothing, z_loss, D, V, SCALED: tl.constexpr, CLASS_WEIGHT: tl.constexpr,
+    lse_ptr, miss_ptr, y_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, numbers_ptr, plane, q_ptr, total_ptr, scale_ptr, cap,
+    smoothing, z_loss, D, V, width, SCALED: tl.constexpr, CLASS_WEIGHT: tl.constexpr, BY_ROW: tl.constexpr,
     SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same with lse and lse - t known: s is split in a power of two, exact on x, and the rest, put into E."""
+    """See `prepare_rows`: s is split in a power of two, exact on x, and the rest, put into E."""
     i = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + i).to(tl.int64)
     kept = y >= 0
-    y = tl.where(kept, y, 0)
+    here = y < width
+    weighed = tl.where(kept, y, 0)
+    if BY_ROW:
+        weighed = i
     lse = tl.load(lse_ptr + i)
     miss = tl.load(miss_ptr + i)
-    own, spread, k = row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
+    own, spread, k = row_weights(weighed, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
     weight = tl.load(g_ptr + i) * k
     if SCALE:
         weight *= tl.load(scale_ptr)
@@ -153,10 +216,11 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
         t = (lse - miss) / cap
         c *= 1.0 - t * t
     c = tl.where(kept & (k != 0.0), c * part, 0.0)
-    tl.store(reference_ptr + i, lse - tl.log(part))
-    tl.store(coefficient_ptr + i, c)
-    tl.store(s_ptr + i, power)
-    tl.store(rest_ptr + i, c - c.to(x_ptr.dtype.element_ty).to(tl.float32))
+    at = numbers_ptr + i
+    tl.store(at, lse - tl.log(part))
+    tl.store(at + plane, c)
+    tl.store(at + 2 * plane, power)
+    tl.store(at + 3 * plane, tl.where(here, c - c.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0))
     if SCALED:
         scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
 
@@ -165,13 +229,13 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _finish_input_grad(  # type: ignore[no-untyped-def]
     product_ptr, out_ptr, w_ptr, w_stride, y_ptr, s_ptr, rest_ptr, g_ptr, scale_ptr, uniform_ptr, smoothing, D, V,
-    SMOOTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    width, SMOOTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dX = s (E W + what the target's coefficient lost in rounding * w_y) - m g (a / V) sum_v q_v w_v."""
     i = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + i).to(tl.int64)
     kept = y >= 0
-    w = w_ptr + tl.where(kept, y, 0) * w_stride
+    w = w_ptr + tl.where(kept & (y < width), y, 0) * w_stride  # elsewhere the rest is 0
     s = tl.load(s_ptr + i)
     rest = tl.load(rest_ptr + i)
     even = tl.zeros((1,), tl.float32)
@@ -207,12 +271,17 @@ def _add_column_sums(e_ptr, e_stride, s_ptr, out_ptr, C, V, ROWS: tl.constexpr, 
 
 @dataclass(frozen=True, kw_only=True)
 class RowTerms:
-    """What the loss adds to plain cross entropy, on the device; None or 0 where it is not asked for."""
+    """The head and its loss as the rows' kernels read them, on the device; None or 0 where it is not asked for.
 
+    Where the vocabulary is sharded the bias and ``uniform`` are of this rank's classes.
+    """
+
+    vocab: int  # V, of all ranks
     bias_V: Tensor | None  # float32
     scale: Tensor | None  # 0-d float32
     softcap: float | None
-    class_weight_V: Tensor | None  # float32
+    class_weight: Tensor | None  # float32 [V], or [C] of the rows' targets
+    by_row: bool = False  # whether it is the latter
     total_class_weight: Tensor | None  # 0-d float32
     smoothing: float
     z_loss: float
@@ -236,26 +305,47 @@ class Reports:
     count: Tensor  # int32 [1]: how many
 
 
-def target_logits(x_CD: Tensor, w_VD: Tensor, y_C: Tensor, rows: Reports, terms: RowTerms) -> None:
-    """Write each row's target logit, cap and all, and with smoothing the weighted sum of all; empty the list."""
+def target_logits(
+    x_CD: Tensor, w_VD: Tensor, y_C: Tensor, terms: RowTerms, logit_C: Tensor, uniform_C: Tensor, count: Tensor
+) -> None:
+    """Write each row's target logit, cap and all, 0 where its class is elsewhere or it is ignored; 0 to ``count``.
+
+    With smoothing also ``uniform_C``, the weighted sum m (x . uniform_D + uniform_bias) of this rank's logits.
+    """
     C, D = x_CD.shape
     _target_logits[(C,)](
-        x_CD, w_VD, y_C, rows.target_logit, _or(terms.bias_V, y_C), _or(terms.scale, y_C), terms.softcap or 1.0,
-        _or(terms.uniform_D, y_C), _or(terms.uniform_bias, y_C), rows.uniform_logit, rows.count, D, x_CD.stride(0),
+        x_CD, w_VD, y_C, logit_C, _or(terms.bias_V, y_C), _or(terms.scale, y_C), terms.softcap or 1.0,
+        _or(terms.uniform_D, y_C), _or(terms.uniform_bias, y_C), uniform_C, count, D, w_VD.shape[0], x_CD.stride(0),
         w_VD.stride(0), BIAS=terms.bias_V is not None, SCALE=terms.scale is not None, CAP=terms.softcap is not None,
         SMOOTH=terms.uniform_D is not None, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
+def sum_rows(
+    sum_CP: Tensor, y_C: Tensor, rows: Reports, sums_2C: Tensor, *, e_CV: Tensor | None = None, shifted: bool = False
+) -> None:
+    """Write what this rank sends of its classes: each row's sum, 0 where ignored, and its logsumexp.
+
+    Rows whose sums left the safe range here go on the list, which is empty before, and where E is stored ignored rows
+    that are no numbers become 0. With ``shifted`` the listed rows alone get a new logsumexp, from sums relative to
+    their highest logit.
+    """
+    C, P = sum_CP.shape
+    e = sums_2C if e_CV is None else e_CV
+    _sum_rows[(C,)](
+        sum_CP, P, sum_CP.stride(0), y_C, rows.target_logit, e, e.stride(0), sums_2C, rows.highest, rows.listed,
+        rows.count, 0 if e_CV is None else e_CV.shape[1], C, SHIFTED=shifted, STORED=e_CV is not None,
+        BLOCK=block_of(P), num_warps=4,
+    )  # fmt: skip
+
+
 def finish_rows(
-    sum_CP: Tensor,
-    P: int,
+    sums: Tensor,
     x_CD: Tensor,
     y_C: Tensor,
     factor_C: Tensor | None,
     rows: Reports,
     terms: RowTerms,
-    V: int,
     *,
     e_CV: Tensor | None = None,
     scaled_CD: Tensor | None = None,
@@ -263,28 +353,28 @@ def finish_rows(
 ) -> None:
     """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
 
+    That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
+    list, which is empty before.
+
     Args:
-        sum_CP: Row sums from the GEMM, ``P`` of them.
-        P: How many.
-        x_CD: Hidden states.
-        y_C: int32 classes, -1 for ignored tokens.
-        factor_C: g, float32; None: losses alone.
-        rows: Takes the results.
-        terms: The loss.
-        V: Vocabulary.
-        e_CV: E, with a factor.
-        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
-        shifted: Whether to do the listed rows alone, whose sums are relative to their highest logit.
+        sums: The GEMM's row sums [C, P], or every rank's from `sum_rows` [W, 2, C], contiguous.
+        x_CD: See above, like the others that are not named here.
+        y_C: See above.
+        factor_C: g; None: losses alone.
+        rows: Holds the target's logit, and with smoothing the weighted sum of all logits; takes the results.
+        terms: See above.
+        e_CV: E, with a factor; None where this rank has no class.
+        scaled_CD: See above.
+        shifted: Whether to do the listed rows alone: relative to their highest logit, or to every rank's logsumexp.
     """
-    C, D = x_CD.shape
+    (C, D), several = x_CD.shape, sums.dim() == 3
     _finish_rows[(C,)](
-        sum_CP, P, sum_CP.stride(0), y_C, rows.target_logit, rows.uniform_logit, _or(factor_C, y_C), x_CD,
-        x_CD.stride(0), _or(scaled_CD, y_C), _or(e_CV, y_C), 0 if e_CV is None else e_CV.stride(0), rows.loss, rows.lse,
-        rows.miss, rows.s, rows.rest, rows.highest, rows.listed, rows.count, _or(terms.class_weight_V, y_C),
-        _or(terms.total_class_weight, y_C), _or(terms.scale, y_C), terms.softcap or 1.0, terms.smoothing, terms.z_loss,
-        D, V, C, SHIFTED=shifted, GRADIENT=factor_C is not None, SCALED=scaled_CD is not None,
-        SMOOTH=terms.uniform_D is not None, CLASS_WEIGHT=terms.class_weight_V is not None,
-        SCALE=terms.scale is not None, CAP=terms.softcap is not None, BLOCK=block_of(D), num_warps=4,
+        sums, sums.shape[0 if several else 1], sums.stride(0), y_C, rows.target_logit, rows.uniform_logit,
+        _or(factor_C, y_C), x_CD, x_CD.stride(0), _or(scaled_CD, y_C), _or(e_CV, rows.loss),
+        0 if e_CV is None else e_CV.stride(0), rows.loss, rows.lse, rows.miss, rows.s, rows.rest, rows.highest,
+        rows.listed, rows.count, *_numbers(terms, y_C), D, terms.vocab, 0 if e_CV is None else e_CV.shape[1], C,
+        RANKS=several, SHIFTED=shifted, GRADIENT=factor_C is not None, SCALED=scaled_CD is not None,
+        SMOOTH=terms.smoothing != 0, **_which(terms), BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -294,36 +384,22 @@ def prepare_rows(
     x_CD: Tensor,
     y_C: Tensor,
     factor_C: Tensor,
-    reference_C: Tensor,
-    coefficient_C: Tensor,
-    rows: Reports,
     terms: RowTerms,
-    V: int,
+    width: int,
+    numbers_4C: Tensor,
     *,
     scaled_CD: Tensor | None,
 ) -> None:
-    """From known lse and lse - t, write what E is to be built with, so that ``s`` and ``scaled`` are exact.
+    """From known lse and lse - t, write what E is recomputed with, so that s and s x are exact.
 
-    Args:
-        lse_C: float32.
-        miss_C: float32, lse minus the target's logit.
-        x_CD: Hidden states.
-        y_C: int32 classes, -1 for ignored tokens.
-        factor_C: g, float32.
-        reference_C: Takes the reference of the exponentials.
-        coefficient_C: Takes E's entry at the target.
-        rows: Takes s, a power of two, and the rest.
-        terms: The loss.
-        V: Vocabulary.
-        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
+    ``numbers_4C``, float32 and contiguous, takes the reference of the exponentials, E's entry at the target, s (a power
+    of two), and what the entry loses in rounding where it is one of this rank's ``width`` classes.
     """
     C, D = x_CD.shape
     _prepare_rows[(C,)](
-        lse_C, miss_C, y_C, factor_C, x_CD, x_CD.stride(0), _or(scaled_CD, y_C), reference_C, coefficient_C, rows.s,
-        rows.rest, _or(terms.class_weight_V, y_C), _or(terms.total_class_weight, y_C), _or(terms.scale, y_C),
-        terms.softcap or 1.0, terms.smoothing, terms.z_loss, D, V, SCALED=scaled_CD is not None,
-        CLASS_WEIGHT=terms.class_weight_V is not None, SCALE=terms.scale is not None, CAP=terms.softcap is not None,
-        BLOCK=block_of(D), num_warps=4,
+        lse_C, miss_C, y_C, factor_C, x_CD, x_CD.stride(0), _or(scaled_CD, y_C), numbers_4C, numbers_4C.stride(0),
+        *_numbers(terms, y_C), D, terms.vocab, width, SCALED=scaled_CD is not None, **_which(terms), BLOCK=block_of(D),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -334,21 +410,15 @@ def finish_input_grad(
     y_C: Tensor,
     s_C: Tensor,
     rest_C: Tensor,
-    factor_C: Tensor | None = None,
-    terms: RowTerms | None = None,
+    factor_C: Tensor,
+    terms: RowTerms,
 ) -> None:
-    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous).
-
-    ``factor_C`` and ``terms`` are needed for what is the same in all classes: label smoothing.
-    """
+    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32)."""
     C, D = product_CD.shape
-    scale, uniform_D, smoothing = (
-        (None, None, 0.0) if terms is None else (terms.scale, terms.uniform_D, terms.smoothing)
-    )
     _finish_input_grad[(C,)](
-        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, _or(factor_C, s_C), _or(scale, s_C),
-        _or(uniform_D, s_C), smoothing, D, w_VD.shape[0], SMOOTH=uniform_D is not None, SCALE=scale is not None,
-        BLOCK=block_of(D), num_warps=4,
+        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, factor_C, _or(terms.scale, s_C),
+        _or(terms.uniform_D, s_C), terms.smoothing, D, terms.vocab, w_VD.shape[0],
+        SMOOTH=terms.uniform_D is not None, SCALE=terms.scale is not None, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -358,6 +428,18 @@ def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor) -> None:
     _add_column_sums[(triton.cdiv(V, 128),)](
         e_CV, e_CV.stride(0), s_C, out_V, C, V, ROWS=32, COLUMNS=128, num_warps=4
     )  # fmt: skip
+
+
+def _numbers(terms: RowTerms, nothing: Tensor) -> tuple[Any, ...]:
+    weights = _or(terms.class_weight, nothing), _or(terms.total_class_weight, nothing)
+    return *weights, _or(terms.scale, nothing), terms.softcap or 1.0, terms.smoothing, terms.z_loss
+
+
+def _which(terms: RowTerms) -> dict[str, bool]:
+    return {
+        "CLASS_WEIGHT": terms.class_weight is not None, "BY_ROW": terms.by_row, "SCALE": terms.scale is not None,
+        "CAP": terms.softcap is not None,
+    }  # fmt: skip
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

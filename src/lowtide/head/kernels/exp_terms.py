@@ -1,7 +1,4 @@
-"""A row's arithmetic on the exponential path, for the kernels of a whole vocabulary and of one in parts.
-
-The letters and formulas are those of `exp_rows`.
-"""
+"""A row's arithmetic on the exponential path; the letters and formulas are those of `exp_rows`."""
 
 import triton
 import triton.language as tl
@@ -91,6 +88,27 @@ def sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-de
         at = p + tl.arange(0, BLOCK)
         sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
     return tl.sum(sums, 0)
+
+
+@triton.jit
+def sum_of_ranks(sums_ptr, i, W, rows):  # type: ignore[no-untyped-def]
+    """A row's sum from every rank's."""
+    total = tl.load(sums_ptr + i)
+    for rank in range(1, W):
+        total += tl.load(sums_ptr + 2 * rank * rows + i)
+    return total
+
+
+@triton.jit
+def lse_of_ranks(sums_ptr, i, W, rows):  # type: ignore[no-untyped-def]
+    """The logsumexp of all ranks' classes but the target."""
+    top = tl.load(sums_ptr + rows + i)
+    for rank in range(1, W):
+        top = tl.maximum(top, tl.load(sums_ptr + (2 * rank + 1) * rows + i))
+    total = tl.exp(tl.load(sums_ptr + rows + i) - top)
+    for rank in range(1, W):
+        total += tl.exp(tl.load(sums_ptr + (2 * rank + 1) * rows + i) - top)
+    return tl.where(top == float("-inf"), top, top + tl.log(total))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,11 +1,12 @@
 """A group of one rank, which holds the whole vocabulary: it answers every exchange at once, with its own numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowtide.head.gradients import Gradients
 from lowtide.head.rows import take_rows
 
 
@@ -38,6 +39,9 @@ class Alone:
     def order(self, plan: Any) -> None:
         """Return the order of the tokens in the chunks: their own."""
 
+    def reordered(self, plan: Any, rows: int) -> None:
+        """Return the order of chunks of other rows: the same."""
+
     def here(self, y: Tensor) -> tuple[Tensor, None]:
         """Return each class's row of the weight, and no mask: all are here."""
         return y, None
@@ -45,6 +49,10 @@ class Alone:
     def gather(self, x: Tensor) -> Tensor:
         """Return every rank's ``x`` [1, ...]."""
         return x[None]
+
+    def begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
+        """Return what returns the sum of all ranks' ``x``."""
+        return lambda: x
 
     def sum_of(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' ``x``."""
@@ -55,6 +63,10 @@ class Alone:
     def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Answered:
         """Return a chunk's hidden states [C, D]."""
         return Answered(take_rows(input, index, part, dtype))
+
+    def begin_sum(self, product_CD: Tensor, part: slice) -> Callable[[Gradients], None]:
+        """Return what writes a chunk's gradient of the hidden states where it belongs."""
+        return lambda into: into.put_input(part, product_CD)
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states here."""

@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import is_dtensor
+from lowtide.head.gradients import Gradients
 from lowtide.head.ranks import exchange as exchange
 from lowtide.head.ranks.shard import Limits, VocabShard, limits_of, shard_of_dtensor
 from lowtide.head.ranks.tokens import SameTokens, SpreadTokens
@@ -100,7 +101,16 @@ class Ranks:
 
     def order(self, plan: Any) -> Tensor | None:
         """Return where the rows of all chunks stand among the N tokens, N where a rank has none; None: in order."""
-        return self.tokens.order(self._step(plan.chunk_rows))
+        return self.tokens.order(*self._steps(plan))
+
+    def reordered(self, plan: Any, rows: int) -> Tensor | None:
+        """Return where chunks of another number of ``rows`` have theirs in the order of `order`; None: in the same."""
+        return self.tokens.reordered(*self._steps(plan), self._step(rows))
+
+    def _steps(self, plan: Any) -> tuple[int, int]:
+        """Return a group's rows of a chunk, and of the pieces in which the exponential path computes it."""
+        in_pieces = plan.backend == "exp" and plan.schedule == "chunks"
+        return self._step(plan.chunk_rows), self._step(plan.product_rows if in_pieces else plan.chunk_rows)
 
     def _step(self, rows: int) -> int:
         return max(1, rows // self.groups)
@@ -112,6 +122,11 @@ class Ranks:
     def _within(self, part: slice) -> slice:
         """Return a chunk's rows within each group."""
         return slice(part.start // self.groups, part.stop // self.groups)
+
+    def begin_sum(self, product_CD: Tensor, part: slice) -> Callable[[Gradients], None]:
+        """Begin to add up all ranks' gradients of a chunk's hidden states; return what waits, and writes them."""
+        reduced, start = self.tokens.reduce(product_CD), self._within(part).start
+        return lambda into: reduced.write(into, start)
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
@@ -133,6 +148,11 @@ class Ranks:
     def gather(self, x: Tensor) -> Tensor:
         """Return every rank's ``x`` [W, ...]."""
         return self.begin_gather(x).get()
+
+    def begin_sum_of(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin to exchange ``x``; return what waits on the device, and returns the sum of all ranks'."""
+        told = self.begin_gather(x)
+        return lambda: told.get().sum(0)
 
     def begin_gather(self, x: Tensor) -> exchange.Told:
         """Begin to gather it.

@@ -35,8 +35,11 @@ class SameTokens:
         """Undo `arranged`."""
         return x_GL[0]
 
-    def order(self, step: int) -> None:
+    def order(self, step: int, piece: int) -> None:
         """Return where the rows of chunks of ``step`` rows a group stand among the N tokens: in order."""
+
+    def reordered(self, step: int, piece: int, other: int) -> None:
+        """Return where the rows of chunks of ``other`` rows a group stand among those of `order`: the order is one."""
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
@@ -89,10 +92,27 @@ class SpreadTokens:
         out = x_GL.new_zeros(self.N + 1, *x_GL.shape[2:])
         return out.index_copy_(0, self._order_GL.view(-1), x_GL.flatten(0, 1))[: self.N]
 
-    def order(self, step: int) -> Tensor:
-        """Return where the rows of chunks of ``step`` rows a group stand among the N tokens; N: a token of none."""
-        chunks = [self._order_GL[:, start : start + step].reshape(-1) for start in range(0, self.length, step)]
-        return torch.cat(chunks) if chunks else self._order_GL.view(-1)
+    def order(self, step: int, piece: int) -> Tensor:
+        """Return where the rows of chunks of ``step`` rows a group stand among the N tokens; N: a token of none.
+
+        Chunks are computed in pieces of ``piece`` rows a group, which follow one another.
+        """
+        return self._order_GL.view(-1)[self._slots(step, piece)]
+
+    def reordered(self, step: int, piece: int, other: int) -> Tensor:
+        """Return where the rows of chunks of ``other`` rows a group stand among those of `order`."""
+        slots, others = self._slots(step, piece), self._slots(other, other)
+        return torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots), device=slots.device))[others]
+
+    def _slots(self, step: int, piece: int) -> Tensor:
+        """Return the places of chunks' rows, piece by piece, among all ranks' rows one after another."""
+        slot_GL = torch.arange(self._order_GL.numel(), device=self._order_GL.device).view_as(self._order_GL)
+        pieces = [
+            slot_GL[:, at : min(at + piece, start + step)].reshape(-1)
+            for start in range(0, self.length, step)
+            for at in range(start, min(start + step, self.length), piece)
+        ]
+        return torch.cat(pieces) if pieces else slot_GL.view(-1)
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""

@@ -15,8 +15,8 @@ from lowtide.head.graph import (
     refuse_batched,
     save_for_recompute,
     saved_for_recompute,
+    undisturbed,
 )
-from lowtide.head.registration import undisturbed
 from lowtide.head.scaling import scaled, times
 from lowtide.head.user_function.call import ApplyCall, Needs, Tensors, Totals
 from lowtide.head.user_function.checks import check_rows_are_independent

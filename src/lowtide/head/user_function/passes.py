@@ -13,8 +13,7 @@ from lowtide.errors import ArgumentValueError, message
 from lowtide.head.backends import why_not_row
 from lowtide.head.gradients import put_input_grad
 from lowtide.head.head_plan import padded
-from lowtide.head.matmul import HeadMatmul, narrow_view
-from lowtide.head.softmax import finish_logits_
+from lowtide.head.matmul import HeadMatmul, finish_logits_, narrow_view
 from lowtide.head.user_function.call import ApplyCall, Needs, Rows, Tensors, Totals, has_numbers, put_rows, summed_in
 from lowtide.head.user_function.function import Caller, Results, vjp
 from lowtide.head.user_function.random import RandomState, random_state, same_state, set_random_state

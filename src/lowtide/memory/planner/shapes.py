@@ -65,9 +65,9 @@ class ModelShape:
         model_type: As in the config.
         layers: Decoder layers.
         hidden: Width of the residual stream.
-        heads: Query heads of each layer, of ``head_dim`` numbers.
+        heads: Query heads of each layer.
         kv_heads: Key and value heads.
-        head_dim: See there.
+        head_dim: Size of each head.
         intermediate: Width of the MLP, or of one expert.
         vocab: Rows of the output layer.
         tied: Whether embedding and output layer are one tensor.

@@ -288,7 +288,7 @@ def test_a_trl_that_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def refuse(**_: Any) -> None:
         raise UnsupportedError("TRL: expected 1.16, got another")
 
-    monkeypatch.setattr("lowtide.train.callback.patch_trl", refuse)
+    monkeypatch.setattr("lowtide.models.callback.patch_trl", refuse)
     texts: list[str] = []
     trl_trainer("SFT", tmp_path, lowtide.PatchCallback(show=texts.append))
     assert "TRL left as it is: TRL: expected 1.16" in texts[0]

@@ -1,0 +1,210 @@
+"""The loop over chunks of logits, for every function of them, on one rank and on many.
+
+N tokens, n rows computed, C rows of a chunk, D hidden size, V vocabulary, V_r classes of it on this rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head.call import Head
+from lowtide.head.gradients import Gradients, put_input_grad
+from lowtide.head.head_plan import HeadPlan, padded
+from lowtide.head.matmul import HeadMatmul, finish_logits_
+from lowtide.head.rows import Rows
+
+Numbers = dict[str, Tensor]
+Upstream = Callable[[Numbers, slice], Any]
+
+
+class Terms:
+    """What is computed of a chunk of logits; a new function of them is one such class.
+
+    ``z`` holds a chunk's logits [C, V_r], and where the vocabulary is sharded one more column, -inf, for the classes of
+    other ranks. ``part`` are the chunk's rows among the n.
+    """
+
+    raw = False  # whether ``z`` is ``x @ w.T`` alone: a kernel adds the bias, scales and caps it itself
+    lift: Tensor | None = None  # what the weight's gradient is multiplied with until the last chunk, for fp16
+
+    def numbers(self, z: Tensor, part: slice) -> Numbers:
+        """Return numbers of each row [C, ...], the same on every rank; ``z`` is left as it is for `gradient_`."""
+        raise NotImplementedError
+
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any, out: Tensor | None = None) -> Tensor | None:
+        """Replace logits by the gradient with respect to ``x @ w.T + bias``.
+
+        Args:
+            z: The logits.
+            part: Their rows.
+            known: What `numbers` returned for them.
+            g: The upstream gradient of these numbers.
+            out: Takes the gradient in the operands' dtype where ``z`` holds only some of a chunk's rows (kernels).
+
+        Returns:
+            Tensor | None: What each row's gradient is still to be multiplied with [C]; None: 1.
+        """
+        raise NotImplementedError
+
+    def both_(
+        self, z: Tensor, part: slice, upstream: Upstream, out: Tensor | None = None
+    ) -> tuple[Numbers, Tensor | None]:
+        """Return `numbers` and what `gradient_` does; a kernel that computes both at once overrides it."""
+        numbers = self.numbers(z, part)
+        return numbers, self.gradient_(z, part, numbers, upstream(numbers, part), out)
+
+
+def run(
+    head: Head,
+    rows: Rows,
+    plan: HeadPlan,
+    terms: Terms,
+    into: Gradients | None = None,
+    *,
+    upstream: Upstream | None = None,
+    known: Numbers | None = None,
+) -> Numbers:
+    """Return numbers of each row [n, ...], and add the gradients, chunk by chunk.
+
+    Args:
+        head: The head.
+        rows: Which tokens, in which order.
+        plan: Chunks, the same on every rank.
+        terms: What is computed.
+        into: Takes the gradients, with ``upstream``.
+        upstream: The upstream gradient of a chunk's numbers; None: numbers alone.
+        known: Numbers of all rows from an earlier pass, of which the gradients are; None: they are computed.
+    """
+    chunks = _Chunks(head, rows, plan, terms)
+    found: list[tuple[Numbers, Tensor | None]] = []
+    for part in chunks.parts or [slice(0, 0)]:
+        x_CD = chunks.hidden(part)
+        if upstream is None or into is None:
+            numbers = terms.numbers(chunks.logits(x_CD), part)
+        else:
+            numbers, g_CV, outside = chunks.gradient(x_CD, part, upstream, known)
+            if len(x_CD):
+                _add_products(head, chunks.matmul, g_CV, outside, x_CD, into, rows.index, part, lift=terms.lift)
+        found.append((numbers, None))
+    if into is not None and into.weight_VD is not None and terms.lift is not None:
+        into.weight_VD.div_(terms.lift)
+    return joined(found)[0]
+
+
+class _Chunks:
+    """What all chunks of a pass share: GEMMs, and memory for logits and, where these are fewer rows, a gradient."""
+
+    def __init__(self, head: Head, rows: Rows, plan: HeadPlan, terms: Terms) -> None:
+        self.head, self.rows, self.plan, self.terms = head, rows, plan, terms
+        self.parts = list(head.ranks.chunks(plan))
+        self.matmul = HeadMatmul(head.weight_VD, plan, head.dtype, head.wide)
+        longest = max((part.stop - part.start for part in self.parts), default=0)
+        self.pieces = plan.product_rows or longest  # rows of which logits exist at a time
+        self.columns = head.ranks.rows + (not head.ranks.alone)
+        self._logits = head.input.new_empty(min(longest, self.pieces), padded(self.columns), dtype=head.wide)
+        self._narrow = self._logits[:0]
+        if self.pieces < longest:
+            self._narrow = self._logits.new_empty(longest, padded(head.ranks.rows), dtype=head.dtype)
+
+    def hidden(self, part: slice) -> Tensor:
+        """Return a chunk's hidden states [C, D] in the operands' dtype, 0 in rows that do not count."""
+        head, kept = self.head, self.rows.kept
+        if part.start == part.stop:
+            return head.input.new_empty(0, head.input.shape[-1], dtype=head.dtype)
+        x_CD = head.ranks.begin_rows(head.input, self.rows.index, part, head.dtype).get()
+        return x_CD if kept is None else x_CD.where(kept[part, None], 0)  # a NaN would reach the weight's gradient
+
+    def logits(self, x_CD: Tensor) -> Tensor:
+        """Return the logits of these hidden states."""
+        head, V = self.head, self.head.ranks.rows
+        z = self._logits[: len(x_CD), : self.columns]
+        z_V = z if head.ranks.alone else z[:, :V]
+        self.matmul.logits(x_CD, z_V)
+        if not self.terms.raw:
+            columns = (
+                max(1, V) if head.softcap is None else self.plan.columns
+            )  # on a CPU one operator is better than many
+            finish_logits_(z_V, head.bias_V, head.scale, head.softcap, columns)
+        if not head.ranks.alone:
+            z[:, V:] = -torch.inf
+        return z
+
+    def gradient(
+        self, x_CD: Tensor, part: slice, upstream: Upstream, known: Numbers | None
+    ) -> tuple[Numbers, Tensor, Tensor | None]:
+        """Return a chunk's numbers, the gradient of its logits [C, V_r], and what its rows still lack."""
+        C, V, terms = len(x_CD), self.head.ranks.rows, self.terms
+        g_CV, out = self._narrow[:C, :V], None
+        found: list[tuple[Numbers, Tensor | None]] = []
+        for start in range(0, max(1, C), max(1, self.pieces)):
+            stop = min(start + self.pieces, C)
+            of_all = slice(part.start + start, part.start + stop)
+            z = self.logits(x_CD[start:stop])
+            if len(self._narrow):
+                out = g_CV[start:stop]
+            if known is None:
+                found.append(terms.both_(z, of_all, upstream, out))
+            else:
+                numbers = {name: x[of_all] for name, x in known.items()}
+                found.append((numbers, terms.gradient_(z, of_all, numbers, upstream(numbers, of_all), out)))
+        if out is None:
+            g_CV = z if self.head.ranks.alone else z[:, :V]
+        numbers, outside = joined(found)
+        return numbers, g_CV, outside
+
+
+def joined(found: list[tuple[Numbers, Tensor | None]]) -> tuple[Numbers, Tensor | None]:
+    """Return the numbers of all rows, and what they lack, from those of some rows each."""
+    if len(found) == 1:
+        return found[0]
+    outsides = [outside for _, outside in found if outside is not None]
+    numbers = {name: torch.cat([x[name] for x, _ in found]) for name in found[0][0]}
+    return numbers, torch.cat(outsides) if outsides else None
+
+
+def _add_products(
+    head: Head,
+    matmul: HeadMatmul,
+    z_CV: Tensor,
+    outside: Tensor | None,
+    x_CD: Tensor,
+    into: Gradients,
+    index: Tensor | None,
+    part: slice,
+    lift: Tensor | None = None,
+) -> None:
+    """Add a chunk's gradients; across ranks the sum of the input's runs beside the weight's GEMM.
+
+    Args:
+        head: The head.
+        matmul: Its GEMMs.
+        z_CV: The gradient of the chunk's logits; overwritten.
+        outside: What each of its rows is still to be multiplied with [C]; None: 1.
+        x_CD: The chunk's hidden states.
+        into: Takes the gradients.
+        index: Places of all rows among the N tokens; None: all, in order.
+        part: Which of these rows the chunk has.
+        lift: What the weight's gradient is multiplied with besides.
+    """
+    by_kernel = matmul.plan.backend == "row"  # its gradient may be narrow already
+    if into.bias_V is not None and not by_kernel:
+        into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
+    g_CV = matmul.operand(z_CV)
+    if into.bias_V is not None and by_kernel:
+        from lowtide.head.kernels.exp_rows import add_column_sums
+
+        add_column_sums(g_CV, x_CD.new_ones(len(x_CD), dtype=head.wide) if outside is None else outside, into.bias_V)
+    write = None
+    if into.input_ND is not None and head.ranks.alone:
+        put_input_grad(matmul, g_CV, outside, into, index, part)
+    elif into.input_ND is not None:
+        product = x_CD.new_empty(x_CD.shape, dtype=matmul.wide)  # summed over ranks before it is rounded
+        matmul.input_grad(g_CV, outside, product)
+        write = head.ranks.begin_sum(product, part)
+    if into.weight_VD is not None:
+        raised = outside if lift is None or outside is None else outside * lift
+        matmul.weight_grad(g_CV, raised, x_CD, into.weight_VD, part.start == 0)
+    if write is not None:
+        write(into)

@@ -1,0 +1,176 @@
+"""The loops over chunks where a GEMM finishes the rows: exponentials, or sums and gradients of logits that never exist.
+
+A chunk is computed in pieces, between which ranks exchange a few numbers a row: while a piece's are under way, the next
+one's GEMM runs. On one rank a chunk is one piece, and nothing is ahead of its turn.
+
+N tokens, n rows, C rows of a piece, D hidden size, V classes of this rank, B classes of a block.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head.call import Head
+from lowtide.head.gradients import Gradients
+from lowtide.head.head_plan import HeadPlan, padded
+from lowtide.head.kernels import configs
+from lowtide.head.kernels.exp_logits import multiprocessors
+from lowtide.head.kernels.exp_rows import add_column_sums
+from lowtide.head.matmul import matmul_into
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.rows import rows_are_aligned
+
+
+@dataclass(kw_only=True)
+class Piece:
+    """Some rows of a chunk, and what its stages leave for each other."""
+
+    part: slice  # among the n rows
+    at: slice  # among the chunk's
+    closes: bool  # whether they are the chunk's last
+    x_CD: Any = None  # hidden states; an exchange until they are needed
+    y_C: Any = None  # int32 row of this rank's weight, more where another rank has the class, -1 where ignored
+    own_C: Any = None  # class weights, where they are by row
+    rows: Any = None  # kernels.exp_rows.Reports
+    exchange: Any = None  # returns what was exchanged last
+
+
+class Exponentials:
+    """A head in one direction of a call: what its pieces share.
+
+    Args:
+        head: The head.
+        plan: Chunks and blocks, the same on every rank.
+    """
+
+    def __init__(self, head: Head, plan: HeadPlan) -> None:
+        self.head, self.plan, self.ranks = head, plan, head.ranks
+        self.weight_VD = _operand_rows(head.weight_VD, head.dtype)
+        self.width = len(self.weight_VD)
+        self.config = configs.of_device(head.input.device)
+        self.programs = multiprocessors(head.input.device)
+        self.ahead = 0 if self.ranks.alone else 1
+
+    def begin(self, piece: Piece) -> Piece:
+        """Begin to gather a piece's hidden states; the piece itself is left without, for nobody lets go of it."""
+        return replace(piece, x_CD=self.ranks.begin_rows(self.head.input, None, piece.part, self.head.dtype))
+
+    def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
+        """Take up a chunk: return the s [C] of its rows, and write s x into ``scaled_CD`` where given."""
+        raise NotImplementedError
+
+    def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
+        """Write the gradient of the logits over each row's s, of the classes from ``first_class`` on."""
+        raise NotImplementedError
+
+    def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:
+        """Write the input's gradient, given the product [C, D] (float32) of all entries and the weight."""
+        raise NotImplementedError
+
+    def pieces(self, chunk_rows: int, piece_rows: int) -> list[Piece]:
+        """Return the pieces of all chunks, in order: whole groups of rows."""
+        groups, found = self.ranks.groups, []
+        chunk_rows, piece_rows = (max(1, rows // groups) * groups for rows in (chunk_rows, piece_rows))
+        for chunk in slices(self.plan.rows, chunk_rows):
+            C = chunk.stop - chunk.start
+            found += [
+                Piece(part=slice(chunk.start + at.start, chunk.start + at.stop), at=at, closes=at.stop == C)
+                for at in slices(C, piece_rows)
+            ]
+        return found
+
+    def in_stages(
+        self, pieces: Iterable[Piece], *stages: Callable[[Piece], Piece], chunks: bool = False
+    ) -> Iterator[Piece]:
+        """Yield pieces after these stages, each stage's exchange begun a piece ahead of the next one's.
+
+        With ``chunks`` those of a chunk are all yielded before the next chunk's last stage: they share memory.
+        """
+        for stage in stages:
+            pieces = _ahead(map(stage, pieces), self.ahead, closed=chunks and stage is stages[-1])
+        yield from pieces
+
+    def recompute(self, into: Gradients, *, begun: bool) -> None:
+        """Add up the gradients in blocks of the vocabulary: one GEMM for the entries, one for each gradient.
+
+        ``begun`` says whether the weight's gradient holds something already. Across ranks the input's begins to be
+        summed before the weight's last GEMM of a chunk, and is waited for before the next chunk's sum begins.
+        """
+        plan, alone, (V, D) = self.plan, self.ranks.alone, self.weight_VD.shape
+        pieces = self.pieces(plan.chunk_rows, plan.chunk_rows)
+        longest = max((piece.at.stop for piece in pieces), default=0)
+        new, product, under_way = self.weight_VD.new_empty, None, None
+        e_buffer = new(longest, padded(plan.block_columns))
+        scaled = None if into.weight_VD is None else new(longest, D)
+        for piece in self.in_stages(pieces, self.begin):
+            piece.x_CD = x_CD = aligned_rows(piece.x_CD.get())
+            C = len(x_CD)
+            scaled_CD = None if scaled is None else scaled[:C]
+            s_C = self.prepare(piece, scaled_CD)
+            if into.input_ND is not None and (product is None or not alone):
+                product = new(C, D, dtype=torch.float32)
+            if product is not None and not V:
+                under_way = self._put_input(piece, product.zero_(), into, under_way)
+            for block in slices(V, plan.block_columns):
+                w_BD, e_CB = self.weight_VD[block], e_buffer[:C, : block.stop - block.start]
+                self.fill(piece, w_BD, e_CB, block.start)
+                if product is not None:
+                    matmul_into(e_CB, w_BD, product[:C], add=block.start > 0)
+                    if block.stop == V:
+                        under_way = self._put_input(piece, product[:C], into, under_way)
+                if scaled_CD is not None and into.weight_VD is not None:
+                    matmul_into(e_CB.t(), scaled_CD, into.weight_VD[block], add=begun)
+                if into.bias_V is not None:
+                    add_column_sums(e_CB, s_C, into.bias_V[block])
+            begun = True
+        if under_way is not None:
+            under_way(into)
+
+    def _put_input(
+        self, piece: Piece, product_CD: Tensor, into: Gradients, before: Callable[[Gradients], None] | None
+    ) -> Callable[[Gradients], None] | None:
+        """Finish a chunk's input gradient; return what waits for its sum over the ranks, after the one ``before``."""
+        if before is not None:
+            before(into)
+        if isinstance(self.ranks, Alone):
+            assert into.input_ND is not None
+            self.finish_input(piece, product_CD, into.input_ND[piece.part])
+            return None
+        if self.width:
+            self.finish_input(piece, product_CD, product_CD)
+        return self.ranks.begin_sum(product_CD, piece.part)
+
+
+def _ahead(pieces: Iterable[Piece], depth: int, *, closed: bool) -> Iterator[Piece]:
+    """Yield pieces when ``depth`` more are made; with ``closed`` all that there are when a chunk's last is."""
+    made: deque[Piece] = deque()
+    for piece in pieces:
+        made.append(piece)
+        left = 0 if closed and piece.closes else depth
+        del piece  # and with it its memory, when the next is made
+        while len(made) > left:
+            yield made.popleft()
+    yield from made
+
+
+def aligned_rows(x_CD: Tensor) -> Tensor:
+    """Return hidden states as TMA takes them: rows that start at multiples of 16 bytes."""
+    fits = x_CD.stride(1) == 1 and x_CD.stride(0) % 8 == 0 and x_CD.stride(0) > 0 and x_CD.data_ptr() % 16 == 0
+    return x_CD if fits else x_CD.clone(memory_format=torch.contiguous_format)
+
+
+def _operand_rows(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight in ``dtype``, its rows in order and as TMA takes them."""
+    if weight_VD.dtype != dtype:
+        return weight_VD.to(dtype, memory_format=torch.contiguous_format)
+    return weight_VD if rows_are_aligned(weight_VD) else weight_VD.clone(memory_format=torch.contiguous_format)
+
+
+def slices(N: int, size: int) -> Iterator[slice]:
+    """Yield the slices of ``size`` that make up N, the last one perhaps shorter."""
+    for start in range(0, N, max(1, size)):
+        yield slice(start, min(start + size, N))

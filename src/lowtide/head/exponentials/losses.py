@@ -1,0 +1,361 @@
+"""Cross entropy by unnormalised exponentials: two GEMMs a chunk beside the one that makes them, and thin kernels.
+
+The GEMM that would write logits z writes E = exp(z - t) instead, t the target's logit, and its row sums r. Then
+loss = log1p(r), and with s = g / (1 + r) and E_y = -r the gradients are dX = diag(s) (E W) and dW = E^T (diag(s) X):
+see `kernels.exp_rows` for all the options and for ranks that each have some of the classes, and docs/algorithm.md for
+the reasons.
+
+Two schedules: with a chunk's E over the whole vocabulary, three GEMMs (6NDV operations); or row sums first, and E
+recomputed in blocks of the vocabulary, four (8NDV), where memory is too short for chunks of enough rows, or where the
+upstream gradient is known in backward only. Names: n rows, C rows of a piece, D hidden size, V classes of this rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from lowtide.head.call import Head
+from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows, slices
+from lowtide.head.exponentials.smoothing import EvenPart, weighted_sum
+from lowtide.head.gradients import Gradients
+from lowtide.head.head_plan import HeadPlan, padded
+from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
+from lowtide.head.kernels.exp_rows import Reports, RowTerms
+from lowtide.head.matmul import matmul_into
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.rows import input_is_copied
+from lowtide.head.terms.loss import Loss
+
+Factor = Callable[[], tuple[Tensor, Gradients]]
+
+
+class CrossEntropy(Exponentials):
+    """One call, in either direction; the arguments are those of `exponentials.cross_entropy`."""
+
+    def __init__(self, head: Head, loss: Loss, y_n: Tensor, plan: HeadPlan) -> None:
+        super().__init__(head, plan)
+        alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
+        assert not isinstance(softcap, Tensor)
+        plain = head.bias_V is None and head.scale is None and softcap is None
+        self.hopper = plain and exp_logits_hopper.runs_on(head.input.device)
+        if self.hopper:
+            self.config = configs.GemmConfig(columns=exp_logits_hopper.COLUMNS.value)
+        self.tiles = exp_logits.tiles_across(self.width, self.config)
+        self.y_n, self.q_V, self.own_n = y_n, q, None if alone else loss.own_n
+        uniform = None
+        if smoothing:
+            uniform = y_n.new_zeros((), dtype=torch.float32)
+            if head.bias_V is not None:
+                uniform = head.bias_V.sum() if q is None else head.bias_V @ q
+        self.terms = RowTerms(
+            vocab=self.ranks.vocab,
+            bias_V=head.bias_V,
+            scale=head.scale,
+            softcap=softcap,
+            class_weight=q if alone else None,
+            by_row=not alone,
+            total_class_weight=q.sum() if loss.total is None and q is not None else loss.total,
+            smoothing=smoothing,
+            z_loss=loss.z_loss,
+            uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None,
+            uniform_bias=uniform,
+        )
+        self._views: dict[int, tuple[Tensor, ...]] = {}
+
+    def forward(self, factor: Factor | None) -> dict[str, Tensor]:
+        """Return each row's numbers; with ``factor`` add the gradients."""
+        plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
+        if in_chunks and not (alone and factor is None):
+            # across ranks the same on every one, also where others compute gradients and this one does not
+            pieces = self.pieces(plan.chunk_rows, plan.chunk_rows if alone else plan.product_rows)
+        else:
+            pieces = self.pieces(plan.sum_rows, plan.sum_rows)
+        products = _Products(self, pieces, factor) if factor is not None and in_chunks else None
+        order = None if in_chunks else self.ranks.reordered(plan, plan.sum_rows)
+        y_n, own_n = (x if x is None or order is None else x[order] for x in (self.y_n, self.own_n))
+        assert y_n is not None
+        found = torch.empty(3, len(y_n), dtype=torch.float32, device=y_n.device)
+        at_once = self._begin_all_targets(y_n)
+        self._sums = self._new(max((p.part.stop - p.part.start for p in pieces), default=0), self.tiles)
+        stages = (
+            self.begin,
+            partial(self._begin_targets, y_n, own_n, at_once),
+            partial(self._begin_sums, found, products),
+        )
+        for piece in self.in_stages(pieces, *stages, chunks=products is not None):
+            if products is None:
+                self.finish(piece)
+            else:
+                products.finish(piece)
+            del piece  # and with it its memory, when the next is made
+        if order is not None:
+            found = torch.empty_like(found).index_copy_(1, order, found)
+        numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
+        if products is not None:
+            products.settled()  # also where there are no tokens
+        elif factor is not None:
+            self.gradients(*factor(), numbers)
+        return numbers
+
+    def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
+        """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
+        self.factor_n, self.known = factor_n, known
+        self.even, begun = self.even_part(factor_n, into)
+        self._numbers = self._new(4 * max(self.plan.chunk_rows, self.ranks.groups))
+        self.recompute(into, begun=begun)
+        if self.even is not None:
+            self.even.put(add=True)
+
+    def even_part(self, factor_n: Tensor, into: Gradients) -> tuple[EvenPart | None, bool]:
+        """Return smoothing's part, if it is still to come, and whether the weight's gradient holds something.
+
+        Where all hidden states are here it comes before the chunks. Across ranks their sum is taken as they pass by: to
+        read them for it alone would be one gathering more.
+        """
+        plan = self.plan
+        if into.weight_VD is not None and not plan.chunks:
+            into.weight_VD.zero_()
+        if not (self.terms.smoothing and plan.chunks and self.width):
+            return None, False
+        factor_n = factor_n.where(self.y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
+        even = EvenPart(self.terms, self.q_V, factor_n, into, self.head.dtype)
+        if not self.ranks.alone:
+            return even, False
+        for piece in self.pieces(plan.chunk_rows, plan.chunk_rows) if into.weight_VD is not None else ():
+            even.add(aligned_rows(self.begin(piece).x_CD.get()), piece.part)
+        return None, even.put(add=False)
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
+
+    def exponentials(
+        self,
+        piece: Piece,
+        w_VD: Tensor,
+        reference_C: Tensor,
+        *,
+        sum_CP: Tensor | None = None,
+        e_CV: Tensor | None = None,
+        coefficient_C: Tensor | None = None,
+        first_class: int = 0,
+    ) -> None:
+        """Write E of a piece and some classes, or its sums."""
+        if self.hopper:
+            exp_logits_hopper.exp_logits_hopper(
+                piece.x_CD, w_VD, reference_C, piece.y_C, self.programs, sum_CP=sum_CP, e_CV=e_CV,
+                coefficient_C=coefficient_C, first_class=first_class,
+            )  # fmt: skip
+            return
+        terms, bias = self.terms, self.terms.bias_V
+        exp_logits.exp_logits(
+            piece.x_CD, w_VD, reference_C, piece.y_C, self.config, self.programs, sum_CP=sum_CP, e_CV=e_CV,
+            bias_V=None if bias is None else bias[first_class : first_class + len(w_VD)], scale=terms.scale,
+            softcap=terms.softcap, coefficient_C=coefficient_C, first_class=first_class,
+        )  # fmt: skip
+
+    def _shifted(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...]) -> None:
+        """Do the listed rows again, relative to another reference; the host never learns how many they are."""
+        rows, terms = piece.rows, self.terms
+        exp_logits.shifted_exp_logits(
+            piece.x_CD, self.weight_VD, rows.listed, rows.count, rows.highest, piece.y_C, self.config, self.programs,
+            sum_CP=self._sums[: len(piece.y_C)], bias_V=terms.bias_V, scale=terms.scale, softcap=terms.softcap,
+            e_CV=e_CV, find_highest=find_highest,
+        )  # fmt: skip
+
+    def terms_of(self, piece: Piece) -> RowTerms:
+        """Return the loss with the class weights of a piece's rows, where they are by row."""
+        return self.terms if piece.own_C is None else replace(self.terms, class_weight=piece.own_C)
+
+    def _begin_all_targets(self, y_n: Tensor) -> Callable[[], Tensor] | None:
+        """Begin to exchange all targets' logits at once where all hidden states are here; None: piece by piece."""
+        if self.ranks.alone or self.ranks.spread or not len(y_n) or input_is_copied(self.head.input, self.head.dtype):
+            return None
+        x_ND = self.ranks.begin_rows(self.head.input, None, slice(0, len(y_n)), self.head.dtype).get()
+        numbers = self._new(2 if self.terms.smoothing else 1, len(y_n))
+        count = torch.empty(1, dtype=torch.int32, device=y_n.device)
+        exp_rows.target_logits(x_ND, self.weight_VD, y_n, self.terms, numbers[0], numbers[-1], count)
+        return cache(self.ranks.begin_sum_of(numbers))
+
+    def _begin_targets(
+        self, y_n: Tensor, own_n: Tensor | None, at_once: Callable[[], Tensor] | None, piece: Piece
+    ) -> Piece:
+        """Begin to exchange the targets' logits, and with smoothing the weighted sums of all logits [1 or 2, C]."""
+        piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get()), y_n[piece.part]
+        piece.own_C = None if own_n is None else own_n[piece.part]
+        piece.rows = target, _, _, _, _, count = self._memory(len(piece.y_C))
+        if at_once is not None:
+            piece.exchange = partial(_columns_of, at_once, piece.part)
+        else:
+            exp_rows.target_logits(piece.x_CD, self.weight_VD, piece.y_C, self.terms, target[0], target[-1], count)
+            piece.exchange = self.ranks.begin_sum_of(target)
+        return piece
+
+    def _memory(self, C: int) -> tuple[Tensor, ...]:
+        """Return memory for the numbers of C rows: the host makes its views once a length where nothing is ahead."""
+        views = self._views.get(C) if self.ranks.alone else None
+        if views is None:
+            numbers = self._new(4, C)
+            integers = torch.zeros(2 * C + 1, dtype=torch.int32, device=self.head.input.device)
+            views = (
+                numbers[: 2 if self.terms.smoothing else 1],
+                *numbers[2:].unbind(),
+                *torch.split(integers, [C, C, 1]),
+            )
+            if self.ranks.alone:
+                self._views[C] = views
+        return views
+
+    def _begin_sums(self, found: Tensor, products: "_Products | None", piece: Piece) -> Piece:
+        """Build a piece's E, or its sums alone, and begin to exchange these."""
+        loss, lse, miss = found[:, piece.part].unbind()
+        target, (_, s, rest, highest, listed, count) = piece.exchange(), piece.rows
+        piece.rows = rows = Reports(
+            target_logit=target[0], uniform_logit=target[-1], loss=loss, lse=lse, miss=miss, rest=rest, count=count,
+            s=s if products is None else products.s_C[piece.at], highest=highest, listed=listed,
+        )  # fmt: skip
+        e_CV = None if products is None else products.e(piece.at)
+        sums = self._sums[: len(loss)]
+        if self.width:
+            self.exponentials(piece, self.weight_VD, rows.target_logit, sum_CP=sums, e_CV=e_CV)
+        if isinstance(self.ranks, Alone):
+            piece.exchange = sums
+            return piece
+        mine = self._new(2, len(loss))
+        if self.width:
+            exp_rows.sum_rows(sums, piece.y_C, rows, mine, e_CV=e_CV)
+            self._shifted(piece, None, (True, False))
+            exp_rows.sum_rows(sums, piece.y_C, rows, mine, shifted=True)
+        else:
+            mine[0], mine[1] = 0, -torch.inf
+        piece.exchange = self.ranks.begin_gather(mine)
+        return piece
+
+    def finish(
+        self,
+        piece: Piece,
+        factor_C: Tensor | None = None,
+        e_CV: Tensor | None = None,
+        scaled_CD: Tensor | None = None,
+    ) -> None:
+        """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
+        alone, rows, terms = self.ranks.alone, piece.rows, self.terms_of(piece)
+        sums = piece.exchange if alone else piece.exchange.get()
+        if not alone:
+            rows.count.zero_()
+        for shifted in (False, True):
+            exp_rows.finish_rows(
+                sums, piece.x_CD, piece.y_C, factor_C, rows, terms, e_CV=e_CV, scaled_CD=scaled_CD, shifted=shifted
+            )
+            if not shifted and (alone or e_CV is not None):
+                self._shifted(piece, e_CV, (True, False) if alone else (False,))
+
+    def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
+        """See `Exponentials.prepare`."""
+        part, C = piece.part, len(piece.x_CD)
+        piece.y_C, piece.own_C = self.y_n[part], None if self.own_n is None else self.own_n[part]
+        piece.rows = self._numbers[: 4 * C].view(4, C)
+        exp_rows.prepare_rows(
+            self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self.factor_n[part],
+            self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD,
+        )  # fmt: skip
+        if self.even is not None:
+            self.even.add(piece.x_CD, part)
+        s_C: Tensor = piece.rows[2]
+        return s_C
+
+    def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
+        """See `Exponentials.fill`."""
+        reference_C, coefficient_C = piece.rows[:2]
+        self.exponentials(piece, w_BD, reference_C, e_CV=e_CB, coefficient_C=coefficient_C, first_class=first_class)
+
+    def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:
+        """See `Exponentials.finish_input`."""
+        (s_C, rest_C), factor_C = piece.rows[2:], self.factor_n[piece.part]
+        exp_rows.finish_input_grad(product_CD, out_CD, self.weight_VD, piece.y_C, s_C, rest_C, factor_C, self.terms)
+
+
+def _columns_of(numbers: Callable[[], Tensor], part: slice) -> Tensor:
+    return numbers()[:, part]
+
+
+class _Products:
+    """The gradients from the E that the sums are taken of: three GEMMs a chunk, and the memory of one.
+
+    Args:
+        exp: The call.
+        pieces: All of them.
+        factor: As in `exponentials.cross_entropy`.
+    """
+
+    def __init__(self, exp: CrossEntropy, pieces: list[Piece], factor: Factor) -> None:
+        self.exp, self._factor = exp, factor
+        self.rows = max((piece.at.stop for piece in pieces), default=0)
+        self._e = exp.weight_VD.new_empty(self.rows, padded(exp.width))
+        self.s_C = exp.weight_VD.new_empty(self.rows, dtype=torch.float32)
+        self.into: Gradients | None = None
+        self.parts: list[slice] = []
+
+    def e(self, at: slice) -> Tensor | None:
+        """Return E of some of the chunk's rows; None where this rank has no classes."""
+        return self._e[at, : self.exp.width] if self.exp.width else None
+
+    def settled(self) -> Gradients:
+        """Return what takes the gradients; the first time find the rows' factors, and make what they need."""
+        if self.into is None:
+            self.factor_n, self.into = self._factor()
+            exp, D = self.exp, self.exp.weight_VD.shape[1]
+            self.even, self.begun = exp.even_part(self.factor_n, self.into)
+            self.scaled = None if self.into.weight_VD is None else self._e.new_empty(self.rows, D)
+            # E W: of a whole chunk where it is summed over the ranks before it is rounded
+            rows = min(self.rows, exp.plan.product_rows) if exp.ranks.alone else self.rows
+            self.product = None if self.into.input_ND is None else self.s_C.new_empty(rows, D)
+        return self.into
+
+    def finish(self, piece: Piece) -> None:
+        """Finish a piece and its product with the weight; with a chunk's last its product with the hidden states."""
+        into, e_CV = self.settled(), self.e(piece.at)
+        factor_C = self.factor_n[piece.part]
+        self.exp.finish(piece, factor_C, e_CV, None if self.scaled is None else self.scaled[piece.at])
+        if self.even is not None:
+            self.even.add(piece.x_CD, piece.part)
+        if into.input_ND is not None:
+            self._input_grad(piece, e_CV, factor_C, into.input_ND)
+        self.parts.append(piece.part)
+        if piece.closes:
+            self._close(into, piece.at.stop, last=piece.part.stop == self.exp.plan.rows)
+
+    def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, input_ND: Tensor) -> None:
+        """Write a piece's input gradient, as many rows at a time as the plan says; or this rank's part of it."""
+        exp, alone, product = self.exp, self.exp.ranks.alone, self.product
+        assert product is not None
+        if e_CV is None:
+            product[piece.at].zero_()
+            return
+        of_rows = e_CV, piece.y_C, piece.rows.s, piece.rows.rest, factor_C
+        out_CD = input_ND[piece.part] if alone else product[piece.at]
+        for rows in slices(len(e_CV), exp.plan.product_rows if alone else len(e_CV)):
+            e, y, s, rest, g = of_rows if rows.stop - rows.start == len(e_CV) else (x[rows] for x in of_rows)
+            product_CD = product[: len(e)] if alone else out_CD
+            matmul_into(e, exp.weight_VD, product_CD, add=False)
+            exp_rows.finish_input_grad(product_CD, out_CD[rows], exp.weight_VD, y, s, rest, g, exp.terms)
+
+    def _close(self, into: Gradients, C: int, *, last: bool) -> None:
+        """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
+        ranks, product, e_CV, waits = self.exp.ranks, self.product, self.e(slice(0, C)), []
+        if product is not None and not isinstance(ranks, Alone):
+            first = self.parts[0].start
+            # on one group of rows in one exchange
+            parts = [slice(first, first + C)] if ranks.groups == 1 else self.parts
+            waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p) for p in parts]
+        if last and self.even is not None:  # before the product, so that of a single chunk it is written and not added
+            self.begun = self.even.put(add=self.begun)
+        if e_CV is not None and self.scaled is not None and into.weight_VD is not None:
+            matmul_into(e_CV.t(), self.scaled[:C], into.weight_VD, add=self.begun)
+        if e_CV is not None and into.bias_V is not None:
+            exp_rows.add_column_sums(e_CV, self.s_C[:C], into.bias_V)
+        for wait in waits:
+            wait(into)
+        self.parts, self.begun = [], True

@@ -1,0 +1,240 @@
+"""The head's functions in autograd's graph: gradients stored by forward and scaled in backward, or recomputed there.
+
+A function is a record: what it gets beside the head, the values that it returns, the numbers that backward needs, and
+two implementations. Its operators, their fakes and FLOP counts, and its two autograd nodes are made from that here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.head.call import Head, HeadCall, Wanted
+from lowtide.head.gradients import Gradients
+from lowtide.head.graph import (
+    Operator,
+    in_places,
+    refuse_batched,
+    save_for_recompute,
+    saved_for_recompute,
+    schema_of,
+    tensor_fields,
+    undisturbed,
+)
+from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.stored import StoredGradients, fake_stored_gradients, keep, multiplied
+
+Values = dict[str, Tensor]
+Shape = tuple[tuple[int, ...], torch.dtype]
+_HEAD = len(HeadCall._fields)
+_TRAINED = tuple(map(HeadCall._fields.index, ("input", "linear_weight", "linear_bias")))
+_WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
+
+
+class Function:
+    """A function of a head's logits, and what its operators and nodes are made of.
+
+    Args:
+        name: Of its operator; that of backward has "_backward" behind it.
+        public: Its name in errors.
+        args: The record of what it gets beside the head.
+        forward: ``(head, args, wanted, keep) -> (values, stored gradients or None)``.
+        backward: ``(head, args, wanted, upstream, known) -> gradients``.
+        shapes: From a call, its args and whether it is to be differentiated later, the shape and dtype of each value.
+        returned: Names of the values that are returned, differentiable ones first.
+        differentiable: How many of these are.
+        known: Names of the values that backward needs.
+        ignores: Whether tokens can be left out, from the args.
+        beside: FLOP of what is computed beside the head, from the args.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        public: str,
+        args: Any,
+        forward: Callable[[Head, Any, Wanted, bool], tuple[Values, StoredGradients | None]],
+        backward: Callable[[Head, Any, Wanted, dict[str, Tensor | None], Values], Gradients],
+        *,
+        shapes: Callable[[HeadCall, Any, bool], dict[str, Shape]],
+        returned: tuple[str, ...],
+        differentiable: int,
+        known: tuple[str, ...],
+        ignores: Callable[[Any], bool] = lambda _: True,
+        beside: Callable[[Any], int] = lambda _: 0,
+    ) -> None:
+        self.public, self.args, self.shapes, self.ignores, self.beside = public, args, shapes, ignores, beside
+        self.returned, self.upstream, self.known = returned, returned[:differentiable], known
+        self.names = returned + tuple(name for name in known if name not in returned)
+        self._forward, self._backward = forward, backward
+        self._fields = _HEAD + len(args._fields)
+        call = f"{schema_of(HeadCall)}, {schema_of(args)}, {_WANTED}"
+        several = ", ".join(["Tensor"] * (len(self.names) + len(StoredGradients._fields)))
+        given = ", ".join([*(f"Tensor? {name}_grad" for name in self.upstream), *(f"Tensor {name}" for name in known)])
+        self.run = Operator(name, f"({call}, bool keep) -> ({several})", self.compute, self._fake, self._flop)
+        self.run_backward = Operator(
+            f"{name}_backward", f"({call}, {given}) -> (Tensor, Tensor, Tensor)", self.compute_gradients,
+            self._fake_gradients, self._flop,
+        )  # fmt: skip
+        self.stored, self.recomputed = _nodes(self)
+
+    def __call__(self, call: HeadCall, args: Any, ranks: Ranks | None, *, recompute: bool) -> tuple[Tensor, ...]:
+        """Return what is returned, connected to whichever of the head's tensors need a gradient.
+
+        Args:
+            call: The head.
+            args: The rest.
+            ranks: Who else holds classes; None: nobody.
+            recompute: Whether backward recomputes the logits, or forward stores the gradients.
+        """
+        wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in call.trained))
+        values: Any
+        if not (torch.is_grad_enabled() and any(wanted) and self.upstream):
+            values = self.values(ranks, (*call, *args, False, False, False, False))[: len(self.returned)]
+        elif recompute:
+            values = self.recomputed.apply(ranks, *call, *args)
+        else:
+            values = self.stored.apply(ranks, wanted, *call, *args)
+        return values if isinstance(values, tuple) else (values,)
+
+    def values(self, ranks: Ranks | None, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return all values and stored gradients; with a sharded vocabulary there is no operator."""
+        if ranks is None:
+            found: tuple[Tensor, ...] = self.run(*args)
+            return found
+        return self.compute(*args, ranks=ranks)
+
+    def _split(self, fields: Sequence[Any]) -> tuple[HeadCall, Any, Wanted]:
+        call, args = HeadCall(*fields[:_HEAD]), self.args(*fields[_HEAD : self._fields])
+        return call, args, Wanted(*fields[self._fields : self._fields + 3])
+
+    def compute(self, *fields: Any, ranks: Ranks | None = None) -> tuple[Tensor, ...]:
+        """Return all values and stored gradients; what is not computed is empty."""
+        call, args, wanted = self._split(fields)
+        keep_known = fields[-1]
+        with torch.no_grad(), undisturbed(call.input.device):
+            values, stored = self._forward(call.head(ranks), args, wanted, keep_known)
+        shapes = self.shapes(call, args, keep_known)
+        names = self.names if keep_known else self.returned
+        values = {name: values[name] for name in names if name in values}
+        found = [values[name] if name in values else _empty(call, shapes[name]) for name in self.names]
+        return (*found, *(self._fake_stored(call, args, wanted) if stored is None else stored))
+
+    def _fake_stored(self, call: HeadCall, args: Any, wanted: Wanted) -> StoredGradients:
+        return fake_stored_gradients(
+            wanted,
+            call.input,
+            call.linear_weight,
+            call.wide,
+            per_token=getattr(args, "reduction", "none") == "none",
+            ignores=any(wanted) and self.ignores(args),
+        )
+
+    def _fake(self, *fields: Any) -> tuple[Tensor, ...]:
+        call, args, wanted = self._split(fields)
+        shapes = self.shapes(call, args, fields[-1])
+        return (*(_empty(call, shapes[name]) for name in self.names), *self._fake_stored(call, args, wanted))
+
+    def compute_gradients(self, *fields: Any, ranks: Ranks | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of input, weight and bias, in the shapes and dtypes of these, the bias's wide."""
+        call, args, wanted = self._split(fields)
+        given = fields[self._fields + 3 :]
+        upstream = dict(zip(self.upstream, given, strict=False))
+        known = dict(zip(self.known, given[len(self.upstream) :], strict=True))
+        with torch.no_grad(), undisturbed(call.input.device):
+            into = self._backward(call.head(ranks, "recompute"), args, wanted, upstream, known)
+        x, w = call.input, call.linear_weight
+        return (
+            x.new_empty(0) if into.input_ND is None else into.input_ND.view(x.shape),
+            w.new_empty(0) if into.weight_VD is None else into.weight_VD.to(w.dtype),
+            x.new_empty(0, dtype=call.wide) if into.bias_V is None else into.bias_V,
+        )
+
+    def _fake_gradients(self, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+        call, _, wanted = self._split(fields)
+        x, w = call.input, call.linear_weight
+        return (
+            x.new_empty(x.shape if wanted.input else 0),
+            w.new_empty(w.shape if wanted.weight else 0),
+            x.new_empty(w.shape[0] if wanted.bias else 0, dtype=call.wide),
+        )
+
+    def _flop(self, *fields: Any) -> int:
+        call, args, wanted = self._split(fields)
+        return head_flop(call.input, call.linear_weight, wanted) + self.beside(args)
+
+
+def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ()) -> int:
+    """Return the FLOP of one product for the logits, and one for each gradient that is ``wanted`` of the two."""
+    return 2 * (1 + sum(wanted[:2])) * math.prod(input.shape[:-1]) * linear_weight.numel()
+
+
+def _empty(call: HeadCall, shape: Shape) -> Tensor:
+    return call.input.new_empty(shape[0], dtype=shape[1])
+
+
+def _nodes(function: Function) -> tuple[Any, Any]:
+    """Return the two nodes of a function; classes of its own, for a compiler sees constants in them."""
+    count = _HEAD + len(function.args._fields)
+    tensors = (*tensor_fields(HeadCall), *(_HEAD + i for i in tensor_fields(function.args)))
+    returned, first_known = len(function.returned), len(function.names)
+    known = tuple(map(function.names.index, function.known))
+
+    class Stored(torch.autograd.Function):
+        """Forward stores the gradients; backward multiplies them with the upstream one."""
+
+        @staticmethod
+        def forward(ctx: Any, ranks: Ranks | None, wanted: Wanted, *fields: Any) -> Tensor:
+            found = function.values(ranks, (*fields, *wanted, False))
+            call, args = HeadCall(*fields[:_HEAD]), function.args(*fields[_HEAD:])
+            stored = StoredGradients(*found[first_known:])
+            keep(ctx, stored, wanted, call.trained, per_token=args.reduction == "none")
+            return found[0]
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> Any:
+            refuse_batched(function.public, upstream)
+            needs = Wanted(*(ctx.needs_input_grad[2 + i] for i in _TRAINED))
+            grads, sources = multiplied(ctx, upstream, needs, function.public)
+            return None, None, *in_places(grads, _TRAINED, count, (*sources, upstream))
+
+    class Recomputed(torch.autograd.Function):
+        """Forward saves the inputs and a few numbers a token; backward recomputes the logits."""
+
+        @staticmethod
+        def forward(ctx: Any, ranks: Ranks | None, *fields: Any) -> Any:
+            found = function.values(ranks, (*fields, False, False, False, True))
+            # what is returned is copied: the caller may write to it
+            numbers = [found[i].clone() if i < returned else found[i] for i in known]
+            save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers)
+            ctx.ranks, ctx.scalars = ranks, [None if i in tensors else field for i, field in enumerate(fields)]
+            if returned == 1:
+                return found[0]
+            ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
+            if not torch.compiler.is_compiling():
+                ctx.set_materialize_grads(False)  # what nobody differentiates costs nothing
+            return found[:returned]
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+            refuse_batched(function.public, *upstream)
+            fields, saved = list(ctx.scalars), saved_for_recompute(ctx, function.public)
+            for i, tensor in zip(tensors, saved, strict=False):
+                fields[i] = tensor
+            given = upstream[: len(function.upstream)]
+            if all(x is None for x in given):
+                return (None,) * (1 + count)
+            wanted = Wanted(*(ctx.needs_input_grad[1 + i] for i in _TRAINED))
+            args = (*fields, *wanted, *given, *saved[len(tensors) :])
+            if ctx.ranks is None:
+                dx, dw, db = function.run_backward(*args)
+            else:
+                dx, dw, db = function.compute_gradients(*args, ranks=ctx.ranks)
+            trained = [fields[i] for i in _TRAINED]
+            db = db if trained[2] is None else db.to(trained[2].dtype)
+            grads = [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)]
+            return None, *in_places(grads, _TRAINED, count, (*trained, *given))
+
+    return Stored, Recomputed

@@ -1,1 +1,0 @@
-"""What `lowtide.head.token_stats` is made of: the graph, the loops, and what one token's logits amount to."""

@@ -1,0 +1,324 @@
+"""Cross entropy: a loss over a row's statistics, or by a kernel over rows of logits, or of exponentials.
+
+N tokens, n rows computed, C rows of a chunk, V vocabulary. With target y, class weights q (all 1 if None, Q their sum),
+a = label_smoothing and u = z_loss, the loss of a row is
+
+    (1 - a) q_y (lse - z_y) + (a / V) (Q lse - sum_v q_v z_v) + u lse**2
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import TargetIndexError
+from lowtide.head import exponentials
+from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
+from lowtide.head.engine import Numbers, Terms, run
+from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.graph import is_last_backward
+from lowtide.head.head_plan import HeadPlan
+from lowtide.head.nodes import Function, Shape
+from lowtide.head.planning import plan_cross_entropy
+from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.scaling import FP16_LIFT, factor_lift
+from lowtide.head.stored import Kept, StoredGradients, lacks_denominator, stored_gradients
+from lowtide.head.terms.loss import Loss
+from lowtide.head.terms.statistics import Statistics, Upstream, silenced
+
+ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
+KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
+    torch.float32: "wide",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """What is known of a call's rows before any product."""
+
+    rows: Rows
+    y: Tensor  # [n] classes, all valid; on the exponential path int32 rows of this rank's weight, -1 where ignored
+    unit: Tensor  # [n] the token's weight; 0 if ignored, NaN if its target is no class
+    counted: Tensor | None  # parts of what "mean" divides by; None for the other reductions
+    loss: Loss
+
+    @cached_property
+    def denominator(self) -> Tensor | None:
+        """Return what "mean" divides by; None for the other reductions."""
+        return None if self.counted is None else self.counted.sum()
+
+    def divided(self) -> Tensor:
+        """Return each row's factor: its weight over the denominator, and 0 for ignored rows even where that is 0."""
+        if self.denominator is None:
+            return self.unit
+        factor = self.unit / self.denominator
+        return factor if self.rows.kept is None else factor.where(self.rows.kept, 0)
+
+
+class RowLoss(Terms):
+    """Cross entropy by one kernel that reads each row of products twice, and leaves the gradient in its place."""
+
+    raw = True
+
+    def __init__(self, head: Head, targets: Targets) -> None:
+        self.head, self.targets = head, targets
+
+    def numbers(self, z: Tensor, part: slice) -> Numbers:
+        """Return "loss"."""
+        return self._turn(z, part, None)[0]
+
+    def both_(
+        self,
+        z: Tensor,
+        part: slice,
+        upstream: Callable[[Numbers, slice], Tensor],
+        out: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[Numbers, Tensor | None]:
+        """Return "loss" and what each row lacks; a narrow gradient is left in the first half of the row."""
+        return self._turn(z, part, upstream({}, part))
+
+    def _turn(self, z: Tensor, part: slice, factor_C: Tensor | None) -> tuple[Numbers, Tensor | None]:
+        from lowtide.head.kernels.row_softmax import softmax_rows
+
+        head, targets, loss = self.head, self.targets, self.targets.loss
+        assert not isinstance(head.softcap, Tensor)
+        narrow, half = head.dtype != head.wide, head.dtype == torch.float16
+        unit = targets.unit[part]
+        loss_C = torch.empty_like(unit)
+        lift_C = torch.empty_like(unit) if half and factor_C is not None else None
+        softmax_rows(
+            z,
+            targets.y[part],
+            unit,
+            kept_C=None if targets.rows.kept is None else targets.rows.kept[part],
+            bias_V=head.bias_V,
+            logit_scale=head.scale,
+            softcap=head.softcap,
+            class_weight_V=loss.class_weight,
+            total_class_weight=loss.total,
+            label_smoothing=loss.label_smoothing,
+            z_loss=loss.z_loss,
+            loss_C=loss_C,
+            gradient=None if factor_C is None else KERNEL_GRADIENT[head.dtype],
+            factor_C=None if narrow else factor_C,
+            lift_C=lift_C,
+        )
+        outside = factor_C if narrow else None
+        return {"loss": loss_C}, outside if lift_C is None or outside is None else outside * lift_C
+
+
+Settle = Callable[[], tuple[Tensor, Gradients]]  # makes each row's factor [n] and the buffers for the gradients
+
+
+def forward(
+    head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool
+) -> tuple[dict[str, Tensor], StoredGradients | None]:
+    """Return the loss, with ``keep`` what `backward` needs of each token, and the wanted gradients for upstream 1."""
+    targets, plan = _plan(head, args, wanted)
+    rows, ranks, per_token, into = targets.rows, head.ranks, args.reduction == "none", Gradients()
+    if not head.input.requires_grad and (keep or (any(wanted) and plan.schedule == "blocks")):
+        ranks.keep()
+
+    def settle() -> tuple[Tensor, Gradients]:
+        nonlocal into
+        into = _buffers(head, rows, plan, wanted, stored=True)
+        if per_token:  # the head is frozen: its input's gradient is stored without any row's factor
+            return torch.ones_like(targets.unit) if rows.kept is None else rows.kept.to(head.wide), into
+        return targets.unit if lacks_denominator(head.input, head.weight_VD) else targets.divided(), into
+
+    numbers = _run(head, targets, plan, settle if any(wanted) else None, None)
+    loss_n = numbers["loss"] * targets.unit
+    loss_N = rows.among_all(loss_n if rows.kept is None else loss_n.where(rows.kept, 0))
+    loss, denominator = loss_N if per_token else loss_N.sum(), targets.denominator
+    values = {"loss": loss if denominator is None else loss / denominator}
+    if keep:
+        values |= {name: rows.among_all(numbers[name]) for name in ("lse", "miss") if name in numbers}
+        if not ranks.alone and targets.loss.own_n is not None and targets.loss.total is not None:
+            values["own"] = torch.cat((rows.among_all(targets.loss.own_n), targets.loss.total[None]))
+    if not any(wanted):
+        return values, None
+    kept_N = args.target.reshape(-1) != args.ignore_index
+    return values, stored_gradients(
+        into,
+        head.input,
+        head.weight_VD,
+        head.wide,
+        denominator=denominator,
+        input_factor_N=rows.among_all(targets.unit).clone() if per_token else None,
+        kept=Kept(ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()),
+    )
+
+
+def backward(
+    head: Head, args: CrossEntropyArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
+) -> Gradients:
+    """Return the wanted gradients from the loss's upstream gradient, a scalar or [N], and what forward kept."""
+    given = upstream["loss"]
+    assert given is not None
+    if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
+        args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
+    targets, plan = _plan(head, args, wanted, known["own"] if known["own"].numel() else None)
+    rows = targets.rows
+    into = _buffers(head, rows, plan, wanted, stored=False)
+    given = given.to(head.wide)
+    factor = targets.divided() * (rows.of(given) if given.dim() else given)
+    factor = factor if rows.kept is None else factor.where(rows.kept, 0)
+    of_rows = {name: rows.of(known[name]) for name in ("lse", "miss")}
+    _run(head, targets, plan, lambda: (factor, into), of_rows)
+    if is_last_backward():
+        head.ranks.let_go()
+    return into
+
+
+def _buffers(head: Head, rows: Rows, plan: HeadPlan, wanted: Wanted, *, stored: bool) -> Gradients:
+    some = head.ranks.alone and rows.index is not None
+    return gradient_buffers(head.input, head.weight_VD, head.wide, plan, wanted, some_rows=some, stored=stored)
+
+
+def _run(head: Head, targets: Targets, plan: HeadPlan, settle: Settle | None, known: Numbers | None) -> Numbers:
+    """Return "loss" [n] and, where they are computed, "lse" and "miss" (that minus the target's logit).
+
+    With ``settle`` add the gradients, from ``known`` numbers where there are.
+    """
+    loss, rows = targets.loss, targets.rows
+    if plan.backend == "exp" and known is None:
+        return exponentials.cross_entropy(head, loss, targets.y, plan, settle)
+    if plan.backend == "exp" and settle is not None and known is not None:
+        exponentials.cross_entropy_gradients(head, loss, targets.y, plan, *settle(), known)
+        return {}
+    factor_n, into = (targets.unit, Gradients()) if settle is None else settle()
+    if plan.backend == "row":
+        terms: Terms = RowLoss(head, targets)
+        if head.dtype == torch.float16 and into.weight_VD is not None:
+            # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
+            terms.lift = FP16_LIFT * factor_lift(factor_n, head.scale, loss.class_weight)
+        return run(head, rows, plan, terms, into, upstream=None if settle is None else lambda _, part: factor_n[part])
+    want = frozenset({"mean"} if loss.label_smoothing else ())
+    narrow = plan.backward_gemm == "narrow"
+    terms = Statistics(head, targets.y[:, None], want, plan.columns, narrow=narrow, q_V=loss.class_weight)
+    if known is not None:
+        known = {"lse": known["lse"], "logprob": -known["miss"][:, None]}
+        known = known if rows.kept is None else silenced(known, rows.kept)
+
+    def upstream(numbers: Numbers, part: slice) -> Upstream:
+        return loss.upstream(numbers, part, factor_n[part])
+
+    numbers = run(head, rows, plan, terms, into, upstream=None if settle is None else upstream, known=known)
+    if known is not None:
+        return {}
+    return {"loss": loss.of(numbers), "lse": numbers["lse"], "miss": -numbers["logprob"][:, 0]}
+
+
+def _plan(
+    head: Head, args: CrossEntropyArgs, wanted: Wanted, class_weights: Tensor | None = None
+) -> tuple[Targets, HeadPlan]:
+    """Return the rows that are computed with their targets, and the plan for them.
+
+    On the CPU ignored tokens are dropped, and a target that is no class is an error; elsewhere such a token's loss and
+    gradients are NaN. The targets' ``class_weights`` [N + 1], with Q behind them, are exchanged where nobody kept them.
+    """
+    ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
+    y_N = args.target.reshape(-1).long().contiguous()
+    drops, index = drops_rows(head.input.device), None
+    if drops:
+        kept_N = y_N != args.ignore_index
+        check_classes(y_N, kept_N & ((y_N < 0) | (y_N >= V)), V, args.ignore_index)
+        index = positions(kept_N) if ranks.alone else None
+    plan = plan_cross_entropy(head, args, y_N.numel() if index is None else index.numel(), wanted)
+    weight_N = None if args.token_weight is None else args.token_weight.reshape(-1).to(wide).contiguous()
+    q = None if args.weight is None else args.weight.to(wide).contiguous()
+    order = ranks.order(plan)
+    rows = Rows(tokens=y_N.numel(), index=index if order is None else order, filled=order is not None)
+    if plan.backend == "exp" and (ranks.alone or q is None):
+        return _targets_at_once(head, args, rows, y_N, weight_N, q), plan
+    kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
+    valid_N = y_N.where(is_class_N, 0)
+    kept = None if drops and ranks.alone else rows.of(kept_N)
+    unit_N = torch.ones_like(y_N, dtype=wide) if weight_N is None else weight_N
+    own_N: Tensor | None = None
+    total: Tensor | None = None
+    if q is not None and ranks.alone:
+        own_N, total = q[valid_N], q.sum()
+    elif q is not None:
+        if class_weights is None:
+            here_N = torch.cat((q, q.new_zeros(1)))[ranks.here(valid_N)[0]]
+            class_weights = ranks.sum_of(torch.cat((here_N, q.sum()[None])))
+        own_N, total = class_weights[:-1], class_weights[-1]
+    loss = Loss(
+        class_weight=q, total=total, own_n=None if own_N is None else rows.of(own_N),
+        label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V,
+    )  # fmt: skip
+    y = rows.of(valid_N)
+    if plan.backend == "exp":
+        local_N, is_here_N = ranks.here(valid_N)
+        assert is_here_N is not None
+        y = rows.of(local_N.where(is_here_N, ELSEWHERE).where(kept_N, -1).int(), -1)
+    counted_N = torch.ones_like(unit_N) if own_N is None else own_N
+    return Targets(
+        rows=replace(rows, kept=kept),
+        y=y,
+        unit=rows.of(unit_N.where(is_class_N, torch.nan).where(kept_N, 0)),
+        counted=_counted(head, args, counted_N.where(kept_N, 0)),
+        loss=loss,
+    ), plan
+
+
+def _targets_at_once(
+    head: Head, args: CrossEntropyArgs, rows: Rows, y_N: Tensor, weight_N: Tensor | None, q: Tensor | None
+) -> Targets:
+    """The same by one kernel, for the exponential path: what stands before the first GEMM stands in its way."""
+    from lowtide.head.kernels.select import select
+
+    ranks = head.ranks
+    of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
+    y, unit, counted = select(y_N, ranks.vocab, args.ignore_index, weight_N, q, *of_shard)
+    y, unit = rows.of(y, -1), rows.of(unit)
+    loss = Loss(
+        class_weight=q, total=None if q is None else q.sum(), own_n=None, label_smoothing=args.label_smoothing,
+        z_loss=args.z_loss, vocab=ranks.vocab,
+    )  # fmt: skip
+    rows = replace(rows, kept=None if ranks.alone else y >= 0)
+    return Targets(rows=rows, y=y, unit=unit, counted=_counted(head, args, counted), loss=loss)
+
+
+def _counted(head: Head, args: CrossEntropyArgs, counted: Tensor) -> Tensor | None:
+    if args.reduction != "mean":
+        return None
+    return counted if args.num_items is None else scalar_on(head.input.device, args.num_items, head.wide)
+
+
+def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) -> None:
+    """Raise where a target is wrong; this looks at numbers, which on a device would stop the host.
+
+    Raises:
+        TargetIndexError: With the first one's value and place.
+    """
+    if wrong.any():
+        position = int(wrong.nonzero()[0, 0])
+        raise TargetIndexError(
+            f"target: expected class indices from 0 to {V - 1} or ignore_index={ignore_index},"
+            f" got {int(target_N[position])} at position {position} of the flattened (and shifted) targets."
+            " Mask such tokens with ignore_index, or check that tokenizer and head have the same vocabulary."
+        )
+
+
+def _shapes(call: HeadCall, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
+    N = call.tokens
+    each = (N if keep else 0,), call.wide
+    return {
+        "loss": ((N,) if args.reduction == "none" else (), call.wide),
+        "lse": each,
+        "miss": each,
+        "own": ((0,), call.wide),
+    }
+
+
+CROSS_ENTROPY = Function(
+    "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes, returned=("loss",),
+    differentiable=1, known=("lse", "miss", "own"),
+)  # fmt: skip

@@ -1,0 +1,53 @@
+"""The loss of cross entropy as a function of a row's statistics.
+
+C rows of a chunk, n rows, V vocabulary, V_r classes of it on this rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowtide.head.engine import Numbers
+from lowtide.head.terms.statistics import Upstream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The loss as a function of a row's numbers, and its gradient by them."""
+
+    class_weight: Tensor | None  # [V_r] wide, of this rank's classes
+    total: Tensor | None  # Q
+    own_n: Tensor | None  # [n] q_y
+    label_smoothing: float
+    z_loss: float
+    vocab: int  # V
+
+    def _target_share(self, part: slice) -> Tensor | float:
+        share = 1 - self.label_smoothing
+        return share if self.own_n is None else share * self.own_n[part]
+
+    @property
+    def _even_share(self) -> Tensor | float:
+        """Return a Q / V."""
+        return self.label_smoothing if self.total is None else self.label_smoothing * self.total / self.vocab
+
+    def of(self, numbers: Numbers) -> Tensor:
+        """Return each row's loss [n]."""
+        loss = -self._target_share(slice(None)) * numbers["logprob"][:, 0]
+        if self.label_smoothing:
+            loss = loss + self._even_share * numbers["lse"] - self.label_smoothing * numbers["mean"]
+        return loss + self.z_loss * numbers["lse"].square() if self.z_loss else loss
+
+    def upstream(self, numbers: Numbers, part: slice, factor_C: Tensor) -> Upstream:
+        """Return the gradient of ``factor * loss`` by a chunk's numbers."""
+        lse = None
+        if self.label_smoothing or self.z_loss:
+            lse = self._even_share + 2 * self.z_loss * numbers["lse"]
+        share = self._target_share(part)
+        return Upstream(
+            logprob=-share[:, None] if isinstance(share, Tensor) else -share,
+            lse=lse,
+            mean=torch.full_like(factor_C, -self.label_smoothing) if self.label_smoothing else None,
+            outside=factor_C,
+        )

@@ -1,0 +1,392 @@
+"""What one token's logits amount to, and the gradient of it in the logits' place: plain PyTorch, on any rank.
+
+C rows of a chunk, V vocabulary, V_r classes of it here, K targets a row; z logits. Each row is measured from its
+highest logit, whose class is kept out of the sums: where the model is sure, what is left over keeps its digits. No
+second [C, V] comes to life.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.head.call import Head
+from lowtide.head.engine import Numbers, Terms, joined
+from lowtide.head.matmul import column_blocks
+
+FLOOR = -1e4  # a log-probability whose probability is 0 in every dtype: stands for -inf, which times 0 would be NaN
+CAPPED_BLOCKS = 8  # of a chunk's rows: what a soft cap holds beside the logits, it holds for one of them
+NO_ROW = 1e30  # logsumexp of a row that nothing flows back to: makes its probabilities 0 whatever its logits are
+
+
+class Upstream(NamedTuple):
+    """Gradients of a row's numbers; None where they are 0."""
+
+    logprob: Tensor | float | None = None  # [C, K]; a number where it is that for all
+    entropy: Tensor | None = None  # [C]
+    lse: Tensor | None = None  # [C]
+    mean: Tensor | None = None  # [C]
+    outside: Tensor | None = None  # [C] what all of these are still to be multiplied with
+
+    def of(self, f: Callable[[Tensor], Tensor]) -> "Upstream":
+        """Return ``f`` of each."""
+        values: Any = (f(x) if isinstance(x, Tensor) else x for x in self)
+        return Upstream(*values)
+
+    def with_size_outside(self, V: int) -> "Upstream":
+        """Return the same with each row's size outside."""
+        largest = self.largest(V)
+        outside = largest.where(largest != 0, 1)
+        return self.of(lambda x: x / (outside[:, None] if x.dim() == 2 else outside))._replace(outside=outside)
+
+    def largest(self, V: int) -> Tensor:
+        """Return each row's largest magnitude [C], of what reaches a logit: the mean's is one V-th."""
+        given = [self.logprob, self.entropy, self.lse, None if self.mean is None else self.mean / V]
+        sizes = [x.abs().amax(1) if x.dim() == 2 else x.abs() for x in given if isinstance(x, Tensor)]
+        return torch.stack(sizes).amax(0)
+
+
+class Statistics(Terms):
+    """Log-probabilities of targets, entropy, logsumexp, (weighted) mean logit, argmax, sum of squares, top k.
+
+    Args:
+        head: The head.
+        y_nK: Target classes of the whole vocabulary, all valid.
+        want: Names among "entropy", "mean", "sum_sq_prob", "argmax", "topk"; the logsumexp and the log-probabilities of
+            targets, and but for ``want`` empty of the highest class, are always computed.
+        columns: Width of the blocks of columns that are worked on at a time.
+        narrow: Whether the gradient is rounded to the operands' dtype: then each row's size stays outside of it, for
+            the target's entry is close to it, and bf16 would miss it by as much in each row.
+        q_V: Class weights of the mean on this rank, or None.
+        topk: How many of the highest logits.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        y_nK: Tensor,
+        want: frozenset[str],
+        columns: int,
+        *,
+        narrow: bool,
+        q_V: Tensor | None = None,
+        topk: int = 0,
+    ) -> None:
+        self.head, self.want, self.columns, self.narrow, self.q_V, self.topk = head, want, columns, narrow, q_V, topk
+        self.y: Tensor
+        self.here: Tensor | None
+        self.y, self.here = head.ranks.here(y_nK)
+
+    @property
+    def _of_one_target(self) -> bool:
+        return not self.want - {"mean"} and self.y.shape[1] == 1
+
+    def numbers(self, z: Tensor, part: slice) -> Numbers:
+        """Return "lse", "logprob" [C, K], "top", "top_logprob" and what is wanted; see `Terms.numbers`."""
+        if self._of_one_target:
+            return self._softmax_(z, part) if self.head.ranks.alone else self._about_target(z, part)
+        ranks, want = self.head.ranks, self.want
+        z_V = z[:, : ranks.rows]
+        at_y = z.gather(1, self.y[part])
+        if self.here is not None:
+            at_y = at_y.where(self.here[part], 0)
+        sums = row_sums(z_V, self.columns, heat="entropy" in want, squares="sum_sq_prob" in want)
+        total = self._total(z_V) if "mean" in want else None
+        if not ranks.alone:
+            sums, at_y, total = self._of_all_ranks(sums, at_y, total)
+        found = {
+            "lse": sums.lse, "top": sums.top_id, "top_logprob": sums.top_logprob, "logprob": sums.logprobs_of(at_y)
+        }  # fmt: skip
+        if sums.heat is not None and "entropy" in want:
+            found["entropy"] = sums.entropy
+        if sums.squares is not None and "sum_sq_prob" in want:
+            found["sum_sq_prob"] = sums.sum_sq_prob
+        if total is not None:
+            found["mean"] = total / ranks.vocab
+        return found | self._highest(z_V) if self.topk else found
+
+    def _total(self, z_V: Tensor) -> Tensor:
+        return z_V.sum(1) if self.q_V is None else z_V @ self.q_V
+
+    def both_(
+        self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Upstream], out: Tensor | None = None
+    ) -> tuple[Numbers, Tensor | None]:
+        """See `Terms.both_`; of one target the probabilities are the gradient's too."""
+        if not self._of_one_target:
+            return super().both_(z, part, upstream, out)
+        if not (self.head.ranks.alone and len(z)):
+            numbers = self._about_target(z, part)
+            return numbers, self.gradient_(z, part, numbers, upstream(numbers, part))
+        cap, found = self.head.softcap, []
+        for rows in column_blocks(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS)):
+            block, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
+            slope = None if cap is None else (block / cap).square_().neg_().add_(1)
+            numbers = self._softmax_(block, of_all)
+            outside = self._gradient_(block, of_all, numbers, upstream(numbers, of_all), slope=slope, normalised=True)
+            found.append((numbers, outside))
+        return joined(found)
+
+    def _softmax_(self, z: Tensor, part: slice) -> Numbers:
+        """Return the numbers of one target, and leave probabilities, 0 at the target.
+
+        Few operators, each over all of the chunk: on a CPU each one wakes all threads, and waits for the last. A pass
+        over columns with `_about_target` takes three times as long there. 1 - p_y is summed over the other classes, so
+        that it keeps its precision where the model is sure. NaN and infinities come out as from `torch.log_softmax`.
+        """
+        y = self.y[part]
+        found = {"mean": self._total(z) / z.shape[1]} if "mean" in self.want else {}
+        t, highest = z.gather(1, y)[:, 0], z.amax(1)
+        probabilities_(z)
+        lse = highest - z.amax(1).log()  # the highest logit's probability is 1 / sum
+        z.scatter_(1, y, 0)
+        miss = z.sum(1)
+        logprob = torch.where(miss < 0.5, torch.log1p(-miss), t - lse)
+        return found | {"lse": lse, "logprob": logprob[:, None]}
+
+    def _about_target(self, z: Tensor, part: slice) -> Numbers:
+        """Return the numbers of one target: the highest logit without its class is found 7 times as fast.
+
+        The logsumexp of the other classes and the target's logit are all that ranks exchange.
+        """
+        y, ranks = self.y[part], self.head.ranks
+        t = z.gather(1, y)
+        mine = [self._total(z[:, : ranks.rows])] if "mean" in self.want else []
+        z.scatter_(1, y, -torch.inf)
+        highest = z.amax(1)
+        highest = highest.where(highest != -torch.inf, 0)
+        rest = torch.zeros_like(highest)
+        for cols in column_blocks(z.shape[1], self.columns):
+            rest += (z[:, cols] - highest[:, None]).exp_().sum(1)
+        z.scatter_(1, y, t)
+        here = t[:, 0] if self.here is None else t[:, 0].where(self.here[part, 0], 0)
+        every = ranks.gather(torch.stack([highest + rest.log(), here, *mine]))
+        others, t_C = every[:, 0].logsumexp(0), every[:, 1].sum(0)
+        gap = others - t_C
+        # log(1 + exp(gap)) is exact to its last digit where p is close to 1; and NaN of an infinite logit
+        nll = torch.logaddexp(gap, torch.zeros_like(gap)) + 0 * t_C.clamp(min=0)
+        found = {"mean": every[:, 2].sum(0) / ranks.vocab} if mine else {}
+        return found | {"lse": torch.logaddexp(others, t_C), "logprob": -nll[:, None]}
+
+    def _of_all_ranks(
+        self, sums: "RowSums", at_y: Tensor, total: Tensor | None
+    ) -> tuple["RowSums", Tensor, Tensor | None]:
+        """Return the same of the whole vocabulary from every rank's, about the highest logit of all."""
+        ranks, nothing = self.head.ranks, sums.top == -torch.inf  # on this rank; another may have more
+        top_id = (sums.top_id + ranks.first).to(sums.top.dtype)  # exact in float32 up to 2^24
+        given = {"top": sums.top, "top_id": top_id, "total": total}
+        given |= {n: x if x is None else x.masked_fill(nothing, 0) for n, x in sums._asdict().items() if n not in given}
+        names = [name for name, x in given.items() if x is not None]
+        mine = torch.stack([x for x in given.values() if x is not None], 1)
+        every = ranks.gather(torch.cat((mine, at_y), 1))  # [W, C, numbers and targets]
+        of = {name: every[..., i] for i, name in enumerate(names)}
+        top, winner = of["top"].max(0)
+        others = torch.ones_like(of["top"]).scatter_(0, winner[None], 0)  # whose highest logit is one of the rest
+        below = of["top"] - top
+        weight, count = below.exp(), of["rest"] + others
+        merged = RowSums(
+            top=top,
+            top_id=of["top_id"].gather(0, winner[None])[0].long(),
+            rest=(weight * count).sum(0),
+            heat=(weight * (of["heat"] + below.clamp(min=FLOOR) * count)).sum(0) if "heat" in of else None,
+            squares=(weight.square() * (of["squares"] + others)).sum(0) if "squares" in of else None,
+        )
+        return merged, every[..., len(names) :].sum(0), of["total"].sum(0) if "total" in of else None
+
+    def _highest(self, z_V: Tensor) -> Numbers:
+        values, ids = torch.topk(z_V, min(self.topk, z_V.shape[1]), dim=1)
+        ranks = self.head.ranks
+        if not ranks.alone:
+            short = self.topk - values.shape[1]
+            mine = torch.stack((values, (ids + ranks.first).to(values.dtype)))
+            padded = torch.nn.functional.pad(mine, (0, short), value=-torch.inf)
+            values, ids = ranks.gather(padded).permute(1, 2, 0, 3).flatten(2)
+            values, best = torch.topk(values, self.topk, dim=1)
+            ids = ids.gather(1, best).long()
+        return {"topk_values": values, "topk_ids": ids}
+
+    def gradient_(
+        self,
+        z: Tensor,
+        part: slice,
+        known: Numbers,
+        g: Upstream,
+        out: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor | None:
+        """Turn logits into the gradient of the numbers, times their upstream gradients.
+
+        With p the softmax, g_k, h, l and m the upstream gradients of the log-probabilities of targets y_k, of the
+        entropy H, of the logsumexp and of the mean logit, and f_v = 1 - (z_v / softcap)**2 (1 without a cap):
+
+            scale f_v (sum_k g_k ([v = y_k] - p_v) - h p_v (log p_v + H) + l p_v + m q_v / V)
+
+        The entries of the targets and of the highest class are built from their log-probabilities, in which nothing has
+        cancelled, and 1 - p = -expm1(log p).
+        """
+        return self._gradient_(z, part, known, g)
+
+    def _gradient_(
+        self,
+        z: Tensor,
+        part: slice,
+        known: Numbers,
+        g: Upstream,
+        *,
+        normalised: bool = False,
+        slope: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `gradient_`; ``normalised`` logits are probabilities already, and ``slope`` is the f_v that they had."""
+        head, V, cap, q = self.head, self.head.ranks.vocab, self.head.softcap, self.q_V
+        if not head.ranks.alone:
+            z[:, head.ranks.rows :] = 0
+        if self.narrow and g.outside is None:
+            g = g.with_size_outside(V)
+        outside, scale = g.outside, head.scale
+        if scale is not None and outside is None:
+            g = g.of(lambda x: x * scale)
+        elif scale is not None and outside is not None:
+            outside = outside * scale
+        of_targets = g.logprob.sum(1) if isinstance(g.logprob, Tensor) else g.logprob or 0.0
+        a = 0.0 if g.lse is None else g.lse
+        if g.entropy is not None:
+            a = a - g.entropy * known["entropy"]
+        even = None if g.mean is None else g.mean[:, None] / V
+        ids, at_ids = self._entries(part, known, g, a, of_targets)
+        if even is not None:
+            at_ids += even if q is None else even * torch.cat((q, q.new_zeros(1)))[ids]
+        if slope is not None:
+            at_ids *= slope.gather(1, ids)
+        elif cap is not None:
+            at_ids *= 1 - (z.gather(1, ids) / cap).square_()
+        a = a - of_targets
+        a = a if isinstance(a, float) else a[:, None]
+        # blocks where memory beside the logits is needed
+        in_blocks = slope is None and (cap is not None or g.entropy is not None)
+        if not in_blocks and head.ranks.alone and not normalised:
+            probabilities_(z)
+            normalised = True
+        for cols in column_blocks(head.ranks.rows, self.columns if in_blocks else max(1, head.ranks.rows)):
+            b = z[:, cols]
+            f = (b / cap).square_().neg_().add_(1) if cap is not None and slope is None else slope
+            if not normalised:
+                b.sub_(known["lse"][:, None])
+            if g.entropy is not None:
+                p = b.exp()
+                b.clamp_(min=FLOOR).mul_(-g.entropy[:, None]).add_(a).mul_(p)
+            else:
+                b = b if normalised else b.exp_()
+                b = b if isinstance(a, float) and a == 1 else b.mul_(a)
+            if even is not None:
+                b.add_(even) if q is None else b.addcmul_(even, q[None, cols])
+            if f is not None:
+                b.mul_(f)
+        z.scatter_(1, ids, at_ids)
+        return outside
+
+    def _entries(
+        self, part: slice, known: Numbers, g: Upstream, a: Tensor | float, of_targets: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        """Return classes [C, K or 1 + K], as columns, and the gradient there but for scale, cap and the mean's part."""
+        ids, logprobs, targets = self.y[part], known["logprob"], self.y[part]
+        if "top" in known:
+            ids = torch.cat((self.head.ranks.here(known["top"])[0][:, None], ids), 1)
+            logprobs = torch.cat((known["top_logprob"][:, None], logprobs), 1)
+        p = logprobs.exp()
+        at_ids = (a[:, None] if isinstance(a, Tensor) else a) * p
+        if g.entropy is not None:
+            at_ids -= g.entropy[:, None] * logprobs.clamp(min=FLOOR) * p
+        if isinstance(g.logprob, Tensor) and isinstance(of_targets, Tensor):
+            own = _sum_of_equal(ids, targets, g.logprob)
+            at_ids += own * -torch.expm1(logprobs) - (of_targets[:, None] - own) * p
+        elif g.logprob is not None:  # of one target
+            at_ids -= g.logprob * torch.expm1(logprobs)
+        return ids, at_ids
+
+
+def probabilities_(z_CV: Tensor) -> None:
+    """Turn a chunk's logits into their softmax, in place.
+
+    One operator over the rows of the whole buffer, which lie one after another: what is beyond V is -inf there.
+    """
+    rows, V = z_CV.shape
+    whole = torch.as_strided(z_CV, (rows, z_CV.stride(0)), (z_CV.stride(0), 1))
+    whole[:, V:] = -torch.inf
+    torch.ops.aten.softmax.int_out(whole, 1, out=whole)  # not torch.softmax, which a user may have replaced
+
+
+def _sum_of_equal(ids: Tensor, targets: Tensor, g_CK: Tensor) -> Tensor:
+    """Return, for each of the ids [C, J], the sum of the g of those targets [C, K] that are the same class.
+
+    In an order that is the same from run to run, which scatter_add_ is not.
+    """
+    own = torch.empty(ids.shape, dtype=g_CK.dtype, device=g_CK.device)
+    for part in column_blocks(ids.shape[1], 8):
+        same = ids[:, part, None] == targets[:, None]
+        own[:, part] = torch.where(same, g_CK[:, None], 0).sum(2)
+    return own
+
+
+class RowSums(NamedTuple):
+    """Sums over a row's classes but the highest one, of e_v = exp(z_v - top)."""
+
+    top: Tensor  # [C] highest logit
+    top_id: Tensor  # [C] its class
+    rest: Tensor  # [C] sum of e_v
+    heat: Tensor | None  # [C] sum of e_v (z_v - top)
+    squares: Tensor | None  # [C] sum of e_v^2
+
+    @property
+    def top_logprob(self) -> Tensor:
+        """Return the highest log-probability [C]."""
+        return -torch.log1p(self.rest)
+
+    @property
+    def lse(self) -> Tensor:
+        """Return each row's logsumexp [C]; where the highest logit is infinite, that."""
+        return self.top.where(self.top.isinf(), self.top + torch.log1p(self.rest))
+
+    @property
+    def entropy(self) -> Tensor:
+        """Return each row's entropy [C] in nats: two terms that are not negative, so nothing cancels."""
+        assert self.heat is not None
+        return torch.log1p(self.rest) - self.heat / (1 + self.rest)
+
+    @property
+    def sum_sq_prob(self) -> Tensor:
+        """Return the sum of each row's squared probabilities [C]."""
+        assert self.squares is not None
+        return (1 + self.squares) / (1 + self.rest).square()
+
+    def logprobs_of(self, z_CK: Tensor) -> Tensor:
+        """Return the log-probabilities of logits [C, K] of these rows, in their memory."""
+        return z_CK.sub_(self.top[:, None]).sub_(torch.log1p(self.rest)[:, None])
+
+
+def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = False) -> RowSums:
+    """Return what a pass over the logits adds up, in blocks of ``columns``.
+
+    Rows that hold NaN, or +inf, or nothing but -inf, come out as NaN, as from `torch.log_softmax`.
+    """
+    none = z_CV.new_zeros(len(z_CV))
+    if not z_CV.shape[1]:  # a rank without classes
+        return RowSums(none - torch.inf, none.long(), none, none if heat else None, none if squares else None)
+    top, top_id = z_CV.max(1)
+    z_CV.scatter_(1, top_id[:, None], -torch.inf)
+    rest = top - top  # 0, or NaN where the highest logit is not finite
+    sums = RowSums(top, top_id, rest, none.clone() if heat else None, none if squares else None)
+    for part in column_blocks(z_CV.shape[1], columns):
+        below = z_CV[:, part] - top[:, None]
+        e = below.exp() if heat else below.exp_()
+        rest += e.sum(1)
+        if sums.heat is not None:
+            sums.heat.add_(below.clamp_(min=FLOOR).mul_(e).sum(1))
+        if sums.squares is not None:
+            sums.squares.add_(e.square_().sum(1))
+    z_CV.scatter_(1, top_id[:, None], top[:, None])
+    return sums
+
+
+def silenced(known: Numbers, active: Tensor) -> Numbers:
+    """Return known numbers, and of inactive rows such with which nothing but 0 can come out."""
+    found = {name: x.where(active if x.dim() == 1 else active[:, None], 0) for name, x in known.items()}
+    return found | {"lse": known["lse"].where(active, NO_ROW)}

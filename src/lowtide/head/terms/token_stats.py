@@ -1,0 +1,144 @@
+"""Token statistics: what `linear_token_stats` returns, from the numbers of each row and back.
+
+N tokens, n rows computed, K targets a token, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowtide.head import exponentials
+from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
+from lowtide.head.engine import run
+from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.graph import is_last_backward
+from lowtide.head.head_plan import HeadPlan
+from lowtide.head.nodes import Function, Shape
+from lowtide.head.planning import plan_token_stats
+from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.terms.cross_entropy import check_classes
+from lowtide.head.terms.statistics import Statistics, Upstream, silenced
+
+OF_TARGETS = ("logprob", "is_top1")  # 0 where ignored; the others are the same whatever the target
+DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
+COMPUTED = {"mean_logit": "mean", "argmax": "top"}  # names among a row's numbers, where they differ
+
+
+def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tuple[dict[str, Tensor], None]:  # noqa: ARG001
+    """Return each wanted statistic of all N tokens, and what `backward` needs of them.
+
+    On the CPU tokens whose targets are all ignored are dropped, if nothing but what is of the targets is wanted.
+    """
+    kept_NK, is_class_NK = _kept(head, args)
+    on_cpu, index = drops_rows(head.input.device), None
+    if on_cpu:
+        wrong = (kept_NK & ~is_class_NK).reshape(-1)
+        check_classes(args.target.reshape(-1), wrong, head.ranks.vocab, args.ignore_index)
+        if head.ranks.alone and args.wanted.issubset(OF_TARGETS):
+            index = positions(kept_NK.any(1))
+    if keep and not head.input.requires_grad:
+        head.ranks.keep()
+    rows = Rows(tokens=len(args.target), index=index)
+    plan, rows = _plan(head, args, rows, frozen=True)
+    y_NK = args.target.where(is_class_NK, 0)
+    if plan.backend == "exp":
+        found = exponentials.statistics(head, rows.of(y_NK), _names(args), args.topk, plan)
+    else:
+        found = run(head, rows, plan, _terms(head, args, rows.of(y_NK), plan))
+    found = {name: rows.among_all(x) for name, x in found.items()}
+    found |= {name: found.pop(computed) for name, computed in COMPUTED.items() if computed in found}
+    found["is_top1"] = (found["argmax"][:, None] == y_NK) & kept_NK & is_class_NK
+    found["logprob"] = found["logprob"].where(is_class_NK, torch.nan).where(kept_NK, 0)
+    return found, None
+
+
+def backward(
+    head: Head, args: TokenStatsArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
+) -> Gradients:
+    """Return the wanted gradients from the upstream ones [N] (of logprob [N, K]), and what forward returned."""
+    kept_NK, is_class_NK = _kept(head, args)
+    logprob, entropy, lse, mean = (upstream[name] if name in args.wanted else None for name in DIFFERENTIABLE)
+    if logprob is not None:
+        logprob = logprob.where(is_class_NK, torch.nan).where(kept_NK, 0)
+    g = Upstream(logprob=logprob, entropy=entropy, lse=lse, mean=mean)
+    # the highest class in the place of an ignored target
+    usable, top, top_logprob = kept_NK & is_class_NK, known["argmax"], known["top_logprob"]
+    y_NK = args.target.where(usable, top[:, None])
+    numbers = {
+        "lse": known["lse"],
+        "top": top,
+        "top_logprob": top_logprob,
+        "logprob": known["logprob"].where(usable, top_logprob[:, None]),
+    }
+    if g.entropy is not None:
+        numbers["entropy"] = known["entropy"]
+    active_N = g.largest(head.ranks.vocab) != 0
+    drops = drops_rows(head.input.device) and head.ranks.alone
+    rows = Rows(tokens=len(args.target), index=positions(active_N) if drops else None)
+    plan, rows = _plan(head, args, rows, frozen=not wanted.head)
+    into = gradient_buffers(
+        head.input, head.weight_VD, head.wide, plan, wanted, some_rows=head.ranks.alone and rows.index is not None
+    )
+    if plan.backend == "exp":
+        given = {name: rows.of(x) for name, x in g._asdict().items() if x is not None}
+        y_nK, of_rows = rows.of(args.target.where(usable, -1), -1), {name: rows.of(x) for name, x in numbers.items()}
+        exponentials.statistics_gradients(head, y_nK, plan, of_rows, given, into)
+    else:
+        if not drops:
+            rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
+        of_rows, g_n = {name: rows.of(x) for name, x in numbers.items()}, g.of(rows.of)
+        terms = _terms(head, args, rows.of(y_NK), plan)
+        run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=of_rows)
+    if is_last_backward():
+        head.ranks.let_go()
+    return into
+
+
+def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
+    """Return which targets [N, K] are not ignored, and which are classes."""
+    return args.target != args.ignore_index, (args.target >= 0) & (args.target < head.ranks.vocab)
+
+
+def _terms(head: Head, args: TokenStatsArgs, y_nK: Tensor, plan: HeadPlan) -> Statistics:
+    return Statistics(
+        head, y_nK, _names(args) | {"top"}, plan.columns, narrow=plan.backward_gemm == "narrow",
+        topk=args.topk * ("topk" in args.wanted),
+    )  # fmt: skip
+
+
+def _names(args: TokenStatsArgs) -> frozenset[str]:
+    """Return what is wanted by the names of a row's numbers."""
+    return frozenset(COMPUTED.get(name, name) for name in args.wanted)
+
+
+def _plan(head: Head, args: TokenStatsArgs, rows: Rows, *, frozen: bool) -> tuple[HeadPlan, Rows]:
+    """Return the plan, and the rows in the order of its chunks."""
+    n = rows.tokens if rows.index is None else rows.index.numel()
+    plan = plan_token_stats(head, args, n, weight_frozen=frozen)
+    order = head.ranks.order(plan)
+    return plan, rows if order is None else replace(rows, index=order, filled=True)
+
+
+def _shapes(call: HeadCall, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
+    (N, K), wide, nothing = args.target.shape, call.wide, (0,)
+    of_row, of_top = ((N,), wide), (N, args.topk) if "topk" in args.wanted else nothing
+    optional = {
+        name: ((N,) if name in args.wanted else nothing, wide) for name in ("entropy", "mean_logit", "sum_sq_prob")
+    }
+    return optional | {
+        "logprob": ((N, K), wide),
+        "is_top1": ((N, K), torch.bool),
+        "lse": of_row,
+        "argmax": ((N,), torch.int64),
+        "top_logprob": ((N if keep else 0,), wide),
+        "topk_values": (of_top, wide),
+        "topk_ids": (of_top, torch.int64),
+    }
+
+
+TOKEN_STATS = Function(
+    "token_stats", "linear_token_stats", TokenStatsArgs, forward, backward, shapes=_shapes,
+    returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "topk_values", "topk_ids", "is_top1"), differentiable=4,
+    known=("logprob", "entropy", "lse", "argmax", "top_logprob"),
+)  # fmt: skip

@@ -1,0 +1,161 @@
+"""What a run measured, and two runs side by side: how far apart their losses are, and what rounding explains."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowtide.measure import describe_machine, mib
+
+EARLY_STEPS = 50
+NARROW_EARLY_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run measured; bytes and seconds.
+
+    Attributes:
+        losses: training loss of each step, from the first, also of those before a resume.
+        held_out_before: mean loss on text never trained on, before the first step.
+        held_out_after: the same after the last step.
+        tokens_per_second: of all ranks together, by the median step.
+        step_seconds: the median step.
+        peak_resident_bytes: of this process, over the whole run.
+        peak_cuda_bytes: of this rank's tensors; 0 without CUDA.
+        warm_bytes: memory in use between steps once the optimizer has its state; None in runs too short for it.
+        peak_step_bytes: the highest while training after that, of the same memory.
+        calls_fused: losses computed without logits; None where the model was not patched.
+        calls_materialised: losses for which the logits were built.
+        seconds: the whole run.
+        saved: the folder of the model; None where nothing is saved.
+        best: with early stopping, the step whose model that is.
+        conversations: how many were read by this run, cut at the longest sequence, and left out; None of text.
+    """
+
+    losses: dict[int, float]
+    held_out_before: float | None
+    held_out_after: float | None
+    tokens_per_second: float
+    step_seconds: float
+    peak_resident_bytes: int
+    peak_cuda_bytes: int
+    warm_bytes: int | None
+    peak_step_bytes: int
+    calls_fused: int | None
+    calls_materialised: int | None
+    seconds: float
+    saved: str | None
+    best: int | None = None
+    conversations: tuple[int, int, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON knows it."""
+        return asdict(self)
+
+    @property
+    def above_warm_mib(self) -> float | None:
+        """What training took above the loaded model with its optimizer's states, in MiB."""
+        return None if self.warm_bytes is None else mib(self.peak_step_bytes - self.warm_bytes)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Up to which a difference of losses is rounding: in the first ``early_steps``, and later.
+
+    The two runs add up in different orders, and training feeds each step's rounding back into the next, where it grows:
+    float32 measured 2e-6 up to step 50 of the small run, 6e-5 at 300, 2e-4 at 500. A wrong gradient shows early.
+    """
+
+    early: float
+    late: float
+    early_steps: int = EARLY_STEPS
+
+    def at(self, step: int) -> float:
+        """Return the tolerance at one step."""
+        return self.early if step <= self.early_steps else self.late
+
+
+FLOAT32 = Tolerance(2e-5, 2e-3)
+# In a narrower dtype, what rounding does depends on model and data, and is measured: a third run, of the stock model in
+# float32, tells what the stock model errs. Two runs that err no more than that are at most twice as far apart, and a
+# maximum over a few steps of one run is known to another factor of two. Only the first steps can tell it: bfloat16 runs
+# of the small model that differed by 5e-4 in 20 steps met a step in the twenties that made it 4e-2, some by luck not.
+# What follows is allowed the growth that float32 is, up to a loss that anybody would call another one.
+APART = 4
+MOST_LATE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs of the same model, seed and data.
+
+    Attributes:
+        stock: the model as transformers has it.
+        patched: the same after `lowtide.patch`.
+        tolerance: up to which a difference of their losses is rounding.
+        reference: the model as transformers has it, in float32; None where the two are.
+    """
+
+    stock: TrainResult
+    patched: TrainResult
+    tolerance: Tolerance
+    reference: TrainResult | None = None
+
+    @property
+    def differences(self) -> dict[int, float]:
+        """Difference of the training losses at each step; infinite where one has no such step, or holds a NaN."""
+        return differences(self.stock, self.patched)
+
+    @property
+    def early_difference(self) -> float:
+        """The largest difference in the first ``early_steps`` of the tolerance."""
+        early = (d for step, d in self.differences.items() if step <= self.tolerance.early_steps)
+        return max(early, default=float("inf"))
+
+    @property
+    def max_difference(self) -> float:
+        """The largest difference at any step."""
+        return max(self.differences.values(), default=float("inf"))
+
+    @property
+    def equal(self) -> bool:
+        """Whether the loss curves agree to rounding; False where one holds a NaN."""
+        differences = self.differences
+        return bool(differences) and all(d <= self.tolerance.at(step) for step, d in differences.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers, with the hardware and the versions they were taken on."""
+        runs = {
+            name: {**result.to_json(), "peak_above_warm_mib": result.above_warm_mib}
+            for name, result in (("stock", self.stock), ("patched", self.patched))
+        }
+        told = {
+            "equal": self.equal,
+            "early_loss_difference": self.early_difference,
+            "max_loss_difference": self.max_difference,
+            "tolerance": dataclasses.asdict(self.tolerance),
+        }
+        if self.reference is not None:
+            told["float32"] = self.reference.to_json()
+        return {"machine": {**describe_machine(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}, **told, **runs}
+
+
+def differences(a: TrainResult, b: TrainResult) -> dict[int, float]:
+    """Return how far apart two runs' losses are at each step; infinite where one has no such step, or holds a NaN."""
+    nan = float("nan")
+    pairs = {s: (a.losses.get(s, nan), b.losses.get(s, nan)) for s in sorted(a.losses.keys() | b.losses.keys())}
+    return {step: abs(x - y) if x == x and y == y else float("inf") for step, (x, y) in pairs.items()}
+
+
+def measured_tolerance(stock: TrainResult, reference: TrainResult) -> Tolerance:
+    """Return the tolerance that the stock model's own distance from its float32 run allows, never below float32's.
+
+    A run that is not a number in its first steps allows nothing.
+    """
+    apart = max((d for step, d in differences(stock, reference).items() if step <= NARROW_EARLY_STEPS), default=0.0)
+    early = max(APART * apart if apart < float("inf") else 0.0, FLOAT32.early)
+    late = min(early * FLOAT32.late / FLOAT32.early, MOST_LATE)
+    return Tolerance(early, max(early, late), NARROW_EARLY_STEPS)
