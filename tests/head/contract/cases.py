@@ -81,7 +81,7 @@ def mask_of(choice: Arguments, leading: tuple[int, ...], g: torch.Generator) -> 
 
 def of_cross_entropy(choice: Arguments, x: Tensor, w: Tensor, y: Tensor, g: torch.Generator) -> Arguments:
     V = w.shape[0]
-    items = torch.tensor(11) if choice["num_items"] == "tensor" else choice["num_items"]
+    items = {"tensor": torch.tensor(11), "zero": torch.tensor(0.0)}.get(choice["num_items"], choice["num_items"])
     return {
         **ignoring(y, choice, g),
         "weight": torch.rand(V, generator=g) + 0.1 if choice["weight"] else None,
@@ -112,7 +112,7 @@ def of_divergence(choice: Arguments, x: Tensor, w: Tensor, y: Tensor, g: torch.G
     V, (kind, beta) = w.shape[0], choice["kind"]
     tx, tw, tb, _ = head(y.shape, choice["teacher_D"], V, dtype=x.dtype, seed=7, bias=choice["teacher_bias"])
     tx, tw, tb = (None if t is None else t.detach() for t in (tx, tw, tb))
-    items = torch.tensor(7.5) if choice["num_items"] == "tensor" else choice["num_items"]
+    items = {"tensor": torch.tensor(7.5), "zero": torch.tensor(0.0)}.get(choice["num_items"], choice["num_items"])
     caps = {"softcap": choice["softcap"], "teacher_softcap": choice["teacher_softcap"]}
     known: Arguments = {"teacher_input": tx, "teacher_weight": tw, "teacher_bias": tb, **caps}
     if choice["tail"]:

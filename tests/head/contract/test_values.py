@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -208,37 +207,54 @@ def test_bad_hidden_states_spoil_their_own_rows_only(mode: Mode, poison: float, 
         assert relative_error(g, e) < 1e-4, n
 
 
+def of_counted(mode: Mode, kwargs: Arguments) -> dict[str, Tensor]:
+    """Return the outputs that an ignored token has no part in: of statistics the log-probability alone."""
+    found = mode.run(kwargs)
+    return found if "want" not in mode.choice else {".logprob": found[".logprob"]}
+
+
 @every_mode
-@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
+@pytest.mark.parametrize("dtype", [*WIDE, *NARROW])
 def test_nothing_counts(mode: Mode, dtype: torch.dtype, rows_of_no_use: str) -> None:
-    choices: list[dict[str, Any]] = [mode.choice]
-    if "reduction" in FUNCTIONS[mode.name].options and not mode.per_token:
-        choices = [
-            mode.choice | kw
-            for kw in ({"reduction": "sum"}, {"reduction": "mean", "num_items": 7}, {"reduction": "mean"})
-        ]
-        choices.append(mode.choice | {"reduction": "mean", "num_items": "tensor"})
-    for leading, choice, workspace in itertools.product(((3, 2), (0, 4)), choices, (None, 1e-6)):
-        few = {"ignored": "all", "workspace_mib": workspace}
-        kwargs = Mode(mode.name, choice).arguments(
-            leading, 8, 17, dtype=dtype, **{k: v for k, v in few.items() if k not in choice}
-        )
-        found = mode.run(kwargs)
-        undefined = choice.get("reduction", "mean") == "mean" and not mode.per_token and not choice.get("num_items")
-        for value in found.values():
-            if value.shape == () and mode.name != "linear_apply":
-                assert value.isnan() if undefined else value == 0
-            elif "want" not in mode.choice:
-                assert (value == 0).all()
-        if "want" in mode.choice:
-            found = {".logprob": found[".logprob"]}
-        for g in torch.autograd.grad(
-            total(found, lambda t: t * 2),
-            [kwargs[n] for n in trained(kwargs)],
-            allow_unused=True,
-            materialize_grads=True,
-        ):
-            assert (g == 0).all()
+    """The values are 0, or stock's 0 / 0, and what they send back is 0, whatever comes from upstream."""
+    items: list[Arguments] = [{}]
+    if "reduction" in mode.function.options and not mode.per_token:
+        mean = {"reduction": "mean"}
+        items = [{"reduction": "sum"}, mean, *(mean | {"num_items": count} for count in (7, "tensor", "zero"))]
+    for leading, changes, frozen in itertools.product(((3, 2), (0, 4)), items, (False, True)):
+        kwargs = mode.arguments(leading, 8, 17, dtype=dtype, **mode.choice | changes | {"ignored": "all"})
+        kwargs |= {n: kwargs[n].detach() for n in LEAVES[1:] if frozen}
+        found = of_counted(mode, kwargs)
+        undefined = changes.get("reduction") == "mean" and changes.get("num_items") in (None, "zero")
+        assert all((value.isnan() if undefined else value == 0).all() for value in found.values())
+        for factor in (1.0, torch.inf, -torch.inf, torch.nan):
+            value = total(found, lambda t, factor=factor: t * factor)
+            for g in torch.autograd.grad(
+                value,
+                [kwargs[n] for n in trained(kwargs)],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            ):
+                assert (g == 0).all(), factor
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [*WIDE, *NARROW])
+@pytest.mark.parametrize("factor", [torch.inf, torch.nan])
+def test_an_upstream_that_is_not_finite_reaches_tokens_that_count_alone(
+    mode: Mode, dtype: torch.dtype, factor: float
+) -> None:
+    for frozen in (False, True):
+        kwargs = mode.arguments((2, 9), 8, 33, dtype=dtype, ignored="some")
+        kwargs |= {n: kwargs[n].detach() for n in LEAVES[1:] if frozen}
+        kept, leaves = counting(kwargs), [kwargs[n] for n in LEAVES[: 1 if frozen else 2]]
+        value = total(of_counted(mode, kwargs), lambda t: t * factor)
+        for retain in (True, False):  # out of place, and in place
+            grad_x, *of_weight = torch.autograd.grad(value, leaves, retain_graph=retain)
+            assert (grad_x[~kept] == 0).all()
+            assert not grad_x[kept].isfinite().any(-1).any()
+            assert not any(g.isfinite().any() for g in of_weight)
 
 
 @every_mode
