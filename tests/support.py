@@ -20,11 +20,9 @@ def alone() -> bool:
 
 def forget_plans() -> None:
     """Have the next calls of the head plan anew."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lowtide.head"):
-            for planner in [
-                value for key, value in vars(module).items() if "plan" in key and hasattr(value, "cache_clear")
-            ]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("lowtide.head")]:
+        for name, planner in vars(module).items():
+            if "plan" in name and hasattr(planner, "cache_clear"):
                 planner.cache_clear()
 
 

@@ -24,3 +24,9 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a
 def test_on_three_ranks() -> None:
     pytest.importorskip("triton")
     launch.check_all(FILE, 3, CASES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs tests/gpu runs this path")
+def test_divergences_on_three_ranks() -> None:
+    pytest.importorskip("triton")
+    launch.check_all(FILE.with_name("pair_cases.py"), 3, ["values_and_gradients"])

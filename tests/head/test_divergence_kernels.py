@@ -15,11 +15,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
+from lowtide.head import planning
 from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.divergences import rows as divergence_rows
 from lowtide.head.divergences.plan import plan_pair
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
+from lowtide.head.terms import divergence as divergence_terms
 from support import divergence_of, divergence_oracle, head, relative_error
 
 if torch.cuda.is_available():
@@ -35,7 +36,7 @@ NEAR = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of gr
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels on the CPU, in chunks of 7 rows, with products that the CPU has; rows of no use computed as zeros."""
     used: list[str] = []
-    make = divergence_rows.plan_pair
+    make = planning.plan_pair
 
     def plans(N: int, *args: Any, **kwargs: Any) -> tuple[HeadPlan, HeadPlan]:
         found = make(N, *args, **{**kwargs, "backend": "torch"})
@@ -49,9 +50,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         of_teacher = {**changed, "logits_gemm": "same" if args[3] == torch.float32 else "blocks"}
         return replace(found[0], **changed), replace(found[1], **of_teacher)
 
-    monkeypatch.setattr(divergence_rows, "plan_pair", plans)
-    monkeypatch.setattr(divergence_rows, "drops_rows", lambda device: False)
-    monkeypatch.setattr(divergence_rows, "TorchPair", None)  # nothing else may run
+    monkeypatch.setattr(planning, "plan_pair", plans)
+    monkeypatch.setattr(divergence_terms, "drops_rows", lambda device: False)
+    monkeypatch.setattr(divergence_terms, "Dense", None)  # nothing else may run
     monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
     monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
     return used

@@ -22,11 +22,11 @@ from lowtide.head.arguments import (
 )
 from lowtide.head.backends import choose_divergence_backend
 from lowtide.head.call import DivergenceArgs, local_call
-from lowtide.head.divergences.function import DIVERGENCE
 from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.parallel import Ranks, ranks_of, with_ranks
 from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.terms.divergence import DIVERGENCE
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
 TAILS = ("bucket", "renormalise", "drop")

@@ -26,6 +26,8 @@ class Terms:
     other ranks. ``part`` are the chunk's rows among the n.
     """
 
+    apart = False  # whether the gradient, in the operands' dtype, takes other memory than the logits'
+    spare = False  # whether ``z`` always has that column more
     raw = False  # whether ``z`` is ``x @ w.T`` alone: a kernel adds the bias, scales and caps it itself
     lift: Tensor | None = None  # what the weight's gradient is multiplied with until the last chunk, for fp16
 
@@ -41,7 +43,7 @@ class Terms:
             part: Their rows.
             known: What `numbers` returned for them.
             g: The upstream gradient of these numbers.
-            out: Takes the gradient in the operands' dtype where ``z`` holds only some of a chunk's rows (kernels).
+            out: Takes the gradient with `apart`, and so ``z`` may hold only some of a chunk's rows.
 
         Returns:
             Tensor | None: What each row's gradient is still to be multiplied with [C]; None: 1.
@@ -77,14 +79,14 @@ def run(
         upstream: The upstream gradient of a chunk's numbers; None: numbers alone.
         known: Numbers of all rows from an earlier pass, of which the gradients are; None: they are computed.
     """
-    chunks = _Chunks(head, rows, plan, terms)
+    chunks = Chunks(head, rows, plan, terms)
     found: list[tuple[Numbers, Tensor | None]] = []
     for part in chunks.parts or [slice(0, 0)]:
         x_CD = chunks.hidden(part)
         if upstream is None or into is None:
             numbers = terms.numbers(chunks.logits(x_CD), part)
         else:
-            numbers, g_CV, outside = chunks.gradient(x_CD, part, upstream, known)
+            numbers, g_CV, outside = chunks.gradient(terms, x_CD, part, upstream, known)
             if len(x_CD):
                 _add_products(head, chunks.matmul, g_CV, outside, x_CD, into, rows.index, part, lift=terms.lift)
         found.append((numbers, None))
@@ -93,20 +95,19 @@ def run(
     return joined(found)[0]
 
 
-class _Chunks:
-    """What all chunks of a pass share: GEMMs, and memory for logits and, where these are fewer rows, a gradient."""
+class Chunks:
+    """What all chunks of a pass share: GEMMs, and memory for logits and, with `Terms.apart`, their gradient."""
 
     def __init__(self, head: Head, rows: Rows, plan: HeadPlan, terms: Terms) -> None:
-        self.head, self.rows, self.plan, self.terms = head, rows, plan, terms
+        self.head, self.rows, self.plan, self.raw = head, rows, plan, terms.raw
         self.parts = list(head.ranks.chunks(plan))
         self.matmul = HeadMatmul(head.weight_VD, plan, head.dtype, head.wide)
         longest = max((part.stop - part.start for part in self.parts), default=0)
         self.pieces = plan.product_rows or longest  # rows of which logits exist at a time
-        self.columns = head.ranks.rows + (not head.ranks.alone)
+        self.columns = head.ranks.rows + (terms.spare or not head.ranks.alone)
         self._logits = head.input.new_empty(min(longest, self.pieces), padded(self.columns), dtype=head.wide)
-        self._narrow = self._logits[:0]
-        if self.pieces < longest:
-            self._narrow = self._logits.new_empty(longest, padded(head.ranks.rows), dtype=head.dtype)
+        self._longest = longest
+        self._gradient: Tensor | None = None
 
     def hidden(self, part: slice) -> Tensor:
         """Return a chunk's hidden states [C, D] in the operands' dtype, 0 in rows that do not count."""
@@ -120,37 +121,41 @@ class _Chunks:
         """Return the logits of these hidden states."""
         head, V = self.head, self.head.ranks.rows
         z = self._logits[: len(x_CD), : self.columns]
-        z_V = z if head.ranks.alone else z[:, :V]
+        z_V = z if self.columns == V else z[:, :V]
         self.matmul.logits(x_CD, z_V)
-        if not self.terms.raw:
+        if not self.raw:
             columns = (
                 max(1, V) if head.softcap is None else self.plan.columns
             )  # on a CPU one operator is better than many
             finish_logits_(z_V, head.bias_V, head.scale, head.softcap, columns)
-        if not head.ranks.alone:
+        if self.columns > V:
             z[:, V:] = -torch.inf
         return z
 
     def gradient(
-        self, x_CD: Tensor, part: slice, upstream: Upstream, known: Numbers | None
+        self, terms: Terms, x_CD: Tensor, part: slice, upstream: Upstream, known: Numbers | None
     ) -> tuple[Numbers, Tensor, Tensor | None]:
         """Return a chunk's numbers, the gradient of its logits [C, V_r], and what its rows still lack."""
-        C, V, terms = len(x_CD), self.head.ranks.rows, self.terms
-        g_CV, out = self._narrow[:C, :V], None
+        C, V = len(x_CD), self.head.ranks.rows
+        out: Tensor | None = None
+        if terms.apart and self._gradient is None:
+            self._gradient = self._logits.new_empty(self._longest, padded(self.columns), dtype=self.head.dtype)
         found: list[tuple[Numbers, Tensor | None]] = []
         for start in range(0, max(1, C), max(1, self.pieces)):
             stop = min(start + self.pieces, C)
             of_all = slice(part.start + start, part.start + stop)
             z = self.logits(x_CD[start:stop])
-            if len(self._narrow):
-                out = g_CV[start:stop]
+            if self._gradient is not None:
+                out = self._gradient[start:stop, :V]
             if known is None:
                 found.append(terms.both_(z, of_all, upstream, out))
             else:
                 numbers = {name: x[of_all] for name, x in known.items()}
                 found.append((numbers, terms.gradient_(z, of_all, numbers, upstream(numbers, of_all), out)))
-        if out is None:
-            g_CV = z if self.head.ranks.alone else z[:, :V]
+        if self._gradient is not None:
+            g_CV = self._gradient[:C, :V]
+        else:
+            g_CV = z if self.columns == V else z[:, :V]
         numbers, outside = joined(found)
         return numbers, g_CV, outside
 

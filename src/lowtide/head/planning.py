@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.head.backends import choose_backend, choose_stats_backend
-from lowtide.head.call import CrossEntropyArgs, Head, TokenStatsArgs, Wanted
+from lowtide.head.backends import choose_backend, choose_divergence_backend, choose_stats_backend
+from lowtide.head.call import CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
+from lowtide.head.divergences.plan import plan_pair
 from lowtide.head.exponentials.plan import plan_exp, plan_exp_stats
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels.configs import topk_row_bytes
@@ -71,6 +72,39 @@ def plan_token_stats(head: Head, args: TokenStatsArgs, rows: int, *, weight_froz
         weight_dtype=weight.dtype,
         reduction="none",
         weight_frozen=weight_frozen,
+    )
+
+
+def plan_both_sides(
+    head: Head, args: DivergenceArgs, n: int, wanted: Wanted, *, stored: bool
+) -> tuple[HeadPlan, HeadPlan]:
+    """Return the student's plan and the teacher's for n rows, the same on every rank."""
+    ranks: Any = head.ranks
+    device, topk = head.input.device, args.topk_ids
+    V, D = head.weight_VD.shape
+    if topk is not None:
+        of_teacher = (0, topk.shape[1])
+    else:
+        assert args.teacher_weight is not None
+        of_teacher = (args.teacher_weight.shape[1], args.teacher_weight.shape[0])
+    if not ranks.alone:
+        V = ranks.most_rows + 1
+        of_teacher = of_teacher if topk is not None else (of_teacher[0], V)
+    backend, reason = choose_divergence_backend(head.options, device, head.dtype, V, topk=topk is not None)
+    return plan_pair(
+        n,
+        (D, V),
+        of_teacher,
+        head.dtype,
+        args.teacher_dtype,
+        device,
+        head.options,
+        backend=backend,
+        reason=reason,
+        weight_dtype=head.weight_VD.dtype,
+        gradient="forward" if stored else "recompute",
+        gradients=(any(wanted), wanted.head),
+        device_bytes=None if ranks.alone else ranks.limits.gpu_bytes,
     )
 
 

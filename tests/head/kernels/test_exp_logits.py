@@ -14,14 +14,8 @@ import triton
 import triton.language as tl
 
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.exp_logits import (
-    exp_logits,
-    from_ordered,
-    multiprocessors,
-    shifted_exp_logits,
-    tiles_across,
-    to_ordered,
-)
+from lowtide.head.kernels.exp_logits import exp_logits, from_ordered, shifted_exp_logits, to_ordered
+from lowtide.head.kernels.gemm import LogitTransform, multiprocessors, tiles_across
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -88,6 +82,12 @@ def options(V: int, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
+def launched(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a launcher's arguments, the logits' options among them in their record."""
+    others = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+    return others | {"transform": LogitTransform(**{name: kwargs[name] for name in OPTIONS if name in kwargs})}
+
+
 def logits(b: Batch, bias_V: Tensor | None = None, scale: Tensor | None = None, softcap: float | None = None) -> Tensor:
     z = b.x.double() @ b.w.double().T
     if bias_V is not None:
@@ -139,7 +139,7 @@ def run(
     s = narrow[1 : C + 1, :P]
     exp_logits(
         b.x, b.w, b.reference, b.y, config, programs, e_CV=room[1 : C + 1, :V] if e else None,
-        sum_CP=s if sums else None, **kwargs,
+        sum_CP=s if sums else None, **launched(kwargs),
     )  # fmt: skip
     assert around_is_poison(room, stored_width(V))
     assert around_is_poison(narrow, P)
@@ -383,7 +383,7 @@ def run_shifted(
     count = torch.tensor([len(rows)], dtype=torch.int32, device=DEVICE)
     shifted_exp_logits(
         b.x, b.w, listed, count, highest, b.y, config, programs, sum_CP=narrow[1 : C + 1, :P],
-        e_CV=room[1 : C + 1, :V] if e else None, **kwargs,
+        e_CV=room[1 : C + 1, :V] if e else None, **launched(kwargs),
     )  # fmt: skip
     others = torch.ones(C, dtype=torch.bool, device=DEVICE)
     others[rows] = False

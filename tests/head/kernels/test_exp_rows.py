@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.exp_logits import exp_logits, multiprocessors, shifted_exp_logits, tiles_across
+from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import (
     Reports,
     RowTerms,
@@ -23,6 +23,7 @@ from lowtide.head.kernels.exp_rows import (
     prepare_rows,
     target_logits,
 )
+from lowtide.head.kernels.gemm import LogitTransform, multiprocessors, tiles_across
 from support import oracle, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -602,12 +603,22 @@ def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
     sums = torch.full((C, tiles_across(V, CONFIG)), NAN, device=DEVICE)
     e = torch.full((C, -(-V // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, :V]
     scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
-    parts: dict[str, Any] = {"bias_V": terms.bias_V, "scale": terms.scale, "softcap": terms.softcap}
+    transform = LogitTransform(terms.bias_V, terms.scale, terms.softcap)
     target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.count)
-    exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts)
+    exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, transform=transform)
     finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled)
     shifted_exp_logits(
-        b.x, b.w, rows.listed, rows.count, rows.highest, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **parts
+        b.x,
+        b.w,
+        rows.listed,
+        rows.count,
+        rows.highest,
+        b.y,
+        CONFIG,
+        PROGRAMS,
+        sum_CP=sums,
+        e_CV=e,
+        transform=transform,
     )
     finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled, shifted=True)
     finish_input_grad(e.float() @ b.w.float(), dx, b.w, b.y, rows.s, rows.rest, b.g, terms)
@@ -623,6 +634,7 @@ def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: 
     (C, D), V = b.x.shape, len(b.w)
     terms, numbers = row_terms(b.w, kwargs), torch.full((4, C), NAN, device=DEVICE)
     scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    transform = LogitTransform(terms.bias_V, terms.scale, terms.softcap)
     prepare_rows(lse, miss, b.x, b.y, b.g, terms, V, numbers, scaled_CD=scaled)
     reference, coefficient, s, rest = numbers
     product, (dw, db) = torch.zeros(C, D, device=DEVICE), uniform_part(b, terms)
@@ -632,8 +644,7 @@ def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: 
         e = torch.full((C, -(-block // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, : len(w)]
         exp_logits(
             b.x, w, reference, b.y, CONFIG, PROGRAMS, e_CV=e, coefficient_C=coefficient, first_class=first,
-            bias_V=None if terms.bias_V is None else terms.bias_V[first : first + block], scale=terms.scale,
-            softcap=terms.softcap,
+            transform=transform.of_classes(slice(first, first + block)),
         )  # fmt: skip
         product += e.float() @ w.float()
         dw[first : first + block] += e.float().T @ scaled.float()

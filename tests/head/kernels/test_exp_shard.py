@@ -35,8 +35,9 @@ from head.kernels.test_exp_rows import (
     uniform_logits,
     without_target,
 )
-from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits, tiles_across
+from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_rows, sum_rows
+from lowtide.head.kernels.gemm import LogitTransform, tiles_across
 from support import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
@@ -75,7 +76,7 @@ def sums_of(b: Batch, classes: slice, z: Tensor, kwargs: dict[str, Any]) -> Part
     V = len(w)
     e = torch.full((C, -(-V // UNIT) * UNIT), POISON, dtype=DTYPE, device=DEVICE)[:, :V]
     sums = torch.full((C, tiles_across(V, CONFIG)), NAN, device=DEVICE)
-    common: dict[str, Any] = {"bias_V": terms.bias_V, "scale": terms.scale, "softcap": terms.softcap}
+    common: dict[str, Any] = {"transform": LogitTransform(terms.bias_V, terms.scale, terms.softcap)}
     exp_logits(b.x, w, rows.target_logit, y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **common)
     told = torch.full((2, C), NAN, device=DEVICE)
     sum_rows(sums, y, rows, told, e_CV=e)
@@ -95,7 +96,7 @@ def finish_part(b: Batch, part: Part, told: Tensor) -> None:
             sums = torch.full((len(b.y), tiles_across(width, CONFIG)), NAN, device=DEVICE)
             shifted_exp_logits(
                 b.x, b.w[part.classes], rows.listed, rows.count, rows.highest, part.y, CONFIG, PROGRAMS, sum_CP=sums,
-                bias_V=terms.bias_V, scale=terms.scale, softcap=terms.softcap, e_CV=part.e, find_highest=(False,),
+                transform=LogitTransform(terms.bias_V, terms.scale, terms.softcap), e_CV=part.e, find_highest=(False,),
             )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,6 +56,38 @@ def test_every_change_between_launches() -> None:
                         want = whole[offset::step][:n].float() * slope + free + 0.25 * shifted
                         torch.testing.assert_close(out[:n], want * (1 + double), rtol=1e-6, atol=1e-6)
                         assert out[n:].isnan().all()
+
+
+class Line(NamedTuple):
+    out: Tensor
+    shift: Tensor | None
+    numbers: tuple[int, int, float]  # n, step, slope
+
+
+@Launcher
+@triton.jit
+def _affine_of_record(x_ptr, line, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    n, step, slope = line.numbers
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + i * step, mask=i < n, other=0.0).to(tl.float32) * slope
+    if line.shift is not None:
+        value += tl.load(line.shift)
+    tl.store(line.out + i, value, mask=i < n)
+
+
+def test_every_change_within_a_record() -> None:
+    """All of its numbers are specialised on, a 1 and multiples of 16 too; a part that is None is compiled out."""
+    whole = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for offset in (0, 1):
+        for n, step, slope in ((1, 1, 1.0), (16, 2, 0.5), (37, 1, 1.0), (130, 16, -2.5), (128, 3, 1.0)):
+            for shift in (None, torch.full((), 0.25, device=DEVICE)):
+                for _ in range(2):  # compiled, and then remembered
+                    out = torch.full((n + 8,), torch.nan, device=DEVICE)
+                    record = Line(out[:n], shift, (n, step, slope))
+                    _affine_of_record[(triton.cdiv(n, BLOCK),)](whole[offset:], record, BLOCK=BLOCK)
+                    want = whole[offset::step][:n] * slope + (0.0 if shift is None else 0.25)
+                    torch.testing.assert_close(out[:n], want, rtol=1e-6, atol=1e-6)
+                    assert out[n:].isnan().all()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing")

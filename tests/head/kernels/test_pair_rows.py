@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.divergences.terms import Kind, RowNumbers
-from lowtide.head.kernels.pair_rows import Logits, pair_gradient, pair_rows, pair_value_and_gradient
+from lowtide.head.kernels.pair_rows import Pair, Side, pair_gradient, pair_logsumexps, pair_rows, pair_sums
 from support import divergence_of, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LOOSE = {"wide": 5e-6, "bfloat16": 2**-8 if DEVICE == "cuda" else 2**-7, "float16": 2**-10}  # the interpreter cuts off
+
+
+class Kind(NamedTuple):
+    name: str
+    beta: float
+
+
+class RowNumbers(NamedTuple):
+    value: Tensor
+    lse: Tensor
+    other_lse: Tensor
+    pivot: Tensor
+
+
 KINDS = [Kind("forward_kl", 0.5), Kind("reverse_kl", 0.5), Kind("jsd", 0.5), Kind("jsd", 0.1), Kind("tv", 0.5)]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}-{kind.beta}")
 
@@ -70,22 +84,21 @@ def run_one_way(
     (C, V), U = z.shape, other.shape[1]
     room, other_room = padded(z), padded(other, -(-U // 8) * 8 + 16)
     before, other_before = room.clone(), other_room.clone()
-    products = (room[1:-1, :V], other_room[1:-1, :U])
-    logits = Logits(**{name: kwargs.pop(name) for name in Logits._fields if name in kwargs})
-    common = {name: value for name, value in kwargs.items() if name != "factor_C"}
-    pad = room.shape[1]
+    pair = pair_of(room[1:-1, :V], other_room[1:-1, :U], kind, kwargs)
+    factor, pad = kwargs.get("factor_C"), room.shape[1]
     lift = torch.full((C,), torch.nan, device=DEVICE) if gradient == "float16" else None
     out_room = (
         room if gradient == "wide" else torch.full((C + 2, pad + 8), torch.nan, device=DEVICE).to(NARROW[gradient])
     )
     out = out_room[1:-1, :V]
     if at_once:
-        value = pair_value_and_gradient(*products, out, kind, logits, lift_C=lift, **kwargs)
+        value = pair_gradient(pair, out, factor_C=factor, lift_C=lift)
+        assert value is not None
         rows = RowNumbers(value, value, value, value)
     else:
-        rows = pair_rows(*products, kind, logits, **common)
+        rows = RowNumbers(*pair_rows(pair))
         assert torch.equal(room.view(torch.int32), before.view(torch.int32))
-        pair_gradient(*products, out, rows, kind, logits, lift_C=lift, **kwargs)
+        assert pair_gradient(pair, out, rows[1:], factor_C=factor, lift_C=lift) is None
     assert torch.equal(other_room.view(torch.int32), other_before.view(torch.int32))
     assert out_room[[0, -1]].isnan().all()
     assert (out_room[1:-1, V:pad] == 0).all()
@@ -98,6 +111,22 @@ def run_one_way(
     assert (lift.log2() % 1 == 0).all()
     assert g.nan_to_num().abs().max() <= 2**14
     return rows, g * lift[:, None]
+
+
+def pair_of(z: Tensor, other: Tensor, kind: Kind, kwargs: dict[str, Any]) -> Pair:
+    """Return both sides with a test's options: soft caps are of the logits before ``scale``."""
+    scale = kwargs.get("scale")
+    caps = []
+    for name in ("softcap", "teacher_softcap"):
+        cap = kwargs.get(name)
+        caps.append(None if cap is None else torch.tensor(float(cap), device=DEVICE) * (1 if scale is None else scale))
+    return Pair(
+        Side.of(z, kwargs.get("bias_V"), scale, caps[0]),
+        Side.of(other, kwargs.get("teacher_bias_U"), scale, caps[1]),
+        *kind,
+        kwargs.get("kept_C"),
+        kwargs.get("longest_block"),
+    )
 
 
 def logprobs(z: Tensor, bias: Tensor | None, scale: Tensor | None, width: int, softcap: float | None = None) -> Tensor:
@@ -360,7 +389,41 @@ def test_no_thread_writes_over_what_another_still_reads(C: int, V: int) -> None:
 
 def test_no_rows() -> None:
     z, other = sides(3, 8)
-    rows = pair_rows(z[:0], other[:0], KINDS[0])
+    pair = Pair(Side.of(z[:0]), Side.of(other[:0]), *KINDS[0])
+    rows = pair_rows(pair)
     assert all(x.shape == (0,) for x in rows)
-    pair_gradient(z[:0], other[:0], z[:0], rows, KINDS[0])
-    assert pair_value_and_gradient(z[:0], other[:0], z[:0], KINDS[0]).shape == (0,)
+    pair_gradient(pair, z[:0], rows[1:])
+    value = pair_gradient(pair, z[:0])
+    assert value is not None
+    assert value.shape == (0,)
+
+
+@pytest.mark.parametrize("edges", [(0, 16, 40, 61), (0, 0, 61, 61), (0, 8, 24, 24, 61)])
+@pytest.mark.parametrize("with_options", [False, True])
+@every_kind
+def test_classes_on_several_ranks(kind: Kind, with_options: bool, edges: tuple[int, ...]) -> None:
+    """Each part's sums, put together, are the whole's; some parts have no class, or none that is possible in a row."""
+    z, other = sides(4, edges[-1])
+    kwargs: dict[str, Any] = {"longest_block": 16}
+    if with_options:
+        kept = torch.tensor([True, False, True, True], device=DEVICE)
+        kwargs |= {**options(edges[-1]), "softcap": 3.0, "kept_C": kept}
+        z[1] = torch.nan
+    else:
+        z[0, :40] = other[0, :40] = -torch.inf  # of the first ranks'
+        z[2, -1], other[3, 1] = torch.nan, torch.inf
+    parts = []
+    for first, stop in pairwise(edges):
+        rooms = (padded(x[:, first:stop].contiguous(), 64)[1:-1, : stop - first] for x in (z, other))
+        of_part = {name: x[first:stop] if "bias" in name else x for name, x in kwargs.items()}
+        parts.append(pair_of(*rooms, kind, of_part))
+    whole = pair_of(padded(z, 64)[1:-1, : edges[-1]], padded(other, 64)[1:-1, : edges[-1]], kind, kwargs)
+    value, *known = pair_rows(whole)
+    lse = torch.stack([pair_logsumexps(part) for part in parts]).logsumexp(0)
+    sums = torch.stack([pair_sums(part, lse) for part in parts]).sum(0)
+    kept = slice(None) if not with_options else kwargs["kept_C"]
+    torch.testing.assert_close(lse[:, kept], torch.stack(known[:2])[:, kept], rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(sums[0], value, rtol=3e-6, atol=3e-7, equal_nan=True)
+    if kind.name != "forward_kl":
+        pivot = sums[1] / sums[2]
+        torch.testing.assert_close(pivot[kept], known[2][kept], rtol=3e-6, atol=3e-7, equal_nan=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.kernels.row_softmax import softmax_rows
+from lowtide.head.kernels.gemm import LogitTransform
+from lowtide.head.kernels.row_softmax import LossTerms, softmax_rows
 from support import oracle, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,6 +37,14 @@ def options(V: int, names: tuple[str, ...] = ALL) -> dict[str, Any]:
     }
     chosen = {name: values[name] for name in names}
     return chosen | {"total_class_weight": q.sum()} if "class_weight_V" in chosen else chosen
+
+
+def launched(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a launcher's arguments, the options of logits and of the loss in their records."""
+    given = dict(kwargs)
+    transform = LogitTransform(*(given.pop(name, None) for name in ("bias_V", "logit_scale", "softcap")))
+    terms = LossTerms(**{name: given.pop(name) for name in LossTerms._fields if name in given})
+    return given | {"transform": transform, "terms": terms}
 
 
 def batch(C: int, V: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +73,7 @@ def run(
     unit = torch.ones(C, device=DEVICE) if unit_C is None else unit_C
     if gradient == "float16":
         lift = kwargs["lift_C"] = torch.full((C,), torch.nan, device=DEVICE)
-    softmax_rows(whole[:, :V], y_C, unit, loss_C=loss, gradient=gradient, **kwargs)
+    softmax_rows(whole[:, :V], y_C, unit, loss_C=loss, gradient=gradient, **launched(kwargs))
     if gradient in NARROW:
         narrow = whole.view(NARROW[gradient])[:, :V].float()
         return loss, narrow if lift is None else narrow * lift[:, None]
@@ -141,7 +150,9 @@ def test_narrow_values_are_the_wide_ones_rounded(names: tuple[str, ...]) -> None
     for gradient, dtype in NARROW.items():
         whole, lift = padded(z), None if gradient == "bfloat16" else torch.zeros(C, device=DEVICE)
         again = torch.zeros(C, device=DEVICE)
-        softmax_rows(whole[:, :V], y, torch.ones_like(again), loss_C=again, gradient=gradient, lift_C=lift, **kwargs)
+        softmax_rows(
+            whole[:, :V], y, torch.ones_like(again), loss_C=again, gradient=gradient, lift_C=lift, **launched(kwargs)
+        )
         expected = wide if lift is None else wide / lift[:, None]
         assert torch.equal(whole.view(dtype)[:, :V], rounded(expected, dtype))
         torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
@@ -184,7 +195,7 @@ def test_the_loss_alone_leaves_the_row_alone() -> None:
     z, y = batch(3, 37)
     whole, loss = padded(z), torch.zeros(3, device=DEVICE)
     before = whole.clone()
-    softmax_rows(whole[:, :37], y, torch.ones_like(loss), loss_C=loss, **options(37))
+    softmax_rows(whole[:, :37], y, torch.ones_like(loss), loss_C=loss, **launched(options(37)))
     assert torch.equal(whole.view(torch.int32), before.view(torch.int32))
     torch.testing.assert_close(loss, run(z, y, **options(37))[0], rtol=1e-6, atol=0)
 
@@ -326,7 +337,7 @@ def test_a_cap_far_above_the_logits_takes_nothing_from_them() -> None:
 def lifted(z: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return what an fp16 gradient leaves in memory, and its lift."""
     (C, V), whole, lift = z.shape, padded(z), torch.zeros(len(z), device=DEVICE)
-    softmax_rows(whole[:, :V], y, torch.ones(C, device=DEVICE), gradient="float16", lift_C=lift, **kwargs)
+    softmax_rows(whole[:, :V], y, torch.ones(C, device=DEVICE), gradient="float16", lift_C=lift, **launched(kwargs))
     return whole.view(torch.float16)[:, :V], lift
 
 

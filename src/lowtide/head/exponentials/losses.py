@@ -24,6 +24,7 @@ from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
 from lowtide.head.kernels.exp_rows import Reports, RowTerms
+from lowtide.head.kernels.gemm import LogitTransform, tiles_across
 from lowtide.head.matmul import matmul_into
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import input_is_copied
@@ -39,11 +40,11 @@ class CrossEntropy(Exponentials):
         super().__init__(head, plan)
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
         assert not isinstance(softcap, Tensor)
-        plain = head.bias_V is None and head.scale is None and softcap is None
-        self.hopper = plain and exp_logits_hopper.runs_on(head.input.device)
+        self.transform = LogitTransform(head.bias_V, head.scale, softcap)
+        self.hopper = self.transform.is_plain and exp_logits_hopper.runs_on(head.input.device)
         if self.hopper:
             self.config = configs.GemmConfig(columns=exp_logits_hopper.COLUMNS.value)
-        self.tiles = exp_logits.tiles_across(self.width, self.config)
+        self.tiles = tiles_across(self.width, self.config)
         self.y_n, self.q_V, self.own_n = y_n, q, None if alone else loss.own_n
         uniform = None
         if smoothing:
@@ -97,6 +98,8 @@ class CrossEntropy(Exponentials):
         if products is not None:
             products.settled()  # also where there are no tokens
         elif factor is not None:
+            del self._sums  # memory for the blocks
+            self._views.clear()
             self.gradients(*factor(), numbers)
         return numbers
 
@@ -149,20 +152,18 @@ class CrossEntropy(Exponentials):
                 coefficient_C=coefficient_C, first_class=first_class,
             )  # fmt: skip
             return
-        terms, bias = self.terms, self.terms.bias_V
+        transform = self.transform.of_classes(slice(first_class, first_class + len(w_VD)))
         exp_logits.exp_logits(
-            piece.x_CD, w_VD, reference_C, piece.y_C, self.config, self.programs, sum_CP=sum_CP, e_CV=e_CV,
-            bias_V=None if bias is None else bias[first_class : first_class + len(w_VD)], scale=terms.scale,
-            softcap=terms.softcap, coefficient_C=coefficient_C, first_class=first_class,
+            piece.x_CD, w_VD, reference_C, piece.y_C, self.config, self.programs, transform=transform, sum_CP=sum_CP,
+            e_CV=e_CV, coefficient_C=coefficient_C, first_class=first_class,
         )  # fmt: skip
 
     def _shifted(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...]) -> None:
         """Do the listed rows again, relative to another reference; the host never learns how many they are."""
-        rows, terms = piece.rows, self.terms
+        rows = piece.rows
         exp_logits.shifted_exp_logits(
             piece.x_CD, self.weight_VD, rows.listed, rows.count, rows.highest, piece.y_C, self.config, self.programs,
-            sum_CP=self._sums[: len(piece.y_C)], bias_V=terms.bias_V, scale=terms.scale, softcap=terms.softcap,
-            e_CV=e_CV, find_highest=find_highest,
+            sum_CP=self._sums[: len(piece.y_C)], transform=self.transform, e_CV=e_CV, find_highest=find_highest,
         )  # fmt: skip
 
     def terms_of(self, piece: Piece) -> RowTerms:

@@ -32,6 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.exp_logits import ExpRows
+from lowtide.head.kernels.gemm import descriptor, matrix
 from lowtide.head.kernels.launch import Launcher
 
 try:
@@ -82,8 +84,9 @@ def _stage_and_phase(step):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _produce(x_d, w_d, x_s, w_s, full, empty, C, V, D, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+def _produce(x_d, w_d, stages, C, V, D, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
     """Load the stages. What lies outside of x and w arrives as zeros, and counts as bytes that arrived."""
+    x_s, w_s, full, empty = stages
     tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -102,11 +105,11 @@ def _produce(x_d, w_d, x_s, w_s, full, empty, C, V, D, GROUP: gl.constexpr):  # 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, e_d, x_s, w_s, e_s, full, empty, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride,
-    first_class, C, V, D, GROUP: gl.constexpr, COEFFICIENT: gl.constexpr, BOUND: gl.constexpr, SUM: gl.constexpr,
+    HALF: gl.constexpr, e_d, e_s, stages, rows_of, first_class, C, V, D, GROUP: gl.constexpr, BOUND: gl.constexpr,
     STORE: gl.constexpr,
 ):  # fmt: skip
     """Multiply, and finish, the HALF-th ROWS rows of each tile."""
+    x_s, w_s, full, empty = stages
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
@@ -118,8 +121,8 @@ def _consume(  # type: ignore[no-untyped-def]
         column = p * COLUMNS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         # asked for here, used when the products are done: nobody waits for them
-        y = gl.load(y_ptr + rows, mask=rows < C, other=-1)
-        reference = gl.load(reference_ptr + rows, mask=rows < C, other=0.0)
+        y = gl.load(rows_of.y + rows, mask=rows < C, other=-1)
+        reference = gl.load(rows_of.reference + rows, mask=rows < C, other=0.0)
 
         z = gl.zeros([ROWS, COLUMNS], gl.float32, whole)
         for k in range(gl.cdiv(D, DEPTH)):
@@ -136,7 +139,7 @@ def _consume(  # type: ignore[no-untyped-def]
         reference = gl.where(kept, reference * LOG2E, float("inf"))
         y -= first_class + column  # within the tile; stays negative where ignored
         bound = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, layout)) + (V - column)
-        if COEFFICIENT:
+        if rows_of.coefficient is not None:
             bound = gl.where(kept, bound, 0)
         # most tiles hold neither targets nor columns beyond V
         special = (y >= 0) & (y < COLUMNS)
@@ -154,12 +157,12 @@ def _consume(  # type: ignore[no-untyped-def]
                 e = gl.where(at[None, :] == y[:, None], 0.0, e)
                 if BOUND:
                     e = gl.where(at[None, :] < bound[:, None], e, 0.0)
-            if SUM:
+            if rows_of.sums is not None:
                 total += gl.sum(e, 1)
             if STORE:
-                if COEFFICIENT:  # noqa: SIM102 - known when compiled
+                if rows_of.coefficient is not None:  # noqa: SIM102 - known when compiled
                     if is_special:  # loaded only here, as there are no registers to hold it for long
-                        coefficient = gl.load(coefficient_ptr + rows, mask=rows < C, other=0.0)
+                        coefficient = gl.load(rows_of.coefficient + rows, mask=rows < C, other=0.0)
                         e = gl.where(at[None, :] == y[:, None], coefficient[:, None], e)
                 rounded = e.to(gl.bfloat16)
                 tma.store_wait(0)  # the thread that stored the last piece knows that the buffer has been read,
@@ -168,16 +171,15 @@ def _consume(  # type: ignore[no-untyped-def]
                 fence_async_shared()
                 barrier()
                 store_tile(e_d, [row, column + i * PIECE], buffer)
-        if SUM:
-            gl.store(sum_ptr + rows.to(gl.int64) * sum_stride + p, total, mask=rows < C)
+        if rows_of.sums is not None:
+            gl.store(rows_of.sums + rows.to(gl.int64) * rows_of.sum_stride + p, total, mask=rows < C)
     tma.store_wait(0)  # shared memory goes when the program ends
 
 
 @Launcher
-@gluon.jit(do_not_specialize=["sum_stride", "first_class", "C", "V", "D"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["first_class", "C", "V", "D"])  # type: ignore[untyped-decorator]
 def _exp_logits_hopper(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride, first_class, C, V, D,
-    GROUP: gl.constexpr, COEFFICIENT: gl.constexpr, BOUND: gl.constexpr, SUM: gl.constexpr, STORE: gl.constexpr,
+    x_d, w_d, e_d, rows, first_class, C, V, D, GROUP: gl.constexpr, BOUND: gl.constexpr, STORE: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
@@ -189,21 +191,16 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()  # the loads report to these barriers; the warps meet once more before their parts begin
+    stages = (x_s, w_s, full, empty)
     gl.warp_specialize(
         [
-            (_consume, (
-                0, e_d, x_s, w_s, e_s, full, empty, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride,
-                first_class, C, V, D, GROUP, COEFFICIENT, BOUND, SUM, STORE,
-            )),
-            (_consume, (
-                1, e_d, x_s, w_s, e_s, full, empty, reference_ptr, y_ptr, coefficient_ptr, sum_ptr, sum_stride,
-                first_class, C, V, D, GROUP, COEFFICIENT, BOUND, SUM, STORE,
-            )),
-            (_produce, (x_d, w_d, x_s, w_s, full, empty, C, V, D, GROUP)),
+            (_consume, (0, e_d, e_s, stages, rows, first_class, C, V, D, GROUP, BOUND, STORE)),
+            (_consume, (1, e_d, e_s, stages, rows, first_class, C, V, D, GROUP, BOUND, STORE)),
+            (_produce, (x_d, w_d, stages, C, V, D, GROUP)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 def unsupported(x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None = None) -> str | None:
@@ -268,23 +265,18 @@ def exp_logits_hopper(
         coefficient_C: float32, what E holds at the target.
         first_class: Class of ``w_VD``'s first row.
     """
-    C, D = x_CD.shape
-    V = w_VD.shape[0]
-    sums = reference_C if sum_CP is None else sum_CP
-    x_d = _descriptor(x_CD, C, D, ROWS.value, DEPTH.value)
+    (C, D), V = x_CD.shape, w_VD.shape[0]
+    x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)
     _exp_logits_hopper[(programs,)](
-        x_d, _descriptor(w_VD, V, D, COLUMNS.value, DEPTH.value),
-        x_d if e_CV is None else _descriptor(e_CV, C, V, ROWS.value, PIECE.value),
-        reference_C, y_C, reference_C if coefficient_C is None else coefficient_C, sums, sums.stride(0), first_class,
-        C, V, D, GROUP=group, COEFFICIENT=coefficient_C is not None,
-        BOUND=V % COLUMNS.value != 0 or coefficient_C is not None, SUM=sum_CP is not None, STORE=e_CV is not None,
-        num_warps=4,
+        x_d, _descriptor(w_VD, COLUMNS.value, DEPTH.value),
+        x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value),
+        ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP)), first_class, C, V, D, GROUP=group,
+        BOUND=V % COLUMNS.value != 0 or coefficient_C is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip
 
 
-def _descriptor(x: Tensor, rows: int, columns: int, block_rows: int, block_columns: int) -> Any:
-    block = (block_rows, block_columns)
-    return TensorDescriptor(x, [rows, columns], [x.stride(0), 1], list(block), _shared_layout(block))
+def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    return descriptor(x, rows, columns, TensorDescriptor, _shared_layout((rows, columns)))
 
 
 @cache

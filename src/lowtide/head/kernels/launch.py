@@ -1,6 +1,6 @@
 """Launching a compiled kernel again without asking Triton what it is: a third of the host's time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,8 @@ class Launcher:
 
     Triton's own launch binds the arguments, derives from each what the kernel is specialised on, and asks the driver
     about each pointer: 30 to 90 microseconds, ten times a chunk. Here the same facts make a key, and pointers go as
-    numbers. Called as ``launcher[grid](*args, **constants)``, positional arguments first, as kernels are.
+    numbers. Called as ``launcher[grid](*args, **constants)``, positional arguments first, as kernels are; an argument
+    may be a record, a tuple of tensors, numbers, None and further tuples.
 
     Args:
         kernel: What ``triton.jit`` or ``gluon.jit`` returns; in Triton's interpreter it runs as it is.
@@ -48,23 +49,9 @@ class Launcher:
             self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
-        key: list[Any] = [device, *constants.values()]
-        values: list[Any] = []
-        for i, arg in enumerate(args):
-            if isinstance(arg, Tensor):
-                pointer = arg.data_ptr()
-                values.append(pointer)
-                key += (arg.dtype, pointer % 16 == 0)
-                continue
-            values.append(arg)
-            if isinstance(arg, int):
-                short = -(2**31) <= arg < 2**31
-                key += (short,) if i in self._free else (short, arg == 1, arg % 16 == 0)
-            elif arg is None or isinstance(arg, float):
-                key.append(type(arg))
-            else:  # a descriptor
-                key += (arg.base.dtype, *arg.block_shape)
-        known = tuple(key)
+        facts: list[Any] = [device, *constants.values()]
+        values = _described(args, self._free, facts)
+        known = tuple(facts)
         compiled = self._compiled.get(known)
         if compiled is None:
             if len(self._compiled) >= MOST_VARIANTS:
@@ -73,3 +60,26 @@ class Launcher:
             return
         values += [constants[name] for name in self._names[len(args) :]]
         compiled[(*grid, 1, 1)](*values, stream=torch._C._cuda_getCurrentRawStream(device))
+
+
+def _described(args: Sequence[Any], free: Collection[int], facts: list[Any]) -> list[Any]:
+    """Return the values to launch with; add what Triton specialises on to ``facts``, unless an argument is free."""
+    values: list[Any] = []
+    for i, arg in enumerate(args):
+        if isinstance(arg, Tensor):
+            pointer = arg.data_ptr()
+            values.append(pointer)
+            facts += (arg.dtype, pointer % 16 == 0)
+            continue
+        if isinstance(arg, tuple):  # a record, on all of whose numbers Triton specialises, whatever is free
+            values.append(tuple(_described(arg, (), facts)))
+            continue
+        values.append(arg)
+        if isinstance(arg, int):
+            short = -(2**31) <= arg < 2**31
+            facts += (short,) if i in free else (short, arg == 1, arg % 16 == 0)
+        elif arg is None or isinstance(arg, float):
+            facts.append(type(arg))
+        else:  # a descriptor
+            facts += (arg.base.dtype, *arg.block_shape)
+    return values

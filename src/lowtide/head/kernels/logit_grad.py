@@ -17,23 +17,23 @@ ROWS_PER_PROGRAM = 128
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _put_logit_grad(  # type: ignore[no-untyped-def]
-    g_ptr, g_row, g_column, scale_ptr, out_ptr, out_row, sums_ptr, C, V,
-    SCALE: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
+    g_ptr, g_row, g_column, scale_ptr, out_ptr, out_row, sums_ptr, C, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
     """out = scale * g in out's dtype; sums_v += sum_i scale g_iv over each program's rows, before that rounding."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    scale = tl.load(scale_ptr) if SCALE else 1.0
+    scale = tl.load(scale_ptr) if scale_ptr is not None else 1.0
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for c in range(0, EACH, ROWS):
         row = (tl.program_id(1) * EACH + c + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < C)[:, None] & (column < V)[None, :]
         g = tl.load(g_ptr + row[:, None] * g_row + column[None, :] * g_column, mask=inside, other=0.0)
-        if SCALE:
+        if scale_ptr is not None:
             g *= scale
-        if SUMS:
+        if sums_ptr is not None:
             total += g
         tl.store(out_ptr + row[:, None] * out_row + column[None, :], g.to(out_ptr.dtype.element_ty), mask=inside)
-    if SUMS:
+    if sums_ptr is not None:
         at = sums_ptr + tl.program_id(1).to(tl.int64) * V + column
         tl.store(at, tl.load(at, mask=column < V, other=0.0) + tl.sum(total, 0), mask=column < V)
 
@@ -56,7 +56,6 @@ def put_logit_grad(g_cV: Tensor, scale: Tensor | None, out_cV: Tensor, sums_PV: 
     if not C:
         return
     _put_logit_grad[(triton.cdiv(V, COLUMNS), triton.cdiv(C, ROWS_PER_PROGRAM))](
-        g_cV, g_cV.stride(0), g_cV.stride(1), g_cV if scale is None else scale, out_cV, out_cV.stride(0),
-        g_cV if sums_PV is None else sums_PV, C, V,
-        SCALE=scale is not None, SUMS=sums_PV is not None, ROWS=ROWS, COLUMNS=COLUMNS, EACH=ROWS_PER_PROGRAM,
+        g_cV, *g_cV.stride(), scale, out_cV, out_cV.stride(0), sums_PV, C, V, ROWS=ROWS, COLUMNS=COLUMNS,
+        EACH=ROWS_PER_PROGRAM,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 C rows of the chunk, V vocabulary. One program a row reads it once for the loss and once more for the gradient.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.elementary import log1p, tanh
-from lowtide.head.kernels.launch import Launcher
+from lowtide.head.kernels.gemm import PLAIN, LogitTransform
+from lowtide.head.kernels.launch import Launcher, power_of_2
 
 Gradient = Literal["wide", "bfloat16", "float16"]
 
@@ -45,10 +46,10 @@ def scaled_columns(row_ptr, at, n, bias_ptr, scale):  # type: ignore[no-untyped-
     return z * scale
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """softcap * tanh(x / softcap)"""
-    if CAPPED:
+@triton.jit
+def _capped(x, softcap):  # type: ignore[no-untyped-def]
+    """softcap * tanh(x / softcap), where there is a cap."""
+    if softcap is not None:
         x = softcap * tanh(x / softcap)
     return x
 
@@ -56,15 +57,15 @@ def _capped(x, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax_rows(  # type: ignore[no-untyped-def]
-    z_ptr, pads_per_row, V, target_ptr, unit_ptr, kept_ptr, bias_ptr, scale_ptr, softcap, class_weight_ptr,
-    total_class_weight_ptr, largest_class_weight_ptr, label_smoothing, z_loss, loss_ptr, factor_ptr, lift_ptr,
-    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, pads_per_row, V, rows, transform, terms, out, SMOOTHED: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """See `softmax_rows`. An ignored row is one of no columns (n = 0): nothing of it is read."""
+    target_ptr, unit_ptr, kept_ptr = rows
+    bias_ptr, scale_ptr, softcap = transform
+    class_weight_ptr, total_class_weight_ptr, label_smoothing, z_loss, largest_class_weight_ptr = terms
+    loss_ptr, factor_ptr, lift_ptr = out
     row = tl.program_id(0).to(tl.int64)
     row_ptr = z_ptr + row * pads_per_row * PAD
-    softcap = tl.cast(softcap, tl.float32)  # under inductor a float argument comes as float64
-    label_smoothing, z_loss = tl.cast(label_smoothing, tl.float32), tl.cast(z_loss, tl.float32)
     y, unit = tl.load(target_ptr + row).to(tl.int32), tl.load(unit_ptr + row)
     n = V
     if kept_ptr is not None:
@@ -78,7 +79,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
         q_y = tl.load(class_weight_ptr + y)
         Q = tl.load(total_class_weight_ptr)
 
-    t = _capped(scaled_columns(row_ptr, y, n, bias_ptr, scale), softcap, CAPPED)
+    t = _capped(scaled_columns(row_ptr, y, n, bias_ptr, scale), softcap)
     t = tl.where(unit == unit, t, unit)
     pivot = tl.where(tl.abs(t) < float("inf"), t, 0.0)  # sums of z - t do not cancel where logits share an offset
     highest = t
@@ -86,7 +87,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     weighted = tl.zeros((BLOCK,), tl.float32)  # of q (z - pivot)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        z = _capped(scaled_columns(row_ptr, at, n, bias_ptr, scale), softcap, CAPPED)
+        z = _capped(scaled_columns(row_ptr, at, n, bias_ptr, scale), softcap)
         if SMOOTHED:
             above = z - pivot
             if class_weight_ptr is not None:
@@ -134,14 +135,14 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             x = scaled_columns(row_ptr, at, n, bias_ptr, scale)
-            g = k * tl.exp(_capped(x, softcap, CAPPED) - highest)
+            g = k * tl.exp(_capped(x, softcap) - highest)
             if SMOOTHED:
                 if class_weight_ptr is not None:
                     g -= even * tl.load(class_weight_ptr + at, mask=at < n, other=0.0)
                 else:
                     g -= even
             g = tl.where(at == y, at_target, g)
-            if CAPPED:
+            if softcap is not None:
                 g *= tanh_slope(x / softcap)
             g = tl.where(at < n, g, 0.0)
             # What is written here may still be to be read by another thread: narrow values lie where wide ones of
@@ -150,19 +151,26 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
             tl.store(out_ptr + at, g.to(OUT), mask=at < tl.cdiv(V, PAD) * PAD)
 
 
+class LossTerms(NamedTuple):
+    """What cross entropy is asked for beside the targets."""
+
+    class_weight_V: Tensor | None = None  # float32
+    total_class_weight: Tensor | None = None  # their sum, a float32 scalar tensor
+    label_smoothing: float = 0.0  # from 0 to 1
+    z_loss: float = 0.0
+
+
+NO_TERMS = LossTerms()
+
+
 def softmax_rows(
     z_CV: Tensor,
     target_C: Tensor,
     unit_C: Tensor,
     *,
     kept_C: Tensor | None = None,
-    bias_V: Tensor | None = None,
-    logit_scale: Tensor | None = None,
-    softcap: float | None = None,
-    class_weight_V: Tensor | None = None,
-    total_class_weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    transform: LogitTransform = PLAIN,
+    terms: LossTerms = NO_TERMS,
     loss_C: Tensor | None = None,
     gradient: Gradient | None = None,
     factor_C: Tensor | None = None,
@@ -187,13 +195,8 @@ def softmax_rows(
         unit_C: float32 [C]; where it is NaN (the target was no class) so are the row's loss and gradient. No other
             value matters here.
         kept_C: bool [C]; rows where it is False are not read, their loss and gradient are 0. None: all are kept.
-        bias_V: float32 [V].
-        logit_scale: float32 scalar tensor.
-        softcap: Above 0.
-        class_weight_V: float32 [V], and ``total_class_weight``, its sum, a float32 scalar tensor.
-        total_class_weight: See ``class_weight_V``.
-        label_smoothing: From 0 to 1.
-        z_loss: Any number.
+        transform: Bias, m and softcap.
+        terms: q, Q, a and u.
         loss_C: float32 [C], takes the losses. None: they are not wanted.
         gradient: ``"wide"``: float32, in place of ``z_CV``. ``"bfloat16"``, ``"float16"``: narrowed, over the first
             half of each row's own bytes: ``z_CV.view(dtype)[:, :V]``. None: rows are read once, and left as they are.
@@ -209,31 +212,12 @@ def softmax_rows(
     assert factor_C is None or gradient == "wide"
     if C == 0 or (loss_C is None and gradient is None):
         return
-    largest_class_weight = None
-    if lift_C is not None and label_smoothing and class_weight_V is not None:
-        largest_class_weight = torch.linalg.vector_norm(class_weight_V, torch.inf)
-    block = min(max(triton.next_power_of_2(V), PAD.value), longest_block)
+    largest = None
+    if lift_C is not None and terms.label_smoothing and terms.class_weight_V is not None:
+        largest = torch.linalg.vector_norm(terms.class_weight_V, torch.inf)
+    block = min(max(power_of_2(V), PAD.value), longest_block)
     _softmax_rows[(C,)](
-        z_CV,
-        z_CV.stride(0) // PAD.value,
-        V,
-        target_C,
-        unit_C,
-        kept_C,
-        bias_V,
-        logit_scale,
-        0.0 if softcap is None else float(softcap),
-        class_weight_V,
-        total_class_weight,
-        largest_class_weight,
-        float(label_smoothing),
-        float(z_loss),
-        loss_C,
-        factor_C,
-        lift_C,
-        CAPPED=softcap is not None,
-        SMOOTHED=label_smoothing != 0,
-        OUT=None if gradient is None else OUT_DTYPE[gradient],
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
-    )
+        z_CV, z_CV.stride(0) // PAD.value, V, (target_C, unit_C, kept_C), transform, (*terms, largest),
+        (loss_C, factor_C, lift_C), SMOOTHED=terms.label_smoothing != 0,
+        OUT=None if gradient is None else OUT_DTYPE[gradient], BLOCK=block, num_warps=max(1, min(8, block // 512)),
+    )  # fmt: skip

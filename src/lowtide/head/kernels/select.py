@@ -11,11 +11,10 @@ BLOCK = 1024
 
 
 @Launcher
-@triton.jit(do_not_specialize=["N", "ignore_index", "first", "width"])  # type: ignore[untyped-decorator]
-def _select(  # type: ignore[no-untyped-def]
-    target_ptr, token_weight_ptr, class_weight_ptr, y_ptr, unit_ptr, counted_ptr, N, V, ignore_index, first, width,
-    elsewhere, TOKEN_WEIGHT: tl.constexpr, CLASS_WEIGHT: tl.constexpr, SHARD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["N", "ignore_index"])  # type: ignore[untyped-decorator]
+def _select(target_ptr, weights, out, N, V, ignore_index, shard, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token_weight_ptr, class_weight_ptr = weights
+    y_ptr, unit_ptr, counted_ptr = out
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     target = tl.load(target_ptr + i, mask=inside, other=0)
@@ -23,13 +22,14 @@ def _select(  # type: ignore[no-untyped-def]
     is_class = (target >= 0) & (target < V)
     y = tl.where(is_class, target, 0)
     unit = tl.full((BLOCK,), 1.0, tl.float32)
-    if TOKEN_WEIGHT:
+    if token_weight_ptr is not None:
         unit = tl.load(token_weight_ptr + i, mask=inside, other=0.0)
     unit = tl.where(is_class, unit, float("nan"))
     counted = tl.full((BLOCK,), 1.0, tl.float32)
-    if CLASS_WEIGHT:
+    if class_weight_ptr is not None:
         counted = tl.load(class_weight_ptr + y)
-    if SHARD:
+    if shard is not None:
+        first, width, elsewhere = shard
         y -= first
         y = tl.where((y >= 0) & (y < width), y, elsewhere)
     tl.store(y_ptr + i, tl.where(kept, y, -1).to(tl.int32), mask=inside)
@@ -67,9 +67,13 @@ def select(
     floats = torch.empty(N + blocks, dtype=torch.float32, device=target_N.device)
     if N:
         _select[(blocks,)](
-            target_N, target_N if token_weight_N is None else token_weight_N,
-            target_N if class_weight_V is None else class_weight_V, y_N, floats, floats[N:], N, V, ignore_index,
-            *(shard or (0, 0, 0)), TOKEN_WEIGHT=token_weight_N is not None, CLASS_WEIGHT=class_weight_V is not None,
-            SHARD=shard is not None, BLOCK=BLOCK,
-        )  # fmt: skip
+            target_N,
+            (token_weight_N, class_weight_V),
+            (y_N, floats, floats[N:]),
+            N,
+            V,
+            ignore_index,
+            shard,
+            BLOCK=BLOCK,
+        )
     return y_N, floats[:N], floats[N:]

@@ -1,186 +1,184 @@
-"""What stands before and behind the GEMMs of `stats_logits`: a program a row, over [C, P], [C, D] or [C, K].
+"""What stands behind the GEMM of `stats_logits.tile_stats`: a program a row, over [C, P], [C, D] or [C, K].
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across it, K targets a row. With M the highest logit and R the
 sum of exp(z - M) over the other classes, H that of exp(z - M) (z - M), S that of exp(z - M)**2:
 
     lse = M + log1p(R)    entropy = log1p(R) - H / (1 + R)    sum p^2 = (1 + S) / (1 + R)^2    log p_y = t - lse
+
+Where one rank has all classes, `finish_stats` turns the tiles' sums into these. Where the vocabulary is sharded, each
+rank brings its tiles' sums to those about its own highest logit, and all ranks' are merged as tiles are:
+
+    tile_stats(x, w, sums, id)                                               this rank's classes
+    shard_stats(sums, id, x, w, told, first_class=..., y_CK=...)             told [F, C] of this rank
+    told_WFC = ranks.gather(told)                                            one exchange
+    merge_stats(told_WFC, out, V, y_CK=...)                                  the same numbers on every rank
+    merge_highest(ranks.gather(shard_highest(...)), values, ids)             of `stats_topk`
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.elementary import expm1, log1p, tanh
+from lowtide.head.kernels.elementary import log1p, tanh
 from lowtide.head.kernels.exp_rows import block_of
-from lowtide.head.kernels.exp_terms import dot, scaled_row
-from lowtide.head.kernels.launch import Launcher
+from lowtide.head.kernels.exp_terms import dot
+from lowtide.head.kernels.gemm import PLAIN, LogitTransform, matrix
+from lowtide.head.kernels.launch import Launcher, power_of_2
 from lowtide.head.kernels.stats_logits import FLOOR
+
+
+class RowStats(NamedTuple):
+    """Numbers of each row [C], float32 but for ``top``, or the upstream gradients of these; None where not wanted."""
+
+    lse: Tensor | None = None
+    top: Tensor | None = None  # int64: the highest class
+    top_logprob: Tensor | None = None
+    logprob: Tensor | None = None  # [C, K], of the targets
+    entropy: Tensor | None = None
+    sum_sq_prob: Tensor | None = None
+    mean: Tensor | None = None  # of the logits
+
+    def rows(self, part: slice) -> "RowStats":
+        """Return those of some of the rows."""
+        return RowStats(*(None if x is None else x[part] for x in self))
+
+
+class Parts(NamedTuple):
+    """A row's sums over parts of its classes, tiles or ranks: see `stats_logits.tile_stats`."""
+
+    sums: Tensor  # float32: top, rest and, where they are there, heat, squares, total
+    id: Tensor  # int32, of the highest logit in each part
+    P: int  # parts
+    plane: int  # strides, from one sum to the next,
+    row: int
+    part: int
+
+    @classmethod
+    def of(cls, sums: Tensor, id: Tensor, *, dims: tuple[int, int, int]) -> "Parts":
+        """Return them from tensors whose dimensions ``dims`` are the sums, the rows and the parts."""
+        plane, row, part = (sums.stride(i) for i in dims)
+        return cls(sums, id, sums.shape[dims[2]], plane, row, part)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merged(parts, i, V, HEAT: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row i's sums over all parts, about the highest logit of all: top, its class, rest, heat, squares, total."""
+    p = tl.arange(0, WIDTH)
+    inside = p < parts.P
+    at = parts.sums + i * parts.row + p * parts.part
+    ids = tl.load(parts.id + i * parts.row + p * parts.part, mask=inside, other=V)
+    tops = tl.load(at, mask=inside, other=float("-inf"))
+    top = tl.max(tops, 0)
+    top_id = tl.min(tl.where(tops == top, ids, V), 0)
+    winner = tl.min(tl.where(tops == top, p, WIDTH), 0)
+    below = tops - tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp(below)
+    own = tl.where(p == winner, 0.0, 1.0)  # each other part's highest class is one of the rest
+    at += parts.plane
+    in_part = tl.load(at, mask=inside, other=0.0) + own
+    rest = tl.sum(tl.where(inside, weight * in_part, 0.0), 0)
+    heat, squares, total = rest, rest, rest
+    if HEAT:
+        at += parts.plane
+        terms = weight * (tl.load(at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_part)
+        heat = tl.sum(tl.where(inside & (weight > 0.0), terms, 0.0), 0)
+    if SQUARES:
+        at += parts.plane
+        terms = weight * weight * (tl.load(at, mask=inside, other=0.0) + own)
+        squares = tl.sum(tl.where(inside, terms, 0.0), 0)
+    if TOTAL:
+        at += parts.plane
+        total = tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+    return top, top_id, rest, heat, squares, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _logit(x_ptr, w, y, transform, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row's logit of the class in row y of the weight."""
+    w_ptr, w_stride = w
+    t = dot(x_ptr, w_ptr + y * w_stride, D, BLOCK)
+    if transform.bias_V is not None:
+        t += tl.load(transform.bias_V + y)
+    if transform.scale is not None:
+        t *= tl.load(transform.scale)
+    if transform.softcap is not None:
+        t = transform.softcap * tanh(t / transform.softcap)
+    return t
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _shard_stats(  # type: ignore[no-untyped-def]
+    parts, x, w, y_ptr, told, transform, shard, D, K, ASKED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """See `shard_stats`."""
+    x_ptr, x_stride = x
+    told_ptr, id_ptr, plane = told
+    first_class, V = shard
+    HEAT: tl.constexpr = ASKED[0]
+    SQUARES: tl.constexpr = ASKED[1]
+    TOTAL: tl.constexpr = ASKED[2]
+    i = tl.program_id(0).to(tl.int64)
+    top, top_id, rest, heat, squares, total = _merged(parts, i, V, HEAT, SQUARES, TOTAL, WIDTH)
+    out = told_ptr + i
+    tl.store(id_ptr + i, first_class + top_id)
+    tl.store(out, top)
+    out += plane
+    tl.store(out, rest)
+    if HEAT:
+        out += plane
+        tl.store(out, heat)
+    if SQUARES:
+        out += plane
+        tl.store(out, squares)
+    if TOTAL:
+        out += plane
+        tl.store(out, total)
+    out += plane  # the class has its place here
+    for k in range(K):
+        out += plane
+        y = tl.load(y_ptr + i * K + k).to(tl.int64) - first_class
+        here = (y >= 0) & (y < V)
+        t = _logit(x_ptr + i * x_stride, w, tl.where(here, y, 0), transform, D, BLOCK)
+        tl.store(out, tl.where(here, t, 0.0))
 
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _finish_stats(  # type: ignore[no-untyped-def]
-    sums_ptr, id_ptr, plane, stride, P, x_ptr, x_stride, w_ptr, w_stride, y_ptr, bias_ptr, scale_ptr, cap, lse_ptr,
-    argmax_ptr, top_ptr, logprob_ptr, entropy_ptr, squares_ptr, mean_ptr, D, V, K, BIAS: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, HEAT: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr,
-    BLOCK: tl.constexpr, TILES: tl.constexpr,
+    parts, out, targets, x, w, transform, D, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """See `finish_stats`."""
+    """See `finish_stats` and `merge_stats`: a target's logit is the sum of what the ranks have of it, or computed."""
+    y_ptr, logit_ptr = targets
+    HEAT: tl.constexpr = out.entropy is not None
+    SQUARES: tl.constexpr = out.sum_sq_prob is not None
+    TOTAL: tl.constexpr = out.mean is not None
     i = tl.program_id(0).to(tl.int64)
-    p = tl.arange(0, TILES)
-    inside = p < P
-    at = sums_ptr + i * stride + p
-    tops = tl.load(at, mask=inside, other=float("-inf"))
-    highest = tl.max(tops, 0)
-    top_id = tl.min(tl.where(tops == highest, tl.load(id_ptr + i * stride + p, mask=inside, other=V), V), 0)
-    winner = tl.min(tl.where(tops == highest, p, TILES), 0)
-    below = tops - tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.exp(below)
-    own = tl.where(p == winner, 0.0, 1.0)  # each other tile's highest class is one of the rest
-    at += plane
-    in_tile = tl.load(at, mask=inside, other=0.0) + own
-    rest = tl.sum(tl.where(inside, weight * in_tile, 0.0), 0) + (highest - highest)  # NaN where that is not finite
+    highest, top_id, rest, heat, squares, total = _merged(parts, i, V, HEAT, SQUARES, TOTAL, WIDTH)
+    rest += highest - highest  # NaN where that is not finite
     spread = log1p(rest)
-    lse = tl.where(tl.abs(highest) == float("inf"), highest, highest + spread)
-    tl.store(lse_ptr + i, lse)
-    tl.store(argmax_ptr + i, tl.minimum(top_id, V - 1).to(tl.int64))
-    tl.store(top_ptr + i, -spread)
+    tl.store(out.lse + i, tl.where(tl.abs(highest) == float("inf"), highest, highest + spread))
+    tl.store(out.top + i, tl.minimum(top_id, V - 1).to(tl.int64))
+    tl.store(out.top_logprob + i, -spread)
     if HEAT:
-        at += plane
-        heat = weight * (tl.load(at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_tile)
-        tl.store(entropy_ptr + i, spread - tl.sum(tl.where(inside & (weight > 0.0), heat, 0.0), 0) / (1.0 + rest))
+        tl.store(out.entropy + i, spread - heat / (1.0 + rest))
     if SQUARES:
-        at += plane
-        squares = weight * weight * (tl.load(at, mask=inside, other=0.0) + own)
-        squares = 1.0 + tl.sum(tl.where(inside, squares, 0.0), 0)
-        tl.store(squares_ptr + i, squares / ((1.0 + rest) * (1.0 + rest)))
+        tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
     if TOTAL:
-        at += plane
-        tl.store(mean_ptr + i, tl.sum(tl.load(at, mask=inside, other=0.0), 0) / V)
+        tl.store(out.mean + i, total / V)
     for k in range(K):
         y = tl.load(y_ptr + i * K + k).to(tl.int64)
-        t = dot(x_ptr + i * x_stride, w_ptr + y * w_stride, D, BLOCK)
-        if BIAS:
-            t += tl.load(bias_ptr + y)
-        if SCALE:
-            t *= tl.load(scale_ptr)
-        if CAP:
-            t = cap * tanh(t / cap)
-        tl.store(logprob_ptr + i * K + k, tl.where(y == top_id, -spread, (t - highest) - spread))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _at_class(logprob, lse, own, others, h, a, entropy, even, cap, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradient at classes whose log-probability is known, their ``own`` targets' part without cancellation."""
-    share = tl.exp(logprob)
-    gradient = share * (a - h * (tl.maximum(logprob, FLOOR) + entropy)) + even
-    gradient += -own * expm1(logprob) - others * share
-    if CAP:
-        z = (logprob + lse) / cap
-        gradient *= 1.0 - z * z
-    return gradient
-
-
-@Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _prepare_stats(  # type: ignore[no-untyped-def]
-    lse_ptr, entropy_ptr, y_ptr, logprob_ptr, top_ptr, top_logprob_ptr, g_ptr, h_ptr, a_ptr, m_ptr, x_ptr, x_stride,
-    scaled_ptr, numbers_ptr, plane, id_ptr, entry_ptr, rest_ptr, scale_ptr, cap, D, V, K, TARGETS: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, A: tl.constexpr, M: tl.constexpr, SCALED: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """See `prepare_stats`."""
-    i = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, TARGETS)
-    given = k < K
-    zero = tl.full((), 0.0, tl.float32)
-    h, a, even, entropy = zero, zero, zero, zero
-    y = tl.full((TARGETS,), -1, tl.int32)
-    g = tl.zeros((TARGETS,), tl.float32)
-    if G:
-        y = tl.load(y_ptr + i * K + k, mask=given, other=-1)
-        g = tl.load(g_ptr + i * K + k, mask=given, other=0.0)
-    if H:
-        h = tl.load(h_ptr + i)
-        entropy = tl.load(entropy_ptr + i)
-    if A:
-        a = tl.load(a_ptr + i)
-    if M:
-        even = tl.load(m_ptr + i) / V
-    largest = tl.maximum(tl.maximum(tl.max(tl.abs(g), 0), tl.abs(h)), tl.maximum(tl.abs(a), tl.abs(even)))
-    largest += tl.sum(g - g, 0) + (h - h) + (a - a) + (even - even)  # NaN where one of them is no number
-    scale = zero + 1.0
-    if SCALE:
-        scale = tl.load(scale_ptr)
-        largest *= tl.abs(scale)
-    s = (largest.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # the power of two below it
-    s = tl.where(s < float("inf"), s, largest)
-    share = scale / tl.where(s == 0.0, 1.0, s)
-    g, h, a, even = g * share, h * share, a * share, even * share
-    of_targets = tl.sum(g, 0)
-    lse = tl.load(lse_ptr + i)
-    at = numbers_ptr + i
-    tl.store(at, s)
-    tl.store(at + plane, lse)
-    tl.store(at + 2 * plane, a - of_targets - h * entropy)
-    tl.store(at + 3 * plane, h)
-    tl.store(at + 4 * plane, even)
-    # each class once: the highest one here, unless it is a target, and a target where it first stands
-    top_id = tl.load(top_ptr + i).to(tl.int32)
-    is_target = tl.max((y == top_id).to(tl.int32), 0) != 0
-    at_top = _at_class(tl.load(top_logprob_ptr + i), lse, zero, of_targets, h, a, entropy, even, cap, CAP)
-    row = i * (K + 1)
-    tl.store(id_ptr + row, tl.where(s == 0.0, -1, tl.where(is_target, -1, top_id)))
-    tl.store(entry_ptr + row, at_top)
-    if G:
-        same = y[:, None] == y[None, :]
-        own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
-        first = tl.min(tl.where(same, k[None, :], TARGETS), 1)
-        logprob = tl.load(logprob_ptr + i * K + k, mask=given, other=0.0)
-        at_y = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, cap, CAP)
-        place = tl.where(s == 0.0, -1, tl.where(first == k, y, -1))
-        tl.store(id_ptr + row + 1 + k, place, mask=given)
-        tl.store(entry_ptr + row + 1 + k, at_y, mask=given)
-        rest = at_y - at_y.to(x_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(rest_ptr + i * K + k, tl.where(place < 0, 0.0, rest), mask=given)
-    if SCALED:
-        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
-
-
-@Launcher
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _put_entries(g_ptr, g_stride, id_ptr, entry_ptr, first_class, columns, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `put_entries`."""
-    i = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, WIDTH)
-    column = tl.load(id_ptr + i * count + k, mask=k < count, other=-1)
-    here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
-    entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
-    tl.store(g_ptr + i * g_stride + column - first_class, entry.to(g_ptr.dtype.element_ty), mask=here)
-
-
-@Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish_input_grad(  # type: ignore[no-untyped-def]
-    product_ptr, out_ptr, w_ptr, w_stride, id_ptr, rest_ptr, s_ptr, D, K, BLOCK: tl.constexpr
-):  # fmt: skip
-    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k)."""
-    i = tl.program_id(0).to(tl.int64)
-    s = tl.load(s_ptr + i)
-    for d in range(0, D, BLOCK):
-        at = d + tl.arange(0, BLOCK)
-        inside = at < D
-        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
-        for k in range(K):
-            y = tl.load(id_ptr + i * (K + 1) + 1 + k).to(tl.int64)
-            rest = tl.load(rest_ptr + i * K + k)
-            w = tl.load(w_ptr + tl.maximum(y, 0) * w_stride + at, mask=inside, other=0.0)
-            grad += tl.where(rest == 0.0, 0.0, rest * w.to(tl.float32))
-        grad = tl.where(s == 0.0, 0.0, grad * s)
-        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+        if logit_ptr is None:
+            x_ptr, x_stride = x
+            t = _logit(x_ptr + i * x_stride, w, y, transform, D, BLOCK)
+        else:
+            p = tl.arange(0, WIDTH)
+            at = logit_ptr + k * parts.plane + i * parts.row + p * parts.part
+            t = tl.sum(tl.load(at, mask=p < parts.P, other=0.0), 0)
+        tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - highest) - spread))
 
 
 def finish_stats(
@@ -188,118 +186,88 @@ def finish_stats(
     id_CP: Tensor,
     x_CD: Tensor,
     w_VD: Tensor,
-    out: dict[str, Tensor],
+    out: RowStats,
     *,
     y_CK: Tensor | None = None,
-    bias_V: Tensor | None = None,
-    scale: Tensor | None = None,
-    softcap: float | None = None,
+    transform: LogitTransform = PLAIN,
 ) -> None:
-    """Turn tiles' sums into what is known of each row.
+    """Turn tiles' sums into the numbers of each row, where this rank has all classes.
 
     Args:
-        sums_FCP: From `tile_stats`, with the sums that ``out`` needs.
-        id_CP: See there.
+        sums_FCP: From `tile_stats`, with the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob,
+            total for the mean.
+        id_CP: From `tile_stats`.
         x_CD: Hidden states.
         w_VD: Weight.
-        out: Takes [C] each, float32: "lse", "top_logprob" (the highest log-probability) and, where there, "entropy",
-            "sum_sq_prob", "mean_logit"; int64 "argmax"; with ``y_CK`` float32 "logprob" [C, K], contiguous.
+        out: Takes the numbers; those before ``logprob`` must be there, and with ``y_CK`` that too, contiguous.
         y_CK: Classes, int64, contiguous, all of them valid; or None.
-        bias_V: float32, or None.
-        scale: 0-d float32 on the device, or None.
-        softcap: Above 0, or None.
+        transform: What makes logits of the products.
     """
-    _, C, P = sums_FCP.shape
-    D, nothing = x_CD.shape[1], sums_FCP
-    K = 0 if y_CK is None else y_CK.shape[1]
+    (C, D), K = x_CD.shape, 0 if y_CK is None else y_CK.shape[1]
+    parts = Parts.of(sums_FCP, id_CP, dims=(0, 1, 2))
     _finish_stats[(C,)](
-        sums_FCP, id_CP, sums_FCP.stride(0), sums_FCP.stride(1), P, x_CD, x_CD.stride(0), w_VD, w_VD.stride(0),
-        id_CP if y_CK is None else y_CK, nothing if bias_V is None else bias_V, nothing if scale is None else scale,
-        1.0 if softcap is None else softcap, out["lse"], out["argmax"], out["top_logprob"], out.get("logprob", nothing),
-        out.get("entropy", nothing), out.get("sum_sq_prob", nothing), out.get("mean_logit", nothing), D, w_VD.shape[0],
-        K, BIAS=bias_V is not None, SCALE=scale is not None, CAP=softcap is not None, HEAT="entropy" in out,
-        SQUARES="sum_sq_prob" in out, TOTAL="mean_logit" in out, BLOCK=block_of(D), TILES=triton.next_power_of_2(P),
-        num_warps=4,
+        parts, out, (y_CK, None), matrix(x_CD), matrix(w_VD), transform, D, w_VD.shape[0], K, BLOCK=block_of(D),
+        WIDTH=power_of_2(parts.P), num_warps=4,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entries:
-    """Where a chunk's gradient differs from what `stats_logits.stats_gradient` writes, a class of a row once."""
-
-    id: Tensor  # [C, 1 + K] int32: the highest class, and the targets; -1: nothing stands here
-    entry: Tensor  # [C, 1 + K] float32
-    rest: Tensor  # [C, K] float32: what the targets' entries lose in rounding
-
-    @classmethod
-    def empty(cls, C: int, K: int, device: torch.device) -> "Entries":
-        """Return room for K targets a row."""
-        return cls(
-            id=torch.empty(C, 1 + K, dtype=torch.int32, device=device),
-            entry=torch.empty(C, 1 + K, dtype=torch.float32, device=device),
-            rest=torch.empty(C, K, dtype=torch.float32, device=device),
-        )
-
-    def rows(self, C: int) -> "Entries":
-        """Return the first C rows."""
-        return Entries(id=self.id[:C], entry=self.entry[:C], rest=self.rest[:C])
+def told_stats(F: int, C: int, K: int, device: torch.device) -> Tensor:
+    """Return room for what a rank tells the others in `shard_stats`: its F sums, the class, K targets' logits."""
+    return torch.empty(F + 1 + K, C, dtype=torch.float32, device=device)
 
 
-def prepare_stats(
-    known: dict[str, Tensor],
-    upstream: dict[str, Tensor],
+def shard_stats(
+    sums_FCP: Tensor,
+    id_CP: Tensor,
     x_CD: Tensor,
-    numbers_5C: Tensor,
-    entries: Entries,
-    V: int,
+    w_VD: Tensor,
+    told_FC: Tensor,
     *,
-    scale: Tensor | None,
-    softcap: float | None,
-    scaled_CD: Tensor | None,
+    asked: tuple[bool, bool, bool],
+    first_class: int,
+    y_CK: Tensor | None = None,
+    transform: LogitTransform = PLAIN,
 ) -> None:
-    """From what forward found and the upstream gradients, write what `stats_gradient` and `put_entries` take.
+    """Turn tiles' sums into what this rank tells the others of its classes; `merge_stats` goes on from there.
 
     Args:
-        known: float32 [C] "lse", "top_logprob", with an upstream gradient of it "entropy"; int64 [C] "argmax"; with one
-            of the log-probabilities, contiguous, float32 [C, K] "logprob" and int32 "y" (-1: ignored).
-        upstream: float32, any of "logprob" [C, K] (contiguous, 0 where ignored), "entropy", "lse", "mean_logit" [C].
+        sums_FCP: From `tile_stats`.
+        id_CP: From `tile_stats`.
         x_CD: Hidden states.
-        numbers_5C: Takes the numbers; the first, s, is a power of two, by which the gradient is divided.
-        entries: Takes the entries; of no targets, where their log-probabilities have no upstream gradient.
-        V: Vocabulary.
-        scale: 0-d float32 on the device, or None.
-        softcap: Above 0, or None.
-        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
+        w_VD: This rank's rows of the weight; there may be none.
+        told_FC: From `told_stats`: takes this rank's sums about its own highest logit, the class of that among all
+            classes (the bits of an int32), and the logits of the targets that are here, 0 for the others.
+        asked: Whether heat, squares and total are among the sums.
+        first_class: Class of ``w_VD``'s first row.
+        y_CK: Classes among all of them, int64, contiguous, all of them valid; or None.
+        transform: What makes logits of the products.
     """
-    C, D = x_CD.shape
-    K = entries.rest.shape[1]
-    nothing = numbers_5C
-    _prepare_stats[(C,)](
-        known["lse"], known.get("entropy", nothing), known.get("y", nothing), known.get("logprob", nothing),
-        known["argmax"], known["top_logprob"],
-        *(upstream.get(name, nothing) for name in ("logprob", "entropy", "lse", "mean_logit")), x_CD, x_CD.stride(0),
-        x_CD if scaled_CD is None else scaled_CD, numbers_5C, numbers_5C.stride(0), entries.id, entries.entry,
-        entries.rest, nothing if scale is None else scale, 1.0 if softcap is None else softcap, D, V, K,
-        TARGETS=triton.next_power_of_2(max(1, K)), G=K > 0, H="entropy" in upstream, A="lse" in upstream,
-        M="mean_logit" in upstream, SCALED=scaled_CD is not None, SCALE=scale is not None, CAP=softcap is not None,
-        BLOCK=block_of(D), num_warps=4,
+    (C, D), V, F = x_CD.shape, w_VD.shape[0], len(sums_FCP)
+    if not V:
+        told_FC.zero_()
+        told_FC[0] = -torch.inf
+        return
+    parts = Parts.of(sums_FCP, id_CP, dims=(0, 1, 2))
+    told = (told_FC, told_FC[F].view(torch.int32), told_FC.stride(0))
+    _shard_stats[(C,)](
+        parts, matrix(x_CD), matrix(w_VD), y_CK, told, transform, (first_class, V), D, len(told_FC) - F - 1,
+        ASKED=asked, BLOCK=block_of(D), WIDTH=power_of_2(parts.P), num_warps=4,
     )  # fmt: skip
 
 
-def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
-    """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
-    C, V = g_CV.shape
-    count = entries.id.shape[1]
-    _put_entries[(C,)](
-        g_CV, g_CV.stride(0), entries.id, entries.entry, first_class, V, count, WIDTH=triton.next_power_of_2(count),
-        num_warps=1,
-    )  # fmt: skip
+def merge_stats(told_WFC: Tensor, out: RowStats, V: int, *, y_CK: Tensor | None = None) -> None:
+    """Turn what all ranks told into the numbers of each row, the same on every rank.
 
-
-def finish_input_grad(product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, s_C: Tensor) -> None:
-    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous), E rounded."""
-    C, D = product_CD.shape
-    _finish_input_grad[(C,)](
-        product_CD, out_CD, w_VD, w_VD.stride(0), entries.id, entries.rest, s_C, D, entries.rest.shape[1],
-        BLOCK=block_of(D), num_warps=4,
+    Args:
+        told_WFC: Every rank's from `shard_stats`, contiguous.
+        out: As in `finish_stats`.
+        V: Classes of all ranks.
+        y_CK: As in `shard_stats`.
+    """
+    K = 0 if y_CK is None else y_CK.shape[1]
+    F, C = told_WFC.shape[1] - K - 1, told_WFC.shape[2]
+    parts = Parts.of(told_WFC, told_WFC.view(torch.int32)[:, F:], dims=(1, 2, 0))
+    _finish_stats[(C,)](
+        parts, out, (y_CK, told_WFC[:, F + 1 :]), (None, 0), (None, 0), PLAIN, 0, V, K, BLOCK=1,
+        WIDTH=power_of_2(parts.P), num_warps=1,
     )  # fmt: skip

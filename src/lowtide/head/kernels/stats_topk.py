@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.exp_logits import finish_logits, gathered_logits
+from lowtide.head.kernels.gemm import PLAIN, LogitTransform, finish_logits, gathered_logits, matrix
 from lowtide.head.kernels.launch import Launcher
 
-ROWS = 128  # pairs of one tile at a time
-SHARES = 8  # programs among which the pairs of one tile are divided
+ROWS = tl.constexpr(128)  # pairs of one tile at a time
+SHARES = tl.constexpr(8)  # programs among which the pairs of one tile are divided
 NOTHING = tl.constexpr(2**31 - 1)  # stands for the class of a number that cannot be chosen
 
 
@@ -47,11 +47,7 @@ def _select_highest(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
-def _pair_logits(  # type: ignore[no-untyped-def]
-    x_ptr, x_stride, w_ptr, w_stride, order_ptr, begin_ptr, out_ptr, bias_ptr, scale_ptr, cap, V, D, T,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SHARES: tl.constexpr, BIAS: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
+def _pair_logits(x, w, order_ptr, begin_ptr, out_ptr, transform, V, D, T, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The logits of the pairs of one tile; -inf beyond V."""
     p = tl.program_id(0)
     begin = tl.load(begin_ptr + p)
@@ -61,8 +57,8 @@ def _pair_logits(  # type: ignore[no-untyped-def]
         slots = first + tl.arange(0, ROWS)
         listed = slots < end
         pair = tl.load(order_ptr + slots, mask=listed, other=0)
-        z = gathered_logits(x_ptr, x_stride, pair // T, listed, w_ptr, w_stride, columns, V, D, ROWS, COLUMNS, DEPTH)
-        z = finish_logits(z, columns, V, bias_ptr, scale_ptr, cap, BIAS, SCALE, CAP)
+        z = gathered_logits(x, pair // T, listed, w, columns, V, D, ROWS, COLUMNS, 64)
+        z = finish_logits(z, columns, V, transform)
         z = tl.where((columns < V)[None, :], z, float("-inf"))
         tl.store(out_ptr + pair[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], z, mask=listed[:, None])
 
@@ -75,11 +71,9 @@ def highest_logits(
     values_Ck: Tensor,
     ids_Ck: Tensor,
     *,
-    bias_V: Tensor | None = None,
-    scale: Tensor | None = None,
-    softcap: float | None = None,
+    transform: LogitTransform = PLAIN,
 ) -> None:
-    """Write each row's k highest of ``z = softcap * tanh((x @ w.T + bias) * scale / softcap)``, in descending order.
+    """Write each row's k highest logits, in descending order.
 
     Args:
         x_CD: Hidden states, unit stride within rows.
@@ -88,9 +82,7 @@ def highest_logits(
         columns: Width of a tile.
         values_Ck: float32, contiguous; takes the logits.
         ids_Ck: int64, contiguous; takes their classes, of equal logits the lowest class first.
-        bias_V: float32, or None.
-        scale: 0-d float32 on the device, or None.
-        softcap: Above 0, or None.
+        transform: What makes logits of the products.
     """
     C, D = x_CD.shape
     P, k = top_CP.shape[1], values_Ck.shape[1]
@@ -101,11 +93,9 @@ def highest_logits(
     tile_of_pair, order = torch.sort(tile_CT.view(-1), stable=True)
     begin = torch.searchsorted(tile_of_pair, torch.arange(P + 1, dtype=torch.int32, device=x_CD.device), out_int32=True)
     logits = torch.empty(C, T * columns, dtype=torch.float32, device=x_CD.device)
-    _pair_logits[(P, SHARES)](
-        x_CD, x_CD.stride(0), w_VD, w_VD.stride(0), order, begin, logits, logits if bias_V is None else bias_V,
-        logits if scale is None else scale, 1.0 if softcap is None else softcap, w_VD.shape[0], D, T, ROWS=ROWS,
-        COLUMNS=columns, DEPTH=64, SHARES=SHARES, BIAS=bias_V is not None, SCALE=scale is not None,
-        CAP=softcap is not None, num_stages=3, num_warps=8,
+    _pair_logits[(P, SHARES.value)](
+        matrix(x_CD), matrix(w_VD), order, begin, logits, transform, w_VD.shape[0], D, T, COLUMNS=columns,
+        num_stages=3, num_warps=8,
     )  # fmt: skip
     _launch_selection(logits, tile_CT, ids_Ck, values_Ck, columns, tiled=True)
 
@@ -119,3 +109,37 @@ def _launch_selection(
         z_Cn, z_Cn.stride(0), tile_CT, ids_Ck, values_Ck, n, ids_Ck.shape[1], COLUMNS=columns, TILED=tiled, WIDTH=width,
         num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
     )  # fmt: skip
+
+
+def shard_highest(
+    x_CD: Tensor,
+    w_VD: Tensor,
+    top_CP: Tensor,
+    columns: int,
+    k: int,
+    first_class: int,
+    transform: LogitTransform = PLAIN,
+) -> Tensor:
+    """Return what this rank tells the others of its k highest logits [2, C, k]: these, and their classes' int32 bits.
+
+    The arguments are `highest_logits`'s; classes count from ``first_class`` on. Where a rank has fewer than k classes
+    the rest are -inf of no class.
+    """
+    C, here = len(x_CD), min(k, len(w_VD))
+    told_2Ck = x_CD.new_full((2, C, k), -torch.inf, dtype=torch.float32)
+    told_ids = told_2Ck[1].view(torch.int32).fill_(NOTHING.value)
+    if here:
+        values, ids = x_CD.new_empty(C, here, dtype=torch.float32), x_CD.new_empty(C, here, dtype=torch.int64)
+        highest_logits(x_CD, w_VD, top_CP, columns, values, ids, transform=transform)
+        told_2Ck[0, :, :here], told_ids[:, :here] = values, (ids + first_class).int()
+    return told_2Ck
+
+
+def merge_highest(told_W2Ck: Tensor, values_Ck: Tensor, ids_Ck: Tensor) -> None:
+    """Write the k highest of all ranks' logits from `shard_highest`, in the order of `highest_logits`."""
+    several_2Cn = told_W2Ck.permute(1, 2, 0, 3).flatten(2).contiguous()
+    ids, order = several_2Cn[1].view(torch.int32).sort(dim=1, stable=True)
+    values = several_2Cn[0].gather(1, order).sort(dim=1, descending=True, stable=True)
+    k = values_Ck.shape[1]
+    values_Ck.copy_(values.values[:, :k])
+    ids_Ck.copy_(ids.gather(1, values.indices[:, :k]))

@@ -83,7 +83,8 @@ class RowLoss(Terms):
         return self._turn(z, part, upstream({}, part))
 
     def _turn(self, z: Tensor, part: slice, factor_C: Tensor | None) -> tuple[Numbers, Tensor | None]:
-        from lowtide.head.kernels.row_softmax import softmax_rows
+        from lowtide.head.kernels.gemm import LogitTransform
+        from lowtide.head.kernels.row_softmax import LossTerms, softmax_rows
 
         head, targets, loss = self.head, self.targets, self.targets.loss
         assert not isinstance(head.softcap, Tensor)
@@ -96,13 +97,8 @@ class RowLoss(Terms):
             targets.y[part],
             unit,
             kept_C=None if targets.rows.kept is None else targets.rows.kept[part],
-            bias_V=head.bias_V,
-            logit_scale=head.scale,
-            softcap=head.softcap,
-            class_weight_V=loss.class_weight,
-            total_class_weight=loss.total,
-            label_smoothing=loss.label_smoothing,
-            z_loss=loss.z_loss,
+            transform=LogitTransform(head.bias_V, head.scale, head.softcap),
+            terms=LossTerms(loss.class_weight, loss.total, float(loss.label_smoothing), float(loss.z_loss)),
             loss_C=loss_C,
             gradient=None if factor_C is None else KERNEL_GRADIENT[head.dtype],
             factor_C=None if narrow else factor_C,
@@ -137,7 +133,8 @@ def forward(
     loss, denominator = loss_N if per_token else loss_N.sum(), targets.denominator
     values = {"loss": loss if denominator is None else loss / denominator}
     if keep:
-        values |= {name: rows.among_all(numbers[name]) for name in ("lse", "miss") if name in numbers}
+        # copies: an operator returns no memory twice
+        values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
         if not ranks.alone and targets.loss.own_n is not None and targets.loss.total is not None:
             values["own"] = torch.cat((rows.among_all(targets.loss.own_n), targets.loss.total[None]))
     if not any(wanted):

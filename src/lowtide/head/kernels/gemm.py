@@ -1,0 +1,138 @@
+"""One GEMM with its epilogues: x W^T tile by tile, each tile's float32 accumulators handed to a function.
+
+C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. Persistent, through TMA descriptors:
+`each_tile` is the loop, `exp_logits` and `stats_logits` hold the epilogues. Operands are rows of 16-byte stride with
+unit stride within. `gathered_logits` computes single rows, for the few that are recomputed.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.kernels.elementary import tanh
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class LogitTransform(NamedTuple):
+    """``softcap * tanh((z + bias) * scale / softcap)`` of products z, without the parts that are None."""
+
+    bias_V: Tensor | None = None  # float32
+    scale: Tensor | None = None  # 0-d float32 on the device
+    softcap: float | None = None  # above 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether logits are the products."""
+        return all(part is None for part in self)
+
+    def of_classes(self, part: slice) -> "LogitTransform":
+        """Return the same for some of the classes."""
+        return self if self.bias_V is None else self._replace(bias_V=self.bias_V[part])
+
+
+PLAIN = LogitTransform()
+
+
+@triton.jit
+def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
+    """Apply a `LogitTransform` to products of the classes ``columns``."""
+    if transform.bias_V is not None:
+        z += tl.load(transform.bias_V + columns, mask=columns < V, other=0.0)[None, :]
+    if transform.scale is not None:
+        z *= tl.load(transform.scale)
+    if transform.softcap is not None:
+        z = transform.softcap * tanh(z / transform.softcap)
+    return z
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def each_tile(  # type: ignore[no-untyped-def]
+    x_d, w_d, out_d, rows, transform, C, V, D, epilogue: tl.constexpr, ASKED: tl.constexpr, CONFIG: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Call ``epilogue(z, row, p, C, V, out_d, rows, transform, ASKED, CONFIG)`` on every PROGRAMS-th tile of x W^T.
+
+    Groups of CONFIG.group row tiles share W in cache; rows go first, p counts across. Beyond C and V products are 0.
+    What an epilogue reads and writes for each row is ``rows``, what it is compiled for ASKED (a constant taken out of
+    a record would be a value).
+    """
+    ROWS: tl.constexpr = CONFIG.rows
+    COLUMNS: tl.constexpr = CONFIG.columns
+    row_tiles = tl.cdiv(C, ROWS)
+    column_tiles = tl.cdiv(V, COLUMNS)
+    steps = tl.cdiv(D, CONFIG.depth)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        width = CONFIG.group * column_tiles
+        first = (tile // width) * CONFIG.group
+        height = min(row_tiles - first, CONFIG.group)
+        row = (first + (tile % width) % height) * ROWS
+        p = (tile % width) // height
+        z = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(steps):
+            z = tl.dot(x_d.load([row, k * CONFIG.depth]), w_d.load([p * COLUMNS, k * CONFIG.depth]).T, z)
+        epilogue(z, row, p, C, V, out_d, rows, transform, ASKED, CONFIG)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gathered_logits(  # type: ignore[no-untyped-def]
+    x_matrix, rows, listed, w_matrix, columns, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    """Return x W^T, float32, of any ``rows`` (int64), where ``listed``, and any ``columns`` below V; see `matrix`."""
+    x_ptr, x_stride = x_matrix
+    w_ptr, w_stride = w_matrix
+    inside = columns < V
+    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, D, DEPTH):
+        d = k + tl.arange(0, DEPTH)
+        x = tl.load(x_ptr + rows[:, None] * x_stride + d[None, :], mask=listed[:, None] & (d < D)[None, :], other=0.0)
+        w = tl.load(
+            w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None],
+            mask=inside[None, :] & (d < D)[:, None],
+            other=0.0,
+        )
+        z = tl.dot(x, w, z)
+    return z
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a tile's left and right half of the columns: finished one after the other, they need fewer registers."""
+    return tl.split(tl.permute(tl.reshape(z, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+def matrix(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return a matrix as kernels take it: its pointer and its row stride."""
+    return x, 0 if x is None else x.stride(0)
+
+
+def descriptors(
+    x_CD: Tensor, w_VD: Tensor, out_CV: Tensor | None, config: GemmConfig
+) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor | None]:
+    """Return what TMA needs to know of the operands, and of the result where it is stored."""
+    out = None if out_CV is None else descriptor(out_CV, config.rows, config.columns // config.pieces)
+    return descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth), out
+
+
+def descriptor(x: Tensor, rows: int, columns: int, kind: Any = TensorDescriptor, *layout: Any) -> Any:
+    """Return what TMA needs to know of ``x`` to copy blocks of it."""
+    return kind(x, list(x.shape), [x.stride(0), 1], [rows, columns], *layout)
+
+
+def tiles_across(V: int, config: GemmConfig) -> int:
+    """Return P, the row sums that each row gets."""
+    return -(-V // config.columns)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors ``device`` has; 2 in Triton's interpreter, which has none."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,220 @@
+"""What stands between the GEMMs of a chunk's gradient by `stats_logits.stats_gradient`: a program a row.
+
+C rows of a chunk, D hidden size, V vocabulary, K targets a row. Classes count among those of all ranks, so that this is
+the same on every rank:
+
+    prepare_stats(known, upstream, y, x, numbers, entries, V)      what the others take
+    stats_gradient(x, w, e, numbers)                               in blocks of this rank's classes
+    put_entries(e, entries, first)                                 where a class of a row is not as the others
+    finish_input_grad(e @ w, out, w, entries, s, first)            this rank's part of dX, to be summed over the ranks
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.head.kernels.elementary import expm1
+from lowtide.head.kernels.exp_rows import block_of
+from lowtide.head.kernels.exp_terms import scaled_row
+from lowtide.head.kernels.gemm import PLAIN, LogitTransform, matrix
+from lowtide.head.kernels.launch import Launcher, power_of_2
+from lowtide.head.kernels.stats_logits import FLOOR
+from lowtide.head.kernels.stats_rows import RowStats
+
+
+@triton.jit
+def _at_class(logprob, lse, own, others, h, a, entropy, even, transform):  # type: ignore[no-untyped-def]
+    """The gradient at classes whose log-probability is known, their ``own`` targets' part without cancellation."""
+    share = tl.exp(logprob)
+    gradient = share * (a - h * (tl.maximum(logprob, FLOOR) + entropy)) + even
+    gradient += -own * expm1(logprob) - others * share
+    if transform.softcap is not None:
+        z = (logprob + lse) / transform.softcap
+        gradient *= 1.0 - z * z
+    return gradient
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare_stats(  # type: ignore[no-untyped-def]
+    known, upstream, y_ptr, x, scaled_ptr, numbers, entries, transform, D, V, TARGETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `prepare_stats`."""
+    x_ptr, x_stride = x
+    numbers_ptr, plane = numbers
+    id_ptr, entry_ptr, rest_ptr, K = entries
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, TARGETS)
+    given = k < K
+    zero = tl.full((), 0.0, tl.float32)
+    h, a, even, entropy = zero, zero, zero, zero
+    y = tl.full((TARGETS,), -1, tl.int32)
+    g = tl.zeros((TARGETS,), tl.float32)
+    if upstream.logprob is not None:
+        y = tl.load(y_ptr + i * K + k, mask=given, other=-1)
+        g = tl.load(upstream.logprob + i * K + k, mask=given, other=0.0)
+    if upstream.entropy is not None:
+        h = tl.load(upstream.entropy + i)
+        entropy = tl.load(known.entropy + i)
+    if upstream.lse is not None:
+        a = tl.load(upstream.lse + i)
+    if upstream.mean is not None:
+        even = tl.load(upstream.mean + i) / V
+    largest = tl.maximum(tl.maximum(tl.max(tl.abs(g), 0), tl.abs(h)), tl.maximum(tl.abs(a), tl.abs(even)))
+    largest += tl.sum(g - g, 0) + (h - h) + (a - a) + (even - even)  # NaN where one of them is no number
+    scale = zero + 1.0
+    if transform.scale is not None:
+        scale = tl.load(transform.scale)
+        largest *= tl.abs(scale)
+    s = (largest.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # the power of two below it
+    s = tl.where(s < float("inf"), s, largest)
+    share = scale / tl.where(s == 0.0, 1.0, s)
+    g, h, a, even = g * share, h * share, a * share, even * share
+    of_targets = tl.sum(g, 0)
+    lse = tl.load(known.lse + i)
+    at = numbers_ptr + i
+    tl.store(at, s)
+    tl.store(at + plane, lse)
+    tl.store(at + 2 * plane, a - of_targets - h * entropy)
+    tl.store(at + 3 * plane, h)
+    tl.store(at + 4 * plane, even)
+    # each class once: the highest one here, unless it is a target, and a target where it first stands
+    top_id = tl.load(known.top + i).to(tl.int32)
+    is_target = tl.max((y == top_id).to(tl.int32), 0) != 0
+    at_top = _at_class(tl.load(known.top_logprob + i), lse, zero, of_targets, h, a, entropy, even, transform)
+    row = i * (K + 1)
+    tl.store(id_ptr + row, tl.where(s == 0.0, -1, tl.where(is_target, -1, top_id)))
+    tl.store(entry_ptr + row, at_top)
+    if upstream.logprob is not None:
+        same = y[:, None] == y[None, :]
+        own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
+        first = tl.min(tl.where(same, k[None, :], TARGETS), 1)
+        logprob = tl.load(known.logprob + i * K + k, mask=given, other=0.0)
+        at_y = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, transform)
+        place = tl.where(s == 0.0, -1, tl.where(first == k, y, -1))
+        tl.store(id_ptr + row + 1 + k, place, mask=given)
+        tl.store(entry_ptr + row + 1 + k, at_y, mask=given)
+        rest = at_y - at_y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(rest_ptr + i * K + k, tl.where(place < 0, 0.0, rest), mask=given)
+    if scaled_ptr is not None:
+        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+def _put_entries(g_ptr, g_stride, id_ptr, entry_ptr, first_class, columns, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """See `put_entries`."""
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, WIDTH)
+    column = tl.load(id_ptr + i * count + k, mask=k < count, other=-1)
+    here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
+    entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
+    tl.store(g_ptr + i * g_stride + column - first_class, entry.to(g_ptr.dtype.element_ty), mask=here)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+def _finish_input_grad(product_ptr, out_ptr, w, entries, s_ptr, first_class, V, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k), of the classes that are here."""
+    w_ptr, w_stride = w
+    id_ptr, rest_ptr, K = entries
+    i = tl.program_id(0).to(tl.int64)
+    s = tl.load(s_ptr + i)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        inside = at < D
+        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
+        for k in range(K):
+            y = tl.load(id_ptr + i * (K + 1) + 1 + k).to(tl.int64) - first_class
+            here = (y >= 0) & (y < V)
+            rest = tl.where(here, tl.load(rest_ptr + i * K + k), 0.0)
+            w_row = tl.load(w_ptr + tl.where(here, y, 0) * w_stride + at, mask=inside, other=0.0)
+            grad += tl.where(rest == 0.0, 0.0, rest * w_row.to(tl.float32))
+        grad = tl.where(s == 0.0, 0.0, grad * s)
+        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entries:
+    """Where a chunk's gradient differs from what `stats_logits.stats_gradient` writes, a class of a row once."""
+
+    id: Tensor  # [C, 1 + K] int32: the highest class, and the targets; -1: nothing stands here
+    entry: Tensor  # [C, 1 + K] float32
+    rest: Tensor  # [C, K] float32: what the targets' entries lose in rounding
+
+    @classmethod
+    def empty(cls, C: int, K: int, device: torch.device) -> "Entries":
+        """Return room for K targets a row."""
+        return cls(
+            id=torch.empty(C, 1 + K, dtype=torch.int32, device=device),
+            entry=torch.empty(C, 1 + K, dtype=torch.float32, device=device),
+            rest=torch.empty(C, K, dtype=torch.float32, device=device),
+        )
+
+    def rows(self, C: int) -> "Entries":
+        """Return the first C rows."""
+        return Entries(id=self.id[:C], entry=self.entry[:C], rest=self.rest[:C])
+
+
+def prepare_stats(
+    known: RowStats,
+    upstream: RowStats,
+    y_CK: Tensor | None,
+    x_CD: Tensor,
+    numbers_5C: Tensor,
+    entries: Entries,
+    V: int,
+    *,
+    transform: LogitTransform = PLAIN,
+    scaled_CD: Tensor | None = None,
+) -> None:
+    """From what forward found and the upstream gradients, write what `stats_gradient` and `put_entries` take.
+
+    The same on every rank: classes count among all of them.
+
+    Args:
+        known: lse, top and top_logprob; with an upstream gradient of it the entropy; with one of the log-probabilities
+            these, contiguous.
+        upstream: Any of logprob (contiguous, 0 where ignored), entropy, lse and mean.
+        y_CK: Targets, int32, contiguous, -1 where ignored; with an upstream gradient of the log-probabilities.
+        x_CD: Hidden states.
+        numbers_5C: Takes the numbers; the first, s, is a power of two, by which the gradient is divided.
+        entries: Takes the entries; of no targets, where their log-probabilities have no upstream gradient.
+        V: Classes of all ranks.
+        transform: What makes logits of the products; the bias may be None.
+        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
+    """
+    (C, D), K = x_CD.shape, entries.rest.shape[1]
+    _prepare_stats[(C,)](
+        known, upstream, y_CK, matrix(x_CD), scaled_CD, matrix(numbers_5C),
+        (entries.id, entries.entry, entries.rest, K), transform, D, V, TARGETS=power_of_2(max(1, K)),
+        BLOCK=block_of(D), num_warps=4,
+    )  # fmt: skip
+
+
+def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
+    """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
+    C, V = g_CV.shape
+    count = entries.id.shape[1]
+    _put_entries[(C,)](
+        g_CV, g_CV.stride(0), entries.id, entries.entry, first_class, V, count, WIDTH=power_of_2(count), num_warps=1
+    )
+
+
+def finish_input_grad(
+    product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, s_C: Tensor, first_class: int = 0
+) -> None:
+    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous), E rounded.
+
+    ``w_VD`` holds the classes from ``first_class`` on; what entries of other ranks' classes lose is added there.
+    """
+    (C, D), V = product_CD.shape, w_VD.shape[0]
+    K = entries.rest.shape[1] if V else 0
+    _finish_input_grad[(C,)](
+        product_CD, out_CD, matrix(w_VD), (entries.id, entries.rest, K), s_C, first_class, V, D, BLOCK=block_of(D),
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,177 @@
+"""Divergence from a teacher: what `linear_divergence` returns, from the numbers of each row and back.
+
+N tokens, n rows computed, D hidden size, V vocabulary, K classes of a teacher's top k.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import TargetIndexError, message
+from lowtide.head.call import DivergenceArgs, Head, HeadCall, Wanted, scalar_on
+from lowtide.head.engine import Numbers, Terms, run
+from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.head_plan import HeadPlan
+from lowtide.head.nodes import Function, Shape, head_flop
+from lowtide.head.planning import plan_both_sides
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.scaling import FP16_LIFT, factor_lift
+from lowtide.head.stored import Kept, StoredGradients, lacks_denominator, stored_gradients
+from lowtide.head.terms.dense import Dense, DenseKernels
+from lowtide.head.terms.topk import TopK
+
+KNOWN = ("lse", "other_lse", "pivot")  # of each token, what backward needs
+
+
+def forward(
+    head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool
+) -> tuple[dict[str, Tensor], StoredGradients | None]:
+    """Return the value, reduced, with ``keep`` what `backward` needs of each token, and the gradients for upstream 1.
+
+    On the CPU masked tokens are dropped; elsewhere they are computed as zeros, for a count would stop the host.
+    """
+    _check_ids(head, args)
+    rows, denominator, per_token = _rows(head, args.mask), _denominator(head, args), args.reduction == "none"
+    factor: Tensor | None = None
+    if any(wanted):
+        factor = torch.ones((), dtype=head.wide, device=head.input.device)
+        if denominator is not None and not lacks_denominator(head.input, head.weight_VD):
+            factor = factor / denominator
+        factor = factor.expand(head.tokens)
+        if args.mask is not None:  # a mean over nothing has a factor of infinity
+            factor = factor.where(args.mask, 0)
+    numbers, into = _run(head, args, rows, wanted, factor)
+    value = rows.among_all(numbers["value"])
+    value = value if args.mask is None else value.where(args.mask, 0)
+    input_factor_N = torch.ones_like(value) if per_token else None
+    value = value if per_token else value.sum()
+    values = {"value": value if denominator is None else value / denominator}
+    if keep:
+        values |= {name: rows.among_all(numbers[name]) for name in KNOWN}
+    if not any(wanted):
+        return values, None
+    return values, stored_gradients(
+        into,
+        head.input,
+        head.weight_VD,
+        head.wide,
+        denominator=denominator,
+        input_factor_N=input_factor_N,
+        kept=None if args.mask is None else Kept.of(args.mask.clone()),  # an operator returns no memory of others
+    )
+
+
+def backward(
+    head: Head, args: DivergenceArgs, wanted: Wanted, upstream: dict[str, Tensor | None], known: dict[str, Tensor]
+) -> Gradients:
+    """Return the wanted gradients from the value's upstream gradient, a scalar or [N], and what forward kept.
+
+    Tokens to which nothing flows back are left out as masked ones are.
+    """
+    factor = upstream["value"]
+    assert factor is not None
+    factor, denominator = factor.to(head.wide), _denominator(head, args)
+    factor = (factor if denominator is None else factor / denominator).expand(head.tokens)
+    if args.mask is not None:
+        factor = factor.where(args.mask, 0)
+    rows = _rows(head, factor != 0)
+    return _run(head, args, rows, wanted, factor, {name: rows.of(known[name]) for name in KNOWN})[1]
+
+
+def _run(
+    head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, factor_N: Tensor | None, known: Numbers | None = None
+) -> tuple[Numbers, Gradients]:
+    """Return the rows' numbers, and the wanted gradients of the sum of ``factor * value``."""
+    head = _at_temperature(head, args)
+    plan, terms = _terms(head, args, rows, wanted, stored=known is None and factor_N is not None)
+    into = gradient_buffers(
+        head.input, head.weight_VD, head.wide, plan, wanted, some_rows=rows.index is not None, stored=known is None
+    )
+    if factor_N is None:
+        return run(head, rows, plan, terms), into
+    factor = rows.of(factor_N).contiguous()
+    if plan.backend == "row" and head.dtype == torch.float16:
+        # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
+        terms.lift = FP16_LIFT * factor_lift(factor, head.scale)
+    return run(head, rows, plan, terms, into, upstream=lambda _, part: factor[part], known=known), into
+
+
+def _rows(head: Head, kept_N: Tensor | None) -> Rows:
+    """Return which tokens are computed: across ranks all, for each has to make as many exchanges."""
+    if kept_N is not None and head.ranks.alone and drops_rows(head.input.device):
+        return Rows(tokens=head.tokens, index=positions(kept_N))
+    return Rows(tokens=head.tokens, kept=None if kept_N is None else kept_N.contiguous())
+
+
+def _denominator(head: Head, args: DivergenceArgs) -> Tensor | None:
+    """Return what the mean over the tokens divides by; None for the other reductions."""
+    if args.reduction != "mean":
+        return None
+    if args.num_items is not None:
+        return scalar_on(head.input.device, args.num_items, head.wide)
+    if args.mask is not None:
+        return args.mask.sum(dtype=head.wide)
+    return torch.full((), head.tokens, dtype=head.wide, device=head.input.device)
+
+
+def _check_ids(head: Head, args: DivergenceArgs) -> None:
+    """Raise on the CPU where an id is negative; elsewhere its row becomes NaN, for a check would stop the host.
+
+    Raises:
+        TargetIndexError: With the first one's value and place.
+    """
+    if args.topk_ids is not None and args.topk_logprobs is not None and drops_rows(head.input.device):
+        ids = args.topk_ids.reshape(-1)
+        wrong = ((ids < 0) & (args.topk_logprobs.reshape(-1) > -torch.inf)).nonzero()
+        if wrong.numel():
+            position = int(wrong[0, 0])
+            got = f"{int(ids[position])} at position {position} of the flattened ids"
+            hint = "Give unused places the log-probability -inf."
+            raise TargetIndexError(message("teacher_topk", "class indices of 0 or more", got, hint))
+
+
+def _at_temperature(head: Head, args: DivergenceArgs) -> Head:
+    """Return a side whose logits are divided by the temperature."""
+    if args.temperature is None:
+        return head
+    scale = 1 / scalar_on(head.input.device, args.temperature, head.wide)
+    return replace(head, scale=scale, softcap=None if head.softcap is None else head.softcap * scale)
+
+
+def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stored: bool) -> tuple[HeadPlan, Terms]:
+    n = rows.tokens if rows.index is None else len(rows.index)
+    plan, teacher_plan = plan_both_sides(head, args, n, wanted, stored=stored)
+    if args.teacher_input is None or args.teacher_weight is None:
+        return plan, TopK(head, plan, args, rows)
+    teacher = Head(
+        input=args.teacher_input,
+        weight_VD=args.teacher_weight,
+        bias_V=None if args.teacher_bias is None else args.teacher_bias.to(head.wide).contiguous(),
+        scale=None,
+        softcap=args.teacher_softcap,
+        dtype=args.teacher_dtype,
+        wide=head.wide,
+        ranks=Alone(len(args.teacher_weight)) if head.ranks.alone else head.ranks,
+        options=head.options,
+    )
+    form = DenseKernels if plan.backend == "row" else Dense
+    return plan, form(head, plan, _at_temperature(teacher, args), teacher_plan, rows, args.kind, args.beta)
+
+
+def _shapes(call: HeadCall, args: DivergenceArgs, keep: bool) -> dict[str, Shape]:
+    of_value: tuple[int, ...] = (call.tokens,) if args.reduction == "none" else ()
+    return {"value": (of_value, call.wide)} | dict.fromkeys(KNOWN, ((call.tokens if keep else 0,), call.wide))
+
+
+def _flop_of_teacher(args: DivergenceArgs) -> int:
+    if args.teacher_input is None or args.teacher_weight is None:
+        return 0
+    return head_flop(args.teacher_input, args.teacher_weight)
+
+
+DIVERGENCE = Function(
+    "divergence", "linear_divergence", DivergenceArgs, forward, backward, shapes=_shapes, returned=("value",),
+    differentiable=1, known=KNOWN, ignores=lambda args: args.mask is not None, beside=_flop_of_teacher,
+)  # fmt: skip
