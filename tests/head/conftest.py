@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,13 @@ def cpu_multiplies_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     forget_plans()
     yield request.param
     forget_plans()
+
+
+@pytest.fixture(params=["dropped", "computed as zeros"])
+def rows_of_no_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways with tokens that count for nothing, on the CPU: dropped as there, or computed as on other devices."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("lowtide.head")]
+    for module in modules if request.param != "dropped" else []:
+        if hasattr(module, "drops_rows"):
+            monkeypatch.setattr(module, "drops_rows", lambda device: False)
+    return request.param
