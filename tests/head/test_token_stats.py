@@ -14,7 +14,7 @@ from torch import Tensor
 from head.test_cpu_work import wide_operators
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
-from lowtide.head.backends import choose_stats_backend
+from lowtide.head.backends import choose, why_not_exp_stats
 from support import head, in_float64, relative_error, stats_oracle
 
 
@@ -151,9 +151,10 @@ def test_what_the_exponential_path_takes(targets: int, topk: int, against: str |
     place |= {"targets": targets, "topk": topk}
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("a GPU for which it is not")
-    backend, reason = choose_stats_backend(HeadOptions(), **place)
+    exp = why_not_exp_stats(**place)
+    backend, reason = choose("statistics", HeadOptions(), exp=exp)
     assert backend == ("torch" if against else "exp")
     with pytest.raises(LowtideError, match=against) if against else nullcontext():
-        choose_stats_backend(HeadOptions(backend="exp"), **place)
+        choose("statistics", HeadOptions(backend="exp"), exp=exp)
     assert against is None or re.search(against, reason)
-    assert choose_stats_backend(HeadOptions(backend="torch"), **place)[0] == "torch"
+    assert choose("statistics", HeadOptions(backend="torch"), exp=exp)[0] == "torch"
