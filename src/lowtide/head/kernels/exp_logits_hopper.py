@@ -249,21 +249,8 @@ def exp_logits_hopper(
 ) -> None:
     """Write ``E = exp(x @ w.T - reference)`` and its sums, for what `unsupported` finds nothing to say about.
 
-    At the target E is 0, or ``coefficient`` where given. Rows of ignored tokens are 0, unless their logits are not
-    finite and ``coefficient`` is None: then they may be NaN. Nothing is allocated.
-
-    Args:
-        x_CD: bfloat16 hidden states, rows of 16-byte stride, unit stride within.
-        w_VD: Weight, the same.
-        reference_C: float32, in the logits' own unit.
-        y_C: int32 classes, counted as ``first_class`` and on; -1 for ignored tokens.
-        programs: How many programs run: one for each multiprocessor.
-        group: Row tiles whose programs share a part of the weight in cache.
-        e_CV: bfloat16, takes E; rows of 16-byte stride, whatever V is. None: only sums are wanted.
-        sum_CP: float32, unit stride within rows; takes the row sums of each 256 columns of E before it is rounded,
-            target left out.
-        coefficient_C: float32, what E holds at the target.
-        first_class: Class of ``w_VD``'s first row.
+    The arguments are those of `exp_logits`; tiles are COLUMNS wide, and ``group`` row tiles share a part of the weight
+    in cache. Nothing is allocated.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)
