@@ -5,7 +5,7 @@ N tokens, D hidden size, V vocabulary, C rows of a chunk.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ MIB = 2**20
 When = Literal["forward", "recompute"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(NamedTuple):
     """What one pass computes, in sizes, the same on every rank: with the options all that a plan depends on."""
 
     size: tuple[int, int, int]  # N that are computed, D, V: of the largest shard, with a column for others' classes

@@ -156,7 +156,8 @@ def plan_divergence(
         >>> plan.chunk_rows, plan.gradient
         (135, 'forward')
     """
-    _check_sizes(N=N, D=D, V=V, teacher_D=teacher_D, teacher_V=teacher_V, topk=topk)
+    given = {"teacher_D": teacher_D, "teacher_V": teacher_V, "topk": topk}
+    _check_sizes(N=N, D=D, V=V, **{name: size for name, size in given.items() if size is not None})
     if (teacher_D is None) == (topk is None):
         raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
     check_reduction(reduction)
@@ -175,9 +176,9 @@ def plan_divergence(
     return plan_of(work, options)
 
 
-def _check_sizes(**sizes: int | None) -> None:
+def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or size < 0):
+        if not isinstance(size, int) or size < 0:
             raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
 
 

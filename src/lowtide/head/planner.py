@@ -68,8 +68,10 @@ def plan_of(work: Work, options: HeadOptions) -> HeadPlan:
         rows, scratch, more = _cut_exponentials(work, options, budget)
     else:
         gemms = gemms_of(work, D, V, work.dtype, budget)
-        cut = _cut_narrow_pair if work.narrow_pair else _cut_logits
-        rows, scratch, more = cut(work, options, budget, gemms)
+        if work.narrow_pair:
+            rows, scratch, more = _cut_narrow_pair(work, options, budget)
+        else:
+            rows, scratch, more = _cut_logits(work, options, budget, gemms)
         # of two sides in plain PyTorch up to four blocks of columns are beside the logits
         columns = max(1, columns_of(work, rows, V) // (1 if work.teacher is None else 2))
         more |= {**gemms, "columns": columns}
@@ -222,7 +224,7 @@ def _bytes_of_teacher(work: Work, budget: int) -> tuple[int, int]:
     return fixed, wide * (padded(work.size[2] + 1) - of_student) + V * (8 + 16 * wide)  # ids, both sides' outcomes
 
 
-def _cut_narrow_pair(work: Work, options: HeadOptions, budget: int, gemms: dict[str, Any]) -> _Cut:  # noqa: ARG001
+def _cut_narrow_pair(work: Work, options: HeadOptions, budget: int) -> _Cut:
     """Cut where both sides' float32 logits exist of a few rows, and the narrow gradient of more.
 
     The weight's gradient is read and written once a chunk, and in its own dtype rounded as often: rows of the gradient,
