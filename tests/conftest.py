@@ -37,11 +37,11 @@ def gemm_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A twelfth of the rows is a chunk however short that is, so that a small test sees the memory of a large call."""
-    from lowtide.head import plan
+    from lowtide.head import planner
     from support import forget_plans
 
-    monkeypatch.setattr(plan, "FEWEST_ROWS", 8)
-    monkeypatch.setattr(plan, "CPU_CHUNK_BYTES", 0)
+    monkeypatch.setattr(planner, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(planner, "CPU_CHUNK_BYTES", 0)
     forget_plans()
     yield
     forget_plans()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,10 @@ def alone() -> bool:
 
 def forget_plans() -> None:
     """Have the next calls of the head plan anew."""
-    from lowtide.head.divergences.plan import plan_pair
-    from lowtide.head.plan import remembered_plan
-
-    remembered_plan.cache_clear()
-    plan_pair.cache_clear()
+    for module in [module for name, module in sys.modules.items() if name.startswith("lowtide.head")]:
+        for name, planner in vars(module).items():
+            if "plan" in name and hasattr(planner, "cache_clear"):
+                planner.cache_clear()
 
 
 def relative_error(got: Tensor, true: Tensor) -> float:
@@ -45,6 +45,19 @@ def head(
     return x, w, b, torch.randint(0, V, shape, generator=g)
 
 
+def logits_of(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+) -> Tensor:
+    """Plain PyTorch's logits [..., V]: the GEMM in the dtype of its operands, the rest in float32 or float64."""
+    z = F.linear(input, linear_weight, linear_bias)
+    z = (z if z.dtype == torch.float64 else z.float()) * logit_scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
 def oracle(
     input: Tensor,
     linear_weight: Tensor,
@@ -62,13 +75,11 @@ def oracle(
     num_items: float | Tensor | None = None,
     shift: bool = False,
 ) -> Tensor:
-    """The loss from `F.linear` and `F.cross_entropy` in the dtype of its inputs, which tests set to float64."""
+    """The loss from `F.linear` and `F.cross_entropy`, in float64 where its inputs are."""
     if shift:
         input, target = input[..., :-1, :], target[..., 1:]
         token_weight = None if token_weight is None else token_weight[..., 1:]
-    z = F.linear(input, linear_weight, linear_bias) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    z = logits_of(input, linear_weight, linear_bias, softcap, logit_scale)
     rows, y = z.reshape(-1, z.shape[-1]), target.reshape(-1)
     extra: dict[str, Any] = {
         "weight": None if weight is None else weight.to(z.dtype),
@@ -103,10 +114,8 @@ def stats_oracle(
     ignore_index: int = -100,
     topk: int = 1,
 ) -> dict[str, Tensor]:
-    """Every statistic of `linear_token_stats`, from whole logits in the dtype of the inputs."""
-    z = F.linear(input, linear_weight, linear_bias) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    """Every statistic of `linear_token_stats`, from whole logits."""
+    z = logits_of(input, linear_weight, linear_bias, softcap, logit_scale)
     p = z.softmax(-1)
     stats = {
         "entropy": torch.special.entr(p).sum(-1),
@@ -155,21 +164,51 @@ def divergence_of(log_s: Tensor, log_t: Tensor, kind: str, beta: float = 0.5) ->
 def divergence_oracle(
     input: Tensor,
     linear_weight: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
+    teacher_input: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
     *,
     kind: str = "forward_kl",
     beta: float = 0.5,
     temperature: float | Tensor = 1.0,
     linear_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    teacher_topk: tuple[Tensor, Tensor, str] | None = None,
     mask: Tensor | None = None,
+    reduction: str = "none",
+    num_items: float | Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
 ) -> Tensor:
-    """`linear_divergence` from whole logits in the dtype of the inputs, for equal vocabularies."""
-    log_s = F.log_softmax(F.linear(input, linear_weight, linear_bias) / temperature, -1)
-    log_t = F.log_softmax(F.linear(teacher_input, teacher_weight, teacher_bias) / temperature, -1)
+    """`linear_divergence` from whole logits, for equal vocabularies or a teacher's top k."""
+    log_s = F.log_softmax(logits_of(input, linear_weight, linear_bias, softcap) / temperature, -1)
+    if teacher_topk is None:
+        assert teacher_input is not None
+        assert teacher_weight is not None
+        teacher = logits_of(teacher_input, teacher_weight, teacher_bias, teacher_softcap)
+        log_t = F.log_softmax(teacher / temperature, -1)
+    else:
+        log_s, log_t = outcomes(log_s, *teacher_topk)
     value = divergence_of(log_s, log_t.detach(), kind, beta)
-    return value if mask is None else value.masked_fill(~mask, 0)
+    value = value if mask is None else value.masked_fill(~mask, 0)
+    if reduction == "none":
+        return value
+    count = value.numel() if mask is None else mask.sum()
+    return value.sum() / (1 if reduction == "sum" else count if num_items is None else num_items)
+
+
+def outcomes(log_s: Tensor, ids: Tensor, logprobs: Tensor, tail: str) -> tuple[Tensor, Tensor]:
+    """Both sides' log-probabilities of what a teacher's top k leaves of the vocabulary; -1e4 for what is impossible."""
+    known, V = logprobs > -torch.inf, log_s.shape[-1]
+    s, t = (side.masked_fill(~known, -1e4) for side in (log_s.gather(-1, ids.where(known, 0)), logprobs))
+    if tail == "renormalise":
+        s, t = (side.log_softmax(-1).masked_fill(~known, -1e4) for side in (s, t))
+    if tail == "bucket":
+        taken = torch.zeros(*log_s.shape[:-1], V + 1, dtype=torch.bool).scatter(-1, ids.where(known, V), True)
+        rest = log_s.masked_fill(taken[..., :V], -1e4).logsumexp(-1, keepdim=True)
+        left = (1 - t.exp().sum(-1, keepdim=True)).clamp(min=0).log().clamp(min=-1e4)
+        left = left.masked_fill(taken[..., :V].all(-1, keepdim=True), -1e4)
+        s, t = torch.cat((s, rest), -1), torch.cat((t, left), -1)
+    return s, t
 
 
 def rms_norm_oracle(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

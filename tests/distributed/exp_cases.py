@@ -17,17 +17,19 @@ from torch import Tensor
 import lowtide
 from distributed.launch import THOROUGH, main, named
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
-from lowtide.head import exponentials, planning
-from lowtide.head.call import HeadCall
+from lowtide.head import exponentials
+from lowtide.head import plan as planner
+from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
 from lowtide.head.exponentials import loops, losses
 from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import HeadMatmul, matmul_into
 from lowtide.head.ranks import exchange, tokens
-from lowtide.head.ranks.parallel import ranks_of
+from lowtide.head.ranks.given import ranks_of
 from lowtide.head.ranks.shard import Limits
 from lowtide.head.rows import Rows
+from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
@@ -41,8 +43,8 @@ OPTIONS: list[dict[str, Any]] = [
 NEAR = 2e-5  # beside what plain PyTorch in float32 errs
 
 
-def small_plan(head: Any, options: lowtide.HeadOptions, reduction: str, **_: Any) -> HeadPlan:
-    ranks, blocks = head.ranks, options.gradient == "recompute" or SCHEDULE == "blocks"
+def small_plan(head: Any, *_: Any) -> HeadPlan:
+    ranks, blocks = head.ranks, head.options.gradient == "recompute" or SCHEDULE == "blocks"
     rows = ranks.tokens.groups * ranks.tokens.length
     return HeadPlan(
         backend="exp", reason="", gradient="forward", accumulate="input", rows=rows, chunks=-(-rows // 16),
@@ -52,11 +54,10 @@ def small_plan(head: Any, options: lowtide.HeadOptions, reduction: str, **_: Any
 
 
 SCHEDULE = "chunks"
-REAL_PLAN = planning._plan_of_shard
 
 
 def with_small_plans() -> None:
-    vars(planning)["_plan_of_shard"] = small_plan
+    vars(terms)["plan_cross_entropy"] = small_plan
     vars(configs)["of_device"] = lambda device: SMALL
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
 
@@ -341,17 +342,18 @@ def plans_of_what_is_fetched_ahead() -> None:
     hidden, classes, mib = 4096, 32064, 160
     of_head: Any = SimpleNamespace(
         input=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16,
-        weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"),
+        weight_VD=torch.empty(classes, hidden, dtype=torch.bfloat16, device="meta"), softcap=None,
+        options=lowtide.HeadOptions(gradient="recompute", workspace_mib=mib),
     )  # fmt: skip
+    of_loss = CrossEntropyArgs(torch.empty(0), None, None, None, "mean", -100, 0.0, 0.0)
     for is_spread in (False, True):  # hidden states are copied also where autocast rounds them
         of_head.ranks = SimpleNamespace(
-            most_rows=classes, limits=Limits(80 << 30, True), spread=is_spread,
-            tokens=SimpleNamespace(groups=ranks, length=30000 // ranks),
+            most_rows=classes, limits=Limits(80 << 30, True), spread=is_spread, alone=False, groups=ranks,
+            tokens=SimpleNamespace(length=30000 // ranks),
         )  # fmt: skip
-        options = lowtide.HeadOptions(gradient="recompute", workspace_mib=mib)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(planning, "_exp_or_torch", lambda *_, **__: ("exp", ""))
-            plan = REAL_PLAN(of_head, options, "mean", weight_frozen=False, capped_and_smoothed=False)
+            patched.setattr(planner, "why_not_exp", lambda *_, **__: None)
+            plan = planner.plan_cross_entropy(of_head, of_loss, 30000, Wanted(True, True, True))
         assert plan.schedule == "blocks"
         of_x = 2 * hidden
         in_sums = plan.sum_rows * (of_sums * of_x + 4 * classes // 128)

@@ -13,7 +13,6 @@ from torch import Tensor
 import lowtide
 from distributed.launch import DEVICE, main, named
 from distributed.vocab_cases import head, plain, shard_of, spread, whole
-from lowtide.head import planning
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.terms import dense, divergence
@@ -22,16 +21,16 @@ from support import divergence_of, relative_error
 N, D, V = 10, 24, 61
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of gradients
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.2), ("tv", 0.5)]
-REAL_PLAN = planning.plan_pair
+REAL_PLAN = divergence.plan_both_sides
 
 
-def small_plans(n: int, *args: Any, **kwargs: Any) -> tuple[HeadPlan, HeadPlan]:
+def small_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:
     """Chunks of 7 rows, a narrow gradient's from products of 3."""
-    narrow = args[2] != torch.float32
-    rows = {"chunk_rows": 7, "chunks": -(-n // 7), "product_rows": 3 if narrow and kwargs["gradients"][0] else 7}
+    narrow = head.dtype != torch.float32
+    rows = {"chunk_rows": 7, "chunks": -(-n // 7), "product_rows": 3 if narrow and any(wanted) else 7}
+    found = REAL_PLAN(head, args, n, wanted, stored=stored)
     if DEVICE != "cpu":
-        return tuple(replace(plan, **rows) for plan in REAL_PLAN(n, *args, **kwargs))  # type: ignore[return-value]
-    found = REAL_PLAN(n, *args, **{**kwargs, "backend": "torch"})
+        return tuple(replace(plan, **rows) for plan in found)  # type: ignore[return-value]
     gemms: dict[str, Any] = {
         "logits_gemm": "blocks" if narrow else "same",
         "backward_gemm": "narrow" if narrow else "same",
@@ -43,7 +42,7 @@ def small_plans(n: int, *args: Any, **kwargs: Any) -> tuple[HeadPlan, HeadPlan]:
 def with_kernels() -> None:
     """Nothing but the kernels may run."""
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
-    vars(planning)["plan_pair"] = small_plans
+    vars(divergence)["plan_both_sides"] = small_plans
     vars(divergence)["Dense"] = None
     vars(dense)["outcomes"] = None
     if DEVICE == "cpu":

@@ -23,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main, named
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from lowtide.head import planning, reference
+from lowtide.head import reference
+from lowtide.head.call import CrossEntropyArgs, Wanted
+from lowtide.head.plan import plan_cross_entropy
 from lowtide.head.ranks import shard as vocab_shard
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.measure import peak_above
@@ -696,8 +698,6 @@ def errors() -> None:
     assert lowtide.VocabShard(group=dist.group.WORLD, vocab=V, first=0, rows=even).most_rows == even
     with pytest.raises(ArgumentValueError, match=r"teacher_weight: .*student's classes"):
         lowtide.linear_divergence(px, pw, px, distribute_tensor(w.detach()[:-1], mesh(), [Shard(0)]))
-    with pytest.raises(lowtide.errors.LowtideError, match="linear_apply"):
-        lowtide.linear_apply(lambda z: z.sum(1), px, pw)
     loss = plain(call(px, pw, y))
     (grad,) = torch.autograd.grad(loss, px, create_graph=True)
     with pytest.raises(UnsupportedError, match="second derivative"):
@@ -722,16 +722,18 @@ def unlike_gpus() -> None:
                 ranks = Ranks(shard, (20000,), torch.device(DEVICE), None, None)
                 weight = torch.empty(classes, hidden, dtype=dtype, device="meta")
                 of_head: Any = SimpleNamespace(
-                    input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, ranks=ranks
-                )
-                of_loss: Any = {"weight_frozen": False, "capped_and_smoothed": False}
-                plan = planning._plan_of_shard(of_head, lowtide.HeadOptions(), "mean", **of_loss)
+                    input=SimpleNamespace(device=gpu), weight_VD=weight, dtype=dtype, ranks=ranks, softcap=None,
+                    options=lowtide.HeadOptions(),
+                )  # fmt: skip
+                of_loss = CrossEntropyArgs(torch.empty(0), None, None, None, "mean", -100, 0.0, 0.0)
+                plan = plan_cross_entropy(of_head, of_loss, 20000, Wanted(True, True, True))
                 plans: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(plans, (plan.backend, plan.chunk_rows, plan.chunks, plan.sum_rows))
                 assert len(set(plans)) == 1, (memory, kinds, dtype, plans)
                 if len({*kinds[: dist.get_world_size()]}) > 1:
+                    of_head.options = lowtide.HeadOptions(backend="exp")
                     with pytest.raises(UnsupportedError, match="exp"):
-                        planning._plan_of_shard(of_head, lowtide.HeadOptions(backend="exp"), "mean", **of_loss)
+                        plan_cross_entropy(of_head, of_loss, 20000, Wanted(True, True, True))
             dist.destroy_process_group(group)
 
 

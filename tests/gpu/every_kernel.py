@@ -126,6 +126,8 @@ def sharded() -> None:
             for kwargs in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3}, {"softcap": 9.0}, {"reduction": "none"}):
                 loss = linear_cross_entropy(rows, part, y, options=HeadOptions(backend="exp"), **kwargs)
                 backward(loss.to_local())
+            stats = linear_token_stats(rows, part, y, want=WANT, topk=3, options=HeadOptions(backend="exp"))
+            backward(stats.logprob.to_local() + stats.entropy.to_local())
         dist.destroy_process_group()
 
 

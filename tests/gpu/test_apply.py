@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lowtide import HeadOptions, linear_apply
-from lowtide.head.user_function import checks as apply_checks
+from lowtide.head.function import checks as apply_checks
 from lowtide.measure import peak_above
 from support import head, relative_error
 

@@ -24,6 +24,7 @@ FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: eac
         "the_same_on_every_rank",
         "what_is_exchanged",
     ],
+    "pair_cases": ["values_and_gradients"],
     "fsdp_cases": ["patched_models", "functional_head", "mixed_precision", "accumulation"],
     "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
     "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding"],

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply
 from lowtide.errors import LowtideError
-from lowtide.head.user_function import checks as apply_checks
-from lowtide.head.user_function import probe as apply_probe
+from lowtide.head.function import checks as apply_checks
 from support import head
 
 COUPLED: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -252,7 +251,7 @@ def test_what_the_comparison_remembers_of_a_function() -> None:
 
         return made
 
-    code = apply_probe.code_of
+    code = apply_checks.code_of
     same = make("a", torch.ones(3)), make("a", torch.zeros(2))
     assert code(same[0]) == code(same[1])
     others = [
@@ -262,55 +261,6 @@ def test_what_the_comparison_remembers_of_a_function() -> None:
     ]  # fmt: skip
     seen = [code(fn) for fn in (same[0], *others)]
     assert len(set(seen)) == len(seen)
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "one row too few": ({"fn": lambda z, y: z[1:, 0]}, r"fn: expected results of shape \[\d+, ...\]"),
-    "a scalar": ({"fn": lambda z, y: z.sum()}, 'out="sum"'),
-    "transposed": ({"fn": lambda z, y: z.T}, r"results of shape"),
-    "a number": ({"fn": lambda z, y: 1.0}, "to return tensors, in any pytree, got float"),
-    "a list of words": ({"fn": lambda z, y: [z, "a"]}, "to return tensors, in any pytree, got str"),
-    "rows for a sum": ({"fn": lambda z, y: z.sum(-1), "out": "sum"}, 'out="token"'),
-    "one element": ({"fn": lambda z, y: z.sum().view(1), "out": "sum"}, "Sum over the tokens"),
-    "a flag": ({"fn": lambda z, y: (z > 0).any(), "out": "sum"}, "x.sum"),
-    "a python flag": ({"fn": lambda z, y: True, "out": "sum"}, "x.sum"),
-    "word for a sum": ({"fn": lambda z, y: "x", "out": "sum"}, "scalar tensors or numbers, in any pytree, got str"),
-    "changes a token argument": ({"fn": lambda z, y: y.clamp_(max=3)}, "Work on a copy"),
-    "changes a param": ({"fn": lambda z, y, p: z.sum(-1) * p.mul_(2), "params": (torch.ones(()),)}, "Work on a copy"),
-    "no function": ({"fn": 3}, "fn: expected a function"),
-    "params alone": ({"params": torch.ones(3)}, r"params: expected a tuple.*params=\(x,\)"),
-    "a number as token argument": ({"args": (1.0,)}, r"token_args\[1\]: expected a torch.Tensor, got float.*params"),
-    "another length": ({"args": (torch.ones(5),)}, r"token_args\[1\]: expected first axes \[4, 5\]"),
-    "integer mask": ({"mask": torch.ones(4, 5)}, "mask: expected a bool tensor"),
-    "mask of another shape": ({"mask": torch.ones(4, dtype=torch.bool)}, r"mask: expected shape \[4, 5\]"),
-    "another out": ({"out": "mean"}, "out: expected 'token' or 'sum', got 'mean'"),
-    "compile": ({"compile": 1}, "compile: expected True or False"),
-    "options": ({"options": {}}, "options: expected lowtide.HeadOptions"),
-    "softcap": ({"softcap": 0.0}, "softcap: expected a finite number above 0"),
-    "softcap tensor": ({"softcap": torch.ones(())}, "softcap: expected a number"),
-    "logit_scale": ({"logit_scale": torch.ones(2)}, "logit_scale: expected a number or a 0-d tensor"),
-    "logit_scale word": ({"logit_scale": "1"}, "logit_scale: expected a number"),
-    "exp": ({"options": HeadOptions(backend="exp")}, "backend: expected 'auto' or 'torch' for linear_apply, got 'exp'"),
-    "row": ({"options": HeadOptions(backend="row")}, "backend: expected 'auto' or 'torch' for linear_apply, got 'row'"),
-    "forward": ({"options": HeadOptions(gradient="forward")}, "gradient: expected 'auto' or 'recompute' with out"),
-    "forward of two": (
-        {"fn": lambda z, y: (z.sum(), z.square().sum()), "out": "sum", "options": HeadOptions(gradient="forward")},
-        "gradient: expected 'auto' or 'recompute' unless fn returns one scalar, got 2",
-    ),
-    "weight": ({"linear_weight": torch.ones(13, 6)}, "input: expected shape"),
-    "dtype": ({"linear_weight": torch.ones(13, 5, dtype=torch.float64)}, "linear_weight: expected dtype"),
-    "bias": ({"linear_bias": torch.ones(12)}, "linear_bias: expected shape"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_and_results_are_one_clear_error(name: str) -> None:
-    given, says = WRONG[name]
-    x, w, _, y = head((4, 5), 5, 13)
-    kwargs = {"fn": lambda z, y: z.sum(-1), "linear_weight": w, **given}
-    args = kwargs.pop("args", ())
-    with pytest.raises(LowtideError, match=says):
-        linear_apply(kwargs.pop("fn"), x, kwargs.pop("linear_weight"), y, *args, **kwargs)
 
 
 def test_results_that_change_from_piece_to_piece_are_refused() -> None:
@@ -356,9 +306,3 @@ def test_no_rows_give_results_of_the_right_shape() -> None:
     values.sum().backward()
     assert (x.grad == 0).all()
     assert (w.grad == 0).all()
-
-
-def test_a_head_without_classes_is_an_error() -> None:
-    x, w = torch.randn(3, 4), torch.zeros(0, 4)
-    with pytest.raises(LowtideError, match="at least one class"):
-        linear_apply(lambda z: z.sum(-1), x, w)

@@ -15,11 +15,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
-from lowtide.head import planning
-from lowtide.head.backends import choose_divergence_backend
-from lowtide.head.divergences.plan import plan_pair
-from lowtide.head.head_plan import HeadPlan
+from lowtide.head.backends import choose, why_not_row_pair
+from lowtide.head.head_plan import HeadPlan, Work
 from lowtide.head.matmul import HeadMatmul
+from lowtide.head.planner import plan_of, plan_of_teacher
 from lowtide.head.terms import divergence as divergence_terms
 from support import divergence_of, divergence_oracle, head, relative_error
 
@@ -36,21 +35,21 @@ NEAR = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of gr
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels on the CPU, in chunks of 7 rows, with products that the CPU has; rows of no use computed as zeros."""
     used: list[str] = []
-    make = planning.plan_pair
+    make = divergence_terms.plan_both_sides
 
-    def plans(N: int, *args: Any, **kwargs: Any) -> tuple[HeadPlan, HeadPlan]:
-        found = make(N, *args, **{**kwargs, "backend": "torch"})
-        used.append(kwargs["backend"])
-        narrow = args[2] != torch.float32
+    def plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:
+        found = make(head, args, n, wanted, stored=stored)
+        used.append(found[0].backend)
+        narrow = head.dtype != torch.float32
         gemms: dict[str, Any] = {"logits_gemm": "same", "backward_gemm": "same"}
         if narrow:
             gemms = {"logits_gemm": "blocks", "backward_gemm": "narrow"}
-        rows = {"chunk_rows": 7, "chunks": -(-N // 7), "product_rows": 3 if narrow and kwargs["gradients"][0] else 7}
+        rows = {"chunk_rows": 7, "chunks": -(-n // 7), "product_rows": 3 if narrow and any(wanted) else 7}
         changed = {"backend": "row", "block_rows": 11, **rows, **gemms}
-        of_teacher = {**changed, "logits_gemm": "same" if args[3] == torch.float32 else "blocks"}
+        of_teacher = {**changed, "logits_gemm": "same" if args.teacher_dtype == torch.float32 else "blocks"}
         return replace(found[0], **changed), replace(found[1], **of_teacher)
 
-    monkeypatch.setattr(planning, "plan_pair", plans)
+    monkeypatch.setattr(divergence_terms, "plan_both_sides", plans)
     monkeypatch.setattr(divergence_terms, "drops_rows", lambda device: False)
     monkeypatch.setattr(divergence_terms, "Dense", None)  # nothing else may run
     monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
@@ -259,16 +258,16 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_which_backend_runs(
     asked: Any, device: torch.device, dtype: torch.dtype, topk: bool, against: str | None
 ) -> None:
-    options = HeadOptions(backend=asked)
+    options, row = HeadOptions(backend=asked), why_not_row_pair(device, dtype, 100, topk=topk)
     if asked == "row" and against:
         with pytest.raises(LowtideError, match=f"backend: expected 'auto' or 'torch', got 'row'.*{against}"):
-            choose_divergence_backend(options, device, dtype, 100, topk=topk)
+            choose("divergence", options, row=row)
         return
-    backend, reason = choose_divergence_backend(options, device, dtype, 100, topk=topk)
+    backend, reason = choose("divergence", options, row=row)
     assert backend == ("torch" if asked == "torch" or against else "row")
     assert (against or "") in reason or asked == "torch"
     with pytest.raises(LowtideError, match="backend: expected 'auto', 'row' or 'torch', got 'exp'"):
-        choose_divergence_backend(HeadOptions(backend="exp"), device, dtype, 100, topk=topk)
+        choose("divergence", HeadOptions(backend="exp"), row=row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -277,10 +276,12 @@ def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
     V, U, D = 32000, 32100, 256
     plans = {}
     for backend in ("row", "torch"):
-        plans[backend], other = plan_pair(
-            65536, (D, V), (D, U), dtype, dtype, CUDA, HeadOptions(workspace_mib=600), backend=backend, reason="",
-            weight_dtype=dtype, gradient="forward", gradients=(True, True),
+        work = Work(
+            size=(65536, D, V), dtype=dtype, weight_dtype=dtype, device=CUDA, choice=(backend, ""), gradient="forward",
+            weight_frozen=False, teacher=(D, U, dtype),
         )  # fmt: skip
+        options = HeadOptions(workspace_mib=600)
+        plans[backend], other = plan_of(work, options), plan_of_teacher(work, options)
         assert other.backend == plans[backend].backend == backend
         assert plans[backend].scratch_bytes <= 600 * 2**20
     row = plans["row"]

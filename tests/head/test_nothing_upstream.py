@@ -3,106 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_divergence, linear_logprobs
-from lowtide import linear_token_stats as token_stats
+from lowtide import linear_cross_entropy, linear_logprobs
 from lowtide.head.scaling import scaled
 from support import head, oracle
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-SMALL = HeadOptions(workspace_mib=1e-6)
-
-
-def own(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, y, reduction="sum")
-
-
-def divergence(x: Tensor, w: Tensor, y: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    return linear_divergence(x, w, x.flip(-1), w, linear_bias=b, mask=y != -100, **kwargs)
-
-
-def recompute(gradient: str) -> HeadOptions:
-    return HeadOptions(gradient=gradient, workspace_mib=1e-6)  # type: ignore[arg-type]
-
-
-# sums over what is not ignored, with the input, weight, targets (-100: ignored), bias, a trained scale and a zero
-SUMS: dict[str, Callable[..., Tensor]] = {
-    "sum": lambda x, w, y, b, s, zero: linear_cross_entropy(x, w, y, linear_bias=b, reduction="sum"),
-    "sum recomputed": lambda x, w, y, b, s, zero: linear_cross_entropy(
-        x, w, y, linear_bias=b, reduction="sum", options=recompute("recompute")
-    ),
-    "num_items": lambda x, w, y, b, s, zero: linear_cross_entropy(
-        x, w, y, linear_bias=b, num_items=zero, options=SMALL
-    ),
-    "everything": lambda x, w, y, b, s, zero: linear_cross_entropy(
-        x, w, y, linear_bias=b, reduction="sum", logit_scale=s, label_smoothing=0.1, z_loss=0.1, weight=b.detach().abs()
-    ),
-    "none": lambda x, w, y, b, s, zero: linear_cross_entropy(
-        x, w, y, linear_bias=b, reduction="none", logit_scale=s
-    ).sum(),
-    "none, frozen head": lambda x, w, y, b, s, zero: linear_cross_entropy(
-        x, w.detach(), y, linear_bias=b.detach(), reduction="none"
-    ).sum(),
-    "logprobs": lambda x, w, y, b, s, zero: linear_logprobs(x, w, y, linear_bias=b, logit_scale=s).sum(),
-    "token_stats": lambda x, w, y, b, s, zero: token_stats(
-        x, w, y[..., None], want=("logprob",), linear_bias=b, logit_scale=s
-    ).logprob.sum(),
-    "divergence": lambda x, w, y, b, s, zero: divergence(x, w, y, b, reduction="sum"),
-    "divergence, num_items": lambda x, w, y, b, s, zero: divergence(x, w, y, b, reduction="mean", num_items=zero),
-    "divergence, none": lambda x, w, y, b, s, zero: divergence(x, w, y, b).sum(),
-    "divergence, frozen head": lambda x, w, y, b, s, zero: divergence(
-        x, w.detach(), y, b.detach(), options=recompute("forward")
-    ).sum(),
-    "apply, mask": lambda x, w, y, b, s, zero: linear_apply(
-        own, x, w, y, linear_bias=b, mask=y != -100, out="sum", logit_scale=s
-    ),
-    "apply, its own": lambda x, w, y, b, s, zero: linear_apply(own, x, w, y, linear_bias=b, out="sum"),
-    "apply, tokens": lambda x, w, y, b, s, zero: linear_apply(
-        lambda z, y: F.cross_entropy(z, y, reduction="none"), x, w, y, linear_bias=b, mask=y != -100
-    ).sum(),
-}
 
 
 def leaves(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, w, b, y = head((2, 5), 8, 33, dtype=dtype)
     assert b is not None
     return x, w, y, b, torch.tensor(1.5, requires_grad=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SUMS)
-def test_no_token_counts(name: str, dtype: torch.dtype) -> None:
-    x, w, y, b, s = leaves(dtype)
-    y = torch.full_like(y, -100)
-    for factor in (1.0, math.inf, -math.inf, math.nan):
-        # stock has 0 / 0 too where num_items replaces the denominator
-        total = SUMS[name](x, w, y, b, s, torch.tensor(0.0))
-        assert total.isnan() if "num_items" in name else total == 0
-        for leaf, grad in zip(
-            (x, w, b, s), torch.autograd.grad(total * factor, (x, w, b, s), allow_unused=True), strict=True
-        ):
-            assert grad is None or torch.equal(grad, torch.zeros_like(leaf)), factor
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SUMS)
-def test_some_tokens_count(name: str, dtype: torch.dtype) -> None:
-    x, w, y, b, s = leaves(dtype)
-    y[0, 1] = y[1, 2:4] = -100
-    for factor in (math.inf, math.nan):
-        total = SUMS[name](x, w, y, b, s, torch.tensor(2.0))
-        for retain in (True, False):  # out of place, and in place
-            grad_x, grad_w = torch.autograd.grad(total * factor, (x, w), allow_unused=True, retain_graph=retain)
-            assert torch.equal(grad_x[y == -100], torch.zeros_like(x[y == -100])), factor
-            assert not grad_x[y != -100].isfinite().any()
-            assert grad_w is None or not grad_w.isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from lowtide import HeadOptions, HeadPlan, plan_divergence, plan_head
 from lowtide.errors import LowtideError
-from lowtide.head.backends import choose_backend
-from lowtide.head.exponentials.plan import plan_exp, plan_exp_stats
-from lowtide.head.head_plan import MIB
+from lowtide.head.backends import choose, why_not_exp, why_not_row
+from lowtide.head.head_plan import MIB, Work
+from lowtide.head.planner import plan_of
 
 SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]
+
+
+def exponentials(N: int, D: int, V: int, mib: float | None = None, **kwargs: Any) -> HeadPlan:
+    work: dict[str, Any] = {"gradient": "forward", "weight_frozen": False, "choice": ("exp", ""), **kwargs}
+    bf16 = {"dtype": torch.bfloat16, "weight_dtype": torch.bfloat16, "device": torch.device("cuda")}
+    return plan_of(Work(size=(N, D, V), **bf16, **work), HeadOptions(workspace_mib=mib))
+
+
+def of_cross_entropy(
+    options: HeadOptions, device: torch.device, dtype: torch.dtype, D: int, V: int, **kwargs: bool
+) -> tuple[str, str]:
+    exp, row = why_not_exp(device, dtype, D, V, **kwargs), why_not_row(device, dtype, V)
+    return choose("cross entropy", options, exp=exp, row=row)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
@@ -122,10 +137,7 @@ def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_
 
 def test_pieces_between_exchanges_are_longer_where_there_are_few_classes() -> None:
     def plan(N: int, D: int, rows: int) -> tuple[int, int]:
-        made = plan_exp(
-            N, D, rows, torch.device("cuda"), HeadOptions(), "", "forward", torch.bfloat16, weight_frozen=False,
-            input_is_copied=True, pieces=2,
-        )  # fmt: skip
+        made = exponentials(N, D, rows, input_is_copied=True, pieces=2)
         assert made.schedule == "chunks"
         return made.chunk_rows, made.product_rows
 
@@ -145,9 +157,9 @@ def test_rows_that_fit_are_one_chunk() -> None:
 @pytest.mark.parametrize("mib", [None, 32, 256])
 def test_statistics_stay_within_the_workspace(mib: float | None) -> None:
     def plan(targets: int, row_bytes: int) -> HeadPlan:
-        return plan_exp_stats(
-            4096, 1024, 128256, torch.device("cuda"), HeadOptions(workspace_mib=mib), "", weight_dtype=torch.bfloat16,
-            weight_frozen=False, input_is_copied=False, tile_numbers=4, targets=targets, sum_row_bytes=row_bytes,
+        return exponentials(
+            4096, 1024, 128256, mib, gradient="recompute", token_bytes=80 + 64 * (targets - 1), tile_numbers=4,
+            sum_row_bytes=row_bytes,
         )  # fmt: skip
 
     least, targets, rows = plan(1, 0), plan(64, 0), plan(1, 2**16)
@@ -169,23 +181,23 @@ def test_who_runs_and_why() -> None:
         ((cuda, torch.bfloat16, 64, 0), "torch", "empty"),
         ((cpu, torch.bfloat16, 64, 100), "torch", "cpu"),
     ):
-        got, why = choose_backend(HeadOptions(), *arguments)
+        got, why = of_cross_entropy(HeadOptions(), *arguments)
         assert (got, reason in why) == (backend, True), why
     bf16 = (cuda, torch.bfloat16, 64, 100)
-    assert choose_backend(HeadOptions(), *bf16, capped_and_smoothed=True)[0] == "row"
-    assert choose_backend(HeadOptions(), *bf16, weight_fits=False)[0] == "row"
+    assert of_cross_entropy(HeadOptions(), *bf16, capped_and_smoothed=True)[0] == "row"
+    assert of_cross_entropy(HeadOptions(), *bf16, weight_fits=False)[0] == "row"
     for options in (HeadOptions(backend="exp"), HeadOptions(backend="row")):
         with pytest.raises(LowtideError, match=f"backend: expected .*, got '{options.backend}'"):
-            choose_backend(options, cpu, torch.bfloat16, 64, 100)
+            of_cross_entropy(options, cpu, torch.bfloat16, 64, 100)
     with pytest.raises(LowtideError, match="soft cap"):
-        choose_backend(HeadOptions(backend="exp"), *bf16, capped_and_smoothed=True)
+        of_cross_entropy(HeadOptions(backend="exp"), *bf16, capped_and_smoothed=True)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
 def test_other_gpus_get_the_row_kernel(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    backend, why = choose_backend(HeadOptions(), torch.device("cuda"), torch.bfloat16, 64, 100)
+    backend, why = of_cross_entropy(HeadOptions(), torch.device("cuda"), torch.bfloat16, 64, 100)
     assert (backend, "compute capability 9.0" in why) == ("row", True)
 
 

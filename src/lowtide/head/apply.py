@@ -12,23 +12,20 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedErr
 from lowtide.head.arguments import (
     check_dense,
     check_device,
-    check_head,
     check_options,
     check_per_token,
     check_tensor,
-    is_dtensor,
     refuse_transforms,
-    scalar_tensor,
-    softcap_number,
 )
-from lowtide.head.call import scalar_on
-from lowtide.head.graph import undisturbed
+from lowtide.head.call import Head, HeadCall, checked_call
+from lowtide.head.function import node
+from lowtide.head.function.function import TENSOR, UserFunction, compiled, current_autocast
+from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.head.scaling import with_trained_scale
-from lowtide.head.user_function import autograd as apply_autograd
-from lowtide.head.user_function.call import ApplyCall
-from lowtide.head.user_function.function import TENSOR, UserFunction, compiled, current_autocast
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Ranks
+from lowtide.head.ranks.shard import VocabShard
 
 OUT = ("token", "sum")
 
@@ -47,6 +44,7 @@ def linear_apply(
     logit_scale: float | Tensor = 1.0,
     compile: bool = False,
     options: HeadOptions | None = None,
+    vocab_shard: VocabShard | None = None,
 ) -> Any:
     """Return ``fn(logits, *token_args, *params)`` for the logits of a linear layer, some rows of them at a time.
 
@@ -77,16 +75,22 @@ def linear_apply(
         compile: Compile ``fn`` (not the loop) for any number of rows, once for each ``fn``: define it once, not in each
             step.
         options: Memory, accumulation and when gradients are computed: see `HeadOptions`.
+        vocab_shard: Where the vocabulary is sharded over ranks and ``linear_weight``, ``linear_bias`` are this rank's
+            rows: which these are, see `VocabShard`. All else is the same on every rank. DTensors say so themselves:
+            ``linear_weight`` and ``linear_bias`` with ``Shard(0)``, ``input`` with ``Replicate()`` or, for sequence
+            parallelism, ``Shard`` of an axis of tokens, the others whole. ``fn`` gets whole rows of logits all the
+            same: the ranks exchange a chunk's, and each calls it on its share of the rows.
 
     Returns:
         Any: What ``fn`` returns, of its dtypes: with "token" [..., *] for [C, *], with "sum" the sums. Integers,
-        booleans and what ``fn`` detaches are not differentiable.
+        booleans and what ``fn`` detaches are not differentiable. With a sharded vocabulary every rank gets all results
+        and the whole gradients of ``input`` (of its part of the sequence), ``token_args`` and ``params``.
 
     Raises:
         ArgumentValueError: A shape, device or number that does not fit; results of ``fn`` with a wrong leading size;
             a result for some tokens that depends on others, among them a mean with ``out="sum"``; results that are
             not the same twice; a tensor that ``fn`` closes over and that requires a gradient; an argument that it
-            changes in place. Also a `ValueError`.
+            changes in place; ranks that share a vocabulary and got other arguments. Also a `ValueError`.
         ArgumentTypeError: A type or dtype that does not fit; also a `TypeError`.
         UnsupportedError: Double backward, forward-mode derivatives, torch.func transforms, or options that ask for what
             an arbitrary function does not allow; also a `RuntimeError`.
@@ -94,7 +98,8 @@ def linear_apply(
     Note:
         With "sum" and one differentiable scalar the gradients are computed in forward, and backward multiplies them
         with the upstream one; with several, with "token", and with ``HeadOptions(gradient="recompute")``, backward
-        builds the logits and runs ``fn`` once more, with the same random numbers and under the same autocast.
+        builds the logits and runs ``fn`` once more, with the same random numbers and under the same autocast. Ranks
+        that share a vocabulary compare their arguments, for which the host waits, and draw each their own numbers.
 
     Example:
         >>> def entropy(logits):
@@ -115,73 +120,63 @@ def linear_apply(
         if tensor.requires_grad:  # the others are handed to fn as they are, whatever they are
             check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
-    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=apply_autograd.NAIVE)
-    dtype = check_head(input, linear_weight, linear_bias)
-    if is_dtensor(input):
-        hint = (
-            "fn needs a row's whole logits, of which a rank holds a part: gather the weight, or take"
-            " linear_cross_entropy, linear_logprobs, linear_token_stats or linear_divergence."
-        )
-        raise UnsupportedError(message("linear_apply", "plain tensors", "DTensors", hint))
-    if linear_weight.shape[0] == 0:
+    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=node.NAIVE)
+    options = check_options(options)
+    call, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+    leading = input.shape[:-1]
+    if ranks.vocab == 0:
         raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     _check_arguments(fn, input, token_args, mask, out, compile)
-    options = check_options(options)
     if options.gradient == "forward" and out == "token":
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    softcap = softcap_number("softcap", softcap)
-    plain_scale = scalar_tensor("logit_scale", logit_scale, torch.float64)
-    if plain_scale.requires_grad and torch.is_grad_enabled():
-        input, linear_bias, plain_scale = with_trained_scale(input, linear_bias, plain_scale, plain_scale)
+    token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
     index = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
-    needed = [t.requires_grad for t in (linear_weight, linear_bias) if t is not None]
-    V, D = linear_weight.shape
-    plan = plan_head(
-        input.shape[:-1].numel() if index is None else index.numel(),
-        D,
-        V,
-        dtype,
-        input.device,
-        options,
-        weight_dtype=linear_weight.dtype,
-        reduction="sum",
-        weight_frozen=not any(needed),
-        function=True,
-    )
+    plan = _plan(leading.numel() if index is None else index.numel(), call, options, ranks)
     function = UserFunction(
         plain=fn,
         run=compiled(fn) if compile else fn,
         per_token=out == "token",
         graph=torch.is_grad_enabled(),
-        autocast=current_autocast(input.device),
+        autocast=current_autocast(call.input.device),
+        token_args=len(token_args),
         params_spec=params_spec,
         params_rest=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in param_leaves),
-    )
-    with undisturbed(input.device):
-        unscaled = scale is None and logit_scale == 1
-        on_device = None if unscaled else scalar_on(input.device, plain_scale, wide)
-    call = ApplyCall(
-        function=function,
+        leading=leading,
         plan=plan,
-        logit_scale=on_device,
-        softcap=softcap,
-        dtype=dtype,
-        wide=wide,
-        token_args=len(token_args),
         gradient=options.gradient,
+        head=_head_of(call, ranks if isinstance(ranks, Ranks) else None),
     )
-    return apply_autograd.apply(call, (input, linear_weight, linear_bias, index, *token_args, *tensors))
+    given = (*call.trained, index, *token_args, *tensors)
+    found = node.apply(function, given)
+    return found if ranks.alone else pytree.tree_map_only(Tensor, ranks.result, found)
+
+
+def _head_of(call: HeadCall, ranks: Ranks | None) -> Callable[[Tensor, Tensor, Tensor | None], Head]:
+    """Return what makes a head of tensors like those of a call, which it does not hold on to."""
+    settings: Any = call._asdict().items()
+    rest = {name: value for name, value in settings if name not in ("input", "linear_weight", "linear_bias")}
+
+    def head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Head:
+        return HeadCall(input=input, linear_weight=linear_weight, linear_bias=linear_bias, **rest).head(ranks)
+
+    return head
+
+
+def _plan(n: int, call: HeadCall, options: HeadOptions, ranks: Ranks | Alone) -> HeadPlan:
+    """Return the plan for ``n`` rows; across ranks the same on each, made for the largest shard."""
+    V, device_bytes, weight = ranks.vocab, None, call.linear_weight
+    if isinstance(ranks, Ranks):
+        V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes  # a shard's, sent, and received
+        n = ranks.groups * ranks.tokens.length if ranks.spread else n
+    return plan_head(
+        n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
+        weight_frozen=call.frozen, function=True, device_bytes=device_bytes,
+    )  # fmt: skip
 
 
 def _check_arguments(
-    fn: object,
-    input: Tensor,
-    token_args: Sequence[object],
-    mask: Tensor | None,
-    out: object,
-    compile: object,
+    fn: object, input: Tensor, token_args: Sequence[object], mask: Tensor | None, out: object, compile: object
 ) -> None:
     if not callable(fn):
         raise ArgumentTypeError(message("fn", "a function of logits [C, V]", type(fn).__name__))

@@ -12,137 +12,49 @@ HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
 MOST_TARGETS = 64  # a token, for the exponential path: each is a dot product of its own
 MOST_HIGHEST = 64  # logits of a token, for the exponential path: the tiles that may hold them are computed once more
+NOT_ON_EVERY_RANK = "its kernels need bfloat16 and GPUs of compute capability 9.0 to below 12 on every rank"
+NOT_OF_SHARDS = "its kernels do not know other ranks' classes; cross entropy's of 'exp' do"
+
+_FN = "Its kernels compute cross entropy; fn is plain PyTorch."
+# For each kind of work: why its first implementation runs, and why it lacks others.
+_WORK: dict[str, tuple[str, dict[str, str]]] = {
+    "cross entropy": ("bfloat16 on Hopper or newer: the logits' GEMM writes exponentials", {}),
+    "statistics": (
+        "bfloat16 on Hopper or newer: the logits' GEMM leaves each tile's sums",
+        {"row": "Its kernel computes one log-probability a token, and nothing else."},
+    ),
+    "divergence": (
+        "kernels over rows of both sides' logits",
+        {"exp": "A divergence needs both sides' logits, which that backend never has."},
+    ),
+    "linear_apply": ("a function of the logits gets them from plain PyTorch", {"exp": _FN, "row": _FN}),
+}
 
 
-def choose_backend(
-    options: HeadOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    D: int,
-    V: int,
-    *,
-    capped_and_smoothed: bool = False,
-    weight_fits: bool = True,
-    capability: tuple[int, int] | None = None,
-) -> tuple[str, str]:
-    """Return the implementation that runs, and why.
+def choose(work: str, options: HeadOptions, where: str = "", **why_not: str | None) -> tuple[str, str]:
+    """Return the implementation that runs, "exp", "row" or "torch", and why.
 
     Args:
+        work: "cross entropy", "statistics", "divergence" or "linear_apply".
         options: ``backend`` forces one.
-        device: Where the tensors are.
-        dtype: Of the GEMMs' operands.
-        D: Hidden size.
-        V: Vocabulary.
-        capped_and_smoothed: Whether the loss has both a soft cap and label smoothing.
-        weight_fits: Whether the weight's rows lie one after another, at 16-byte addresses.
-        capability: Compute capability of the GPU being planned for, where it is not this machine's.
-
-    Returns:
-        tuple[str, str]: "exp", "row" or "torch", and the reason.
+        where: What an error says after the accepted names.
+        why_not: Why each implementation that exists for this work cannot run, or None, the fastest first; "torch" can.
 
     Raises:
         UnsupportedError: The one asked for by name cannot run.
     """
-    against_exp = why_not_exp(
-        device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits, capability=capability
-    )
-    against_row = why_not_row(device, dtype, V)
-    if options.backend == "exp" and against_exp:
-        raise UnsupportedError(message("backend", "'auto', 'row' or 'torch'", "'exp'", f"{against_exp}."))
-    if options.backend == "row" and against_row:
-        raise UnsupportedError(message("backend", "'auto', 'exp' or 'torch'", "'row'", f"{against_row}."))
-    if options.backend != "auto":
-        return options.backend, "asked for by name"
-    if not against_exp:
-        return "exp", "bfloat16 on Hopper or newer: the logits' GEMM writes exponentials"
-    if not against_row:
-        return "row", f"not exp: {against_exp}"
-    return "torch", f"not row: {against_row}"
-
-
-def choose_stats_backend(
-    options: HeadOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    D: int,
-    V: int,
-    *,
-    targets: int,
-    topk: int,
-    weight_fits: bool = True,
-) -> tuple[str, str]:
-    """Return the backend of `linear_token_stats`, "exp" or "torch", and why; arguments as in `choose_backend`.
-
-    Args:
-        options: See there.
-        device: See there.
-        dtype: See there.
-        D: See there.
-        V: See there.
-        targets: How many a token.
-        topk: How many of the highest logits are wanted.
-        weight_fits: See there.
-
-    Raises:
-        UnsupportedError: The one asked for by name cannot run.
-    """
-    against = why_not_exp(device, dtype, D, V, weight_fits=weight_fits)
-    if against is None and targets > MOST_TARGETS:
-        against = f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}"
-    if against is None and topk > MOST_HIGHEST:
-        against = f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted"
-    if options.backend == "exp" and against:
-        raise UnsupportedError(message("backend", "'auto' or 'torch'", "'exp'", f"{against}."))
-    if options.backend == "row":
-        hint = "Its kernel computes one log-probability a token, and nothing else."
-        raise UnsupportedError(message("backend", "'auto', 'exp' or 'torch'", "'row'", hint))
-    if options.backend != "auto":
-        return options.backend, "asked for by name"
+    asked, (reason, lacking) = options.backend, _WORK[work]
+    against = f"{why_not[asked]}." if why_not.get(asked) else lacking.get(asked)
     if against:
-        return "torch", f"not exp: {against}"
-    return "exp", "bfloat16 on Hopper or newer: the logits' GEMM leaves each tile's sums"
-
-
-def choose_divergence_backend(
-    options: HeadOptions, device: torch.device, dtype: torch.dtype, V: int, *, topk: bool
-) -> tuple[str, str]:
-    """Return the backend of `linear_divergence`, "row" or "torch", and why; arguments as in `choose_backend`.
-
-    Args:
-        options: See there.
-        device: See there.
-        dtype: See there.
-        V: See there.
-        topk: Whether the teacher is known by its top k.
-
-    Raises:
-        UnsupportedError: The one asked for by name cannot run.
-    """
-    against = why_not_row(device, dtype, V)
-    if against is None and topk:
-        against = "its kernels read a teacher's whole logits, and its top k is given"
-    if options.backend == "exp":
-        hint = "A divergence needs both sides' logits, which that backend never has."
-        raise UnsupportedError(message("backend", "'auto', 'row' or 'torch'", "'exp'", hint))
-    if options.backend == "row" and against:
-        raise UnsupportedError(message("backend", "'auto' or 'torch'", "'row'", f"{against}."))
-    if options.backend != "auto":
-        return options.backend, "asked for by name"
-    if against:
-        return "torch", f"not row: {against}"
-    return "row", "kernels over rows of both sides' logits"
-
-
-def choose_backend_of_function(options: HeadOptions) -> tuple[str, str]:
-    """Return the implementation that hands logits to a user's function, and why.
-
-    Raises:
-        UnsupportedError: Another one was asked for by name.
-    """
-    if options.backend not in ("auto", "torch"):
-        hint = "Its kernels compute cross entropy; fn is plain PyTorch."
-        raise UnsupportedError(message("backend", "'auto' or 'torch' for linear_apply", f"{options.backend!r}", hint))
-    return "torch", "a function of the logits gets them from plain PyTorch"
+        *names, last = (repr(name) for name in ("auto", *why_not, "torch") if name != asked)
+        raise UnsupportedError(message("backend", f"{', '.join(names)} or {last}{where}", repr(asked), against))
+    if why_not and asked != "auto":
+        return asked, "asked for by name"
+    for name, found in why_not.items():
+        if found is None:
+            return name, reason
+        reason = f"not {name}: {found}"
+    return "torch", reason
 
 
 def why_not_exp(
@@ -155,7 +67,17 @@ def why_not_exp(
     weight_fits: bool = True,
     capability: tuple[int, int] | None = None,
 ) -> str | None:
-    """Return why the exponential path cannot run, or None if it can. Arguments as in `choose_backend`."""
+    """Return why the exponential path cannot run, or None if it can.
+
+    Args:
+        device: Where the tensors are.
+        dtype: Of the GEMMs' operands.
+        D: Hidden size.
+        V: Vocabulary.
+        capped_and_smoothed: Whether the loss has both a soft cap and label smoothing.
+        weight_fits: Whether the weight's rows lie one after another, at 16-byte addresses.
+        capability: Compute capability of the GPU being planned for, where it is not this machine's.
+    """
     no_triton = why_no_triton(device)
     if no_triton:
         return no_triton
@@ -175,14 +97,34 @@ def why_not_exp(
     return None
 
 
+def why_not_exp_stats(
+    device: torch.device, dtype: torch.dtype, D: int, V: int, *, targets: int, topk: int, weight_fits: bool = True
+) -> str | None:
+    """Return the same of statistics, with so many targets a token, and of its highest logits."""
+    against = why_not_exp(device, dtype, D, V, weight_fits=weight_fits)
+    if against is None and targets > MOST_TARGETS:
+        against = f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}"
+    if against is None and topk > MOST_HIGHEST:
+        against = f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted"
+    return against
+
+
 def why_not_row(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
-    """Return why the row kernel cannot run, or None if it can. Arguments as in `choose_backend`."""
+    """Return why the row kernel cannot run, or None if it can. Arguments as in `why_not_exp`."""
     no_triton = why_no_triton(device)
     if no_triton:
         return no_triton
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernel computes in float32, and the operands are {dtype}"
     return "the vocabulary is empty" if V < 1 else None
+
+
+def why_not_row_pair(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool) -> str | None:
+    """Return the same of two sides' logits; ``topk``: whether the teacher is known by its top k."""
+    against = why_not_row(device, dtype, V)
+    if against is None and topk:
+        against = "its kernels read a teacher's whole logits, and its top k is given"
+    return against
 
 
 def why_no_triton(device: torch.device) -> str | None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from lowtide.head.arguments import check_head, logit_scale_tensor, softcap_number
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.parallel import Ranks, ranks_of
+from lowtide.head.ranks.given import ranks_of
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.scaling import with_trained_scale
 
 

@@ -19,7 +19,7 @@ from lowtide.head.arguments import (
     num_items_tensor,
     refuse_transforms,
 )
-from lowtide.head.backends import choose_backend
+from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.call import CrossEntropyArgs, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -129,7 +129,8 @@ def linear_cross_entropy(
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
     if options.backend != "auto" and ranks.alone:
         both = softcap is not None and label_smoothing != 0
-        choose_backend(options, input.device, head.dtype, input.shape[-1], V, capped_and_smoothed=both)
+        exp = why_not_exp(input.device, head.dtype, input.shape[-1], V, capped_and_smoothed=both)
+        choose("cross entropy", options, exp=exp, row=why_not_row(input.device, head.dtype, V))
     ignore_index = check_index("ignore_index", ignore_index)
     target, token_weight = ranks.whole(target).long(), detached(ranks.whole(token_weight))
     if shift:

@@ -21,10 +21,10 @@ from lowtide.head.arguments import (
     scalar_tensor,
     softcap_number,
 )
-from lowtide.head.backends import choose_divergence_backend
+from lowtide.head.backends import choose, why_not_row_pair
 from lowtide.head.call import DivergenceArgs, checked_call
-from lowtide.head.divergences.plan import choose_divergence_gradient
 from lowtide.head.options import HeadOptions
+from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
@@ -174,8 +174,8 @@ def linear_divergence(
         ids, logprobs, tail = _check_topk(input, teacher_topk)
     if options.backend != "auto" and ranks.alone:
         V, given = linear_weight.shape[0], teacher_topk is not None
-        choose_divergence_backend(options, input.device, head.dtype, V, topk=given)
-    recompute = choose_divergence_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
+        choose("divergence", options, row=why_not_row_pair(input.device, head.dtype, V, topk=given))
+    gradient = choose_gradient(options, reduction, head.frozen and ranks.alone, divergence=True)
     if isinstance(ranks, Ranks) and ranks.spread:
         whole, ranks = ranks.gathered(input)
         head = head._replace(input=whole)
@@ -196,7 +196,7 @@ def linear_divergence(
         tail=tail,
         reduction=reduction,
     )
-    (value,) = DIVERGENCE(head, args, ranks, recompute=recompute)
+    (value,) = DIVERGENCE(head, args, ranks, recompute=gradient == "recompute")
     return ranks.result(value.view(input.shape[:-1]) if reduction == "none" else value)
 
 

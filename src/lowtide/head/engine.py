@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
-from lowtide.head.matmul import HeadMatmul, finish_logits_
+from lowtide.head.matmul import HeadMatmul, finish_logits_, narrow_view
 from lowtide.head.rows import Rows
 
 Numbers = dict[str, Tensor]
@@ -26,6 +26,7 @@ class Terms:
     other ranks. ``part`` are the chunk's rows among the n.
     """
 
+    narrowed = False  # whether `gradient_` leaves the operands' dtype, in the first half of each row
     apart = False  # whether the gradient, in the operands' dtype, takes other memory than the logits'
     spare = False  # whether ``z`` always has that column more
     raw = False  # whether ``z`` is ``x @ w.T`` alone: a kernel adds the bias, scales and caps it itself
@@ -88,7 +89,7 @@ def run(
         else:
             numbers, g_CV, outside = chunks.gradient(terms, x_CD, part, upstream, known)
             if len(x_CD):
-                _add_products(head, chunks.matmul, g_CV, outside, x_CD, into, rows.index, part, lift=terms.lift)
+                _add_products(head, chunks.matmul, g_CV, outside, x_CD, into, rows.index, part, terms)
         found.append((numbers, None))
     if into is not None and into.weight_VD is not None and terms.lift is not None:
         into.weight_VD.div_(terms.lift)
@@ -102,6 +103,10 @@ class Chunks:
         self.head, self.rows, self.plan, self.raw = head, rows, plan, terms.raw
         self.parts = list(head.ranks.chunks(plan))
         self.matmul = HeadMatmul(head.weight_VD, plan, head.dtype, head.wide)
+        self.bias_V = None if terms.raw else head.bias_V
+        if plan.bias_column and self.bias_V is not None:
+            self.matmul.take_bias(self.bias_V.to(head.dtype))
+            self.bias_V = None
         longest = max((part.stop - part.start for part in self.parts), default=0)
         self.pieces = plan.product_rows or longest  # rows of which logits exist at a time
         self.columns = head.ranks.rows + (terms.spare or not head.ranks.alone)
@@ -122,12 +127,12 @@ class Chunks:
         head, V = self.head, self.head.ranks.rows
         z = self._logits[: len(x_CD), : self.columns]
         z_V = z if self.columns == V else z[:, :V]
-        self.matmul.logits(x_CD, z_V)
+        self.matmul.logits(x_CD, z_V, self.bias_V)
         if not self.raw:
             columns = (
                 max(1, V) if head.softcap is None else self.plan.columns
             )  # on a CPU one operator is better than many
-            finish_logits_(z_V, head.bias_V, head.scale, head.softcap, columns)
+            finish_logits_(z_V, None, head.scale, head.softcap, columns)
         if self.columns > V:
             z[:, V:] = -torch.inf
         return z
@@ -178,7 +183,7 @@ def _add_products(
     into: Gradients,
     index: Tensor | None,
     part: slice,
-    lift: Tensor | None = None,
+    terms: Terms,
 ) -> None:
     """Add a chunk's gradients; across ranks the sum of the input's runs beside the weight's GEMM.
 
@@ -191,12 +196,14 @@ def _add_products(
         into: Takes the gradients.
         index: Places of all rows among the N tokens; None: all, in order.
         part: Which of these rows the chunk has.
-        lift: What the weight's gradient is multiplied with besides.
+        terms: What was computed of them.
     """
+    if into.input_ND is None and into.weight_VD is None and into.bias_V is None:
+        return
     by_kernel = matmul.plan.backend == "row"  # its gradient may be narrow already
     if into.bias_V is not None and not by_kernel:
         into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
-    g_CV = matmul.operand(z_CV)
+    g_CV = narrow_view(z_CV, head.dtype) if terms.narrowed else matmul.operand(z_CV)
     if into.bias_V is not None and by_kernel:
         from lowtide.head.kernels.exp_rows import add_column_sums
 
@@ -207,9 +214,9 @@ def _add_products(
     elif into.input_ND is not None:
         product = x_CD.new_empty(x_CD.shape, dtype=matmul.wide)  # summed over ranks before it is rounded
         matmul.input_grad(g_CV, outside, product)
-        write = head.ranks.begin_sum(product, part)
+        write = head.ranks.begin_sum(product, part, index)
     if into.weight_VD is not None:
-        raised = outside if lift is None or outside is None else outside * lift
+        raised = outside if terms.lift is None or outside is None else outside * terms.lift
         matmul.weight_grad(g_CV, raised, x_CD, into.weight_VD, part.start == 0)
     if write is not None:
         write(into)

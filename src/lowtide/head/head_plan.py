@@ -1,21 +1,50 @@
-"""What every plan of the head is made of: `HeadPlan`, the workspace, where the weight's gradient is summed."""
+"""What goes into a plan and what comes out: `Work` and `HeadPlan`.
+
+N tokens, D hidden size, V vocabulary, C rows of a chunk.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from lowtide.head.options import HeadOptions
-
 MIB = 2**20
-CPU_WORKSPACE = 160 * MIB  # 256 rows of a vocabulary of 128K; with 128 rows a step takes 6% longer on two cores
-GPU_WORKSPACE = 1152 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
-MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
-GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
-MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
-GPU_TILE = 128
-BYTES_PER_TOKEN = 48  # loss, lse, row factor, kept mask and index: what is held for all N tokens, not a chunk's
+When = Literal["forward", "recompute"]
+
+
+class Work(NamedTuple):
+    """What one pass computes, in sizes, the same on every rank: with the options all that a plan depends on."""
+
+    size: tuple[int, int, int]  # N that are computed, D, V: of the largest shard, with a column for others' classes
+    dtype: torch.dtype  # of the GEMMs' operands
+    weight_dtype: torch.dtype
+    device: torch.device
+    choice: tuple[str, str]  # the implementation, and why
+    gradient: When
+    weight_frozen: bool  # neither weight nor bias gets a gradient
+    device_bytes: int | None = None  # memory of the GPU that is planned for; None: the one that is there
+    function: bool = False  # a user's function gets the logits
+    teacher: tuple[int, int, torch.dtype] | None = None  # a second side's D, V and dtype; of its top k 0 and k
+    values_only: bool = False  # no gradient is computed
+    # exponentials' own, beside what all take:
+    input_is_copied: bool = False  # a chunk's hidden states are, for another dtype or layout
+    token_bytes: int = 0  # for each of the N
+    row_bytes: int = 0  # for each row of a chunk
+    sum_row_bytes: int = 0  # for each where nothing but sums is computed
+    tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
+    pieces: int = 0  # that a chunk has at least, so that one's exchanges run beside another's GEMMs
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of logits and sums."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def narrow_pair(self) -> bool:
+        """Return whether kernels turn two sides' logits into a gradient that is narrower than they are."""
+        by_kernels = self.teacher is not None and self.choice[0] == "row" and not self.values_only
+        return by_kernels and self.dtype.itemsize < self.wide.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +81,7 @@ class HeadPlan:
 
     backend: str
     reason: str
-    gradient: Literal["forward", "recompute"]
+    gradient: When
     accumulate: Literal["float32", "input"]
     rows: int
     chunks: int
@@ -93,57 +122,6 @@ class HeadPlan:
         if self.piece_rows:
             lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
         return "\n".join([*lines, self.note] if self.note else lines)
-
-
-def workspace_bytes(
-    options: HeadOptions, device: torch.device, device_bytes: int | None = None, *, function: bool = False
-) -> int:
-    """Return how much scratch memory a call may take.
-
-    Args:
-        options: As given.
-        device: Where.
-        device_bytes: Memory of the GPU that is planned for; None: the one that is there.
-        function: Whether the call is one of `linear_apply`.
-    """
-    if options.workspace_mib is not None:
-        return int(options.workspace_mib * MIB)
-    if device.type == "cpu":
-        return CPU_WORKSPACE
-    most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if function else (GPU_WORKSPACE, MOST_OF_A_GPU)
-    if device_bytes is None and device.type == "cuda" and torch.cuda.is_available():
-        device_bytes = torch.cuda.get_device_properties(device).total_memory
-    return most if device_bytes is None else min(most, int(device_bytes * share))
-
-
-def workspace_note(options: HeadOptions, N: int, scratch: int) -> str:
-    """Return what a plan says where the least that can be done takes more than was asked for; empty if it does not."""
-    if options.workspace_mib is None or scratch <= options.workspace_mib * MIB:
-        return ""
-    return (
-        f"workspace_mib={options.workspace_mib} is less than one row of logits and the numbers kept for each of"
-        f" {N} tokens take: one row is computed at a time, in {scratch / MIB:.2f} MiB"
-    )
-
-
-def accumulate_in(
-    options: HeadOptions, weight_dtype: torch.dtype, wide: torch.dtype, *, many: bool
-) -> Literal["float32", "input"]:
-    """Return where the weight's gradient is summed, over ``many`` chunks or few: see `HeadOptions`."""
-    if weight_dtype == torch.float16:
-        return "float32"
-    if weight_dtype.itemsize >= wide.itemsize:
-        return "input"
-    return "float32" if options.accumulate == "float32" or (options.accumulate == "auto" and many) else "input"
-
-
-def level(N: int, rows: int) -> int:
-    """Return fewer rows where that leaves the number of chunks: the last one should not be a short one."""
-    if rows < GPU_TILE or rows >= N:
-        return rows
-    share = -(-N // -(-N // rows))
-    tile = GPU_TILE if rows >= 4 * GPU_TILE else GPU_TILE // 2
-    return min(rows, -(-share // tile) * tile)
 
 
 def padded(V: int) -> int:

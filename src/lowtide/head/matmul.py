@@ -97,16 +97,20 @@ class HeadMatmul:
                 total.mul_(factor_C[:, None])
             if total is not out_CD:
                 out_CD.copy_(total)
-        elif factor_C is None or out_CD.dtype == self.wide == self.dtype:
+        elif out_CD.dtype == self.wide == self.dtype:
             torch.mm(g_CV, self.weight_VD, out=out_CD)
             if factor_C is not None:
                 out_CD.mul_(factor_C[:, None])
         elif g_CV.is_cuda:
             product = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
             torch.mm(g_CV, self.weight_VD, out_dtype=self.wide, out=product)
-            torch.mul(product, factor_C[:, None], out=out_CD)
+            if factor_C is not None:
+                torch.mul(product, factor_C[:, None], out=out_CD)
+            elif product is not out_CD:
+                out_CD.copy_(product)
         else:
-            out_CD.copy_((g_CV @ self.weight_VD) * factor_C[:, None])
+            product = g_CV @ self.weight_VD
+            out_CD.copy_(product if factor_C is None else product * factor_C[:, None])
 
     def weight_grad(self, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
         """Add ``g.T @ (factor * x)`` to ``total_VD``, which holds nothing yet where ``first`` is True."""

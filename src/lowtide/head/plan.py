@@ -1,43 +1,30 @@
-"""What will run, in chunks of how many rows, and the bytes it takes: options in, plan out, arithmetic alone.
+"""Who asks the planner: what will run, in chunks of how many rows, and the bytes it takes.
 
-N tokens, D hidden size, V vocabulary, C rows of a chunk.
+N tokens, D hidden size, V vocabulary.
 """
 
-from functools import cache, lru_cache
-from typing import Literal
+from typing import Any
 
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.arguments import check_options, check_reduction
-from lowtide.head.backends import choose_backend, choose_backend_of_function
-from lowtide.head.exponentials.plan import plan_exp
-from lowtide.head.head_plan import (
-    BYTES_PER_TOKEN,
-    GPU_TILE,
-    MIB,
-    HeadPlan,
-    accumulate_in,
-    level,
-    padded,
-    workspace_bytes,
-    workspace_note,
+from lowtide.head.backends import (
+    NOT_OF_SHARDS,
+    NOT_ON_EVERY_RANK,
+    choose,
+    why_not_exp,
+    why_not_exp_stats,
+    why_not_row,
+    why_not_row_pair,
 )
+from lowtide.head.call import CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
+from lowtide.head.head_plan import HeadPlan, When, Work
+from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.options import HeadOptions
-
-FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
-FEWEST_ROWS = 512  # fewer are not made for FEWEST_CHUNKS' sake: the weight is read, and its gradient added to, in each
-CPU_CHUNK_BYTES = 8 * MIB  # nor shorter chunks on a CPU, where each operator wakes all threads and waits for the last
-ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
-ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
-
-# Any function of the logits (linear_apply).
-FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
-PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits it gets at a time: half a millisecond of the host's for each
-FUNCTION_CHUNKS = {"cpu": FEWEST_CHUNKS, "cuda": 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
-FUNCTION_ROWS = {"cpu": 8, "cuda": 2048}
-BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
-FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
+from lowtide.head.planner import STATS_BYTES_PER_TARGET, STATS_BYTES_PER_TOKEN, plan_of, plan_of_teacher
+from lowtide.head.ranks.alone import Alone
+from lowtide.head.rows import input_is_copied, rows_are_aligned
 
 
 def plan_head(
@@ -94,209 +81,204 @@ def plan_head(
         >>> plan.chunk_rows, plan.chunks
         (103, 160)
     """
-    for name, size in (("N", N), ("D", D), ("V", V)):
-        if not isinstance(size, int) or size < 0:
-            raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
+    _check_sizes(N=N, D=D, V=V)
     check_reduction(reduction)
     options, device = check_options(options), torch.device(device)
-    weight_dtype = weight_dtype or dtype
     if function:
-        backend, reason = choose_backend_of_function(options)
+        choice = choose("linear_apply", options, " for linear_apply")
     else:
-        backend, reason = choose_backend(
-            options,
-            device,
-            dtype,
-            D,
-            V,
-            capped_and_smoothed=capped_and_smoothed,
-            weight_fits=weight_fits,
-            capability=capability,
+        against = why_not_exp(
+            device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits, capability=capability
         )
-    gradient = choose_gradient(options, reduction, weight_frozen)
-    if backend == "exp":
-        return plan_exp(
-            N, D, V, device, options, reason, gradient, weight_dtype, weight_frozen, input_is_copied,
-            device_bytes=device_bytes,
-        )  # fmt: skip
-    return plan_rows_of_logits(
-        N,
-        D,
-        V,
-        dtype,
-        device,
-        options,
-        backend=backend,
-        reason=reason,
-        gradient=gradient,
-        weight_dtype=weight_dtype,
+        choice = choose("cross entropy", options, exp=against, row=why_not_row(device, dtype, V))
+    work = Work(
+        size=(N, D, V),
+        dtype=dtype,
+        weight_dtype=weight_dtype or dtype,
+        device=device,
+        choice=choice,
+        gradient=choose_gradient(options, reduction, weight_frozen),
         weight_frozen=weight_frozen,
-        function=function,
         device_bytes=device_bytes,
+        function=function,
+        input_is_copied=input_is_copied,
     )
+    return plan_of(work, options)
 
 
-remembered_plan = lru_cache(maxsize=256)(plan_head)
-
-
-def plan_rows_of_logits(
+def plan_divergence(
     N: int,
     D: int,
     V: int,
+    teacher_D: int | None,
     dtype: torch.dtype,
-    device: torch.device,
-    options: HeadOptions,
+    device: torch.device | str,
+    options: HeadOptions | None = None,
     *,
-    backend: str,
-    reason: str,
-    gradient: Literal["forward", "recompute"],
-    weight_dtype: torch.dtype,
-    weight_frozen: bool,
-    beside: int = 0,
-    beside_row: int = 0,
-    function: bool = False,
-    device_bytes: int | None = None,
+    teacher_V: int | None = None,
+    topk: int | None = None,
+    teacher_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    reduction: str = "none",
+    weight_frozen: bool = False,
 ) -> HeadPlan:
-    """Return the plan where a chunk's logits exist: as many rows of them as the workspace holds.
+    """Say what `linear_divergence` will do with gradients for N tokens, and its bytes, as `plan_head` does.
 
-    ``beside`` bytes of it, and ``beside_row`` for each row of a chunk, are needed for something else. The other
-    arguments are those of `plan_head`, settled.
+    Nothing is computed or allocated. On the CPU masked tokens are dropped first, so N counts the others; elsewhere N
+    counts all. ``chunk_rows`` are the rows whose gradients are multiplied at a time, ``product_rows`` those of which
+    both sides' logits exist.
+
+    Args:
+        N: Tokens that are computed.
+        D: The student's hidden size.
+        V: Its vocabulary.
+        teacher_D: The teacher's hidden size; None with ``topk``.
+        dtype: dtype of the student's GEMM operands: that of ``input``, or autocast's.
+        device: Where the tensors are.
+        options: As given to `linear_divergence`.
+        teacher_V: The teacher's vocabulary; None: the student's.
+        topk: How many of the teacher's log-probabilities there are for each token, where its head is not here.
+        teacher_dtype: dtype of the teacher's GEMM operands; None: the student's.
+        weight_dtype: dtype of ``linear_weight``, where autocast makes it differ from ``dtype``.
+        reduction: As given to `linear_divergence`.
+        weight_frozen: True if neither ``linear_weight`` nor ``linear_bias`` needs a gradient.
+
+    Returns:
+        HeadPlan: print it, or read its fields.
+
+    Raises:
+        ArgumentValueError: A negative size, a reduction that there is not, or not one of ``teacher_D`` and ``topk``.
+        ArgumentTypeError: ``options`` that are none.
+        UnsupportedError: ``options`` asks for what cannot run here.
+
+    Example:
+        >>> plan = plan_divergence(8192, 2048, 128256, 4096, torch.float32, "cpu", reduction="mean")
+        >>> plan.chunk_rows, plan.gradient
+        (135, 'forward')
     """
-    accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    budget = workspace_bytes(options, device, device_bytes, function=function)
-    logits_gemm, backward_gemm = choose_gemms(device, dtype, budget, backend)
-    block_rows = block_rows_of(budget, D, V) if "blocks" in (logits_gemm, backward_gemm) else 0
-    fixed = N * BYTES_PER_TOKEN + block_rows * D * (accumulate_dtype.itemsize + dtype.itemsize) + 16 * V + beside
-    columns = 0 if function else 2 * columns_of(1, V, device.type)
-    row_bytes = _row_bytes(D, V, dtype, accumulate_dtype, backend, columns) + beside_row
-    copied = V * padded(D + 1) * dtype.itemsize
-    bias_column = function and logits_gemm == "out_dtype" and copied <= budget // BIAS_COLUMN_SHARE
-    fixed += copied * bias_column
-    fixed += 0 if function else accumulate_dtype.itemsize * padded(V)  # a soft cap's block is a row at least
-    automatic, wanted = options.workspace_mib is None, _automatic_rows(N, V, device.type, function)
-    piece_rows = 0
-    if function:
-        left = budget - fixed - wanted * row_bytes if automatic else 0  # by chunks that are as large as they should be
-        piece_row_bytes = FUNCTION_COPIES * accumulate_dtype.itemsize * V
-        piece_rows = _piece_rows(N, V, max(left, (budget - fixed) // 2) // piece_row_bytes, device.type)
-        if automatic and device.type != "cpu":
-            piece_rows = min(piece_rows, max(FEWEST_ROWS, N // FUNCTION_PIECES))
-        fixed += piece_rows * piece_row_bytes
-    if device.type == "cpu" and backward_gemm == "narrow":
-        fixed, row_bytes = fixed + ONEDNN_BYTES, row_bytes + ONEDNN_ROW_BYTES
-    most = max(1, (budget - fixed) // max(1, row_bytes))
-    rows = min(most, wanted) if automatic else most
-    if device.type != "cpu" and rows > GPU_TILE:
-        rows -= rows % GPU_TILE
-        rows = level(N, rows) if function else rows
-    chunks = -(-N // rows)
-    rows = max(1, -(-N // max(1, chunks))) if device.type == "cpu" else min(rows, max(1, N))
-    scratch = fixed + rows * row_bytes
-    needs_whole_weight = backward_gemm != "blocks" or logits_gemm == "out_dtype"
-    accumulate = accumulate_in(options, weight_dtype, accumulate_dtype, many=chunks > 1)
-    if device.type != "cpu" and weight_dtype not in (dtype, accumulate_dtype):
-        accumulate = "float32"  # a GPU's GEMM of operands narrowed in another way cannot add to the weight's dtype
-    return HeadPlan(
-        backend=backend,
-        reason=reason,
+    given = {"teacher_D": teacher_D, "teacher_V": teacher_V, "topk": topk}
+    _check_sizes(N=N, D=D, V=V, **{name: size for name, size in given.items() if size is not None})
+    if (teacher_D is None) == (topk is None):
+        raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
+    check_reduction(reduction)
+    options, device = check_options(options), torch.device(device)
+    of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
+    work = Work(
+        size=(N, D, V),
+        dtype=dtype,
+        weight_dtype=weight_dtype or dtype,
+        device=device,
+        choice=choose("divergence", options, row=why_not_row_pair(device, dtype, V, topk=topk is not None)),
+        gradient=choose_gradient(options, reduction, weight_frozen, divergence=True),
+        weight_frozen=weight_frozen,
+        teacher=(*of_teacher, teacher_dtype or dtype),
+    )
+    return plan_of(work, options)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 0:
+            raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
+
+
+def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted) -> HeadPlan:
+    """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
+    V, capped = head.ranks.most_rows, head.softcap is not None and args.label_smoothing != 0
+    exp = why_not_exp(*_place(head), capped_and_smoothed=capped, weight_fits=_weight_fits(head))
+    row = why_not_row(head.input.device, head.dtype, V) if head.ranks.alone else NOT_OF_SHARDS
+    choice = choose("cross entropy", head.options, _where(head), exp=_of_all_ranks(head, exp), row=row)
+    gradient = choose_gradient(head.options, args.reduction, head.ranks.alone and not wanted.head)
+    return plan_of(_work(head, n, wanted, choice, gradient), head.options)
+
+
+def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -> HeadPlan:
+    """Return the same for token statistics."""
+    (device, _, _, V), K, topk = _place(head), args.target.shape[1], args.topk
+    exp = why_not_exp_stats(*_place(head), targets=K, topk=topk, weight_fits=_weight_fits(head))
+    choice = choose("statistics", head.options, _where(head), exp=_of_all_ranks(head, exp))
+    more = {
+        "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, K - 1),
+        "tile_numbers": 3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
+        "sum_row_bytes": topk_row_bytes(topk, V, device),
+    }
+    return plan_of(_work(head, n, wanted, choice, "recompute", **more), head.options)
+
+
+def plan_both_sides(
+    head: Head, args: DivergenceArgs, n: int, wanted: Wanted, *, stored: bool
+) -> tuple[HeadPlan, HeadPlan]:
+    """Return the same for a divergence: the student's plan, and the teacher's, for the same chunks."""
+    weight, V = args.teacher_weight, head.ranks.most_rows
+    if weight is None:
+        assert args.topk_ids is not None
+        teacher = (0, args.topk_ids.shape[1], head.dtype)
+    else:
+        teacher = (weight.shape[1], weight.shape[0] if head.ranks.alone else V + 1, args.teacher_dtype)
+    choice = choose(
+        "divergence", head.options, row=why_not_row_pair(head.input.device, head.dtype, V, topk=weight is None)
+    )
+    gradient: When = "forward" if stored else "recompute"
+    work = _work(head, n, wanted, choice, gradient, teacher=teacher, values_only=not any(wanted))
+    return plan_of(work, head.options), plan_of_teacher(work, head.options)
+
+
+def _place(head: Head) -> tuple[torch.device, torch.dtype, int, int]:
+    return head.input.device, head.dtype, head.weight_VD.shape[1], head.ranks.most_rows
+
+
+def _where(head: Head) -> str:
+    return "" if head.ranks.alone else " where the vocabulary is sharded"
+
+
+def _weight_fits(head: Head) -> bool:
+    """Return whether the weight's rows lie as TMA takes them; a shard's are copied where they do not."""
+    return not head.ranks.alone or head.weight_VD.dtype != head.dtype or rows_are_aligned(head.weight_VD)
+
+
+def _of_all_ranks(head: Head, exp: str | None) -> str | None:
+    """Return why exponentials cannot run on some rank, where ``exp`` is why not on this one."""
+    return exp if isinstance(head.ranks, Alone) or head.ranks.limits.exponentials else NOT_ON_EVERY_RANK
+
+
+def _work(head: Head, n: int, wanted: Wanted, choice: tuple[str, str], gradient: When, **more: Any) -> Work:
+    """Return what a pass over n tokens is, on every rank alike: by the largest shard and the smallest GPU."""
+    ranks, D, V = head.ranks, head.weight_VD.shape[1], head.ranks.most_rows
+    if isinstance(ranks, Alone):
+        more["input_is_copied"] = n != head.tokens or input_is_copied(head.input, head.dtype)
+    else:
+        n = ranks.groups * ranks.tokens.length
+        V += choice[0] != "exp"  # the column of other ranks' classes
+        # Hidden states are gathered ahead, or rounded, in which a rank must not differ: of sums alone four pieces live
+        # at once, of gradients three; with these the product too, in float32, whose sum over the ranks is under way.
+        more |= {"sum_row_bytes": 3 * 2 * D + more.get("sum_row_bytes", 0), "row_bytes": (2 * 2 + 4) * D}
+        more |= {"device_bytes": ranks.limits.gpu_bytes, "input_is_copied": True, "pieces": 2}
+    return Work(
+        size=(n, D, V),
+        dtype=head.dtype,
+        weight_dtype=head.weight_VD.dtype,
+        device=head.input.device,
+        choice=choice,
         gradient=gradient,
-        accumulate=accumulate,
-        rows=N,
-        chunks=chunks,
-        chunk_rows=rows,
-        scratch_bytes=scratch,
-        accumulator_bytes=V * D * accumulate_dtype.itemsize if accumulate == "float32" and not weight_frozen else 0,
-        cast_bytes=V * D * dtype.itemsize if weight_dtype != dtype and needs_whole_weight else 0,
-        logits_gemm=logits_gemm,
-        backward_gemm=backward_gemm,
-        block_rows=block_rows,
-        columns=columns_of(rows, V, device.type),
-        note=workspace_note(options, N, scratch),
-        piece_rows=-(-rows // -(-rows // piece_rows)) if function else 0,  # pieces of one size
-        bias_column=bias_column,
+        weight_frozen=not wanted.head,
+        **more,
     )
 
 
-def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool) -> Literal["forward", "recompute"]:
+def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
     """Return when the gradients are computed.
 
     With a scalar loss the upstream gradient is one factor, applied afterwards. With one loss a token it is not, but
-    then a frozen head still allows it: the input's gradient is a row times the upstream factor of that row.
+    then a frozen head still allows it: the input's gradient is a row times the upstream factor of that row. Of a
+    divergence three numbers a token are kept instead, and not the input's gradient unless that is asked for.
 
     Raises:
         UnsupportedError: ``gradient="forward"`` was asked for where it cannot be right.
     """
     known = reduction != "none" or weight_frozen
     if options.gradient == "forward" and not known:
-        raise UnsupportedError(
-            message(
-                "gradient",
-                "'auto' or 'recompute' with reduction='none' and a head that is trained",
-                "'forward'",
-                "The weight's gradient needs each token's upstream gradient, known in backward only.",
-            )
-        )
-    return "recompute" if options.gradient == "recompute" or not known else "forward"
-
-
-def choose_gemms(
-    device: torch.device, dtype: torch.dtype, budget: int, backend: str
-) -> tuple[Literal["same", "out_dtype", "blocks"], Literal["same", "narrow", "blocks"]]:
-    """Return how logits and gradients are multiplied for operands of ``dtype`` in ``budget`` bytes: see `HeadPlan`.
-
-    float32 logits come from narrow operands without a float32 copy of the weight. On CPUs a bf16 GEMM rounds its
-    result, and without AVX-512-BF16 or AMX it runs up to 20 times slower than a float32 one; fp16 is slower still,
-    and its range too small for the gradient of the logits.
-    """
-    if dtype in (torch.float32, torch.float64):
-        return "same", "same"
-    if backend == "row":
-        return "out_dtype", "narrow"  # fp16 too: the kernel lifts its gradients to where fp16 is precise
-    if device.type == "cuda" and torch.version.hip is None:
-        return "out_dtype", "narrow" if dtype == torch.bfloat16 else "blocks"
-    if device.type == "cpu" and dtype == torch.bfloat16 and cpu_multiplies_bf16() and budget >= ONEDNN_LEAST_WORKSPACE:
-        return "blocks", "narrow"
-    return "blocks", "blocks"
-
-
-@cache
-def cpu_multiplies_bf16() -> bool:
-    """Return whether this machine's CPU has instructions for bf16 GEMMs.
-
-    The one place that looks at the CPU: a test that replaces this function runs what another machine would.
-    """
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def _automatic_rows(N: int, V: int, device_type: str, function: bool) -> int:
-    """Return the rows of a chunk where memory is no matter."""
-    kind = device_type if device_type == "cpu" else "cuda"
-    chunks, fewest = (FUNCTION_CHUNKS[kind], FUNCTION_ROWS[kind]) if function else (FEWEST_CHUNKS, FEWEST_ROWS)
-    if kind == "cpu" and not function:
-        fewest = max(fewest, CPU_CHUNK_BYTES // (4 * max(1, V)))
-    return max(1, fewest, -(-N // chunks))
-
-
-def _piece_rows(N: int, V: int, most: int, device_type: str) -> int:
-    enough = PIECE_ELEMENTS.get(device_type, PIECE_ELEMENTS["cuda"]) // max(1, V)
-    return max(1, min(max(2, enough), most, N))
-
-
-def block_rows_of(budget: int, D: int, V: int) -> int:
-    """Return how many rows of the weight are cast at a time."""
-    return max(1, min(V, 4096, budget // 8 // max(1, 4 * D)))
-
-
-def columns_of(rows: int, V: int, device_type: str) -> int:
-    """Return the columns handled at a time: few launches on a GPU; on a CPU 2 MiB, which stay in cache."""
-    if device_type != "cpu":
-        return max(1, -(-V // 4))
-    return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
-
-
-def _row_bytes(D: int, V: int, dtype: torch.dtype, accumulate_dtype: torch.dtype, backend: str, columns: int) -> int:
-    """Return the scratch of one row of a chunk, with so many more ``columns`` beside its logits in plain PyTorch."""
-    wide = accumulate_dtype.itemsize
-    if backend == "row":
-        return wide * padded(V) + D * (2 * wide + 2 * dtype.itemsize) + 64
-    return wide * (padded(V) + columns) + D * (2 * wide + dtype.itemsize) + 24 * wide
+        expected = "'auto' or 'recompute' with reduction='none' and a head that is trained"
+        hint = "The weight's gradient needs each token's upstream gradient, known in backward only."
+        raise UnsupportedError(message("gradient", expected, "'forward'", hint))
+    small = divergence and reduction == "none" and options.gradient == "auto"
+    return "recompute" if options.gradient == "recompute" or not known or small else "forward"

@@ -14,7 +14,7 @@ from lowtide.head.arguments import (
     check_target,
     refuse_transforms,
 )
-from lowtide.head.backends import choose_backend, choose_stats_backend
+from lowtide.head.backends import choose, why_not_exp, why_not_exp_stats, why_not_row
 from lowtide.head.call import CrossEntropyArgs, HeadCall, TokenStatsArgs, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -221,11 +221,11 @@ def _token_stats(
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
     if options.backend != "auto" and ranks.alone:
-        device = head.input.device
+        device, dtype = head.input.device, head.dtype
         if by_loss:
-            choose_backend(options, device, head.dtype, D, V)
+            choose("cross entropy", options, exp=why_not_exp(device, dtype, D, V), row=why_not_row(device, dtype, V))
         else:
-            choose_stats_backend(options, device, head.dtype, D, V, targets=K, topk=topk)
+            choose("statistics", options, exp=why_not_exp_stats(device, dtype, D, V, targets=K, topk=topk))
     ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
     if by_loss and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0

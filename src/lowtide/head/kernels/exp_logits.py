@@ -36,6 +36,7 @@ class ExpRows(NamedTuple):
     coefficient: Tensor | None  # [C] float32
     sums: Tensor | None  # [C, P] float32
     sum_stride: int
+    first_class: int  # in here, for Triton 3.6 loses a stride of 1 in a record within a tuple
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -69,9 +70,8 @@ def _exp_piece(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _exp_tile(z, row, p, C, V, e_d, args, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
+def _exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
     """Finish a tile, a half at a time where it is stored so."""
-    rows, first_class = args
     COLUMNS: tl.constexpr = CONFIG.columns
     WIDTH: tl.constexpr = CONFIG.columns // CONFIG.pieces
     column = p * COLUMNS
@@ -85,7 +85,7 @@ def _exp_tile(z, row, p, C, V, e_d, args, transform, BOUND: tl.constexpr, CONFIG
     if rows.coefficient is not None:
         coefficient = tl.load(rows.coefficient + at, mask=inside, other=0.0)
     bound = tl.where(kept, V - column, 0)
-    y -= first_class + column
+    y -= rows.first_class + column
     of_row = (y, reference, coefficient, bound)
     if CONFIG.pieces == 1:
         total = _exp_piece(z, row, column, of_row, V, e_d, rows, transform, BOUND, 0, WIDTH)
@@ -98,12 +98,12 @@ def _exp_tile(z, row, p, C, V, e_d, args, transform, BOUND: tl.constexpr, CONFIG
 
 
 @Launcher
-@triton.jit(do_not_specialize=["C", "first_class"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _exp_logits(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, rows, transform, C, V, D, first_class, BOUND: tl.constexpr, CONFIG: tl.constexpr,
+    x_d, w_d, e_d, rows, transform, C, V, D, BOUND: tl.constexpr, CONFIG: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    each_tile(x_d, w_d, e_d, (rows, first_class), transform, C, V, D, _exp_tile, BOUND, CONFIG, PROGRAMS)
+    each_tile(x_d, w_d, e_d, rows, transform, C, V, D, _exp_tile, BOUND, CONFIG, PROGRAMS)
 
 
 @triton.jit
@@ -198,10 +198,10 @@ def exp_logits(
         first_class: Class of ``w_VD``'s first row.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
-    rows = ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP))
+    rows = ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP), first_class)
     programs *= config.per_multiprocessor
     _exp_logits[(programs,)](
-        *descriptors(x_CD, w_VD, e_CV, config), rows, transform, C, V, D, first_class,
+        *descriptors(x_CD, w_VD, e_CV, config), rows, transform, C, V, D,
         BOUND=V % config.columns != 0 or coefficient_C is not None, CONFIG=config, PROGRAMS=programs,
         num_stages=config.stages, num_warps=config.warps,
     )  # fmt: skip
@@ -225,22 +225,10 @@ def shifted_exp_logits(
     """Recompute, relative to their highest logit, the rows whose numbers stand in ``list_C[:count]``.
 
     Costs two launches that end at once where there are none. Rows come out the same wherever they stand in the list.
-    The other arguments are as in `exp_logits`; of the tile sizes, width and depth are taken.
-
-    Args:
-        x_CD: Hidden states.
-        w_VD: Weight.
-        list_C: int32 row numbers.
-        count: int32 [1], how many.
-        highest_C: int32 [C], of listed rows holding ``to_ordered`` of the target's logit; takes the highest one's.
-        y_C: int32 classes.
-        config: Tile sizes.
-        programs: How many programs run.
-        sum_CP: Takes the sums.
-        transform: What makes logits of the products.
-        e_CV: Takes E.
-        find_highest: The passes: True to find the highest logits, False to build E and its sums relative to what
-            ``highest_C`` holds.
+    The other arguments are as in `exp_logits`; of the tile sizes, width and depth are taken. ``list_C`` and ``count``
+    [1] are int32; so is ``highest_C``, of listed rows holding `to_ordered` of the target's logit, which takes the
+    highest one's. ``find_highest`` are the passes: True to find the highest logits, False to build E and its sums
+    relative to what ``highest_C`` holds.
     """
     for is_search in find_highest:
         _shifted_exp_logits[(programs,)](

@@ -105,7 +105,7 @@ def _produce(x_d, w_d, stages, C, V, D, GROUP: gl.constexpr):  # type: ignore[no
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, e_d, e_s, stages, rows_of, first_class, C, V, D, GROUP: gl.constexpr, BOUND: gl.constexpr,
+    HALF: gl.constexpr, e_d, e_s, stages, rows_of, C, V, D, GROUP: gl.constexpr, BOUND: gl.constexpr,
     STORE: gl.constexpr,
 ):  # fmt: skip
     """Multiply, and finish, the HALF-th ROWS rows of each tile."""
@@ -137,7 +137,7 @@ def _consume(  # type: ignore[no-untyped-def]
 
         kept = y >= 0
         reference = gl.where(kept, reference * LOG2E, float("inf"))
-        y -= first_class + column  # within the tile; stays negative where ignored
+        y -= rows_of.first_class + column  # within the tile; stays negative where ignored
         bound = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, layout)) + (V - column)
         if rows_of.coefficient is not None:
             bound = gl.where(kept, bound, 0)
@@ -177,9 +177,9 @@ def _consume(  # type: ignore[no-untyped-def]
 
 
 @Launcher
-@gluon.jit(do_not_specialize=["first_class", "C", "V", "D"])  # type: ignore[untyped-decorator]
+@gluon.jit(do_not_specialize=["C", "V", "D"])  # type: ignore[untyped-decorator]
 def _exp_logits_hopper(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, rows, first_class, C, V, D, GROUP: gl.constexpr, BOUND: gl.constexpr, STORE: gl.constexpr
+    x_d, w_d, e_d, rows, C, V, D, GROUP: gl.constexpr, BOUND: gl.constexpr, STORE: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
@@ -194,8 +194,8 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
     stages = (x_s, w_s, full, empty)
     gl.warp_specialize(
         [
-            (_consume, (0, e_d, e_s, stages, rows, first_class, C, V, D, GROUP, BOUND, STORE)),
-            (_consume, (1, e_d, e_s, stages, rows, first_class, C, V, D, GROUP, BOUND, STORE)),
+            (_consume, (0, e_d, e_s, stages, rows, C, V, D, GROUP, BOUND, STORE)),
+            (_consume, (1, e_d, e_s, stages, rows, C, V, D, GROUP, BOUND, STORE)),
             (_produce, (x_d, w_d, stages, C, V, D, GROUP)),
         ],
         [4, 1],
@@ -249,28 +249,15 @@ def exp_logits_hopper(
 ) -> None:
     """Write ``E = exp(x @ w.T - reference)`` and its sums, for what `unsupported` finds nothing to say about.
 
-    At the target E is 0, or ``coefficient`` where given. Rows of ignored tokens are 0, unless their logits are not
-    finite and ``coefficient`` is None: then they may be NaN. Nothing is allocated.
-
-    Args:
-        x_CD: bfloat16 hidden states, rows of 16-byte stride, unit stride within.
-        w_VD: Weight, the same.
-        reference_C: float32, in the logits' own unit.
-        y_C: int32 classes, counted as ``first_class`` and on; -1 for ignored tokens.
-        programs: How many programs run: one for each multiprocessor.
-        group: Row tiles whose programs share a part of the weight in cache.
-        e_CV: bfloat16, takes E; rows of 16-byte stride, whatever V is. None: only sums are wanted.
-        sum_CP: float32, unit stride within rows; takes the row sums of each 256 columns of E before it is rounded,
-            target left out.
-        coefficient_C: float32, what E holds at the target.
-        first_class: Class of ``w_VD``'s first row.
+    The arguments are those of `exp_logits`; tiles are COLUMNS wide, and ``group`` row tiles share a part of the weight
+    in cache. Nothing is allocated.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)
     _exp_logits_hopper[(programs,)](
         x_d, _descriptor(w_VD, COLUMNS.value, DEPTH.value),
         x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value),
-        ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP)), first_class, C, V, D, GROUP=group,
+        ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP), first_class), C, V, D, GROUP=group,
         BOUND=V % COLUMNS.value != 0 or coefficient_C is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ C rows of the chunk, V the student's vocabulary, U the teacher's. One program a 
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
 divergence's terms, the last two are one. Where other ranks hold classes too, a launch each: these sums are merged in
 between. s and t are the student's and the teacher's probabilities, a and b their logarithms, x = a - b.
-`terms/divergence` has the same in plain PyTorch.
+`terms/dense` has the same in plain PyTorch.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class Side(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Both sides of a divergence, see `terms/divergence`. Classes that one side lacks have probability 0 there."""
+    """Both sides of a divergence, see `terms/dense`. Classes that one side lacks have probability 0 there."""
 
     student: Side
     teacher: Side
@@ -253,7 +253,7 @@ def _pair(  # type: ignore[no-untyped-def]
 
 
 def pair_rows(pair: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return each row's divergence [C], both logsumexps and the pivot of its gradient, as `terms/divergence` has them.
+    """Return each row's divergence [C], both logsumexps and the pivot of its gradient, as `terms/dense` has them.
 
     A row that holds NaN, or +inf, or nothing but -inf, on either side, comes out as NaN. The products are left as they
     are, and nothing of their size is allocated.

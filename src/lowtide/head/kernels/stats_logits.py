@@ -206,16 +206,9 @@ def stats_gradient(
 
     In rows whose s is 0, zeros. Targets and the highest class are as the others: see `stats_entries.put_entries`.
 
-    Args:
-        x_CD: Hidden states, as `gemm` takes them.
-        w_VD: Weight, the same; of any classes.
-        g_CV: Takes the gradient, rows of 16-byte stride.
-        numbers_5C: float32, contiguous: s, lse, slope, heat, even.
-        config: Tile sizes.
-        programs: How many programs run: one for each multiprocessor.
-        transform: What makes logits of the products.
-        heat: Whether any row's heat is not 0.
-        even: Whether any row's even is not 0.
+    ``w_VD`` is of any classes, the gradient's rows ``g_CV`` are of 16-byte stride, ``numbers_5C`` (float32, contiguous)
+    are s, lse, slope, heat and even; ``heat`` and ``even`` say whether any row's are not 0. The other arguments are as
+    in `tile_stats`.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
     count = programs * config.per_multiprocessor

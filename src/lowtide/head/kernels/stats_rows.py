@@ -56,12 +56,6 @@ class Parts(NamedTuple):
     row: int
     part: int
 
-    @classmethod
-    def of(cls, sums: Tensor, id: Tensor, *, dims: tuple[int, int, int]) -> "Parts":
-        """Return them from tensors whose dimensions ``dims`` are the sums, the rows and the parts."""
-        plane, row, part = (sums.stride(i) for i in dims)
-        return cls(sums, id, sums.shape[dims[2]], plane, row, part)
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merged(parts, i, V, HEAT: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -204,7 +198,7 @@ def finish_stats(
         transform: What makes logits of the products.
     """
     (C, D), K = x_CD.shape, 0 if y_CK is None else y_CK.shape[1]
-    parts = Parts.of(sums_FCP, id_CP, dims=(0, 1, 2))
+    parts = Parts(sums_FCP, id_CP, sums_FCP.shape[2], *sums_FCP.stride())
     _finish_stats[(C,)](
         parts, out, (y_CK, None), matrix(x_CD), matrix(w_VD), transform, D, w_VD.shape[0], K, BLOCK=block_of(D),
         WIDTH=power_of_2(parts.P), num_warps=4,
@@ -247,7 +241,7 @@ def shard_stats(
         told_FC.zero_()
         told_FC[0] = -torch.inf
         return
-    parts = Parts.of(sums_FCP, id_CP, dims=(0, 1, 2))
+    parts = Parts(sums_FCP, id_CP, sums_FCP.shape[2], *sums_FCP.stride())
     told = (told_FC, told_FC[F].view(torch.int32), told_FC.stride(0))
     _shard_stats[(C,)](
         parts, matrix(x_CD), matrix(w_VD), y_CK, told, transform, (first_class, V), D, len(told_FC) - F - 1,
@@ -256,17 +250,14 @@ def shard_stats(
 
 
 def merge_stats(told_WFC: Tensor, out: RowStats, V: int, *, y_CK: Tensor | None = None) -> None:
-    """Turn what all ranks told into the numbers of each row, the same on every rank.
+    """Turn every rank's from `shard_stats` into the numbers of each row (see `finish_stats`), the same on every rank.
 
-    Args:
-        told_WFC: Every rank's from `shard_stats`, contiguous.
-        out: As in `finish_stats`.
-        V: Classes of all ranks.
-        y_CK: As in `shard_stats`.
+    V counts the classes of all ranks.
     """
     K = 0 if y_CK is None else y_CK.shape[1]
     F, C = told_WFC.shape[1] - K - 1, told_WFC.shape[2]
-    parts = Parts.of(told_WFC, told_WFC.view(torch.int32)[:, F:], dims=(1, 2, 0))
+    rank, plane, row = told_WFC.stride()
+    parts = Parts(told_WFC, told_WFC.view(torch.int32)[:, F:], len(told_WFC), plane, row, rank)
     _finish_stats[(C,)](
         parts, out, (y_CK, told_WFC[:, F + 1 :]), (None, 0), (None, 0), PLAIN, 0, V, K, BLOCK=1,
         WIDTH=power_of_2(parts.P), num_warps=1,

@@ -75,14 +75,8 @@ def highest_logits(
 ) -> None:
     """Write each row's k highest logits, in descending order.
 
-    Args:
-        x_CD: Hidden states, unit stride within rows.
-        w_VD: Weight, the same.
-        top_CP: float32, contiguous: the highest logit of each tile.
-        columns: Width of a tile.
-        values_Ck: float32, contiguous; takes the logits.
-        ids_Ck: int64, contiguous; takes their classes, of equal logits the lowest class first.
-        transform: What makes logits of the products.
+    ``top_CP`` (float32, contiguous) are the highest logits of tiles ``columns`` wide; ``values_Ck`` (float32) and
+    ``ids_Ck`` (int64), contiguous, take the logits and their classes, of equal logits the lowest class first.
     """
     C, D = x_CD.shape
     P, k = top_CP.shape[1], values_Ck.shape[1]

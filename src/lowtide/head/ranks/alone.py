@@ -29,7 +29,7 @@ class Alone:
         V: The vocabulary.
     """
 
-    alone, spread, first, groups = True, False, 0, 1
+    alone, spread, first, groups, size = True, False, 0, 1, 1
 
     def __init__(self, V: int) -> None:
         self.rows = self.vocab = self.most_rows = V
@@ -66,9 +66,31 @@ class Alone:
         """Return a chunk's hidden states [C, D]."""
         return Answered(take_rows(input, index, part, dtype))
 
-    def begin_sum(self, product_CD: Tensor, part: slice) -> Callable[[Gradients], None]:
+    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
         """Return what writes a chunk's gradient of the hidden states where it belongs."""
-        return lambda into: into.put_input(part, product_CD)
+        return lambda into: into.put_input(part if index is None else index[part], product_CD)
+
+    def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:  # noqa: ARG002
+        """Check numbers that must be the same on every rank: there are no others. Return ``known``."""
+        return known
+
+    def share_of(self, part: slice) -> slice:
+        """Return the rows of a chunk that are this rank's share: all."""
+        return part
+
+    def whole_rows(self, z_CV: Tensor) -> Tensor:
+        """Return logits of this rank's share of a chunk's rows and of all classes: those that there are."""
+        return z_CV
+
+    def own_classes(self, g_cV: Tensor, C: int) -> Tensor:  # noqa: ARG002
+        """Undo `whole_rows` for a gradient."""
+        return g_cV
+
+    def add_up_(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' ``x``, in its memory."""
+        return x
+
+    put_together_ = add_up_
 
     def local(self, tensor: Maybe) -> Maybe:
         """Return what this rank holds of a tensor: all of it."""

@@ -65,13 +65,49 @@ class Reduced(NamedTuple):
     value: Tensor
     work: Any
 
-    def write(self, into: Gradients, start: int) -> None:
-        """Write the sum to the rows of the input's gradient from ``start`` on, as many as there are."""
+    def get(self) -> Tensor:
+        """Return it, to be used by what comes next."""
+        self.work.wait()
+        return self.value
+
+    def write(self, into: Gradients, start: int | Tensor) -> None:
+        """Write the sum to these rows of the input's gradient, or to those from ``start`` on, as many as there are."""
         self.work.wait()
         assert into.input_ND is not None
+        if isinstance(start, Tensor):
+            into.put_input(start, self.value)
+            return
         rows = min(self.value.shape[0], into.input_ND.shape[0] - start)
         if rows > 0:
             into.put_input(slice(start, start + rows), self.value[:rows])
+
+
+def rows_of_all_classes(z_CV: Tensor, rows: list[int], classes: list[int], group: Any) -> Tensor:
+    """Return this rank's share of the rows [c, V] from all rows of this rank's classes; each rank's are these many."""
+    if not sum(rows):
+        return z_CV.new_empty(0, sum(classes))
+    c, V_r = rows[rank_in(group)], z_CV.shape[1]
+    sizes = [c * V for V in classes]
+    out = _swapped(z_CV.contiguous().view(-1), [C * V_r for C in rows], sizes, group)
+    pairs = zip(out.split_with_sizes(sizes), classes, strict=True)
+    return torch.cat([block.view(c, V) for block, V in pairs], 1)
+
+
+def classes_of_all_rows(g_cV: Tensor, rows: list[int], classes: list[int], group: Any) -> Tensor:
+    """Undo `rows_of_all_classes`: return all rows of this rank's classes [C, V_r]."""
+    V_r = classes[rank_in(group)]
+    if not sum(rows):
+        return g_cV.new_empty(0, V_r)
+    blocks = torch.cat([block.reshape(-1) for block in g_cV.split_with_sizes(classes, 1)])
+    out = _swapped(blocks, [len(g_cV) * V for V in classes], [C * V_r for C in rows], group)
+    return out.view(sum(rows), V_r)
+
+
+def _swapped(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """Send each rank its part of ``x``, of these lengths; return what each sent here, one after another."""
+    out = x.new_empty(sum(received))
+    dist.all_to_all_single(out, x, received, sent, group=group)
+    return out
 
 
 def begin_sum(part: Tensor, group: Any) -> Reduced:

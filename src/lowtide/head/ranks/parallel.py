@@ -9,6 +9,7 @@ The hidden states are the same on every rank, or each rank holds its part of the
 whole one on every rank, summed here, or each rank's part of it: never a part of the sum.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import is_dtensor
 from lowtide.head.gradients import Gradients
 from lowtide.head.ranks import exchange as exchange
-from lowtide.head.ranks.alone import Alone, Maybe
+from lowtide.head.ranks.alone import Maybe
 from lowtide.head.ranks.shard import Limits, VocabShard, limits_of, shard_of_dtensor
 from lowtide.head.ranks.tokens import SameTokens, SpreadTokens
 
@@ -54,6 +55,7 @@ class Ranks:
     ) -> None:
         self.shard, self.mesh = shard, mesh
         self._device, self._checked = device, device.type != "cpu"
+        self._classes: list[int] = []  # of each rank, known after `compare`
         self._exchanges = trained + scale_trained  # a trained scale makes ``trained`` true as well
         self.tokens: SameTokens | SpreadTokens
         if axis is None:
@@ -95,9 +97,9 @@ class Ranks:
 
     def chunks(self, plan: Any) -> Iterator[slice]:
         """Yield each chunk's rows in the order of `order`: whole groups of them, the same on every rank."""
-        total, step = self.groups * self.tokens.length, self._step(plan.chunk_rows) * self.groups
-        for start in range(0, total, step):
-            yield slice(start, min(start + step, total))
+        step = self._step(plan.chunk_rows) * self.groups
+        for start in range(0, plan.rows, step):
+            yield slice(start, min(start + step, plan.rows))
 
     def order(self, plan: Any) -> Tensor | None:
         """Return where the rows of all chunks stand among the N tokens, N where a rank has none; None: in order."""
@@ -115,18 +117,78 @@ class Ranks:
     def _step(self, rows: int) -> int:
         return max(1, rows // self.groups)
 
-    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> exchange.Told:  # noqa: ARG002
-        """Begin to gather a chunk's hidden states [C, D], the rows ``part`` in the order of `order`."""
-        return self.tokens.begin_rows(input, self._within(part), dtype)
+    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> exchange.Told:
+        """Begin to gather a chunk's hidden states [C, D], the rows ``part`` in the order of `order`.
+
+        Where all tokens are on every rank, ``index`` may be of some of them, the same on each.
+        """
+        return self.tokens.begin_rows(input, self._within(part), dtype, index)
 
     def _within(self, part: slice) -> slice:
         """Return a chunk's rows within each group."""
         return slice(part.start // self.groups, part.stop // self.groups)
 
-    def begin_sum(self, product_CD: Tensor, part: slice) -> Callable[[Gradients], None]:
+    def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
         """Begin to add up all ranks' gradients of a chunk's hidden states; return what waits, and writes them."""
-        reduced, start = self.tokens.reduce(product_CD), self._within(part).start
-        return lambda into: reduced.write(into, start)
+        reduced = self.tokens.reduce(product_CD)
+        rows = self._within(part).start if index is None or self.spread else index[part]
+        return lambda into: reduced.write(into, rows)
+
+    def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:
+        """Check numbers that must be the same on every rank, and learn how many classes each holds; the host waits.
+
+        Returns:
+            bool: Whether ``known`` is true on all of them.
+
+        Raises:
+            ArgumentValueError: On every rank: they differ, or the ranks' classes are not all of the vocabulary's, in
+                the order of the ranks.
+        """
+        mine = [self.first, self.rows, known, *numbers.values()]
+        told = exchange.numbers_of_all(mine, self.shard.group, self._device)
+        firsts, self._classes = ([rank[i] for rank in told] for i in range(2))
+        for i, name in enumerate(numbers):
+            seen = [rank[3 + i] for rank in told]
+            if len(set(seen)) > 1:
+                raise ArgumentValueError(message(name, "the same on every rank that shares the head", f"{seen}"))
+        if firsts != [sum(self._classes[:i]) for i in range(self.size)] or sum(self._classes) != self.vocab:
+            expected = f"parts of {self.vocab} classes, one after another in the order of the ranks"
+            got = f"first={firsts} and rows={self._classes}"
+            raise ArgumentValueError(message("vocab_shard", expected, got))
+        return all(rank[2] for rank in told)
+
+    @property
+    def size(self) -> int:
+        """Return W."""
+        return exchange.size_of(self.shard.group)
+
+    def share_of(self, part: slice) -> slice:
+        """Return the rows of a chunk that are this rank's share: where tokens are spread, its own."""
+        return self._shares(part)[exchange.rank_in(self.shard.group)]
+
+    def _shares(self, part: slice) -> list[slice]:
+        edges = [part.start + i * (part.stop - part.start) // self.size for i in range(self.size + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+    def whole_rows(self, z_CV: Tensor) -> Tensor:
+        """Return logits of this rank's share of a chunk's rows and of all classes; after `compare`."""
+        shares = [share.stop - share.start for share in self._shares(slice(0, len(z_CV)))]
+        return exchange.rows_of_all_classes(z_CV, shares, self._classes, self.shard.group)
+
+    def own_classes(self, g_cV: Tensor, C: int) -> Tensor:
+        """Undo `whole_rows` for a gradient: return it for all ``C`` rows of the chunk and this rank's classes."""
+        shares = [share.stop - share.start for share in self._shares(slice(0, C))]
+        return exchange.classes_of_all_rows(g_cV, shares, self._classes, self.shard.group)
+
+    def add_up_(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' ``x``, in its memory."""
+        return exchange.begin_sum(x, self.shard.group).get()
+
+    def put_together_(self, x: Tensor) -> Tensor:
+        """Return ``x``, contiguous, whose entries one rank has and the others 0, of any dtype, in its memory."""
+        if x.numel():
+            self.add_up_(x.view(-1).view(torch.uint8))  # bytes: 0 added to a number would make 0 of -0
+        return x
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
@@ -278,68 +340,3 @@ class _SummedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.sum_of(upstream), None
-
-
-def ranks_of(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    shard: object,
-    *,
-    scale: Tensor | None = None,
-) -> Ranks | Alone:
-    """Return how the ranks share the head.
-
-    Args:
-        input: Hidden states, perhaps a DTensor.
-        linear_weight: The weight: a DTensor, or with ``shard`` this rank's rows.
-        linear_bias: Likewise.
-        shard: What the user gave as ``ranks/shard``.
-        scale: ``logit_scale`` where it is a tensor.
-
-    Raises:
-        ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.
-        ArgumentValueError: A mesh or placements that are not those of tensor parallelism, or other sizes.
-    """
-    if shard is None and not (is_dtensor(input) or is_dtensor(linear_weight)):
-        return Alone(linear_weight.shape[0])
-    recorded = torch.is_grad_enabled()
-    scale_trained = recorded and scale is not None and scale.requires_grad
-    trained = scale_trained or (recorded and input.requires_grad)
-    leading, device = input.shape[:-1], input.device
-    if shard is not None:
-        shard = _given_shard(input, linear_weight, linear_bias, shard)
-        return Ranks(shard, leading, device, None, None, trained=trained, scale_trained=scale_trained)
-    placed: Any = input if is_dtensor(input) else linear_weight
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is not None and not is_dtensor(tensor):
-            hint = "Wrap it with DTensor.from_local or distribute_tensor, or take to_local() of the others."
-            raise ArgumentTypeError(message(name, "a DTensor, as others of this call are", "a plain tensor", hint))
-    mesh = placed.device_mesh
-    shard = shard_of_dtensor("linear_weight", linear_weight, mesh)
-    if linear_bias is not None:
-        shard_of_dtensor("linear_bias", linear_bias, mesh)
-    return Ranks(shard, leading, device, _axis_of(input), mesh, trained=trained, scale_trained=scale_trained)
-
-
-def _axis_of(input: Any) -> int | None:
-    placement = input.placements[0]
-    if placement.is_replicate():
-        return None
-    if input.device_mesh.ndim == 1 and placement.is_shard() and placement.dim < input.dim() - 1:
-        return int(placement.dim)
-    expected = "placement Replicate(), or Shard of one axis of tokens"
-    raise ArgumentValueError(message("input", expected, str(input.placements), "Redistribute it first."))
-
-
-def _given_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object) -> VocabShard:
-    if not isinstance(shard, VocabShard):
-        raise ArgumentTypeError(message("vocab_shard", "lowtide.VocabShard or None", type(shard).__name__))
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if is_dtensor(tensor):
-            hint = "A DTensor says itself what it holds."
-            raise ArgumentTypeError(message(name, "a plain tensor with vocab_shard", "a DTensor", hint))
-    if linear_weight.dim() and linear_weight.shape[0] != shard.rows:
-        expected = f"shape [{shard.rows}, D], as vocab_shard says"
-        raise ArgumentValueError(message("linear_weight", expected, str(list(linear_weight.shape))))
-    return shard

@@ -45,9 +45,9 @@ class SameTokens:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
         return x
 
-    def begin_rows(self, input: Tensor, part: slice, dtype: torch.dtype) -> Told:
-        """Return the hidden states of a chunk [C, D], which are here."""
-        return Told(take_rows(input, None, part, dtype), None)
+    def begin_rows(self, input: Tensor, part: slice, dtype: torch.dtype, index: Tensor | None = None) -> Told:
+        """Return the hidden states of a chunk [C, D], which are here: rows ``part`` of ``index``, None: of all."""
+        return Told(take_rows(input, index, part, dtype), None)
 
     def keep(self) -> None:
         """As `SpreadTokens.keep`: they are here."""
@@ -118,8 +118,8 @@ class SpreadTokens:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
         return x.narrow(self._axis, self._span.start, self._span.stop - self._span.start)
 
-    def begin_rows(self, input: Tensor, part: slice, dtype: torch.dtype) -> Told:
-        """Begin to gather the hidden states of a chunk [C, D]."""
+    def begin_rows(self, input: Tensor, part: slice, dtype: torch.dtype, index: Tensor | None = None) -> Told:  # noqa: ARG002
+        """Begin to gather the hidden states of a chunk [C, D], the rows ``part`` of each rank's."""
         D, here = input.shape[-1], math.prod(input.shape[:-1])
         if self._kept and part.stop <= self._kept[-1][0].stop:
             pieces = [held[:, _within(part, its)] for its, held in self._kept]

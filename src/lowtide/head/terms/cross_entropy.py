@@ -22,7 +22,7 @@ from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.planning import plan_cross_entropy
+from lowtide.head.plan import plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients

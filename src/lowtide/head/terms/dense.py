@@ -92,10 +92,12 @@ class Dense(Terms):
             a.sub_(lse[:, None])
             b.sub_(other_lse[:, None])
             s, c = outcomes(a, b, self.kind, self.beta, value)
-            pivot += c.sum(1)
-            mass += s.sum(1)
+            if self.kind != "forward_kl":  # whose pivot is -1
+                pivot += c.sum(1)
+                mass += s.sum(1)
         value, pivot, mass = ranks.sum_of(torch.stack((value, pivot, mass)))
-        return {"value": value.clamp(min=0), "lse": lse, "other_lse": other_lse, "pivot": pivot / mass}
+        pivot = pivot if self.kind == "forward_kl" else pivot / mass
+        return {"value": value.clamp(min=0), "lse": lse, "other_lse": other_lse, "pivot": pivot}
 
     def _gradient_(
         self, z_CV: Tensor, t_CU: Tensor, part: slice, known: Numbers, factor_C: Tensor, *, normalised: bool
@@ -109,8 +111,11 @@ class Dense(Terms):
             if not normalised:
                 a.sub_(lse)
                 b.sub_(other_lse)
-            s, c = outcomes(a, b, self.kind, self.beta)
-            torch.addcmul(c, s, known["pivot"][:, None], value=-1, out=a)
+            if self.kind == "forward_kl":
+                a.exp_().sub_(b.exp_())
+            else:
+                s, c = outcomes(a, b, self.kind, self.beta)
+                torch.addcmul(c, s, known["pivot"][:, None], value=-1, out=a)
             if slope is not None:
                 a.mul_(slope)
             if not self.narrow:
@@ -206,17 +211,18 @@ def outcomes(
     s - t (or the reverse) is added to the KLs' terms, 0 in sum but for rounding: an error in a logsumexp, which shifts
     all of a row's a or b, cancels between the two.
     """
-    s, t = a.exp(), b.exp()
+    s = a.exp()
+    if kind == "reverse_kl":
+        c = _times(s, a - b)
+        if value_C is not None:
+            value_C += (b.exp().sub_(s).add_(c) if normalised else c).sum(1)
+        return s, c
+    t = b.exp()
     if kind == "forward_kl":
         if value_C is not None:
             value = _times(t, b - a)
             value_C += (value.add_(s).sub_(t) if normalised else value).sum(1)
         return s, t.neg_()
-    if kind == "reverse_kl":
-        c = _times(s, a - b)
-        if value_C is not None:
-            value_C += (t.sub_(s).add_(c) if normalised else c).sum(1)
-        return s, c
     if kind == "jsd":
         log_m = torch.lerp(s, t, beta).clamp_(min=torch.finfo(s.dtype).tiny).log_()  # of beta t + (1 - beta) s
         c = _times(s, a - log_m).mul_(1 - beta)

@@ -14,7 +14,7 @@ from lowtide.head.engine import Numbers, Terms, run
 from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape, head_flop
-from lowtide.head.planning import plan_both_sides
+from lowtide.head.plan import plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
@@ -78,7 +78,8 @@ def _run(
     head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, factor_N: Tensor | None, known: Numbers | None = None
 ) -> tuple[Numbers, Gradients]:
     """Return the rows' numbers, and the wanted gradients of the sum of ``factor * value``."""
-    head = _at_temperature(head, args)
+    if args.temperature is not None:
+        head = _scaled(head, 1 / scalar_on(head.input.device, args.temperature, head.wide))
     plan, terms = _terms(head, args, rows, wanted, stored=known is None and factor_N is not None)
     into = gradient_buffers(
         head.input, head.weight_VD, head.wide, plan, wanted, some_rows=rows.index is not None, stored=known is None
@@ -126,11 +127,10 @@ def _check_ids(head: Head, args: DivergenceArgs) -> None:
             raise TargetIndexError(message("teacher_topk", "class indices of 0 or more", got, hint))
 
 
-def _at_temperature(head: Head, args: DivergenceArgs) -> Head:
-    """Return a side whose logits are divided by the temperature."""
-    if args.temperature is None:
+def _scaled(head: Head, scale: Tensor | None) -> Head:
+    """Return a side whose logits are multiplied with 1 over the temperature."""
+    if scale is None:
         return head
-    scale = 1 / scalar_on(head.input.device, args.temperature, head.wide)
     return replace(head, scale=scale, softcap=None if head.softcap is None else head.softcap * scale)
 
 
@@ -151,7 +151,7 @@ def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stor
         options=head.options,
     )
     form = DenseKernels if plan.backend == "row" else Dense
-    return plan, form(head, plan, _at_temperature(teacher, args), teacher_plan, rows, args.kind, args.beta)
+    return plan, form(head, plan, _scaled(teacher, head.scale), teacher_plan, rows, args.kind, args.beta)
 
 
 def _shapes(call: HeadCall, args: DivergenceArgs, keep: bool) -> dict[str, Shape]:

@@ -15,7 +15,7 @@ from lowtide.head.gradients import Gradients, gradient_buffers
 from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.planning import plan_token_stats
+from lowtide.head.plan import plan_token_stats
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -25,7 +25,7 @@ DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
 COMPUTED = {"mean_logit": "mean", "argmax": "top"}  # names among a row's numbers, where they differ
 
 
-def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tuple[dict[str, Tensor], None]:  # noqa: ARG001
+def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tuple[dict[str, Tensor], None]:
     """Return each wanted statistic of all N tokens, and what `backward` needs of them.
 
     On the CPU tokens whose targets are all ignored are dropped, if nothing but what is of the targets is wanted.
@@ -40,7 +40,7 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tup
     if keep and not head.input.requires_grad:
         head.ranks.keep()
     rows = Rows(tokens=len(args.target), index=index)
-    plan, rows = _plan(head, args, rows, frozen=True)
+    plan, rows = _plan(head, args, rows, wanted)
     y_NK = args.target.where(is_class_NK, 0)
     if plan.backend == "exp":
         found = exponentials.statistics(head, rows.of(y_NK), _names(args), args.topk, plan)
@@ -76,7 +76,7 @@ def backward(
     active_N = g.largest(head.ranks.vocab) != 0
     drops = drops_rows(head.input.device) and head.ranks.alone
     rows = Rows(tokens=len(args.target), index=positions(active_N) if drops else None)
-    plan, rows = _plan(head, args, rows, frozen=not wanted.head)
+    plan, rows = _plan(head, args, rows, wanted)
     into = gradient_buffers(
         head.input, head.weight_VD, head.wide, plan, wanted, some_rows=head.ranks.alone and rows.index is not None
     )
@@ -112,10 +112,10 @@ def _names(args: TokenStatsArgs) -> frozenset[str]:
     return frozenset(COMPUTED.get(name, name) for name in args.wanted)
 
 
-def _plan(head: Head, args: TokenStatsArgs, rows: Rows, *, frozen: bool) -> tuple[HeadPlan, Rows]:
+def _plan(head: Head, args: TokenStatsArgs, rows: Rows, wanted: Wanted) -> tuple[HeadPlan, Rows]:
     """Return the plan, and the rows in the order of its chunks."""
     n = rows.tokens if rows.index is None else rows.index.numel()
-    plan = plan_token_stats(head, args, n, weight_frozen=frozen)
+    plan = plan_token_stats(head, args, n, wanted)
     order = head.ranks.order(plan)
     return plan, rows if order is None else replace(rows, index=order, filled=True)
 

@@ -1,17 +1,22 @@
 """Whether a function treats each row of logits by itself: a few rows must give what they give in other company."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.user_function.call import has_numbers
-from lowtide.head.user_function.passes import Pass
-from lowtide.head.user_function.probe import Probe, key_of
-from lowtide.head.user_function.random import RandomState, random_state, same_state, set_random_state
+from lowtide.head import engine
+from lowtide.head.engine import Numbers, Terms
+from lowtide.head.function.chunk import FunctionTerms, has_numbers
+from lowtide.head.function.function import evaluate
+from lowtide.head.function.random import RandomState, random_state, same_state, set_random_state
+from lowtide.head.options import Gradient
 
 # Which of the rows go into the second part, and which are replaced: for any number of rows from the start, one of the
 # two tears neighbours, pairs, halves and mirror images apart.
@@ -19,12 +24,14 @@ SPLIT, REPLACED = "0111010101010000", "0110011101010000"
 ROWS = len(SPLIT)  # of one comparison, spread over all rows
 ROUNDING = 1e-5  # of a result's largest value: within this nobody asks why
 AUTOCAST_ROUNDING = 2e-2  # where fn multiplies in bfloat16, or returns it
+PULL = 0.75  # of another row's logits, with a slope from 1 down to -1 added: nothing that a model could not give
 NOISE = 2.0**-20  # of the largest logit: what the logits are shifted by, to see how far rounding may carry a result
 NOISE_MARGIN = 16
 AGAIN = 2.0**-9  # likewise, for the second comparison of two that must both differ
 DRAWS = 32  # of random results, for all rows and for two parts of them
 MOST_RANK = 0.66  # rank correlation, 4.5 standard deviations: by chance once in 1.5e5 comparisons, and twice in a row
 REMEMBERED = 256
+NAMES = ("input", "linear_weight", "linear_bias")
 NOT_THE_SAME_TWICE = message(
     "fn",
     "the same results from the same logits and the same state of PyTorch's default generators",
@@ -35,7 +42,7 @@ NOT_THE_SAME_TWICE = message(
 _passed: OrderedDict[Any, None] = OrderedDict()
 
 
-def check_rows_are_independent(run: Pass) -> None:
+def check_rows_are_independent(terms: FunctionTerms) -> None:
     """Refuse a function whose result for some rows depends on which other rows it gets along with them.
 
     Without random numbers, rows must give in two parts what they give at once, and with out="token" the same beside
@@ -43,31 +50,31 @@ def check_rows_are_independent(run: Pass) -> None:
     the same, from the same numbers, and at once and in parts that they must give results of one distribution.
 
     On a GPU comparing makes the host wait, so that it is done once for a function's code and the shapes of what it
-    gets; so are, on any device, the draws that show a distribution.
+    gets; so are, on any device, the draws that show a distribution. Ranks that share a vocabulary get the same rows.
 
     Raises:
         ArgumentValueError: It couples rows, or with out="sum" its result does not add up, or it is not the same twice.
     """
-    n, device = run.tensors.rows, run.device
-    if n < 2 or not has_numbers(run.tensors.input):
+    ranks, device, key = terms.head.ranks, terms.device, _key_of(terms)
+    # ranks must not differ in what they exchange, or in whether they compare
+    known = ranks.compare(_to_be_alike(terms), known=key in _passed)
+    if terms.plan.rows < 2 or not has_numbers(terms.head.input):
         return
-    key = key_of(run)
-    known = key in _passed
     if known:
         _passed.move_to_end(key)
         if device.type == "cuda":
             return
     before = random_state(device)
-    count = min(n, ROWS, max(2, run.call.plan.piece_rows))
-    comparison = _Comparison(run, Probe(run, [i * (n - 1) // (count - 1) for i in range(count)]), before)
+    comparison = Comparison(terms, before)
     try:
         difference = comparison.difference(draw=not known)
         if difference is not None:
             # once more with logits somewhat off: a rounding that carries one across a threshold does not do so twice
-            comparison.probe.shift(AGAIN)
+            comparison.shift(AGAIN)
             difference = comparison.difference(draw=True)
     finally:
         set_random_state(before, device)
+    ranks.compare({"whether fn couples tokens": difference is not None})  # of other random numbers, perhaps
     if difference is not None:
         raise ArgumentValueError(difference)
     _passed[key] = None
@@ -75,29 +82,84 @@ def check_rows_are_independent(run: Pass) -> None:
         _passed.popitem(last=False)
 
 
-class _Comparison:
-    """Of the function with itself, on the rows of a probe.
+def _to_be_alike(terms: FunctionTerms) -> dict[str, int]:
+    """Return what decides which exchanges ranks make, and how large they are: a rank that waits for others hangs."""
+    function, plan = terms.function, terms.plan
+    trained = [leaf.requires_grad for leaf in (*terms.args, *terms.params)]
+    return {
+        "number of tokens": plan.rows,
+        "rows of a chunk": plan.chunk_rows,
+        "hidden size": terms.head.input.shape[-1],
+        "out": function.per_token,
+        "gradient": get_args(Gradient).index(function.gradient),
+        **{f"requires_grad of {name}": wanted for name, wanted in zip(NAMES, terms.wanted, strict=True)},
+        "number of token_args": len(terms.args),
+        "requires_grad of token_args and params": sum(need << i for i, need in enumerate(trained)) % 2**62,
+    }
 
-    Args:
-        run: The call's pass.
-        probe: The rows.
-        state: Of the generators, at which what is compared number by number begins.
-    """
 
-    def __init__(self, run: Pass, probe: Probe, state: RandomState) -> None:
-        self.run, self.probe, self.state = run, probe, state
-        self.per_token = run.call.function.per_token
-        self.all = range(probe.rows)
+class Comparison(Terms):
+    """Of a call's function with itself, on a few of its rows; what is compared by number begins at one random state."""
+
+    def __init__(self, run: FunctionTerms, state: RandomState) -> None:
+        self.run, self.state, self.per_token = run, state, run.function.per_token
+        n, ranks = run.plan.rows, run.head.ranks
+        count = min(n, ROWS, max(2, run.plan.piece_rows))
+        if ranks.spread:  # the first rows of each rank's tokens
+            count = min(n, ROWS // ranks.groups * ranks.groups or ranks.groups)
+        plan = replace(run.plan, rows=count, chunks=1, chunk_rows=count, bias_column=False)
+        rows = run.rows_of(plan)
+        if ranks.spread:
+            chosen = torch.arange(count, device=run.device)
+        else:
+            chosen = torch.tensor([i * (n - 1) // (count - 1) for i in range(count)], device=run.device)
+        rows = replace(
+            rows,
+            index=chosen if rows.index is None else rows.index[chosen],
+            kept=None if rows.kept is None else rows.kept[chosen],
+        )
+        self.z = run.head.input.new_empty(0)
+        engine.run(run.head, rows, plan, self)
+        assert rows.index is not None
+        self.index = rows.index
+        if rows.kept is not None:
+            self.z, self.index = self.z[rows.kept], self.index[rows.kept]
+        self.rows = min(len(self.z), ROWS)
+        self.all = range(self.rows)
         self.parts = [[i for i in self.all if SPLIT[i] == part] for part in "01"]
         self.replaced = [[i for i in self.all if REPLACED[i] == part] for part in "10"]
 
-    def difference(self, *, draw: bool) -> str | None:
-        """Return in words how results differ that should not; None if they do not.
+    def numbers(self, z: Tensor, part: slice) -> Numbers:  # noqa: ARG002
+        """Hold the rows' logits, with a sharded vocabulary whole ones on every rank."""
+        ranks = self.run.head.ranks
+        self.z = z if ranks.alone else ranks.whole_rows(z[:, : ranks.rows].repeat(ranks.size, 1))
+        return {}
 
-        Args:
-            draw: Whether to compare the distributions of random results.
+    def shift(self, share: float) -> None:
+        """Shift the logits, one up, one down, by a share of the largest."""
+        largest = self.z.where(self.z.isfinite(), 0).abs().amax()
+        self.z += share * largest * (1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2))
+
+    def results(self, rows: Sequence[int], others: Sequence[int] = ()) -> list[Tensor]:
+        """Return the function's results for some of the rows, with ``others`` among them replaced.
+
+        Each of those gets the token arguments of the row after it, and logits made from that one's.
         """
-        whole = self._again(self.all)
+        where = torch.tensor([(row + 1) % self.rows if row in others else row for row in rows], device=self.z.device)
+        z = self.z[where]
+        if others:
+            replaced = torch.tensor([row in others for row in rows], device=z.device)[:, None]
+            slope = torch.linspace(1, -1, z.shape[1], dtype=z.dtype, device=z.device)
+            z = torch.where(replaced, PULL * z + slope, z)
+        run = self.run
+        args = run.args_of(self.index[where], slice(0, len(where)))
+        leaves = evaluate(run.function, z, args, run.params, run.anchor, compiled=False).leaves
+        found = [leaf.detach() for leaf in leaves if leaf is not None]
+        return [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in found]
+
+    def difference(self, *, draw: bool) -> str | None:
+        """Return in words how results differ that should not, with ``draw`` in their distributions too; or None."""
+        whole = self._again(self.all) if self.rows > 1 else []
         if not whole:
             return None
         if same_state(self.state, random_state(self.run.device)):
@@ -106,7 +168,7 @@ class _Comparison:
 
     def _again(self, rows: Sequence[int], others: Sequence[int] = ()) -> list[Tensor]:
         set_random_state(self.state, self.run.device)
-        return self.probe(rows, others)
+        return self.results(rows, others)
 
     def _in_parts(self, whole: list[Tensor]) -> str | None:
         parts = [self._again(rows) for rows in self.parts]
@@ -131,13 +193,11 @@ class _Comparison:
             return form
         if self.per_token:
             kept = [torch.tensor(rows, device=self.run.device) for rows in reversed(self.replaced)]
-            pairs = [
-                (
-                    torch.cat([w[rows] for rows in kept]),
-                    torch.cat([o[rows] for o, rows in zip(beside, kept, strict=True)]),
-                )
-                for w, *beside in zip(whole, *runs, strict=True)
+            order = torch.cat(kept)
+            same = [
+                torch.cat([o[rows] for o, rows in zip(each, kept, strict=True)]) for each in zip(*runs, strict=True)
             ]
+            pairs = [(w[order], s) for w, s in zip(whole, same, strict=True)]
         else:
             pairs = [(w + both, one + two) for w, one, two, both in zip(whole, *runs, strict=True)]
         return self._first_difference(whole, pairs, runs, "beside other tokens")
@@ -155,10 +215,20 @@ class _Comparison:
         for i, ((one, two), most, noise) in enumerate(zip(pairs, allowed, self._noise(whole), strict=True)):
             if not _agree(one, two, most + noise):
                 if not self.per_token:
-                    return _no_sum(i, f"sums {one.tolist()} and {two.tolist()} that should be one {when}")
-                rows = "" if one.shape != two.shape else f" in {_changed_rows(one, two)} of {len(one)} rows"
-                return _coupled(i, f"differs{rows} {when}")
+                    return self._refusal(i, f"sums {one.tolist()} and {two.tolist()} that should be one {when}")
+                changed = "" if one.shape != two.shape else (one != two).reshape(len(one), -1).any(1).sum().item()
+                return self._refusal(i, f"differs {f'in {changed} of {len(one)} rows ' * (changed != '')}{when}")
         return None
+
+    def _refusal(self, i: int, how: str) -> str:
+        if self.per_token:
+            hint = "It sees one chunk of the tokens at a time: reduce over the vocabulary only, and over tokens"
+            hint = f"{hint} afterwards, on what linear_apply returns."
+            expected = "results for a token that do not depend on the other tokens"
+            return message("fn", expected, f"result {i}, which {how}", hint)
+        hint = "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
+        hint = f'{hint} afterwards, or take out="token". What one token gets must not depend on the others.'
+        return message("fn", 'scalars that add up over tokens with out="sum"', f"result {i}: {how}", hint)
 
     def _in_draws(self, whole: list[Tensor]) -> str | None:
         """Compare totals over all rows and over two parts, drawn anew each time: they must rank alike."""
@@ -169,7 +239,7 @@ class _Comparison:
         sums: list[list[Tensor]] = [[], [], []]  # of results, which may be as wide as the logits: not kept
         for _ in range(DRAWS):
             for into, rows in zip(sums, (self.all, *self.parts), strict=True):
-                drawn = self.probe(rows)
+                drawn = self.results(rows)
                 if (form := _forms(whole, drawn)) is not None:
                     return form
                 into.append(torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in drawn]))
@@ -180,15 +250,15 @@ class _Comparison:
             if abs(rank.item()) > MOST_RANK:
                 when = f"{at_once[:, i].median():.6g} for all rows and {split[:, i].median():.6g} for two parts of them"
                 when = f"medians of {DRAWS} draws, {when}"
-                return _coupled(i, f"differs with the number of rows: {when}") if self.per_token else _no_sum(i, when)
+                return self._refusal(i, f"differs with the number of rows: {when}" if self.per_token else when)
         return None
 
     def _noise(self, whole: list[Tensor]) -> list[float]:
         """Return how far rounding may carry each result, from what it does where the logits are a little off."""
-        kept = self.probe.z.clone()
-        self.probe.shift(NOISE)
+        kept = self.z.clone()
+        self.shift(NOISE)
         shifted = self._again(self.all)
-        self.probe.z = kept
+        self.z = kept
         found = []
         for w, near in zip(whole, shifted, strict=True):
             noise = (near.double() - w.double()).abs().nan_to_num(0, 0, 0).flatten()
@@ -203,7 +273,7 @@ class _Comparison:
         if largest is None:
             every = torch.cat([t.double().reshape(-1).abs() for t in (*values, first.new_zeros(1))])
             largest = every.where(every.isfinite(), 0).amax().item()
-        narrow = first.dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.run.call.function.autocast)
+        narrow = first.dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.run.function.autocast)
         return largest * (AUTOCAST_ROUNDING if narrow else ROUNDING)
 
 
@@ -221,25 +291,37 @@ def _agree(one: Tensor, two: Tensor, allowed: float) -> bool:
     return torch.allclose(one.double(), two.double(), rtol=0, atol=allowed, equal_nan=True)
 
 
-def _changed_rows(one: Tensor, two: Tensor) -> int:
-    return int((one != two).reshape(len(one), -1).any(1).sum().item())
+def _key_of(terms: FunctionTerms) -> Any:
+    """Return what tells apart calls whose functions, shapes or dtypes differ."""
+    function, weight_VD = terms.function, terms.head.weight_VD
+    shapes = tuple((a.shape[len(function.leading) :], a.dtype) for a in terms.args)
+    params = tuple((p.shape, p.dtype) for p in terms.params)
+    return code_of(function.plain), function.per_token, weight_VD.shape, weight_VD.dtype, shapes, params
 
 
-def _coupled(i: int, how: str) -> str:
-    return message(
-        "fn",
-        "results for a token that do not depend on the other tokens",
-        f"result {i}, which {how}",
-        "It sees one chunk of the tokens at a time: reduce over the vocabulary only, and over tokens afterwards, on"
-        " what linear_apply returns.",
-    )
+def code_of(fn: Callable[..., Any]) -> Any:
+    """Return what tells functions apart that do different things: code, and the words that it closes over.
+
+    Not the function itself: one that is made anew for each step is the same to us, and must not be kept alive.
+    """
+    if isinstance(fn, partial):
+        return code_of(fn.func), tuple(map(_word, fn.args)), tuple((k, _word(v)) for k, v in fn.keywords.items())
+    if isinstance(fn, MethodType):
+        return code_of(fn.__func__), type(fn.__self__)
+    if isinstance(fn, FunctionType):
+        cells = []
+        for cell in fn.__closure__ or ():
+            try:
+                cells.append(_word(cell.cell_contents))
+            except ValueError:  # not filled yet
+                cells.append(None)
+        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(cells)
+    return type(fn)
 
 
-def _no_sum(i: int, how: str) -> str:
-    return message(
-        "fn",
-        'scalars that add up over tokens with out="sum"',
-        f"result {i}: {how}",
-        "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
-        ' afterwards, or take out="token". What one token gets must not depend on the others.',
-    )
+def _word(value: object) -> Any:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, FunctionType):
+        return value.__code__  # no deeper: a function may close over itself
+    return type(value)

@@ -17,32 +17,33 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.head.call import Head
+from lowtide.head.head_plan import HeadPlan
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+TENSOR = object()  # stands in `UserFunction.params_rest` where a tensor goes
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserFunction:
-    """A function of [c, V] logits as one call of `linear_apply` runs it; holds no tensor that autograd should watch.
+    """A function of [c, V] logits as one call of `linear_apply` runs it; holds no tensor that autograd should watch."""
 
-    Attributes:
-        plain: As it was given.
-        run: That, or the same compiled.
-        per_token: Whether its results have a row for each row of logits; else they are scalars that add up.
-        graph: Whether results are connected to what they come from.
-        autocast: The state of autocast in which it runs, in backward too.
-        params_spec: How its last arguments are made of ``params_rest`` and of tensors where that is `TENSOR`.
-    """
-
-    plain: Callable[..., Any]
-    run: Callable[..., Any]
-    per_token: bool
-    graph: bool
-    autocast: Autocast
-    params_spec: pytree.TreeSpec
+    plain: Callable[..., Any]  # as it was given
+    run: Callable[..., Any]  # that, or the same compiled
+    per_token: bool  # whether its results have a row for each row of logits; else they are scalars that add up
+    graph: bool  # whether results are connected to what they come from
+    autocast: Autocast  # in which it runs, in backward too
+    token_args: int  # how many
+    params_spec: (
+        pytree.TreeSpec
+    )  # how its last arguments are made of ``params_rest``, with tensors in place of `TENSOR`
     params_rest: tuple[Any, ...]
+    leading: torch.Size  # axes of all tokens
+    plan: HeadPlan
+    gradient: str  # HeadOptions.gradient
+    head: Callable[[Tensor, Tensor, Tensor | None], Head]  # of hidden states, weight and bias
 
-    def params(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def with_params(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Return the arguments after the token arguments, with these tensors in their places."""
         left = iter(tensors)
         leaves = [next(left) if rest is TENSOR else rest for rest in self.params_rest]
@@ -56,10 +57,6 @@ class Results(NamedTuple):
     spec: pytree.TreeSpec
     logits: GradientEdge | None
     args: list[Tensor]
-    logits_changed: bool  # the function has worked on its logits in place
-
-
-TENSOR = object()  # stands in `UserFunction.params_rest` where a tensor goes
 
 
 class _Logits(torch.autograd.Function):
@@ -77,83 +74,53 @@ class _Logits(torch.autograd.Function):
         return None, None
 
 
-class Caller:
-    """The function as one pass calls it on piece after piece; what is the same for all of them is found out once.
+def evaluate(
+    function: UserFunction,
+    z_cV: Tensor,
+    args: Sequence[Tensor],
+    params: Sequence[Tensor],
+    anchor: Tensor | None,
+    *,
+    compiled: bool = True,
+) -> Results:
+    """Call the function on a piece of logits, which it sees in their own memory; check results, and what they reach.
 
-    To be used inside `own_saved_tensors`, with autocast off for the products.
-
-    Args:
-        function: What to call.
-        device: Where the logits are.
-        params: Tensors of the last arguments: leaves, where they get a gradient.
-        logits_grad: Whether the logits get one.
-        args_grad: The same of each token argument.
+    Token arguments [c, ...] and params are leaves where they get a gradient; the logits' graph begins at ``anchor``,
+    None: they get none. To be used inside `own_saved_tensors`.
     """
-
-    def __init__(
-        self,
-        function: UserFunction,
-        device: torch.device,
-        params: Sequence[Tensor],
-        *,
-        logits_grad: bool,
-        args_grad: Sequence[bool],
-    ) -> None:
-        self.function, self.params = function, params
-        self._args_grad = [function.graph and need for need in args_grad]
-        watch_logits = function.graph and logits_grad
-        self._anchor = torch.zeros((), device=device, requires_grad=True) if watch_logits else None
-        self._known = {id(p) for p in params}
-        self._watched = [p for p in params if not p.is_inference()]
-        enabled = any(on for _, on, _ in (*function.autocast, *current_autocast(device)))
-        self._autocast = function.autocast if enabled else ()
-
-    def __call__(self, z_cV: Tensor, args: Sequence[Tensor], *, compiled: bool = True) -> Results:
-        """Call the function on a piece, check what it returns and what its graph reaches.
-
-        Args:
-            z_cV: The logits; the function sees this memory.
-            args: Token arguments [c, ...], detached.
-            compiled: False: the function as it was given.
-
-        Raises:
-            ArgumentTypeError: Results that are no tensors.
-            ArgumentValueError: Results of a wrong shape, arguments changed in place, or a tensor that requires a
-                gradient and is no argument.
-        """
-        function, edge, z, rows = self.function, None, z_cV, z_cV.shape[0]
-        with torch.set_grad_enabled(function.graph):
-            if self._anchor is not None:
-                z = _Logits.apply(self._anchor, [z_cV])  # type: ignore[no-untyped-call]
-                edge = get_gradient_edge(z)
-            args = [a.detach().requires_grad_() if need else a for a, need in zip(args, self._args_grad, strict=True)]
-            # dynamo compiles once more for a single row, and a result for one row is no work worth compiling
-            run = function.run if compiled and rows > 1 else function.plain
-            if run is not function.plain:
-                for tensor in (z, *args):
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            began = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-            watched = [*self._watched, *(t for t in (z_cV, *args) if not t.is_inference())]
-            versions = [t._version for t in watched]
-            try:
-                with _in(self._autocast) if self._autocast else nullcontext():
-                    returned = run(z, *args, *function.params(self.params))
-            except Exception as error:
-                error.add_note(
-                    f"Raised by fn, which lowtide.linear_apply called with logits {list(z_cV.shape)}: it must take any"
-                    " number of rows."
-                )
-                raise
-        changed = [t is not z_cV for t, v in zip(watched, versions, strict=True) if t._version != v]
-        if any(changed):
-            raise ArgumentValueError(
-                message("fn", "its arguments left as they are", "one changed in place", "Work on a copy: x.clone().")
+    edge, z, rows = None, z_cV, z_cV.shape[0]
+    with torch.set_grad_enabled(function.graph):
+        if anchor is not None:
+            z = _Logits.apply(anchor, [z_cV])  # type: ignore[no-untyped-call]
+            edge = get_gradient_edge(z)
+        # dynamo compiles once more for a single row, and a result for one row is no work worth compiling
+        run = function.run if compiled and rows > 1 else function.plain
+        if run is not function.plain:
+            for tensor in (z, *args):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        began = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        watched = [t for t in (*params, *args, z_cV) if not t.is_inference()]
+        versions = [t._version for t in watched]
+        states = (*function.autocast, *current_autocast(z_cV.device))
+        autocast = _in(function.autocast) if any(on for _, on, _ in states) else nullcontext()
+        try:
+            with autocast:
+                returned = run(z, *args, *function.with_params(params))
+        except Exception as error:
+            error.add_note(
+                f"Raised by fn, which lowtide.linear_apply called with logits {list(z_cV.shape)}: it must take any"
+                " number of rows."
             )
-        leaves, spec = pytree.tree_flatten(returned)
-        leaves = [_checked(leaf, rows, z_cV, function.per_token) for leaf in leaves]
-        if function.graph:
-            _refuse_strangers(leaves, self._known.union(map(id, args)), edge, began)
-        return Results(leaves, spec, edge, args, logits_changed=bool(changed))
+            raise
+    if any(t._version != v for t, v in zip(watched, versions, strict=True) if t is not z_cV):
+        raise ArgumentValueError(
+            message("fn", "its arguments left as they are", "one changed in place", "Work on a copy: x.clone().")
+        )
+    leaves, spec = pytree.tree_flatten(returned)
+    leaves = [_checked(leaf, rows, z_cV, function.per_token) for leaf in leaves]
+    if function.graph:
+        _refuse_strangers(leaves, {id(t) for t in (*params, *args)}, edge, began)
+    return Results(leaves, spec, edge, list(args))
 
 
 def _checked(leaf: object, rows: int, z_cV: Tensor, per_token: bool) -> Tensor | None:
@@ -183,13 +150,9 @@ def _checked(leaf: object, rows: int, z_cV: Tensor, per_token: bool) -> Tensor |
 def _refuse_strangers(
     leaves: Sequence[Tensor | None], known: set[int], logits: GradientEdge | None, began: int
 ) -> None:
-    """Raise where the results' graph reaches a tensor that is no argument: its gradient would be lost.
+    """Raise where the results' graph reaches a tensor that is no ``known`` argument: its gradient would be lost.
 
-    Args:
-        leaves: The results.
-        known: The ids of the arguments that are leaves.
-        logits: Where the graph of the logits begins.
-        began: The number of the first node that the call made; numbers count up within a thread.
+    The call made the nodes from number ``began`` on; numbers count up within a thread.
     """
     todo: list[Any] = [_edge(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad]
     seen: set[Any] = set() if logits is None else {logits.node}
@@ -227,13 +190,7 @@ def _stranger(shape: Any) -> str:
 def vjp(
     results: Results, upstream: Sequence[Tensor | None], params: Sequence[Tensor]
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients of logits, token arguments and params, None where there is none.
-
-    Args:
-        results: From `evaluate`.
-        upstream: A gradient for each result; None: not used.
-        params: As given to `evaluate`.
-    """
+    """Return the gradients of logits, token arguments and params of `evaluate`, None where there is none."""
     used = [
         (leaf, g.to(leaf.dtype))
         for leaf, g in zip(results.leaves, upstream, strict=True)

@@ -1,0 +1,344 @@
+"""The planner: from a pass's sizes and the user's options to chunks, and the bytes these take, by arithmetic alone.
+
+N tokens, D hidden size, V vocabulary, C rows of a chunk. Figures: benchmarks/results, one H100 where no CPU is named.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any, Literal
+
+import torch
+
+from lowtide.head.head_plan import MIB, HeadPlan, Work, padded
+from lowtide.head.options import HeadOptions
+
+GPU_TILE = 128  # rows
+BYTES_PER_TOKEN = 48  # loss, lse, row factor, valid mask and index: what is held for all N tokens, not a chunk's
+# The workspace, where nobody bounds it.
+CPU_WORKSPACE = 160 * MIB  # 256 rows of a vocabulary of 128K; with 128 rows a step takes 6% longer on two cores
+GPU_WORKSPACE = 1152 * MIB  # 2048 rows of bfloat16 for a 256K vocabulary: below that, reading W and dW costs time
+MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memory
+GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
+MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
+# Chunks of logits.
+FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
+FEWEST_ROWS = 512  # fewer are not made for FEWEST_CHUNKS' sake: the weight is read, and its gradient added to, in each
+CPU_CHUNK_BYTES = 8 * MIB  # nor shorter chunks on a CPU, where each operator wakes all threads and waits for the last
+ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
+ONEDNN_LEAST_WORKSPACE = 8 * MIB  # in less than this, the packing would crowd out the logits
+MOST_BLOCK_ROWS, BLOCK_SHARE = 4096, 8  # rows of the weight cast at a time; of the workspace, what these take
+# Any function of the logits (linear_apply), on a CPU (True) and on a GPU.
+FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its backward hold: entropy has 7, CE 4
+FUNCTION_CHUNKS = {True: FEWEST_CHUNKS, False: 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
+FUNCTION_ROWS = {True: 8, False: 2048}
+PIECE_ELEMENTS = {True: 2**20, False: 2**26}  # logits it gets at a time: half a millisecond of the host's for each
+FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
+BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
+# Two sides' logits whose gradient is narrower than they are (linear_divergence), where nobody bounds the memory.
+PAIR_CHUNKS = 4  # the weight's gradient is added to so often
+PAIR_ROWS = 1024  # of a chunk, at least
+PAIR_LOGITS = 384  # rows whose logits exist: 3% slower with 256, 50% with 128: reading both weights takes longer
+# Exponentials.
+EXP_ROWS = 2048  # a chunk may have so many however few the tokens: W is read twice for each, dW read and written
+EXP_WORK = 3 * 2**20  # rows times hidden size below which the thin kernels between the GEMMs begin to show
+EXP_CHUNKS = 8  # where memory allows: dW may be rounded that often
+EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four GEMMs in blocks beat three in chunks
+EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
+EXP_CHUNK_WORK = 10**11  # the same with some room, for a slow host: a millisecond of the device's
+EXP_SHARD_WORK = 2 * 10**11  # the same of a piece of a chunk whose host has exchanges between ranks to launch as well
+EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
+EXP_BLOCK_ROWS = (2048, 1536, 1024, 768, 512, 384, 256, 128)  # of a chunk in blocks: the first that leaves room for
+EXP_LEAST_BLOCK = 2048  # columns
+EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256
+EXP_SUM_ROWS = 8192  # rows of a pass that stores no E
+# Token statistics by exponentials.
+STATS_BYTES_PER_TOKEN = 80  # what is computed and kept of each token, and in backward the upstream gradients
+STATS_BYTES_PER_TARGET = 64  # the same of each target beyond the first
+# Sums of the weight's gradient in its own narrow dtype, by exponentials and of two sides.
+FEW_CHUNKS = 8  # it may be rounded this often
+FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
+
+
+@lru_cache(maxsize=256)
+def plan_of(work: Work, options: HeadOptions) -> HeadPlan:
+    """Return the plan of a pass: chunks as long as its workspace allows, or as is fast where nobody bounds it."""
+    (N, D, V), budget = work.size, workspace_bytes(work, options)
+    if work.choice[0] == "exp":
+        rows, scratch, more = _cut_exponentials(work, options, budget)
+    else:
+        gemms = gemms_of(work, D, V, work.dtype, budget)
+        if work.narrow_pair:
+            rows, scratch, more = _cut_narrow_pair(work, options, budget)
+        else:
+            rows, scratch, more = _cut_logits(work, options, budget, gemms)
+        # of two sides in plain PyTorch up to four blocks of columns are beside the logits
+        columns = max(1, columns_of(work, rows, V) // (1 if work.teacher is None else 2))
+        more |= {**gemms, "columns": columns}
+    chunks = -(-N // rows)
+    accumulate = accumulate_in(work, options, chunks)
+    cast = more.get("backward_gemm") != "blocks" or more.get("logits_gemm") == "out_dtype"
+    note = ""
+    if options.workspace_mib is not None and scratch > options.workspace_mib * MIB:
+        note = (
+            f"workspace_mib={options.workspace_mib} is less than one row of logits and the numbers kept for each of"
+            f" {N} tokens take: one row is computed at a time, in {scratch / MIB:.2f} MiB"
+        )
+    return HeadPlan(
+        backend=work.choice[0],
+        reason=work.choice[1],
+        gradient=work.gradient,
+        accumulate=accumulate,
+        rows=N,
+        chunks=chunks,
+        chunk_rows=rows,
+        scratch_bytes=scratch,
+        accumulator_bytes=V * D * work.wide.itemsize if accumulate == "float32" and not work.weight_frozen else 0,
+        cast_bytes=V * D * work.dtype.itemsize if work.weight_dtype != work.dtype and cast else 0,
+        note=note,
+        **more,
+    )
+
+
+@lru_cache(maxsize=256)
+def plan_of_teacher(work: Work, options: HeadOptions) -> HeadPlan:
+    """Return the same chunks with the GEMMs of the second side, which gets no gradient."""
+    assert work.teacher is not None
+    gemms = gemms_of(work, *work.teacher, workspace_bytes(work, options), backward=False)
+    return replace(plan_of(work, options), accumulator_bytes=0, **gemms)
+
+
+def workspace_bytes(work: Work, options: HeadOptions) -> int:
+    """Return how much scratch memory a pass may take."""
+    if options.workspace_mib is not None:
+        return int(options.workspace_mib * MIB)
+    if work.device.type == "cpu":
+        return CPU_WORKSPACE
+    most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if work.function else (GPU_WORKSPACE, MOST_OF_A_GPU)
+    device_bytes = work.device_bytes
+    if device_bytes is None and work.device.type == "cuda" and torch.cuda.is_available():
+        device_bytes = torch.cuda.get_device_properties(work.device).total_memory
+    return most if device_bytes is None else min(most, int(device_bytes * share))
+
+
+def accumulate_in(work: Work, options: HeadOptions, chunks: int) -> Literal["float32", "input"]:
+    """Return where the weight's gradient is summed over so many chunks: see `HeadOptions`."""
+    dtype, exp, few = work.weight_dtype, work.choice[0] == "exp", 1
+    if dtype == torch.float16:
+        return "float32"
+    if not exp and work.device.type != "cpu" and dtype not in (work.dtype, work.wide):
+        return "float32"  # a GPU's GEMM of operands narrowed in another way cannot add to the weight's dtype
+    if dtype.itemsize >= work.wide.itemsize:
+        return "input"
+    if exp or work.narrow_pair:
+        few = FEW_CHUNKS if options.workspace_mib is None else FEW_ASKED_CHUNKS
+    return "float32" if options.accumulate == "float32" or (options.accumulate == "auto" and chunks > few) else "input"
+
+
+def gemms_of(work: Work, D: int, V: int, dtype: torch.dtype, budget: int, *, backward: bool = True) -> dict[str, Any]:
+    """Return how logits and gradients of one side are multiplied, and how many rows of its weight are cast at a time.
+
+    float32 logits come from narrow operands without a float32 copy of the weight. On CPUs a bf16 GEMM rounds its
+    result, and without AVX-512-BF16 or AMX it runs up to 20 times slower than a float32 one; fp16 is slower still,
+    and its range too small for the gradient of the logits.
+    """
+    device, bf16, gemms = work.device.type, dtype == torch.bfloat16, ("blocks", "blocks")
+    if dtype in (torch.float32, torch.float64):
+        gemms = ("same", "same")
+    elif work.choice[0] == "row":
+        gemms = ("out_dtype", "narrow")  # fp16 too: the kernel lifts its gradients to where fp16 is precise
+    elif device == "cuda" and torch.version.hip is None:
+        gemms = ("out_dtype", "narrow" if bf16 else "blocks")
+    elif device == "cpu" and bf16 and cpu_multiplies_bf16() and budget >= ONEDNN_LEAST_WORKSPACE:
+        gemms = ("blocks", "narrow")
+    if not backward:
+        gemms = (gemms[0], "blocks" if gemms[0] == "blocks" else "same")
+    block_rows = max(1, min(V, MOST_BLOCK_ROWS, budget // BLOCK_SHARE // max(1, 4 * D))) if "blocks" in gemms else 0
+    return {"logits_gemm": gemms[0], "backward_gemm": gemms[1], "block_rows": block_rows}
+
+
+@cache
+def cpu_multiplies_bf16() -> bool:
+    """Return whether this machine's CPU has instructions for bf16 GEMMs.
+
+    The one place that looks at the CPU: a test that replaces this function runs what another machine would.
+    """
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+_Cut = tuple[int, int, dict[str, Any]]  # rows of a chunk, bytes of scratch, more of the plan
+
+
+def _cut_logits(work: Work, options: HeadOptions, budget: int, gemms: dict[str, Any]) -> _Cut:
+    """Cut where a chunk's logits exist, and of two sides both."""
+    (N, D, V), cpu, by_kernel = work.size, work.device.type == "cpu", work.choice[0] == "row"
+    wide, narrow, automatic = work.wide.itemsize, work.dtype.itemsize, options.workspace_mib is None
+    fixed = N * BYTES_PER_TOKEN + gemms["block_rows"] * D * (wide + narrow) + 16 * V
+    row = wide * padded(V) + D * (2 * wide + narrow) + (D * narrow + 64 if by_kernel else 24 * wide)
+    more: dict[str, Any] = {}
+    enough = _enough_rows(work)
+    if work.teacher is not None:
+        of_teacher, row_of_teacher = _bytes_of_teacher(work, budget)
+        fixed, row = fixed + of_teacher, row + row_of_teacher
+    if work.function:
+        copied = V * padded(D + 1) * narrow
+        more["bias_column"] = gemms["logits_gemm"] == "out_dtype" and copied <= budget // BIAS_COLUMN_SHARE
+        fixed += copied * more["bias_column"]
+        left = budget - fixed - enough * row if automatic else 0  # by chunks that are as large as they should be
+        piece_bytes = FUNCTION_COPIES * wide * max(1, V)
+        piece_rows = min(N, max(left, (budget - fixed) // 2) // piece_bytes, max(2, PIECE_ELEMENTS[cpu] // max(1, V)))
+        if automatic and not cpu:
+            piece_rows = min(piece_rows, max(FEWEST_ROWS, N // FUNCTION_PIECES))
+        piece_rows = max(1, piece_rows)
+        fixed += piece_rows * piece_bytes
+    else:
+        fixed += wide * padded(V)  # a soft cap's block is a row at least
+        row += 0 if by_kernel else wide * 2 * columns_of(work, 1, V)
+    if cpu and gemms["backward_gemm"] == "narrow":
+        fixed, row = fixed + ONEDNN_BYTES, row + ONEDNN_ROW_BYTES
+    rows = max(1, (budget - fixed) // max(1, row))
+    rows = min(rows, enough) if automatic else rows
+    if cpu:
+        rows = evenly(N, rows)
+    else:
+        rows = whole_tiles(rows)
+        rows = min(level(N, rows) if work.function else rows, max(1, N))
+    if work.function:
+        more["piece_rows"] = evenly(rows, piece_rows)
+    if work.teacher is not None:
+        more["product_rows"] = rows
+    return rows, fixed + rows * row, more
+
+
+def _bytes_of_teacher(work: Work, budget: int) -> tuple[int, int]:
+    """Return what a second side takes, and what it takes for each row of a chunk."""
+    assert work.teacher is not None
+    (D, V, dtype), wide, of_student = work.teacher, work.wide.itemsize, padded(work.size[2])
+    operands = D * (wide + dtype.itemsize)
+    fixed = gemms_of(work, D, V, dtype, budget, backward=False)["block_rows"] * operands + 8 * V
+    if work.choice[0] == "row":
+        return fixed, wide * padded(V) + operands + 16 * wide
+    if D:
+        longer = max(of_student, padded(V))  # both sides' logits are as long, and both have blocks of columns beside
+        return fixed, wide * (2 * longer - of_student + 2 * columns_of(work, 1, longer)) + operands + 16 * wide
+    return fixed, wide * (padded(work.size[2] + 1) - of_student) + V * (8 + 16 * wide)  # ids, both sides' outcomes
+
+
+def _cut_narrow_pair(work: Work, options: HeadOptions, budget: int) -> _Cut:
+    """Cut where both sides' float32 logits exist of a few rows, and the narrow gradient of more.
+
+    The weight's gradient is read and written once a chunk, and in its own dtype rounded as often: rows of the gradient,
+    which take a quarter of the bytes, make longer chunks than rows of logits would.
+    """
+    assert work.teacher is not None
+    (N, D, V), wide, narrow = work.size, work.wide.itemsize, work.dtype.itemsize
+    logits = wide * padded(V) + _bytes_of_teacher(work, budget)[1]
+    gradient = narrow * padded(V) + D * 2 * (wide + narrow) + 16 * wide
+    fixed = N * BYTES_PER_TOKEN + 16 * (V + work.teacher[1])
+    room = max(0, budget - fixed)
+    few, rows = room // 2 // logits, N
+    if options.workspace_mib is None:
+        few = min(few, max(PAIR_LOGITS, N // (6 * PAIR_CHUNKS)))
+        rows = min(rows, max(PAIR_ROWS, -(-N // PAIR_CHUNKS // GPU_TILE) * GPU_TILE))
+    few = max(1, min(whole_tiles(few), rows))
+    rows = max(few, min(whole_tiles((room - few * logits) // gradient), rows))
+    return rows, fixed + few * logits + rows * gradient, {"product_rows": few}
+
+
+def _cut_exponentials(work: Work, options: HeadOptions, budget: int) -> _Cut:
+    """Cut chunks of exponentials, or blocks of the vocabulary where these are too short."""
+    (N, D, V), automatic = work.size, options.workspace_mib is None
+    fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
+    thin = D * (2 + 4 + 2 * work.input_is_copied) + 64 + work.row_bytes  # s x, E W, hidden states, a row's numbers
+    sums = 4 * work.tile_numbers * -(-V // GPU_TILE)
+    room = max(0, budget - fixed)
+    product_rows = _rows_between_exchanges(N, D, V) if work.pieces else _rows_of_a_wave(D)
+    rows = room // (thin + sums + 2 * padded(V))
+    if automatic:
+        rows = min(rows, max(_enough_rows_of_exponentials(N, D, V), work.pieces * product_rows))
+    rows = level(N, max(1, min(whole_tiles(rows, tile_of(rows)), N)))
+    chunks, columns = -(-N // rows), V
+    light = chunks > FEW_CHUNKS and rows * D * V < EXP_LIGHT_CHUNK
+    short = rows < min(N, EXP_BLOCKS_BELOW[accumulate_in(work, options, chunks)])
+    if work.gradient == "recompute" or light or short:
+        if automatic:
+            room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
+        rows, columns = _rows_and_columns_of_blocks(N, V, room, thin) or (rows, V)
+    sum_row = sums + 64 + 2 * D * work.input_is_copied + work.sum_row_bytes
+    sum_rows = room // sum_row
+    sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
+    more = {"schedule": "chunks", "block_columns": columns, "sum_rows": sum_rows}
+    if work.gradient == "recompute" or columns < V:
+        scratch = max(fixed + rows * (thin + 2 * padded(columns)), fixed + sum_rows * sum_row)
+        return rows, scratch, {**more, "schedule": "blocks", "product_rows": rows}
+    product_rows = min(rows, product_rows)
+    more["product_rows"] = level(rows, product_rows) if work.pieces else product_rows
+    return rows, fixed + rows * (thin + 2 * padded(V) + sums), more
+
+
+def _enough_rows(work: Work) -> int:
+    """Return the rows of a chunk of logits where memory is no matter."""
+    (N, _, V), cpu = work.size, work.device.type == "cpu"
+    if work.function:
+        return max(FUNCTION_ROWS[cpu], -(-N // FUNCTION_CHUNKS[cpu]))
+    return max(FEWEST_ROWS, -(-N // FEWEST_CHUNKS), CPU_CHUNK_BYTES // (4 * max(1, V)) if cpu else 0)
+
+
+def _enough_rows_of_exponentials(N: int, D: int, V: int) -> int:
+    """Return the same of exponentials: few enough to be small beside N, enough to be fast."""
+    fast = max(N // EXP_CHUNKS, -(-EXP_WORK // max(1, D)), -(-EXP_CHUNK_WORK // max(1, D * V)))
+    return max(1, min(_next_power(fast), max(N // 4, EXP_ROWS)))
+
+
+def _rows_of_a_wave(D: int) -> int:
+    """Return the power of two nearest to the rows of one wave of tiles: beyond it a second one would begin."""
+    return 1 << round(math.log2(EXP_WAVE / max(1, D)))
+
+
+def _rows_between_exchanges(N: int, D: int, V: int) -> int:
+    """Return the rows of a piece between two exchanges: a wave of tiles, more where few classes are little work."""
+    return max(_rows_of_a_wave(D), min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
+
+
+def _rows_and_columns_of_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
+    """Return chunk rows and the columns of a block that fit ``room`` bytes; None where blocks would be no use."""
+    for rows in EXP_BLOCK_ROWS:
+        rows = min(rows, max(1, N))
+        columns = (room - rows * thin) // (2 * rows) // 256 * 256
+        if columns >= min(V, EXP_LEAST_BLOCK):
+            return level(N, rows), min(V, columns)
+    return None
+
+
+def _next_power(rows: int) -> int:
+    return 1 << max(0, rows - 1).bit_length()
+
+
+def columns_of(work: Work, rows: int, V: int) -> int:
+    """Return the columns handled at a time: few launches on a GPU; on a CPU 2 MiB, which stay in cache."""
+    if work.device.type != "cpu":
+        return max(1, -(-V // 4))
+    return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
+
+
+def tile_of(rows: int) -> int:
+    """Return the tile that chunks of so many rows are made of: half a GPU's where a whole one is much of a chunk."""
+    return GPU_TILE if rows >= 4 * GPU_TILE else GPU_TILE // 2
+
+
+def whole_tiles(rows: int, tile: int = GPU_TILE) -> int:
+    """Return fewer rows, in whole tiles, where they are more than one."""
+    return rows - rows % tile if rows > GPU_TILE else rows
+
+
+def evenly(N: int, rows: int) -> int:
+    """Return the rows of as many chunks of one size."""
+    return max(1, -(-N // max(1, -(-N // rows))))
+
+
+def level(N: int, rows: int) -> int:
+    """Return fewer rows, in whole tiles, where that leaves the number of chunks: the last should not be a short one."""
+    if rows < GPU_TILE or rows >= N:
+        return rows
+    tile = tile_of(rows)
+    return min(rows, -(-evenly(N, rows) // tile) * tile)

@@ -1,1 +1,0 @@
-"""What `lowtide.head.apply` is made of: the user's function, its graph, its checks, and the loops over chunks."""

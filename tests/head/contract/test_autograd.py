@@ -1,0 +1,392 @@
+"""The head's functions as citizens of autograd: subsets, hooks, retained graphs, checkpoints, autocast, GEMMs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from head.contract.cases import (
+    LEAVES,
+    MODES,
+    NARROW,
+    OPERATORS,
+    Arguments,
+    Mode,
+    counting,
+    every_mode,
+    every_operator,
+    gradients,
+    total,
+    trained,
+    true_gradients,
+)  # fmt: skip
+from lowtide import HeadOptions
+from lowtide.errors import LowtideError, UnsupportedError
+from support import in_float64, relative_error
+
+RECOMPUTED = {name: mode for name, mode in MODES.items() if not mode.stored}
+every_recomputed = pytest.mark.parametrize("mode", RECOMPUTED.values(), ids=RECOMPUTED)
+PER_TOKEN = {name: mode for name, mode in OPERATORS.items() if mode.per_token}
+
+
+def small(kwargs: Arguments) -> Arguments:
+    """Return the arguments with one row a chunk."""
+    return kwargs | {"options": HeadOptions(workspace_mib=1e-6, gradient=kwargs["options"].gradient)}
+
+
+def equal(got: Any, want: Any) -> bool:
+    return all(torch.equal(g, e) for g, e in zip(got, want, strict=True))
+
+
+@every_mode
+def test_gradcheck(mode: Mode) -> None:
+    kwargs = mode.arguments((2, 5), 3, 7, **{"ignored": "some", **mode.function.busy, **mode.choice})
+    names = trained(kwargs)
+    torch.autograd.gradcheck(
+        lambda *leaves: total(mode.run(kwargs | dict(zip(names, leaves, strict=True)))), [kwargs[n] for n in names]
+    )
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_every_subset_of_inputs_frozen(mode: Mode, dtype: torch.dtype) -> None:
+    kwargs = mode.arguments(11, 6, 17, dtype=dtype)
+    names = trained(kwargs)
+    want = dict(zip(names, true_gradients(mode, kwargs), strict=True))
+    near = 1e-12 if dtype == torch.float64 else 8e-3
+    for needed in (n for k in (0, 1, 2, len(names) - 1, len(names)) for n in itertools.combinations(names, k)):
+        leaves = kwargs | {n: kwargs[n].detach().requires_grad_(n in needed) for n in names}
+        value = total(mode.run(leaves))
+        assert value.requires_grad == bool(needed)
+        if needed:
+            value.backward()
+        for n in names:
+            grad = leaves[n].grad
+            assert (grad is not None) == (n in needed)
+            if grad is not None:
+                assert grad.dtype == leaves[n].dtype
+                assert relative_error(grad, want[n]) < near, (n, needed)
+
+
+@every_mode
+@pytest.mark.parametrize("upstream", [1.0, -3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_retained_graph_gives_the_same_twice(mode: Mode, upstream: float, dtype: torch.dtype) -> None:
+    kwargs = mode.arguments(dtype=dtype)
+    leaves = [kwargs[n] for n in trained(kwargs)]
+    value = total(mode.run(kwargs), lambda t: t * upstream)
+    first = torch.autograd.grad(value, leaves, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        assert g.isfinite().all()
+        g.fill_(torch.nan)  # the caller's own: must not reach what the graph saves
+    second = torch.autograd.grad(value, leaves, retain_graph=True)
+    assert equal(kept, second)
+    assert equal(kept, torch.autograd.grad(value, leaves))
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        torch.autograd.grad(value, leaves)
+
+
+@every_mode
+def test_outputs_are_the_callers_own(mode: Mode) -> None:
+    kwargs = mode.arguments(dtype=torch.float32)
+    found = mode.run(kwargs)
+    value = total(found, lambda t: t)
+    for output in found.values():
+        output.detach().zero_()
+    assert equal(
+        torch.autograd.grad(value, [kwargs[n] for n in trained(kwargs)]), gradients(mode, kwargs, through=lambda t: t)
+    )
+
+
+@every_mode
+def test_hooks_fire_once_see_no_gradient_yet_and_gradients_accumulate(mode: Mode) -> None:
+    """DDP and FSDP read a parameter's gradient in a hook, so backward must hand it over, not write it."""
+    kwargs = small(mode.arguments())
+    fired: list[tuple[str, bool]] = []
+    names = trained(kwargs)
+    for name in names:
+        leaf = kwargs[name]
+        leaf.register_hook(lambda g, name=name, leaf=leaf: fired.append((name, leaf.grad is None)))
+        leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: fired.append((name + " accumulated", True)))
+    for step in (1, 2):
+        total(mode.run(kwargs)).backward()
+        first = [True, False][:step]
+        assert sorted(fired) == sorted(
+            [*itertools.product(names, first), *((n + " accumulated", True) for n in names * step)]
+        )
+    for name, single in zip(names, gradients(mode, mode.arguments()), strict=True):
+        torch.testing.assert_close(kwargs[name].grad, 2 * single)
+
+
+@every_mode
+def test_one_weight_in_two_heads_and_an_embedding(mode: Mode) -> None:
+    kwargs = mode.arguments((2, 6))
+    w, y = kwargs["linear_weight"], torch.randint(0, 13, (2, 6))
+    results = []
+    for run, given in ((mode.run, kwargs), (mode.truth, in_float64(kwargs))):
+        hidden = F.embedding(y, w).tanh()
+        values = [total(run(given | {"input": h, "linear_weight": w})) for h in (hidden, hidden * 2)]
+        results.append(torch.autograd.grad(values[0] + 0.3 * values[1], w)[0])
+    torch.testing.assert_close(*results)
+
+
+def strided(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(3)
+    make = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+    return {
+        "cut along the sequence": (make(3, 9, 8)[:, :-2], make(29, 8)),
+        "batch second": (make(7, 3, 8).transpose(0, 1), make(29, 8)),
+        "every other feature": (make(3, 7, 16)[..., ::2], make(29, 16)[:, ::2]),
+        "weight transposed": (make(3, 7, 8), make(8, 29).T),
+        "expanded": (make(1, 7, 8).expand(3, 7, 8), make(29, 8)),
+        "rows apart": (make(3, 7, 24)[..., :8], make(58, 8)[::2]),
+    }
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float64, *NARROW])
+def test_strided_inputs(mode: Mode, dtype: torch.dtype) -> None:
+    for ignored, (kind, (x, w)) in itertools.product(("none", "some"), strided(dtype).items()):
+        kwargs = small(mode.arguments(tuple(x.shape[:-1]), 8, 29, dtype=dtype, ignored=ignored))
+        results = []
+        for given in ((x, w), (x.contiguous(), w.contiguous())):
+            leaves = kwargs | {n: t.detach().requires_grad_() for n, t in zip(LEAVES, given, strict=False)}
+            found = mode.run(leaves)
+            results.append((total(found), torch.autograd.grad(total(found), [leaves[n] for n in trained(leaves)])))
+        assert relative_error(results[0][0], results[1][0]) <= (1e-13 if dtype == torch.float64 else 1e-6), kind
+        for g, e in zip(results[0][1], results[1][1], strict=True):
+            assert relative_error(g, e) <= (1e-12 if dtype == torch.float64 else 1e-3), kind
+
+
+def block_of(mode: Mode, kwargs: Arguments) -> Callable[..., Tensor]:
+    """The function with a layer before it, of its hidden states, weight and bias."""
+
+    def block(*leaves: Tensor) -> Tensor:
+        x, w, b = leaves
+        hidden = F.layer_norm(x, (x.shape[-1],)).tanh()
+        return 2 * total(mode.run(kwargs | {"input": hidden, "linear_weight": w, "linear_bias": b}))
+
+    return block
+
+
+@every_mode
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_a_checkpoint(mode: Mode, reentrant: bool) -> None:
+    kwargs = mode.arguments()
+    leaves = [kwargs[n] for n in LEAVES]
+    block = block_of(mode, kwargs)
+    checkpoint(block, *leaves, use_reentrant=reentrant).backward()
+    for leaf, e in zip(leaves, torch.autograd.grad(block(*leaves), leaves), strict=True):
+        torch.testing.assert_close(leaf.grad, e)
+
+
+@every_mode
+@pytest.mark.parametrize("keep", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_inside_a_selective_checkpoint(mode: Mode, keep: CheckpointPolicy, early_stop: bool) -> None:
+    """Backward meets the stored gradients first, and may not scale in place what is then looked up again."""
+    kwargs = mode.arguments()
+    leaves = [kwargs[n] for n in LEAVES]
+    block = block_of(mode, kwargs)
+    of_apply = [f"aten.{name}.default" for name in ("mm", "addmm", "_log_softmax", "tanh")]
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = str(op) in of_apply if mode.name == "linear_apply" else "lowtide" in str(op)
+        return keep if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    with set_checkpoint_early_stop(early_stop):
+        got = torch.autograd.grad(checkpoint(block, *leaves, use_reentrant=False, context_fn=contexts), leaves)
+    for e, g in zip(torch.autograd.grad(block(*leaves), leaves), got, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("inputs", "weights"), [(True, True), (True, False), (False, True), (False, False)])
+def test_autocast(mode: Mode, dtype: torch.dtype, inputs: bool, weights: bool) -> None:
+    """Operands are rounded to autocast's dtype; each gradient comes in the dtype of what it belongs to."""
+    kwargs = mode.arguments(200, 24, 97, dtype=torch.float32, ignored="some")
+    rounded = {
+        n: kwargs[n].detach().to(dtype)
+        for n in (*LEAVES[:2], "teacher_input", "teacher_weight")
+        if kwargs.get(n) is not None
+    }
+    kwargs |= {
+        n: rounded[n].requires_grad_() for n, wide in zip(LEAVES[:2], (inputs, weights), strict=True) if not wide
+    }
+    wide = in_float64(kwargs | {n: t.detach().requires_grad_(n in LEAVES) for n, t in rounded.items()})
+    with torch.autocast("cpu", dtype=dtype):
+        found, naive = mode.run(kwargs), mode.truth(kwargs)
+    true = mode.truth(wide)
+    near = 1e-6 if mode.name in ("linear_cross_entropy", "linear_apply") else 1e-5
+    for key, value in found.items():
+        if value.requires_grad:
+            assert value.dtype == torch.float32
+            assert relative_error(value, true[key]) < near
+    got, base, want = (
+        torch.autograd.grad(total(outputs, torch.sin if mode.per_token else torch.abs), [leaves[n] for n in LEAVES])
+        for outputs, leaves in ((found, kwargs), (naive, kwargs), (true, wide))
+    )
+    for n, g, b, e in zip(LEAVES, got, base, want, strict=True):
+        assert g.dtype == kwargs[n].dtype
+        assert relative_error(g, e) <= (1.05 if mode.name != "linear_apply" else 1.1) * relative_error(b, e), n
+
+
+@every_mode
+def test_float64_is_left_alone_by_autocast(mode: Mode) -> None:
+    kwargs = mode.arguments()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = mode.run(kwargs)
+    torch.testing.assert_close(found, mode.truth(kwargs))
+
+
+@every_mode
+def test_a_second_derivative_is_an_error_that_names_the_way_out_and_not_lost(mode: Mode) -> None:
+    kwargs = mode.arguments()
+    value = total(mode.run(kwargs))
+    (dx,) = torch.autograd.grad(value, kwargs["input"], create_graph=True)
+    torch.testing.assert_close(dx, true_gradients(mode, kwargs)[0])
+    for by in LEAVES:
+        with pytest.raises(RuntimeError, match=r"second derivative.*(linear|cross_entropy\(|fn\()") as caught:
+            torch.autograd.grad(value + dx.square().sum(), kwargs[by], retain_graph=True)
+        assert isinstance(caught.value, LowtideError)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own forward mode
+@every_mode
+def test_transforms_and_forward_mode_are_errors_that_name_the_way_out(mode: Mode) -> None:
+    kwargs = mode.arguments(4)
+    kwargs |= {n: kwargs[n].detach() for n in trained(kwargs)}
+    for by in LEAVES[:2]:
+        one = kwargs[by]
+
+        def run(t: Tensor, by: str = by) -> Tensor:
+            return total(mode.run(kwargs | {by: t}))
+
+        for attempt in (
+            lambda run=run, one=one: torch.func.grad(run)(one),
+            lambda run=run, one=one: torch.func.vmap(run)(one[None]),
+            lambda run=run, one=one: torch.func.jvp(run, (one,), (one,)),
+        ):
+            with pytest.raises(RuntimeError, match=rf"{mode.name}.*expected reverse-mode autograd") as caught:
+                attempt()
+            assert isinstance(caught.value, LowtideError)
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(LowtideError, match="forward-mode"):
+            run(torch.autograd.forward_ad.make_dual(one, torch.ones_like(one)))
+
+
+@every_recomputed
+def test_what_is_changed_before_a_recompute_is_noticed(mode: Mode) -> None:
+    names = [
+        n
+        for n in ("linear_weight", "teacher_weight", "weights", "temperature")
+        if isinstance(mode.arguments().get(n), Tensor)
+    ]
+    for changed in names:
+        kwargs = mode.arguments(dtype=torch.float32)
+        value = total(mode.run(kwargs))
+        with torch.no_grad():
+            kwargs[changed].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value.backward()
+
+
+@every_recomputed
+@pytest.mark.parametrize("change", ["all", "row", "dtype"])
+def test_weights_written_to_past_autograd_before_a_recompute(mode: Mode, change: str) -> None:
+    layer = torch.nn.Linear(5, 50, bias=False)
+    kwargs = mode.arguments(6, 5, 50, dtype=torch.float32) | {"linear_weight": layer.weight}
+    total(mode.run(kwargs)).backward()
+    value = total(mode.run(kwargs))
+    if change == "all":
+        layer.weight.data.mul_(1.01)
+    elif change == "row":
+        layer.weight.data[7] = 0
+    else:
+        layer.double()
+    with pytest.raises(UnsupportedError, match="expected in backward the weights of its forward"):
+        value.backward()
+
+
+@every_mode
+def test_no_grad_and_inference_mode_compute_the_same_values(mode: Mode) -> None:
+    kwargs = mode.arguments(4, dtype=torch.float32)
+    expected = mode.run(kwargs)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            found = mode.run(kwargs)
+        assert not any(value.requires_grad for value in found.values())
+        assert equal(found.values(), expected.values())
+
+
+def gemm_flop(call: Callable[[], Any]) -> int:
+    """Return what the GEMMs that really run take, inside operators, too."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
+        call()
+    flop = 0
+    for event in profiler.events():
+        if event.name in ("aten::mm", "aten::addmm"):
+            (rows, depth), (_, columns) = event.input_shapes[event.name == "aten::addmm" :][:2]
+            flop += 2 * rows * depth * columns * (rows > 1)  # a bias's sum may be a product of one row
+    return flop
+
+
+def told_flop(call: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+@every_operator
+@pytest.mark.parametrize("needed", [n for k in range(4) for n in itertools.combinations(LEAVES, k)], ids=len)
+def test_only_the_gemms_that_are_needed_and_those_are_told(mode: Mode, needed: tuple[str, ...]) -> None:
+    """PyTorch's counter is told what the operators compute; the profiler sees it."""
+    N, D, V, teacher_D = 40, 6, 70, 14
+    product = 2 * N * D * V
+    teacher = 2 * N * teacher_D * V if mode.name == "linear_divergence" and "tail" not in mode.choice else 0
+    gemms = product * len({*needed} & {*LEAVES[:2]})
+    # a gradient for each token that the head does not need is the input's alone: it is stored
+    stored = mode.stored or (needed == LEAVES[:1] and mode.stored_where_frozen)
+    for flop in (gemm_flop, told_flop):
+        kwargs = mode.arguments(N, D, V, dtype=torch.float32)
+        for name in LEAVES:
+            kwargs[name].requires_grad_(name in needed)
+        values: list[Tensor] = []
+        forward = flop(lambda kwargs=kwargs, values=values: values.append(total(mode.run(kwargs))))
+        assert forward == product + teacher + stored * gemms
+        if needed:
+            assert flop(values[0].backward) == (0 if stored else gemms + product + teacher)
+
+
+@pytest.mark.parametrize("mode", PER_TOKEN.values(), ids=PER_TOKEN)
+def test_tokens_of_no_use_cost_nothing_on_the_cpu(mode: Mode) -> None:
+    """Those that do not count, in forward, and those to which nothing flows back."""
+    kwargs = mode.arguments(40, 6, 70, dtype=torch.float32, linear_bias=False)
+    found = mode.run(kwargs)
+    used = torch.arange(40) < 10
+    values = [v for v in found.values() if v.requires_grad]
+    whole = gemm_flop(lambda: torch.autograd.backward(values, [torch.ones_like(v) for v in values], retain_graph=True))
+    upstream = [used.view(-1, *[1] * (v.dim() - 1)).to(v.dtype).expand_as(v) for v in values]
+    assert gemm_flop(lambda: torch.autograd.backward(values, upstream)) == whole / 4
+    some = mode.arguments(40, 6, 70, dtype=torch.float32, linear_bias=False, ignored="some")
+    if "want" not in mode.choice:
+        with torch.no_grad():
+            part, whole = gemm_flop(lambda: mode.run(some)), gemm_flop(lambda: mode.run(kwargs))
+        assert part == whole * counting(some).sum() / 40

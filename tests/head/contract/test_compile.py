@@ -1,0 +1,181 @@
+"""The head's functions under torch.compile, on fake tensors, and as registered operators."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from head.contract.cases import (
+    MODES,
+    NARROW,
+    Arguments,
+    Mode,
+    every_mode,
+    every_operator,
+    flat,
+    gradients,
+    total,
+    trained,
+)  # fmt: skip
+
+# torch.compile warns of what it does itself, when it follows an autograd.Function and when inductor first loads
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # dynamo's
+]
+HEADS = ("mean", "each", "statistics", "jsd-sum", "top-k")
+QUICK = (*HEADS, "logprobs-of-several", "forward_kl", "top-k-mean", "apply", "apply-sum")
+NARROWED = [  # fp16 stores its gradients in its own way
+    *itertools.product(["mean", "each"], NARROW),
+    *itertools.product(["statistics", "jsd-sum", "top-k"], [torch.bfloat16]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def busy(mode: Mode, leading: tuple[int, ...] = (2, 6), **changes: Any) -> Arguments:
+    """Return arguments with all options in them; their tensors alone change from call to call."""
+    choice = {**mode.function.busy, **mode.choice, "ignored": "some", **changes}
+    return mode.arguments(leading, 8, 33, **({"dtype": torch.float32} | choice))
+
+
+def split(kwargs: Arguments) -> tuple[Arguments, Arguments]:
+    """Return tensors, which a compiled step takes, and the rest, which is constant in it."""
+    is_input = {n: any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)) for n, value in kwargs.items()}
+    return {n: v for n, v in kwargs.items() if is_input[n]}, {n: v for n, v in kwargs.items() if not is_input[n]}
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor], kwargs: Arguments, **near: float) -> None:
+    """Compare what a compiled step returns, and its gradients, with what it returns when it is not."""
+    torch.testing.assert_close(got, want, **near)
+    leaves = [kwargs[n] for n in trained(kwargs)]
+    for g, e in zip(torch.autograd.grad(total(got), leaves), torch.autograd.grad(total(want), leaves), strict=True):
+        torch.testing.assert_close(g, e, **near)
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=[] if n in QUICK else pytest.mark.slow) for n, m in MODES.items()], ids=MODES
+)
+def test_one_graph_for_any_shape_and_scale(mode: Mode) -> None:
+    """No plan is made in a trace, and no number is a constant of the graph; a user's function breaks it."""
+    torch._dynamo.utils.counters.clear()
+    _, constant = split(busy(mode))
+    whole = mode.name != "linear_apply"
+    compiled = torch.compile(
+        lambda given: mode.function.run(**(given | constant | {"input": given["input"] * 2})),
+        fullgraph=whole,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    shapes = [(2, 6), (3, 5), (4, 9)] + [(1, 7)] * (mode.name in ("linear_divergence", "linear_apply"))
+    for i, shape in enumerate(shapes):
+        kwargs = busy(mode, shape, seed=i)
+        for name in ("logit_scale", "temperature"):
+            if isinstance(kwargs.get(name), Tensor):
+                kwargs[name] = (kwargs[name].detach() * (1 + i / 10)).requires_grad_(kwargs[name].requires_grad)
+        same(flat(compiled(split(kwargs)[0])), mode.run(kwargs | {"input": kwargs["input"] * 2}), kwargs)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert 1 in shape or not whole or graphs == 1  # the compiler takes an axis of 1 for a constant
+
+
+@pytest.mark.parametrize(("name", "dtype"), NARROWED)
+def test_low_precision(name: str, dtype: torch.dtype) -> None:
+    mode = MODES[name]
+    kwargs = busy(mode, dtype=dtype)
+    tensors, constant = split(kwargs)
+    compiled = torch.compile(lambda given: mode.function.run(**given | constant), fullgraph=True, backend="aot_eager")
+    same(flat(compiled(tensors)), mode.run(kwargs), kwargs)
+
+
+@pytest.mark.parametrize("case", ["inductor", "autocast", "numbers that change"])
+def test_a_model_with_several_heads(case: str) -> None:
+    """The compiler takes a number for a constant until it sees it change, once."""
+    changing = case == "numbers that change"
+    plain: Arguments = {"logit_scale": 1.0, "temperature": 1.0} if changing else {}
+    dtype = torch.bfloat16 if case == "inductor" else torch.float32
+    given = {name: busy(MODES[name], dtype=dtype, **plain) for name in HEADS}
+    parts = {name: split(kwargs) for name, kwargs in given.items()}
+
+    def step(tensors: dict[str, Arguments], scale: float) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in HEADS:
+            numbers = {n: scale for n in plain if n in parts[name][1]}
+            with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+                found[name] = MODES[name].function.run(**tensors[name], **(parts[name][1] | numbers))
+        return found
+
+    tensors = {name: inputs for name, (inputs, _) in parts.items()}
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if case == "inductor" else "aot_eager")
+    for scale in (0.5, 0.6, 0.7, 0.8) if changing else (1.0,):
+        got, want = compiled(tensors, scale), step(tensors, scale)
+        same(flat(got), flat(want), {name + n: kwargs[n] for name, kwargs in given.items() for n in trained(kwargs)})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if changing else 1)
+
+
+@every_mode
+def test_a_step_on_fake_tensors(mode: Mode) -> None:
+    """What memory estimators run: shapes without numbers, eager, forward and backward."""
+    kwargs = busy(mode, (3, 3), **({"ignored": "none", "logit_scale": 1.0} if mode.name == "linear_apply" else {}))
+    real = mode.run(kwargs)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        given = pytree.tree_map_only(Tensor, fake.from_tensor, kwargs)
+        found = mode.run(given)
+        total(found).backward()
+    for key, value in real.items():
+        assert (found[key].shape, found[key].dtype) == (value.shape, value.dtype)
+    for name in trained(kwargs):
+        assert given[name].grad.shape == kwargs[name].shape
+
+
+class Recorded(TorchDispatchMode):
+    """Every call of an operator of lowtide's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "lowtide":
+            self.calls[str(func)] = (
+                func,
+                pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs or {})),
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@every_operator
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_registered_operators_pass_opcheck(mode: Mode, frozen: bool) -> None:
+    """Those that a call of the function runs, forward and backward, for all its gradients and for the input's alone."""
+    for dtype in (torch.float32, torch.float16 if mode.stored or mode.stored_where_frozen else torch.float64):
+        kwargs = busy(mode, dtype=dtype)
+        kwargs |= {n: kwargs[n].detach() for n in trained(kwargs)[1:] if frozen}
+        with Recorded() as recorded:
+            gradients(mode, kwargs)
+        assert recorded.calls
+        for operator, (args, rest) in recorded.calls.values():
+            torch.library.opcheck(operator, args, rest)
+
+
+def test_forward_mode_is_refused_inside_a_graph_too() -> None:
+    mode = MODES["mean"]
+    kwargs = mode.arguments()
+    w = kwargs["linear_weight"].detach()
+    compiled = torch.compile(
+        lambda w: torch.func.jvp(lambda w: total(mode.run(kwargs | {"linear_weight": w})), (w,), (w,)),
+        backend="aot_eager",
+    )
+    with pytest.raises(Exception, match="expected reverse-mode autograd"):
+        compiled(w)

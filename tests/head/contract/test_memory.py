@@ -1,0 +1,116 @@
+"""What the head's functions really allocate, seen by the allocator and not by a dispatch mode: no logits, ever."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from head.contract.cases import LEAVES, MODES, NARROW, WIDE, Arguments, Mode, every_mode, total, trained
+from lowtide import HeadOptions, HeadPlan
+from lowtide.measure import track_allocations
+
+MIB = 2**20
+CASES = [  # a dtype, what else, and MiB
+    *((torch.float32, case, 1) for case in ("plain", "busy", "frozen head", "ignored", "autocast")),
+    (torch.float32, "plain", 8),
+    (torch.bfloat16, "plain", 1),
+    (torch.float16, "busy", 1),
+]
+WIDTHS = [  # each mode in two dtypes, and what computes in another way in each of the others in all
+    *itertools.product(MODES, [torch.float32, torch.bfloat16]),
+    *itertools.product(["mean", "each", "statistics", "jsd-sum", "top-k", "apply"], [torch.float64, torch.float16]),
+]
+
+
+def arguments(mode: Mode, *sizes: Any, **kwargs: Any) -> Arguments:
+    """Return a mode's arguments; the user's function takes a few numbers of a row."""
+    kwargs = {**mode.choice, "shift": False, "dtype": torch.float32, "workspace_mib": None} | kwargs
+    if mode.name == "linear_apply":
+        kwargs["out"] = "light " + kwargs.get("out", "token")
+    return mode.arguments(*sizes, **kwargs)
+
+
+def peak_of(mode: Mode, kwargs: Arguments, **context: Any) -> tuple[Any, int]:
+    """Return the allocations of forward and backward, and the bytes of the gradients that they return."""
+    with track_allocations() as seen, torch.autocast("cpu", torch.bfloat16, **({"enabled": False} | context)):
+        total(mode.run(kwargs), torch.abs).backward()
+    return seen, sum(kwargs[n].grad.nbytes for n in trained(kwargs))
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize(("name", "dtype"), WIDTHS)
+def test_no_quarter_of_the_logits_is_ever_allocated(name: str, dtype: torch.dtype) -> None:
+    N, D, V = 256, 8, 1501
+    mode, ignored = MODES[name], "some" if dtype == torch.bfloat16 else "none"
+    seen, _ = peak_of(
+        mode, arguments(mode, N, D, V, dtype=dtype, **mode.function.busy | {"ignored": ignored, "shift": False})
+    )
+    narrow = 4 if mode.name == "linear_apply" else 2
+    assert 0 < seen.largest_bytes < N * V / 4 * (8 if dtype == torch.float64 else narrow)
+
+
+@pytest.mark.parametrize("dtype", [*WIDE, *NARROW])
+@pytest.mark.parametrize("name", ["mean", "statistics", "jsd"])
+def test_logits_are_seen_where_there_are_any(name: str, dtype: torch.dtype) -> None:
+    N, D, V = 512, 16, 3001
+    kwargs = MODES[name].arguments(N, D, V, dtype=dtype)
+    with track_allocations() as seen:
+        total(MODES[name].truth(kwargs)).backward()
+    assert seen.largest_bytes >= N * V * 4
+
+
+def plan_of(mode: Mode, kwargs: Arguments, operand: torch.dtype, frozen: bool) -> HeadPlan:
+    """Return what the library says that it will take."""
+    (*leading, D), V, options = kwargs["input"].shape, len(kwargs["linear_weight"]), kwargs["options"]
+    N = int(torch.Size(leading).numel() if kwargs.get("mask") is None else kwargs["mask"].sum())
+    given: Arguments = {"weight_dtype": kwargs["linear_weight"].dtype}
+    if mode.name == "linear_apply":
+        return mode.function.plan(N, D, V, operand, "cpu", options, function=True, **given)
+    given |= {"reduction": kwargs.get("reduction", "none"), "weight_frozen": frozen}
+    if mode.name != "linear_divergence":
+        return mode.function.plan(N, D, V, operand, "cpu", options, **given)
+    topk = kwargs["teacher_topk"][0].shape[-1] if "teacher_topk" in kwargs else None
+    teacher_D = kwargs["teacher_input"].shape[-1] if topk is None else None
+    return mode.function.plan(N, D, V, teacher_D, operand, "cpu", options, topk=topk, **given)
+
+
+@every_mode
+@pytest.mark.parametrize(("dtype", "case", "workspace_mib"), CASES)
+def test_the_workspace_is_kept(mode: Mode, dtype: torch.dtype, case: str, workspace_mib: float) -> None:
+    D, V, autocast, frozen = 48, 4099, case == "autocast", case == "frozen head"
+    choice = {"busy": mode.function.busy | {"shift": False}, "ignored": {"ignored": "some"}}.get(case, {})
+    kwargs = arguments(
+        mode, (7, 9 if workspace_mib < 2 else 30), D, V, dtype=dtype, **choice
+    )  # several chunks either way
+    kwargs["options"] = HeadOptions(workspace_mib=workspace_mib, gradient=kwargs["options"].gradient)
+    kwargs |= {n: kwargs[n].detach() for n in LEAVES[1:] if frozen}
+    plan = plan_of(mode, kwargs, torch.bfloat16 if autocast else dtype, frozen)
+    seen, returned = peak_of(mode, kwargs, enabled=autocast)
+    beyond = seen.peak_bytes - returned - plan.accumulator_bytes - plan.cast_bytes
+    assert plan.scratch_bytes <= workspace_mib * MIB
+    assert beyond <= workspace_mib * MIB
+    if workspace_mib < 4 and dtype == torch.float32 and case == "plain" and mode.name != "linear_apply":
+        assert beyond >= 0.3 * workspace_mib * MIB, "what is allowed is put to use"
+
+
+@every_mode
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_saved_between_forward_and_backward(mode: Mode, frozen: bool) -> None:
+    """Gradients in forward: they alone, which backward hands on where they lie. Recomputed: O(N)."""
+    N, D, V = 400, 32, 2000
+    kwargs = arguments(mode, N, D, V, linear_bias=False)
+    kwargs |= {n: kwargs[n].detach() for n in LEAVES[1:2] if frozen}
+    stored = mode.stored or (frozen and mode.stored_where_frozen)
+    with track_allocations() as seen:
+        found = mode.run(kwargs)
+    returned = sum(value.nbytes for value in found.values())
+    held = sum(kwargs[n].nbytes for n in trained(kwargs)) if stored else 0
+    assert held <= seen.events[-1].total_bytes <= held + 64 * N + returned
+    if stored and not mode.per_token and mode.name != "linear_apply":
+        value = total(found, torch.abs)
+        with track_allocations() as seen:
+            value.backward()
+        assert seen.peak_bytes <= 4096, "scaled where they lie"

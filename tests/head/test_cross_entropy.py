@@ -1,0 +1,203 @@
+"""linear_cross_entropy's own: numbers far out, float16 and its scaler, class weights, memory of its options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from head.contract.test_autograd import gemm_flop
+from lowtide import HeadOptions, linear_cross_entropy, plan_head
+from lowtide.measure import track_allocations
+from support import head, in_float64, oracle, relative_error
+
+MIB = 2**20
+
+
+def test_losses_of_thousands_of_nats_are_exact() -> None:
+    x, w, b, y = head(9, 16, 40, dtype=torch.float64)
+    kwargs = {"input": (x.detach() * 3000).requires_grad_(), "linear_weight": w, "target": y, "linear_bias": b}
+    for dtype in (torch.float64, torch.float32):
+        cast = {k: v if k == "target" else v.detach().to(dtype).requires_grad_() for k, v in kwargs.items()}
+        truth = in_float64(cast)
+        loss, expected = linear_cross_entropy(**cast), oracle(**truth)
+        assert expected > 1000
+        assert relative_error(loss, expected) < 1e-6
+        got = torch.autograd.grad(loss, [cast["input"], cast["linear_weight"]])
+        want = torch.autograd.grad(expected, [truth["input"], truth["linear_weight"]])
+        assert all(relative_error(g, e) < 1e-5 for g, e in zip(got, want, strict=True))
+
+
+def test_a_sure_model_has_the_gradient_of_what_is_left() -> None:
+    """p - 1 at the target, taken literally, would be a rounding error where 1 - p is 1e-9."""
+    _, w, _, y = head(8, 96, 30, dtype=torch.float32)
+    w = F.normalize(w.detach()).requires_grad_()
+    x = (30 * w.detach()[y]).requires_grad_()
+    kwargs = {"input": x, "linear_weight": w, "target": y}
+    truth = in_float64(kwargs)
+    loss, expected = linear_cross_entropy(**kwargs), oracle(**truth)
+    assert expected < 1e-4
+    assert relative_error(loss, expected) < 1e-4
+    got, want = torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, truth["input"])[0]
+    assert relative_error(got, want) < 1e-4
+
+
+def test_fp16_gradients_survive_the_mean_over_many_tokens() -> None:
+    """1 / N times a probability is below fp16's smallest number until GradScaler's factor has been applied."""
+    x, w, _, y = head(2048, 16, 300, dtype=torch.float16, bias=False)
+    kwargs = {"input": x, "linear_weight": w, "target": y}
+    truth = in_float64(kwargs)
+    scale = 2.0**13
+    got = torch.autograd.grad(linear_cross_entropy(**kwargs) * scale, (x, w))
+    want = torch.autograd.grad(oracle(**truth) * scale, (truth["input"], truth["linear_weight"]))
+    assert all(relative_error(g, e) < 5e-4 for g, e in zip(got, want, strict=True))
+
+
+def test_fp16_sums_that_pass_its_range_on_the_way() -> None:
+    """4096 times a hidden state of 60 is 2e5, beyond fp16; their mean is not."""
+    x, w, _, _ = head(4096, 4, 9, dtype=torch.float16, bias=False)
+    x = (x.detach().abs() + 60).requires_grad_()
+    w = (w.detach() * 1e-3).requires_grad_()
+    kwargs = {"input": x, "linear_weight": w, "target": torch.zeros(4096, dtype=torch.long)}
+    truth = in_float64(kwargs)
+    got = torch.autograd.grad(linear_cross_entropy(**kwargs), (x, w))
+    want = torch.autograd.grad(oracle(**truth), (truth["input"], truth["linear_weight"]))
+    assert all(relative_error(g, e) < 5e-4 for g, e in zip(got[1:], want[1:], strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 3, 0), (2, 0)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_hidden_states_of_size_zero(shape: tuple[int, ...], reduction: str, frozen: bool) -> None:
+    x = torch.zeros(shape, requires_grad=True)
+    w, b = torch.zeros(9, 0, requires_grad=not frozen), torch.rand(9, requires_grad=not frozen)
+    y = torch.zeros(shape[:-1], dtype=torch.long)
+    loss = linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction)
+    torch.testing.assert_close(loss, oracle(x, w, y, linear_bias=b, reduction=reduction))
+    loss.sum().backward()
+
+
+def test_numbers_of_numpy() -> None:
+    x, w, _, y = head(9, 4, 30)
+    plain = linear_cross_entropy(x, w, y, softcap=3.0, num_items=7, logit_scale=0.5, label_smoothing=0.25)
+    numpy = linear_cross_entropy(
+        x,
+        w,
+        y,
+        softcap=np.float32(3),
+        num_items=np.int64(7),
+        logit_scale=np.float64(0.5),
+        label_smoothing=np.float32(0.25),
+        ignore_index=np.int64(-100),
+        options=HeadOptions(workspace_mib=np.int64(3)),
+    )
+    assert torch.equal(plain, numpy)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_targets_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    x, w, _, y = head(9, 4, 30)
+    for kwargs in ({}, {"shift": True}, {"ignore_index": 2**40, "shift": True}):
+        assert torch.equal(linear_cross_entropy(x, w, y.to(dtype), **kwargs), linear_cross_entropy(x, w, y, **kwargs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_grad_scaler_skips_a_step_with_infinities_and_goes_on(dtype: torch.dtype) -> None:
+    x, w, _, y = head(30, 8, 40, dtype=dtype, bias=False)
+    master = w.detach().float().requires_grad_()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1000, backoff_factor=2.0**-114)
+    optimizer = torch.optim.SGD([master], lr=0.1)
+    before = master.detach().clone()
+    for step in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = linear_cross_entropy(x, master, y, token_weight=torch.full((30,), 30.0 * 8))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(master.detach(), before) == (step == 0)
+    truth = [t.detach().half().double().requires_grad_() for t in (x, before)]
+    (want,) = torch.autograd.grad(oracle(*truth, y, token_weight=torch.full((30,), 240.0)), truth[1])
+    assert relative_error(before - master.detach(), 0.1 * want) < 2e-3
+
+
+def test_token_weight_and_class_weight_get_no_gradient() -> None:
+    x, w, _, y = head(9, 5, 13)
+    token_weight, weight = torch.rand(9, requires_grad=True), torch.rand(13, requires_grad=True)
+    linear_cross_entropy(x, w, y, token_weight=token_weight, weight=weight).backward()
+    assert token_weight.grad is None
+    assert weight.grad is None
+
+
+def test_gradients_that_are_stored_outlive_a_checkpoint() -> None:
+    """There is nothing to compute a second time."""
+    x, w, _, y = head(9, 5, 13)
+
+    def step() -> None:
+        checkpoint(lambda x: linear_cross_entropy(F.layer_norm(x, (5,)), w, y), x, use_reentrant=False).backward()
+
+    assert gemm_flop(step) == 3 * 2 * 9 * 5 * 13
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accumulate", ["auto", "input"])
+def test_the_accumulator_is_in_the_plan(dtype: torch.dtype, accumulate: str) -> None:
+    N, D, V = 256, 512, 8000
+    x, w, _, y = head(N, D, V, dtype=dtype, bias=False)
+    for workspace_mib in (4, 40):
+        options = HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate)
+        plan = plan_head(N, D, V, dtype, "cpu", options)
+        x.grad = w.grad = None
+        with track_allocations() as seen:
+            linear_cross_entropy(x, w, y, options=options).backward()
+        beyond = seen.peak_bytes - x.nbytes - w.nbytes
+        assert plan.scratch_bytes <= workspace_mib * MIB
+        assert beyond <= plan.scratch_bytes + plan.accumulator_bytes
+
+
+def test_shift_copies_no_hidden_states() -> None:
+    x, w, _, y = head((2, 4096), 64, 50)
+    with torch.no_grad(), track_allocations() as seen:
+        linear_cross_entropy(x, w, y, shift=True, options=HeadOptions(workspace_mib=0.5))
+    assert seen.largest_bytes < x.nbytes / 4
+
+
+def test_float32_weights_are_copied_to_no_wider_dtype() -> None:
+    """bf16 operands give float32 logits without a float32 weight."""
+    x, w, _, y = head(64, 256, 5000, dtype=torch.bfloat16)
+    with torch.no_grad(), track_allocations() as seen:
+        linear_cross_entropy(x, w, y, options=HeadOptions(workspace_mib=1))
+    assert seen.peak_bytes < 1.0 * MIB < w.nbytes
+
+
+CHILD = """
+import sys, torch, torch.nn.functional as F
+from lowtide import linear_cross_entropy
+from lowtide.measure import peak_resident_bytes
+torch.manual_seed(0)
+torch.set_num_threads(1)
+N, D, V = 4096, 32, 16384
+x, w = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
+y = torch.randint(0, V, (N,))
+linear_cross_entropy(x[:64], w, y[:64]).backward()
+F.cross_entropy(F.linear(x[:64], w), y[:64]).backward()
+before = peak_resident_bytes()
+linear_cross_entropy(x, w, y).backward()
+lowtide = peak_resident_bytes() - before
+F.cross_entropy(F.linear(x, w), y).backward()
+sys.stdout.write(f"{lowtide} {peak_resident_bytes() - before}")
+"""
+
+
+def test_peak_resident_memory_of_a_process() -> None:
+    """Logits of 256 MiB: plain PyTorch, which comes after, holds several copies; lowtide a workspace."""
+    child = subprocess.run([sys.executable, "-c", textwrap.dedent(CHILD)], check=True, capture_output=True, text=True)
+    lowtide, naive = map(int, child.stdout.split())
+    assert naive > 512 * MIB
+    assert lowtide < 128 * MIB

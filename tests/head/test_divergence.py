@@ -1,0 +1,334 @@
+"""What is linear_divergence's own: its kinds' limits, vocabularies of two sizes, a teacher's top k, what it plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from head.contract.cases import arguments
+from lowtide import HeadOptions, TeacherTopK, linear_divergence, plan_divergence
+from lowtide.measure import track_allocations
+from support import divergence_of, divergence_oracle, head, relative_error
+
+KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0), ("tv", 0.5)]
+REVERSE = [("reverse_kl", 0.5), ("jsd", 1.0)]
+TAILS = ("bucket", "renormalise", "drop")
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
+
+
+def check_gradients(
+    value: Tensor, expected: Tensor, leaves: list[Tensor], true: list[Tensor], tolerance: float
+) -> None:
+    upstream = torch.randn_like(expected)
+    got = torch.autograd.grad(value, leaves, upstream.to(value.dtype))
+    want = torch.autograd.grad(expected, true, upstream)
+    for g, e, leaf in zip(got, want, leaves, strict=True):
+        assert g.dtype == leaf.dtype
+        assert relative_error(g, e) <= tolerance
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_the_limits_of_the_jsd_are_the_two_kls(kind: str) -> None:
+    """At beta 0 and 1 the KLs themselves; on the way there, the jsd over beta (1 - beta)."""
+    kwargs = arguments("linear_divergence", leading=(6,))
+    end, near = (0.0, 1e-8) if kind == "forward_kl" else (1.0, 1 - 1e-8)
+    kl = linear_divergence(**{**kwargs, "kind": kind})
+    assert torch.equal(linear_divergence(**{**kwargs, "kind": "jsd", "beta": end}), kl)
+    jsd = linear_divergence(**{**kwargs, "kind": "jsd", "beta": near})
+    torch.testing.assert_close(jsd / (near * (1 - near)), kl, rtol=1e-4, atol=0)
+
+
+def test_the_generalised_jsd_is_that_of_gkd() -> None:
+    """TRL's GKDTrainer.generalized_jsd_loss, written out: its mixture takes the teacher with weight beta."""
+    kwargs = arguments("linear_divergence", seed=1, leading=(6,), temperature=2.0, teacher_bias=True)
+    log_s = (F.linear(kwargs["input"], kwargs["linear_weight"], kwargs["linear_bias"]) / 2).log_softmax(-1)
+    log_t = (F.linear(kwargs["teacher_input"], kwargs["teacher_weight"], kwargs["teacher_bias"]) / 2).log_softmax(-1)
+    for beta in (0.0, 0.3, 1.0):
+        if beta == 0:
+            each = F.kl_div(log_s, log_t, reduction="none", log_target=True)
+        elif beta == 1:
+            each = F.kl_div(log_t, log_s, reduction="none", log_target=True)
+        else:
+            b = torch.tensor(beta, dtype=torch.float64)
+            mixture = torch.logsumexp(torch.stack([log_s + torch.log1p(-b), log_t + b.log()]), 0)
+            each = b * F.kl_div(mixture, log_t, reduction="none", log_target=True)
+            each = each + (1 - b) * F.kl_div(mixture, log_s, reduction="none", log_target=True)
+        got = linear_divergence(**{**kwargs, "kind": "jsd", "beta": beta})
+        torch.testing.assert_close(got, each.sum(-1))
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("larger", ["student", "teacher"])
+def test_classes_that_one_side_lacks_have_probability_zero(kind: str, beta: float, larger: str) -> None:
+    V, V_teacher = (17, 13) if larger == "student" else (13, 17)
+    x, w, b, _ = head(7, 5, V, dtype=torch.float64)
+    tx, tw, _, _ = head(7, 6, V_teacher, dtype=torch.float64, seed=1)
+    value = linear_divergence(
+        x, w, tx, tw, kind=kind, beta=beta, linear_bias=b, options=HeadOptions(workspace_mib=0.001)
+    )
+    log_s = F.pad((x @ w.T + b).log_softmax(-1), (0, 17 - V), value=-torch.inf)
+    log_t = F.pad((tx @ tw.T).log_softmax(-1), (0, 17 - V_teacher), value=-torch.inf)
+    forward, reverse = ((kind, beta) in named for named in ([("forward_kl", 0.5), ("jsd", 0.0)], REVERSE))
+    if (forward and larger == "teacher") or (reverse and larger == "student"):
+        assert (value == torch.inf).all()
+        if forward:  # the gradient of what is there
+            (dx,) = torch.autograd.grad(value.sum(), x)
+            torch.testing.assert_close(dx, (log_s.exp() - log_t.exp())[:, :V] @ w)
+        return
+    s, t = log_s.exp(), log_t.exp()
+    rows = slice(0, min(V, V_teacher))
+    if kind == "tv":
+        expected = (s - t).abs().sum(-1) / 2
+    elif forward:
+        expected = (t[:, rows] * (log_t - log_s)[:, rows]).sum(-1)
+    elif reverse:
+        expected = (s[:, rows] * (log_s - log_t)[:, rows]).sum(-1)
+    else:
+        m = beta * t + (1 - beta) * s
+        entropy = lambda p: torch.special.entr(p).sum(-1)  # noqa: E731
+        expected = entropy(m) - beta * entropy(t) - (1 - beta) * entropy(s)
+    torch.testing.assert_close(value, expected)
+    leaves = (x, w, b)
+    got, want = torch.autograd.grad(value.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
+    for g, e in zip(got, want, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_classes_that_both_sides_rule_out() -> None:
+    """-inf on both sides is 0 log 0 / 0, not NaN."""
+    x, w, b, _ = head(7, 5, 13, dtype=torch.float64)
+    tx, tw, tb, _ = head(7, 6, 13, dtype=torch.float64, seed=1)
+    with torch.no_grad():
+        b[::3] = tb[::3] = -torch.inf
+    allowed = [v for v in range(13) if v % 3]
+    for kind, beta in KINDS:
+        value = linear_divergence(x, w, tx, tw, kind=kind, beta=beta, linear_bias=b, teacher_bias=tb)
+        cut = (x, w[allowed], tx, tw[allowed])
+        expected = divergence_oracle(*cut, kind=kind, beta=beta, linear_bias=b[allowed], teacher_bias=tb[allowed])
+        torch.testing.assert_close(value, expected)
+        got, want = torch.autograd.grad(value.sum(), (x, w)), torch.autograd.grad(expected.sum(), (x, w))
+        for g, e in zip(got, want, strict=True):
+            torch.testing.assert_close(g, e)
+
+
+def test_logits_far_apart_underflow_to_nothing() -> None:
+    x, w, _, _ = head(5, 8, 40)
+    tx, tw, _, _ = head(5, 8, 40, seed=1)
+    x, tx = (60 * x.detach()).requires_grad_(), 60 * tx.detach()
+    for kind, beta in KINDS:
+        truth = [t.detach().double().requires_grad_() for t in (x, w, tx, tw)]
+        value = linear_divergence(x, w, tx, tw, kind=kind, beta=beta)
+        log_s, log_t = (truth[0] @ truth[1].T).log_softmax(-1), (truth[2] @ truth[3].T).log_softmax(-1).detach()
+        expected = divergence_of(log_s, log_t, kind, beta)
+        torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-4)
+        assert torch.autograd.grad(value.sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_a_student_close_to_its_teacher(kind: str, beta: float) -> None:
+    """Log-probabilities around -10 hold 1e-6 of rounding, and the divergence is 5e-5: it must not drown."""
+    tx, tw, _, _ = head(50, 32, 4000)
+    x, w = tx.detach().clone(), (tw * (1 + 0.004 * torch.randn_like(tw))).detach().requires_grad_()
+    truth = [t.detach().double().requires_grad_() for t in (x, w, tx, tw)]
+    value = linear_divergence(x, w, tx, tw, kind=kind, beta=beta)
+    expected = divergence_oracle(*truth, kind=kind, beta=beta)
+    assert (value >= 0).all()
+    assert kind == "tv" or expected.mean() < 6e-5
+    assert relative_error(value, expected) < 3e-3
+    same = linear_divergence(tx, tw, tx, tw, kind=kind, beta=beta)
+    assert (same.abs() < 1e-7).all()
+
+
+def test_a_teacher_of_another_dtype() -> None:
+    x, w, _, _ = head(9, 6, 31)
+    tx, tw, _, _ = head(9, 4, 31, dtype=torch.bfloat16, seed=1)
+    value = linear_divergence(x, w, tx, tw)
+    expected = divergence_oracle(x, w, tx.detach().float(), tw.detach().float())
+    torch.testing.assert_close(value, expected)
+    check_gradients(value, expected, [x, w], [x, w], 1e-5)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("K", [1, 4, 12])
+def test_a_teachers_top_k(tail: str, kind: str, beta: float, dtype: torch.dtype, K: int) -> None:
+    x, w, b, _ = head((3, 5), 9, 23, dtype=dtype)
+    tx, tw, _, _ = head((3, 5), 4, 23, dtype=dtype, seed=1)
+    logprobs, ids = F.log_softmax(tx.detach() @ tw.detach().T, -1).topk(K)
+    if K > 1:
+        logprobs[0, 1, -1] = -torch.inf  # a place that is not used, whatever stands there
+        ids[0, 1, -1] = ids[0, 1, 0]
+    temperature = 1.6
+    value = linear_divergence(
+        x, w, None, None, kind=kind, beta=beta, temperature=temperature, linear_bias=b,
+        teacher_topk=(ids, logprobs, tail), options=HeadOptions(workspace_mib=0.002),
+    )  # fmt: skip
+    true = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    expected = divergence_oracle(
+        *true[:2], linear_bias=true[2], kind=kind, beta=beta, temperature=temperature,
+        teacher_topk=(ids, logprobs.double(), tail),
+    )  # fmt: skip
+    tolerance = 1e-10
+    if dtype == torch.float32:  # in 1 - sum t digits cancel
+        tolerance = 2e-5 + (3e-7 / (1 - logprobs.exp().sum(-1)).min().item() if tail == "bucket" else 0)
+    assert relative_error(value, expected) <= tolerance
+    if expected.abs().max() > 1e-12:
+        check_gradients(value, expected, [x, w, b], true, tolerance)
+    else:  # one class that is all there is
+        assert all((g.abs() < 1e-6).all() for g in torch.autograd.grad(value.sum(), (x, w, b)))
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_top_k_of_everything_is_the_teacher_itself(tail: str, kind: str, beta: float, dtype: torch.dtype) -> None:
+    x, w, b, _ = head(15, 9, 23, dtype=dtype)
+    tx, tw, _, _ = head(15, 4, 23, dtype=dtype, seed=1)
+    logprobs, ids = F.log_softmax(tx.detach() @ tw.detach().T, -1).topk(23)
+    few = linear_divergence(
+        x, w, None, None, kind=kind, beta=beta, linear_bias=b, teacher_topk=TeacherTopK(ids, logprobs, tail)
+    )
+    whole = linear_divergence(x, w, tx, tw, kind=kind, beta=beta, linear_bias=b)
+    torch.testing.assert_close(few, whole)
+    check_gradients(few, whole, [x, w, b], [x, w, b], 1e-5)
+
+
+def test_ids_that_the_student_lacks() -> None:
+    x, w, _, _ = head(4, 5, 7, dtype=torch.float64)
+    ids = torch.tensor([[0, 9], [1, 2], [3, 7], [6, 5]])
+    logprobs = torch.full((4, 2), 0.4, dtype=torch.float64).log()
+    kl = linear_divergence(x, w, None, None, teacher_topk=(ids, logprobs))
+    assert (kl.isinf() == torch.tensor([True, False, True, False])).all()
+    tv = linear_divergence(x, w, None, None, kind="tv", teacher_topk=(ids, logprobs, "drop"))
+    s = (x @ w.T).softmax(-1)
+    torch.testing.assert_close(tv[0], (s[0, 0] - 0.4).abs() / 2 + 0.2)
+    assert torch.autograd.grad(tv.sum(), x)[0].isfinite().all()
+
+
+def test_the_default_of_a_plain_tuple_is_the_bucket() -> None:
+    x, w, _, _ = head(4, 5, 7)
+    ids, logprobs = torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.4).log()
+    results = [
+        linear_divergence(x, w, None, None, teacher_topk=t) for t in ((ids, logprobs), (ids, logprobs, "bucket"))
+    ]
+    assert torch.equal(*results)
+    assert torch.equal(linear_divergence(x, w, None, None, teacher_topk=TeacherTopK(ids, logprobs)), results[0])
+
+
+def test_no_gradient_goes_to_the_teacher() -> None:
+    x, w, _, _ = head(9, 5, 13)
+    tx, tw, tb, _ = head(9, 4, 13, seed=1)
+    linear_divergence(x, w, tx, tw, teacher_bias=tb).sum().backward()
+    assert x.grad is not None
+    assert tx.grad is tw.grad is tb.grad is None
+    assert not linear_divergence(x.detach(), w.detach(), tx, tw).requires_grad
+    own = linear_divergence(x, w, x * 2, w)  # self-distillation: the weight is on both sides
+    (dw,) = torch.autograd.grad(own.sum(), w)
+    torch.testing.assert_close(
+        dw, torch.autograd.grad(divergence_oracle(x, w, (x * 2).detach(), w.detach()).sum(), w)[0]
+    )
+
+
+def make(dtype: torch.dtype, leading: Any = (3, 5), D: int = 9, V: int = 23) -> tuple[list[Tensor], list[Tensor]]:
+    student, teacher = head(leading, D, V, dtype=dtype), head(leading, 4, V, dtype=dtype, seed=1)
+    return list(student[:3]), [t.detach() for t in teacher[:3]]
+
+
+def doubled(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def call(student: list[Tensor], teacher: list[Tensor], **kwargs: Any) -> Tensor:
+    (x, w, b), (tx, tw, tb) = student, teacher
+    return linear_divergence(x, w, tx, tw, linear_bias=b, teacher_bias=tb, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_low_precision_errs_no_more_than_a_recomputed_gradient(kind: str, beta: float, dtype: torch.dtype) -> None:
+    """Also fp16's, whose mean over many tokens would sink below its smallest numbers before a scaler has seen it."""
+    student, teacher = make(dtype, 200, 24, 97)
+    true = doubled(student)
+    log_s, log_t = (F.linear(*side).log_softmax(-1) for side in (true, doubled(teacher)))
+    scale, denominator = 2.0**16, 2.0**26 if dtype == torch.float16 else 200.0
+    want = torch.autograd.grad(divergence_of(log_s, log_t, kind, beta).sum() / denominator * scale, true)
+    errors = {}
+    for gradient in ("forward", "recompute"):
+        value = call(
+            student, teacher, kind=kind, beta=beta, reduction="mean", num_items=denominator,
+            options=HeadOptions(gradient=gradient, workspace_mib=0.1),
+        )  # fmt: skip
+        got = torch.autograd.grad(value * scale, student)
+        errors[gradient] = [relative_error(g, e) for g, e in zip(got, want, strict=True)]
+    for stored, recomputed in zip(errors["forward"], errors["recompute"], strict=True):
+        assert stored <= 1.5 * recomputed
+
+
+def test_a_value_for_each_token_with_a_frozen_head_and_gradients_in_forward() -> None:
+    """Asked for by name; a token to which nothing flows back, or that is masked, has a gradient of 0 whatever it is."""
+    (x, w, b), teacher = make(torch.float64, 6)
+    frozen = [x, w.detach(), b.detach()]
+    with torch.no_grad():
+        x[2], teacher[0][4] = torch.nan, torch.inf
+    mask = torch.tensor([True, True, True, True, True, False])
+    upstream = torch.tensor([1.0, -2.0, 0.0, 0.5, 0.0, 7.0], dtype=torch.float64)
+    got, want = (
+        torch.autograd.grad(
+            call(frozen, teacher, kind="jsd", mask=mask, options=HeadOptions(gradient=gradient)), x, upstream
+        )[0]
+        for gradient in ("forward", "recompute")
+    )
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, want)
+
+
+def test_the_plan_says_what_runs() -> None:
+    sizes: tuple[Any, ...] = (8192, 2048, 128256, 4096, torch.bfloat16, "cuda")
+    mean = plan_divergence(*sizes, reduction="mean")
+    each = plan_divergence(*sizes)
+    assert (mean.gradient, each.gradient, mean.backend) == ("forward", "recompute", "row")
+    both_and_gradient = mean.product_rows * 8 * 128256 + mean.chunk_rows * 2 * 128256
+    assert both_and_gradient < mean.scratch_bytes < 1.1 * both_and_gradient < 1.1 * 2**30
+    assert "logits exist of" in str(mean)
+    for mib in (64, 256, 1024):
+        assert plan_divergence(*sizes, HeadOptions(workspace_mib=mib)).scratch_bytes <= mib * 2**20
+    for N, chunks in ((0, 0), (1, 1), (383, 1), (1100, 2), (8193, 4), (9000, 4)):
+        few = plan_divergence(N, *sizes[1:], reduction="mean")
+        assert (few.chunks, few.product_rows) == (chunks, min(max(N, 1), 384))
+        assert sum(part.stop - part.start for part in few.slices()) == N
+    for mib in (1, 5.5):
+        small = plan_divergence(*sizes, HeadOptions(workspace_mib=mib))
+        assert f"in {small.scratch_bytes / 2**20:.2f} MiB" in small.note
+    float32 = plan_divergence(*sizes, HeadOptions(accumulate="float32"))
+    assert (mean.accumulator_bytes, float32.accumulator_bytes) == (0, 128256 * 2048 * 4)
+    frozen = plan_divergence(*sizes, HeadOptions(gradient="forward", accumulate="float32"), weight_frozen=True)
+    assert (frozen.gradient, frozen.accumulator_bytes) == ("forward", 0)
+    assert plan_divergence(100, 8, 50, None, torch.float32, "cpu", topk=5).backend == "torch"
+    for kwargs, text in (
+        ({"topk": 3}, "teacher_D: expected a size without topk, None with it, got 4"),
+        ({"teacher_V": -1}, "teacher_V: expected a size of 0 or more, got -1"),
+        ({"reduction": "avg"}, "reduction: expected"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            plan_divergence(10, 8, 50, 4, torch.float32, "cpu", **kwargs)
+
+
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float32, "none"), (torch.bfloat16, "mean")])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tv"])
+def test_the_workspace_is_kept_beside_a_larger_teacher(kind: str, dtype: torch.dtype, reduction: str) -> None:
+    (x, w, b), (tx, tw, _, _) = make(dtype, (7, 8), 48, 4099)[0], head((7, 8), 64, 5001, dtype=dtype, seed=1)
+    sizes = (56, 48, 4099, tx.shape[-1], dtype, "cpu", HeadOptions(workspace_mib=1))
+    plan = plan_divergence(*sizes, teacher_V=5001, reduction=reduction)
+    with track_allocations() as seen:
+        value = linear_divergence(
+            x, w, tx, tw, kind=kind, linear_bias=b, options=HeadOptions(workspace_mib=1), reduction=reduction,
+            softcap=5.0, teacher_softcap=4.0, temperature=1.3,
+        )  # fmt: skip
+        value.sum().backward()
+    beyond = seen.peak_bytes - sum(t.grad.nbytes for t in (x, w, b)) - plan.accumulator_bytes - plan.cast_bytes
+    assert max(beyond, plan.scratch_bytes) <= 2**20
