@@ -188,11 +188,11 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         *fields, ranks, wanted = args
         found = function.values(ranks, (*fields, *wanted, False))
         call, own = HeadCall(*fields[:_HEAD]), function.args(*fields[_HEAD:])
-        keep(ctx, StoredGradients(*found[first_known:]), wanted, call.trained, per_token=own.reduction == "none")
+        keep(ctx, StoredGradients(*found[first_known:]), wanted, call, per_token=own.reduction == "none")
         return found[0]
 
     def multiply(ctx: Any, upstream: Tensor) -> Any:
-        return multiplied(ctx, upstream, ctx.needs_input_grad[:3], function.public)
+        return multiplied(ctx, upstream, function.public)
 
     def save(ctx: Any, *args: Any) -> Any:
         *fields, ranks = args
