@@ -238,6 +238,12 @@ def is_last_backward() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def freed(public: str) -> UnsupportedError:
+    """Return the error of a backward that comes after the one that has freed what forward stored."""
+    expected, got = "one backward through this graph", "a second after its gradients were freed"
+    return UnsupportedError(message(f"lowtide.{public}", expected, got, "Pass retain_graph=True to the first one."))
+
+
 class _DifferentiatedOnce(torch.autograd.Function):
     """Stands behind gradients, so that a second derivative is an error and not a constant in silence."""
 

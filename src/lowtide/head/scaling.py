@@ -116,13 +116,7 @@ def with_trained_scale(
     With m the scale and g the logits' gradient, ``dX = m g W`` and ``db = m sum g``: the scale's own gradient, ``sum_nv
     g_nv (x_n w_v + b_v)``, is ``(sum X dX + sum b db) / m``, and no number of the logits is needed for it. Half
     precision would lose it where a GradScaler's factor takes dX out of fp16's range, or with the few numbers of a bias:
-    these are copied to float32.
-
-    Args:
-        input: Hidden states [..., D].
-        linear_bias: [V], or None.
-        of_input: The scale, a scalar that requires a gradient: which gets that of the hidden states' part.
-        of_bias: The same scale, which gets that of the bias's part.
+    these are copied to float32. ``of_input`` and ``of_bias`` are the scale, which get the gradient of each part.
     """
     if input.dtype == torch.float16:
         input = input.float()

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.errors import UnsupportedError
 from lowtide.head.call import Head, HeadCall, Wanted
 from lowtide.head.gradients import Gradients
-from lowtide.head.graph import is_last_backward
+from lowtide.head.graph import freed, is_last_backward
 from lowtide.head.scaling import lift_of, lift_of_rows, scaled
 
 
@@ -44,15 +43,14 @@ def stored_gradients(
     input_factor_N: Tensor | None,
     kept: tuple[Tensor, Tensor] | None,
 ) -> StoredGradients:
-    """Bring gradients into the dtypes of what they belong to, with the factors that they still lack.
+    """Bring summed gradients into the dtypes of what they belong to, with the factors that they still lack.
 
     Args:
         head: Whose they are.
-        into: The gradients, summed.
+        into: The gradients.
         denominator: What a mean is divided by, a scalar; None: nothing.
         input_factor_N: With a value for each token: each one's factor.
-        kept: Which tokens count, as in `StoredGradients`: the gradient of the others is 0 for any upstream gradient,
-            infinity and NaN too. None: all count.
+        kept: As in `StoredGradients`: other tokens' gradients are 0 whatever comes from upstream. None: all count.
     """
     input, weight, wide = head.input, head.weight_VD, head.wide
     input_factor, weight_factor = input_factor_N, None
@@ -137,10 +135,7 @@ def multiplied(ctx: Any, upstream: Tensor, function: str) -> tuple[list[Tensor |
         UnsupportedError: They were freed by an earlier backward.
     """
     if ctx.stored is None:
-        raise UnsupportedError(
-            f"lowtide.{function}: expected one backward through this graph, got a second after its gradients"
-            " were freed. Pass retain_graph=True to the first one."
-        )
+        raise freed(function)
     dx, dw, db, input_factor, weight_factor, kept_tokens, kept_any = ctx.stored
     ignores = kept_any.dim() == 0
     if ctx.no_tokens and not ignores:  # as a sum of no rows, 0 whatever comes from upstream
