@@ -86,7 +86,9 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Run it; as an operator where that is watched, else without that detour (0.15 ms)."""
-        return self.registered(*args) if watched(args) else self._run(*args)
+        if watched(args):
+            return self.registered(*args)
+        return self._run(*args) if torch.is_grad_enabled() else self._compute(*args)  # each call here takes the host
 
     def _run(self, *args: Any) -> Any:
         with torch.no_grad():
@@ -160,29 +162,54 @@ def saved_for_recompute(ctx: Any, function: str) -> tuple[Any, ...]:
     return tuple(ctx.saved_tensors)
 
 
-def in_places(
-    grads: Sequence[Tensor | None], places: Sequence[int], length: int, sources: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Return ``grads`` at their ``places`` among ``length`` arguments, with None elsewhere."""
-    placed: list[Tensor | None] = [None] * length
-    for i, grad in zip(places, differentiable_once(grads, sources), strict=True):
-        placed[i] = grad
-    return placed
+def node(
+    name: str, public: str, forward: Callable[..., Any], backward: Callable[..., Any], error: str = TWICE
+) -> type[torch.autograd.Function]:
+    """Return a node of autograd's graph whose gradients are differentiated no further.
+
+    Args:
+        name: Of the node.
+        public: Whose it is, for errors.
+        forward: ``(ctx, *args)``: returns the results, and keeps on ``ctx`` what backward needs.
+        backward: ``(ctx, *upstream)``: returns the gradients of the first of ``args``, and what they depend on beside
+            ``upstream``: see `differentiable_once`.
+        error: Of a second derivative.
+    """
+
+    def run_forward(ctx: Any, *args: Any) -> Any:
+        ctx.count = len(args)
+        ctx.set_materialize_grads(False)  # nor is there memory for zeros where nothing comes from upstream
+        return forward(ctx, *args)
+
+    def run_backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        nothing = (None,) * ctx.count
+        if all(g is None for g in upstream):  # a function further on has no gradient: as PyTorch's own, nor have we
+            return nothing
+        refuse_batched(public, *upstream)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            grads, sources = backward(ctx, *upstream)
+        grads = differentiable_once(grads, sources if sources is None else (*sources, *upstream), error)
+        return *grads, *nothing[len(grads) :]
+
+    both = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+    return type(name, (torch.autograd.Function,), both)
 
 
 def differentiable_once(
-    grads: Sequence[Tensor | None], sources: Sequence[Tensor | None], error: str = TWICE
+    grads: Sequence[Tensor | None], sources: Sequence[Tensor | None] | None, error: str = TWICE
 ) -> list[Tensor | None]:
     """Return gradients whose own derivative, where create_graph=True asks for one, is an `UnsupportedError`.
 
     Args:
         grads: The gradients.
         sources: What they depend on. Without these in the graph, a derivative by one of them alone would not pass here,
-            and would be 0 in silence.
+            and would be 0 in silence. None: not all of them are here, and create_graph=True is an error.
         error: What to say.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return list(grads)
+    if sources is None:
+        raise UnsupportedError(error)
     leaves = [g if g is None else g.detach().requires_grad_() for g in grads]
     return list(_DifferentiatedOnce.apply(error, len(leaves), *leaves, *sources))  # type: ignore[no-untyped-call]
 
@@ -209,6 +236,12 @@ def _is_batch(tensor: Tensor | None) -> bool:
 def is_last_backward() -> bool:
     """Return whether this backward is the last use of what forward stored."""
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def freed(public: str) -> UnsupportedError:
+    """Return the error of a backward that comes after the one that has freed what forward stored."""
+    expected, got = "one backward through this graph", "a second after its gradients were freed"
+    return UnsupportedError(message(f"lowtide.{public}", expected, got, "Pass retain_graph=True to the first one."))
 
 
 class _DifferentiatedOnce(torch.autograd.Function):

@@ -15,8 +15,7 @@ from lowtide.head.call import Head, HeadCall, Wanted
 from lowtide.head.gradients import Gradients
 from lowtide.head.graph import (
     Operator,
-    in_places,
-    refuse_batched,
+    node,
     save_for_recompute,
     saved_for_recompute,
     schema_of,
@@ -37,7 +36,7 @@ from lowtide.head.stored import (
 Values = dict[str, Tensor]
 Shape = tuple[tuple[int, ...], torch.dtype]
 _HEAD = len(HeadCall._fields)
-_TRAINED = tuple(map(HeadCall._fields.index, ("input", "linear_weight", "linear_bias")))
+assert HeadCall._fields[:3] == ("input", "linear_weight", "linear_bias")  # whose gradients `node` takes for the first
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 
 
@@ -111,9 +110,9 @@ class Function:
         if not (torch.is_grad_enabled() and any(wanted) and self.upstream):
             values = self.values(ranks, (*call, *args, False, False, False, False))[: len(self.returned)]
         elif recompute:
-            values = self.recomputed.apply(ranks, *call, *args)
+            values = self.recomputed.apply(*call, *args, ranks)
         else:
-            values = self.stored.apply(ranks, wanted, *call, *args)
+            values = self.stored.apply(*call, *args, ranks, wanted)
         return values if isinstance(values, tuple) else (values,)
 
     def values(self, ranks: Ranks | None, args: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -177,65 +176,49 @@ def _empty(call: HeadCall, shape: Shape) -> Tensor:
 
 
 def _nodes(function: Function) -> tuple[Any, Any]:
-    """Return the two nodes of a function; classes of its own, for a compiler sees constants in them."""
-    count = _HEAD + len(function.args._fields)
+    """Return the two nodes of a function: one stores the gradients in forward, one recomputes the logits in backward.
+
+    Both get the fields of both records, then the ranks; the first also which gradients are wanted.
+    """
     tensors = (*tensor_fields(HeadCall), *(_HEAD + i for i in tensor_fields(function.args)))
     returned, first_known = len(function.returned), len(function.names)
     known = tuple(map(function.names.index, function.known))
 
-    class Stored(torch.autograd.Function):
-        """Forward stores the gradients; backward multiplies them with the upstream one."""
+    def store(ctx: Any, *args: Any) -> Tensor:
+        *fields, ranks, wanted = args
+        found = function.values(ranks, (*fields, *wanted, False))
+        call, own = HeadCall(*fields[:_HEAD]), function.args(*fields[_HEAD:])
+        keep(ctx, StoredGradients(*found[first_known:]), wanted, call, per_token=own.reduction == "none")
+        return found[0]
 
-        @staticmethod
-        def forward(ctx: Any, ranks: Ranks | None, wanted: Wanted, *fields: Any) -> Tensor:
-            found = function.values(ranks, (*fields, *wanted, False))
-            call, args = HeadCall(*fields[:_HEAD]), function.args(*fields[_HEAD:])
-            stored = StoredGradients(*found[first_known:])
-            keep(ctx, stored, wanted, call.trained, per_token=args.reduction == "none")
+    def multiply(ctx: Any, upstream: Tensor) -> Any:
+        return multiplied(ctx, upstream, function.public)
+
+    def save(ctx: Any, *args: Any) -> Any:
+        *fields, ranks = args
+        found = function.values(ranks, (*fields, False, False, False, True))
+        # what is returned is copied: the caller may write to it
+        numbers = [found[i].clone() if i < returned else found[i] for i in known]
+        save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers)
+        ctx.ranks, ctx.scalars = ranks, [None if i in tensors else field for i, field in enumerate(fields)]
+        if returned == 1:
             return found[0]
+        ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
+        return found[:returned]
 
-        @staticmethod
-        def backward(ctx: Any, upstream: Tensor) -> Any:
-            refuse_batched(function.public, upstream)
-            needs = Wanted(*(ctx.needs_input_grad[2 + i] for i in _TRAINED))
-            grads, sources = multiplied(ctx, upstream, needs, function.public)
-            return None, None, *in_places(grads, _TRAINED, count, (*sources, upstream))
+    def recompute(ctx: Any, *upstream: Tensor | None) -> Any:
+        fields, saved = list(ctx.scalars), saved_for_recompute(ctx, function.public)
+        for i, tensor in zip(tensors, saved, strict=False):
+            fields[i] = tensor
+        wanted = ctx.needs_input_grad[:3]
+        args = (*fields, *wanted, *upstream[: len(function.upstream)], *saved[len(tensors) :])
+        if ctx.ranks is None:
+            dx, dw, db = function.run_backward(*args)
+        else:
+            dx, dw, db = function.compute_gradients(*args, ranks=ctx.ranks)
+        trained = fields[:3]
+        db = db if trained[2] is None else db.to(trained[2].dtype)
+        return [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)], trained
 
-    class Recomputed(torch.autograd.Function):
-        """Forward saves the inputs and a few numbers a token; backward recomputes the logits."""
-
-        @staticmethod
-        def forward(ctx: Any, ranks: Ranks | None, *fields: Any) -> Any:
-            found = function.values(ranks, (*fields, False, False, False, True))
-            # what is returned is copied: the caller may write to it
-            numbers = [found[i].clone() if i < returned else found[i] for i in known]
-            save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers)
-            ctx.ranks, ctx.scalars = ranks, [None if i in tensors else field for i, field in enumerate(fields)]
-            if returned == 1:
-                return found[0]
-            ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
-            if not torch.compiler.is_compiling():
-                ctx.set_materialize_grads(False)  # what nobody differentiates costs nothing
-            return found[:returned]
-
-        @staticmethod
-        def backward(ctx: Any, *upstream: Tensor | None) -> Any:
-            refuse_batched(function.public, *upstream)
-            fields, saved = list(ctx.scalars), saved_for_recompute(ctx, function.public)
-            for i, tensor in zip(tensors, saved, strict=False):
-                fields[i] = tensor
-            given = upstream[: len(function.upstream)]
-            if all(x is None for x in given):
-                return (None,) * (1 + count)
-            wanted = Wanted(*(ctx.needs_input_grad[1 + i] for i in _TRAINED))
-            args = (*fields, *wanted, *given, *saved[len(tensors) :])
-            if ctx.ranks is None:
-                dx, dw, db = function.run_backward(*args)
-            else:
-                dx, dw, db = function.compute_gradients(*args, ranks=ctx.ranks)
-            trained = [fields[i] for i in _TRAINED]
-            db = db if trained[2] is None else db.to(trained[2].dtype)
-            grads = [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)]
-            return None, *in_places(grads, _TRAINED, count, (*trained, *given))
-
-    return Stored, Recomputed
+    public = function.public
+    return node("Stored", public, store, multiply), node("Recomputed", public, save, recompute)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.graph import differentiable_once, refuse_batched
+from lowtide.head.graph import node
 
 FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
 CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype
@@ -116,21 +116,15 @@ def with_trained_scale(
     With m the scale and g the logits' gradient, ``dX = m g W`` and ``db = m sum g``: the scale's own gradient, ``sum_nv
     g_nv (x_n w_v + b_v)``, is ``(sum X dX + sum b db) / m``, and no number of the logits is needed for it. Half
     precision would lose it where a GradScaler's factor takes dX out of fp16's range, or with the few numbers of a bias:
-    these are copied to float32.
-
-    Args:
-        input: Hidden states [..., D].
-        linear_bias: [V], or None.
-        of_input: The scale, a scalar that requires a gradient: which gets that of the hidden states' part.
-        of_bias: The same scale, which gets that of the bias's part.
+    these are copied to float32. ``of_input`` and ``of_bias`` are the scale, which get the gradient of each part.
     """
     if input.dtype == torch.float16:
         input = input.float()
     if linear_bias is not None and linear_bias.dtype.itemsize < 4:
         linear_bias = linear_bias.float()
     return (
-        _CarriesScale.apply(input, of_input),  # type: ignore[no-untyped-call]
-        None if linear_bias is None else _CarriesScale.apply(linear_bias, of_bias),  # type: ignore[no-untyped-call]
+        _CARRIES_SCALE.apply(input, of_input),  # type: ignore[no-untyped-call]
+        None if linear_bias is None else _CARRIES_SCALE.apply(linear_bias, of_bias),  # type: ignore[no-untyped-call]
         _not_zero(of_input.detach()),
     )
 
@@ -141,22 +135,20 @@ def _not_zero(scale: Tensor) -> Tensor:
     return scale.where(scale != 0, 2.0**-64)  # torch.compile(dynamic=True) would make a variable of a global number
 
 
-class _CarriesScale(torch.autograd.Function):
-    """Passes on a tensor that is scaled later, and computes the scale's gradient from the tensor's."""
+def _pass_on(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+    """Pass on a tensor that is scaled later."""
+    ctx.save_for_backward(x, scale)
+    return x.view_as(x)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
-        x, scale = ctx.saved_tensors
-        refuse_batched("a trained logit_scale", upstream)
-        with torch.no_grad():
-            # what counts for nothing may be NaN, or a bias -inf, and times 0 that is not 0
-            product = (upstream.to(torch.promote_types(x.dtype, torch.float32)) * x).where(upstream != 0, 0).sum()
-            divisor = _not_zero(scale)
-            of_scale = (product.to(divisor.device) / divisor).to(scale.dtype)
-        grads = (upstream if ctx.needs_input_grad[0] else None, of_scale)
-        return tuple(differentiable_once(grads, (x, scale, upstream)))
+def _of_scale(ctx: Any, upstream: Tensor) -> Any:
+    """Return the scale's gradient from the tensor's."""
+    x, scale = ctx.saved_tensors
+    # what counts for nothing may be NaN, or a bias -inf, and times 0 that is not 0
+    product = (upstream.to(torch.promote_types(x.dtype, torch.float32)) * x).where(upstream != 0, 0).sum()
+    divisor = _not_zero(scale)
+    of_scale = (product.to(divisor.device) / divisor).to(scale.dtype)
+    return (upstream if ctx.needs_input_grad[0] else None, of_scale), (x, scale)
+
+
+_CARRIES_SCALE = node("CarriesScale", "a trained logit_scale", _pass_on, _of_scale)

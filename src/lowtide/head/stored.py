@@ -4,16 +4,14 @@ A scalar loss's upstream gradient is one factor of all of them; with a value for
 factor for each row of the input's.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.errors import UnsupportedError
 from lowtide.head.call import Head, HeadCall, Wanted
 from lowtide.head.gradients import Gradients
-from lowtide.head.graph import is_last_backward
+from lowtide.head.graph import freed, is_last_backward
 from lowtide.head.scaling import lift_of, lift_of_rows, scaled
 
 
@@ -45,15 +43,14 @@ def stored_gradients(
     input_factor_N: Tensor | None,
     kept: tuple[Tensor, Tensor] | None,
 ) -> StoredGradients:
-    """Bring gradients into the dtypes of what they belong to, with the factors that they still lack.
+    """Bring summed gradients into the dtypes of what they belong to, with the factors that they still lack.
 
     Args:
         head: Whose they are.
-        into: The gradients, summed.
+        into: The gradients.
         denominator: What a mean is divided by, a scalar; None: nothing.
         input_factor_N: With a value for each token: each one's factor.
-        kept: Which tokens count, as in `StoredGradients`: the gradient of the others is 0 for any upstream gradient,
-            infinity and NaN too. None: all count.
+        kept: As in `StoredGradients`: other tokens' gradients are 0 whatever comes from upstream. None: all count.
     """
     input, weight, wide = head.input, head.weight_VD, head.wide
     input_factor, weight_factor = input_factor_N, None
@@ -103,14 +100,7 @@ def fake_gradients(call: HeadCall, wanted: Wanted) -> tuple[Tensor, Tensor, Tens
 
 
 def fake_stored_gradients(call: HeadCall, wanted: Wanted, *, per_token: bool, ignores: bool) -> StoredGradients:
-    """Return what `stored_gradients` does, without numbers.
-
-    Args:
-        call: The head.
-        wanted: Which gradients are.
-        per_token: Whether there is a value for each token.
-        ignores: Whether tokens can be ignored.
-    """
+    """Return what `stored_gradients` does, without numbers; ``ignores``: whether tokens can be ignored."""
     x, tokens, none = call.input, (call.tokens,), (0,)
     one = () if lacks_denominator(x, call.linear_weight) else none
     of_input: tuple[int, ...] = tokens if per_token or x.dtype == torch.float16 else one
@@ -123,56 +113,29 @@ def fake_stored_gradients(call: HeadCall, wanted: Wanted, *, per_token: bool, ig
     )
 
 
-def keep(
-    ctx: Any,
-    stored: StoredGradients,
-    wanted: Sequence[bool],
-    trained: tuple[Tensor, Tensor, Tensor | None],
-    *,
-    per_token: bool,
-) -> None:
-    """Keep gradients on a graph's node until `multiplied` is called there.
+def keep(ctx: Any, stored: StoredGradients, wanted: Wanted, call: HeadCall, *, per_token: bool) -> None:
+    """Keep gradients on a node of autograd's graph until `multiplied` is called there.
 
     As attributes, not by save_for_backward: torch.utils.checkpoint would drop them there and compute everything a
     second time, and they are the smaller thing to keep.
-
-    Args:
-        ctx: The node's context.
-        stored: The gradients.
-        wanted: Which of them there are.
-        trained: Input, weight and bias.
-        per_token: Whether there is a value for each token.
     """
-    ctx.wanted, ctx.per_token = wanted, per_token
-    ctx.no_tokens = trained[0].shape[:-1].numel() == 0
-    ctx.factored = per_token or lacks_denominator(trained[0], trained[1])
-    ctx.bias_dtype = None if trained[2] is None else trained[2].dtype
-    ctx.stored = tuple(stored)
+    ctx.stored, ctx.wanted, ctx.per_token, ctx.no_tokens = tuple(stored), wanted, per_token, not call.tokens
+    ctx.factored = per_token or lacks_denominator(call.input, call.linear_weight)
+    ctx.bias_dtype = None if call.linear_bias is None else call.linear_bias.dtype
     # for graphs of the gradients: no second derivative may pass by. In memory until backward, as the gradients are
-    ctx.sources = () if torch.compiler.is_compiling() else trained
+    ctx.sources = () if torch.compiler.is_compiling() else call.trained
     # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
     ctx.shared = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
-def multiplied(
-    ctx: Any, upstream: Tensor, needs: Sequence[bool], function: str
-) -> tuple[list[Tensor | None], tuple[Tensor | None, ...]]:
-    """Return the gradients that are needed, times the upstream one, and what they depend on beside it.
-
-    Args:
-        ctx: A context that `keep` has seen.
-        upstream: The upstream gradient, a scalar or [N].
-        needs: Which gradients are.
-        function: Whose gradients they are, for the error.
+def multiplied(ctx: Any, upstream: Tensor, function: str) -> tuple[list[Tensor | None], tuple[Tensor | None, ...]]:
+    """Return the kept gradients times the upstream one, a scalar or [N], and what they depend on beside it.
 
     Raises:
         UnsupportedError: They were freed by an earlier backward.
     """
     if ctx.stored is None:
-        raise UnsupportedError(
-            f"lowtide.{function}: expected one backward through this graph, got a second after its gradients"
-            " were freed. Pass retain_graph=True to the first one."
-        )
+        raise freed(function)
     dx, dw, db, input_factor, weight_factor, kept_tokens, kept_any = ctx.stored
     ignores = kept_any.dim() == 0
     if ctx.no_tokens and not ignores:  # as a sum of no rows, 0 whatever comes from upstream
@@ -181,18 +144,18 @@ def multiplied(
     in_place, sources = last and not ctx.shared, ctx.sources
     if last:
         ctx.stored, ctx.sources = None, ()
+    needed = [wanted and need for wanted, need in zip(ctx.wanted, ctx.needs_input_grad, strict=False)]
     grads: list[Tensor | None] = [None, None, None]
-    with torch.no_grad():
-        if ctx.wanted[0] and needs[0]:
-            factor = upstream * input_factor if ctx.factored else upstream
-            grads[0] = grad = scaled(dx, factor, in_place, kept_tokens if ignores else None)
-            if ctx.per_token:  # nor does a NaN get out where nothing flows back
-                grad.masked_fill_((factor == 0).view(*dx.shape[:-1], 1), 0)
-        if ctx.wanted[1] and needs[1]:
-            factor = upstream * weight_factor if ctx.factored else upstream
-            grads[1] = scaled(dw, factor.where(kept_any, 0) if ignores else factor, in_place)
-        if ctx.wanted[2] and needs[2]:
-            grads[2] = (db * (upstream.where(kept_any, 0) if ignores else upstream)).to(ctx.bias_dtype)
+    if needed[0]:
+        factor = upstream * input_factor if ctx.factored else upstream
+        grads[0] = grad = scaled(dx, factor, in_place, kept_tokens if ignores else None)
+        if ctx.per_token:  # nor does a NaN get out where nothing flows back
+            grad.masked_fill_((factor == 0).view(*dx.shape[:-1], 1), 0)
+    if needed[1]:
+        factor = upstream * weight_factor if ctx.factored else upstream
+        grads[1] = scaled(dw, factor.where(kept_any, 0) if ignores else factor, in_place)
+    if needed[2]:
+        grads[2] = (db * (upstream.where(kept_any, 0) if ignores else upstream)).to(ctx.bias_dtype)
     return grads, sources
 
 

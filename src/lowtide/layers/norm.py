@@ -4,7 +4,6 @@ Legend: x [..., D] or, as rows, [N, D]; weight [D]. rstd [N] is the factor of ea
 """
 
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.arguments import check_number, refuse_transforms
 from lowtide.head.backends import why_not_row
-from lowtide.head.graph import Operator, differentiable_once, on_device, refuse_batched, schema_of, undisturbed
+from lowtide.head.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.layers.arguments import why_not_taken
 
 Rounding = Literal["before_weight", "after_weight"]
@@ -219,8 +218,9 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _normalized(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_outputs` makes room for. Whoever calls has seen to it that nothing becomes a graph."""
+def _normalized(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_outputs` makes room for."""
+    call = _Call(*args)
     out, sum_, rstd = _outputs(call)
     if call.x.numel() == 0:
         return out, sum_, rstd
@@ -256,7 +256,8 @@ def _normalized_by_pytorch(call: _Call, out: Tensor, sum_: Tensor) -> tuple[Tens
     return out, sum_, factor.view(-1)
 
 
-def _gradients(call: _BackwardCall) -> tuple[Tensor, Tensor]:
+def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _BackwardCall(*args)
     x = call.x
     dx, dw = _gradient_outputs(call)
     if x.numel() == 0:
@@ -298,57 +299,40 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     if call.residual is not None:
         trained = trained or call.residual.requires_grad
     if torch.is_grad_enabled() and trained:
-        out: Any = _RmsNorm.apply(*call)  # type: ignore[no-untyped-call]
+        out: Any = (_NODE if call.residual is None else _ADDED_NODE).apply(*call)  # type: ignore[no-untyped-call]
         return (out, out) if call.residual is None else out
     out, sum_, _ = _RMS_NORM(*call)
     return out, sum_
 
 
 _RMS_NORM = Operator(
-    "rms_norm", f"({schema_of(_Call)}) -> ({_FORWARD})", lambda *args: _normalized(_Call(*args)),
+    "rms_norm", f"({schema_of(_Call)}) -> ({_FORWARD})", _normalized,
     lambda *args: _outputs(_Call(*args)),
 )  # fmt: skip
 # The gradients of the rows and of the weight, empty where not wanted.
 _RMS_NORM_BACKWARD = Operator(
     "rms_norm_backward", f"({schema_of(_BackwardCall)}) -> (Tensor, Tensor)",
-    lambda *args: _gradients(_BackwardCall(*args)), lambda *args: _gradient_outputs(_BackwardCall(*args)),
+    _gradients, lambda *args: _gradient_outputs(_BackwardCall(*args)),
 )  # fmt: skip
 
 
-class _RmsNorm(torch.autograd.Function):
-    """Keeps the rows that were normalised (an input, or the sum), and a factor of each."""
+def _save(ctx: Any, *args: Any) -> Any:
+    """Normalise; save the rows that were normalised (an input, or the sum), and a factor of each."""
+    call = _Call(*args)
+    out, sum_, rstd = _RMS_NORM(*call)
+    ctx.offset, ctx.added = call.offset, call.residual is not None
+    ctx.save_for_backward(sum_ if ctx.added else call.x, call.weight, rstd)
+    return (out, sum_) if ctx.added else out
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        call = _Call(*args)
-        out, sum_, rstd = _RMS_NORM(*call)
-        ctx.offset, ctx.added = call.offset, call.residual is not None
-        ctx.save_for_backward(sum_ if ctx.added else call.x, call.weight, rstd)
-        ctx.set_materialize_grads(False)
-        return (out, sum_) if ctx.added else out
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
-        refuse_batched("add_rms_norm" if ctx.added else "rms_norm", *upstream)
-        g, g_sum = upstream if ctx.added else (upstream[0], None)
-        if g is None and g_sum is None:  # a function further on has no gradient for it: as PyTorch's own, nor have we
-            return (None,) * len(_Call._fields)
-        x, weight, rstd = ctx.saved_tensors
-        wants_x, wants_residual, wants_weight = ctx.needs_input_grad[:3]
-        call = _BackwardCall(
-            torch.zeros_like(x) if g is None else g,
-            g_sum,
-            x,
-            weight,
-            rstd,
-            ctx.offset,
-            wants_x or wants_residual,
-            wants_weight,
-        )
-        with torch.no_grad():
-            dx, dw = _RMS_NORM_BACKWARD(*call)
-        sources: Sequence[Tensor | None] = (x, weight, *upstream)
-        wanted = [dx if call.wants_x else None, dw if wants_weight else None]
-        into_rows, into_weight = differentiable_once(wanted, sources, _TWICE)
-        grads = (into_rows if wants_x else None, into_rows if wants_residual else None, into_weight)
-        return *grads, *(None,) * (len(_Call._fields) - len(grads))
+def _take_back(ctx: Any, g: Tensor | None, g_sum: Tensor | None = None) -> Any:
+    x, weight, rstd = ctx.saved_tensors
+    wants_x, wants_residual, wants_weight = ctx.needs_input_grad[:3]
+    g = torch.zeros_like(x) if g is None else g
+    dx, dw = _RMS_NORM_BACKWARD(g, g_sum, x, weight, rstd, ctx.offset, wants_x or wants_residual, wants_weight)
+    grads = (dx if wants_x else None, dx if wants_residual else None, dw if wants_weight else None)
+    return grads, (x, weight)
+
+
+_NODE = node("RmsNorm", "rms_norm", _save, _take_back, _TWICE)
+_ADDED_NODE = node("AddRmsNorm", "add_rms_norm", _save, _take_back, _TWICE)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.head.arguments import refuse_transforms
 from lowtide.head.backends import why_not_row
-from lowtide.head.graph import Operator, differentiable_once, on_device, refuse_batched, schema_of, undisturbed
+from lowtide.head.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.layers.arguments import why_not_taken
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"
@@ -70,7 +70,7 @@ def rotary(
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     call = _Call(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype) if promote else q.dtype, False)
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    turned: tuple[Tensor, Tensor] = _Rotary.apply(*call) if trained else _ROTARY(*call)  # type: ignore[no-untyped-call]
+    turned: tuple[Tensor, Tensor] = _NODE.apply(*call) if trained else _ROTARY(*call)  # type: ignore[no-untyped-call]
     return (turned[0].transpose(1, 2), turned[1].transpose(1, 2)) if unsqueeze_dim == 2 else turned
 
 
@@ -126,7 +126,8 @@ def _last_beside(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _turned(call: _Call) -> tuple[Tensor, Tensor]:
+def _turned(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _Call(*args)
     q_out, k_out = _like(call.q, call.dtype), _like(call.k, call.dtype)
     if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
         with undisturbed(call.q.device):
@@ -183,35 +184,27 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 # Turns queries and keys, or takes their gradients back.
-_ROTARY = Operator("rotary", f"({schema_of(_Call)}) -> (Tensor, Tensor)", lambda *args: _turned(_Call(*args)), _fake)
+_ROTARY = Operator("rotary", f"({schema_of(_Call)}) -> (Tensor, Tensor)", _turned, _fake)
 
 
-class _Rotary(torch.autograd.Function):
-    """Keeps the tables; the gradient is turned back by the same angles."""
+def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """Turn; save the tables."""
+    call = _Call(*args)
+    ctx.save_for_backward(call.cos, call.sin)
+    ctx.dtype, ctx.shapes = call.q.dtype, (call.q.shape, call.k.shape)
+    turned: tuple[Tensor, Tensor] = _ROTARY(*call)
+    return turned
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        call = _Call(*args)
-        ctx.save_for_backward(call.cos, call.sin)
-        ctx.dtype, ctx.shapes = call.q.dtype, (call.q.shape, call.k.shape)
-        ctx.set_materialize_grads(False)
-        turned: tuple[Tensor, Tensor] = _ROTARY(*call)
-        return turned
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
-        given = [g for g in upstream if g is not None]  # what nothing was computed of has no gradient
-        if not given:
-            return (None,) * len(_Call._fields)
-        refuse_batched("rotary", *given)
-        cos, sin = ctx.saved_tensors
-        g_q, g_k = (
-            given[0].new_zeros(shape) if g is None else g for g, shape in zip(upstream, ctx.shapes, strict=True)
-        )
-        with torch.no_grad():
-            turned = _ROTARY(*_Call(g_q, g_k, cos, sin, ctx.dtype, True))
-        wanted = [
-            grad if want and g is not None else None
-            for grad, want, g in zip(turned, ctx.needs_input_grad, upstream, strict=False)
-        ]
-        return *differentiable_once(wanted, given, _TWICE), None, None, None, None
+def _turn_back(ctx: Any, *upstream: Tensor | None) -> Any:
+    """Turn the gradients back by the same angles."""
+    cos, sin = ctx.saved_tensors
+    g_q, g_k = (
+        cos.new_zeros(shape, dtype=ctx.dtype) if g is None else g for g, shape in zip(upstream, ctx.shapes, strict=True)
+    )
+    turned = _ROTARY(g_q, g_k, cos, sin, ctx.dtype, True)
+    flags = zip(turned, ctx.needs_input_grad, upstream, strict=False)
+    return [grad if wanted and g is not None else None for grad, wanted, g in flags], ()
+
+
+_NODE = node("Rotary", "rotary", _save, _turn_back, _TWICE)

@@ -13,10 +13,9 @@ from torch import Tensor
 from lowtide.errors import UnsupportedError
 from lowtide.head.graph import (
     Operator,
-    differentiable_once,
     held_elsewhere,
     is_last_backward,
-    refuse_batched,
+    node,
     schema_of,
     tensor_fields,
     undisturbed,
@@ -138,7 +137,7 @@ def run(call: SwigluCall) -> Tensor:
         # First: torch.compile(dynamic=True) has variables for numbers, which belong to the node that looks at them
         # first.
         fields = [field.detach() if isinstance(field, Tensor) else field for field in call]
-    stand_in, gate, up = _SwigluMlp.apply(*call)  # type: ignore[no-untyped-call]
+    stand_in, gate, up = _NODE.apply(*call)  # type: ignore[no-untyped-call]
     output: Tensor = _Output.apply(stand_in, gate, up, *fields)  # type: ignore[no-untyped-call]
     return output
 
@@ -158,61 +157,54 @@ class _Output(torch.autograd.Function):
         return upstream, None, None, *[None] * ctx.count
 
 
-class _SwigluMlp(torch.autograd.Function):
-    """Level 0 saves gate and up, and the input where a weight's gradient will read it; level 1 the input alone.
+def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Save for backward: level 0 gate and up, and the input where a weight's gradient will read it; level 1 the input.
 
     Returns a tensor of the output's shape without memory of its own, gate and up.
     """
+    call = SwigluCall(*args)
+    wanted = _wanted(ctx)
+    keep = call.checkpoint_level == 0 and wanted.projections
+    if keep:
+        gate, up = _PROJECTIONS(*call)
+    else:
+        gate, up = call.input.new_empty(0), call.input.new_empty(0)
+    tensors = list(call.trained)
+    ctx.input_kept = wanted.reads_input if keep else wanted.projections
+    if not ctx.input_kept:
+        tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one number in memory
+    # Gate and up are recomputed from weights whose version does not show a write through .data.
+    recomputed = () if keep or not wanted.projections or torch.compiler.is_compiling() else call.read_again
+    ctx.samples = Samples(recomputed)
+    ctx.save_for_backward(*tensors, gate, up)
+    ctx.mark_non_differentiable(gate, up)
+    ctx.scalars = call[_OWN:_ADAPTERS], call[_END:]
+    # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
+    ctx.shared = held_elsewhere()
+    return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = SwigluCall(*args)
-        wanted = _wanted(ctx)
-        keep = call.checkpoint_level == 0 and wanted.projections
-        if keep:
-            gate, up = _PROJECTIONS(*call)
-        else:
-            gate, up = call.input.new_empty(0), call.input.new_empty(0)
-        tensors = list(call.trained)
-        ctx.input_kept = wanted.reads_input if keep else wanted.projections
-        if not ctx.input_kept:
-            tensors[0] = call.input.new_empty(()).expand(call.input.shape)  # its shape and dtype: one number in memory
-        # Gate and up are recomputed from weights whose version does not show a write through .data.
-        recomputed = () if keep or not wanted.projections or torch.compiler.is_compiling() else call.read_again
-        ctx.samples = Samples(recomputed)
-        ctx.save_for_backward(*tensors, gate, up)
-        ctx.mark_non_differentiable(gate, up)
-        ctx.set_materialize_grads(False)  # of gate and up there are none, and zeros would take as much memory
-        ctx.scalars = call[_OWN:_ADAPTERS], call[_END:]
-        # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
-        ctx.shared = held_elsewhere()
-        return call.input.new_empty((), dtype=call.dtype).expand(call.output_shape), gate, up
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        if upstream is None:  # a function further on has no gradient for it: as PyTorch's own, nor have we
-            return (None,) * len(SwigluCall._fields)
-        refuse_batched("swiglu_mlp", upstream)
-        *tensors, gate, up = ctx.saved_tensors
-        kept = [gate, up]
-        del gate, up
-        if torch.is_grad_enabled() and not (ctx.input_kept or torch.compiler.is_compiling()):
-            raise UnsupportedError(TWICE)  # the input is not there for a derivative by it to be refused later
-        if ctx.samples.changed():
-            raise UnsupportedError(_WRITTEN_TO)
-        of_mlp, of_adapters = ctx.scalars
-        call = SwigluCall(*tensors[:_OWN], *of_mlp, *tensors[_OWN:], *of_adapters)
-        wanted = _wanted(ctx)
-        if watched((*tensors, upstream, *kept)):
-            with torch.no_grad():
-                found = _SWIGLU_BACKWARD.registered(*call, *wanted, upstream, *kept)
-        else:
-            last = is_last_backward()
-            ctx.maybe_clear_saved_tensors()  # in the last backward: gate and up are not held until the node is done
-            found = _backward(call, wanted, upstream, kept, in_place=last and not ctx.shared)
-        grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
-        grads = differentiable_once(grads, (*tensors, upstream), TWICE)
-        return *grads[:_OWN], *[None] * len(of_mlp), *grads[_OWN:], *[None] * len(of_adapters)
+def _take_back(ctx: Any, upstream: Tensor, *_: Any) -> Any:
+    """Return every gradient from what was saved, and what they depend on: None without the input among it."""
+    *tensors, gate, up = ctx.saved_tensors
+    kept = [gate, up]
+    del gate, up
+    if ctx.samples.changed():
+        raise UnsupportedError(_WRITTEN_TO)
+    of_mlp, of_adapters = ctx.scalars
+    call = SwigluCall(*tensors[:_OWN], *of_mlp, *tensors[_OWN:], *of_adapters)
+    wanted = _wanted(ctx)
+    if watched((*tensors, upstream, *kept)):
+        found = _SWIGLU_BACKWARD.registered(*call, *wanted, upstream, *kept)
+    else:
+        last = is_last_backward()
+        ctx.maybe_clear_saved_tensors()  # in the last backward: gate and up are not held until the node is done
+        found = _backward(call, wanted, upstream, kept, in_place=last and not ctx.shared)
+    grads = [g if flag else None for g, flag in zip(found, wanted, strict=True)]
+    return [*grads[:_OWN], *[None] * len(of_mlp), *grads[_OWN:]], tensors if ctx.input_kept else None
+
+
+_NODE = node("SwigluMlp", "swiglu_mlp", _save, _take_back, TWICE)
 
 
 def _wanted(ctx: Any) -> Wanted:

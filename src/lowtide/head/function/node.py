@@ -13,9 +13,9 @@ from lowtide.head.function.checks import check_rows_are_independent
 from lowtide.head.function.chunk import FunctionTerms, Tensors
 from lowtide.head.function.function import UserFunction, own_saved_tensors
 from lowtide.head.graph import (
-    differentiable_once,
+    freed,
     is_last_backward,
-    refuse_batched,
+    node,
     save_for_recompute,
     saved_for_recompute,
     undisturbed,
@@ -27,17 +27,13 @@ TWICE = (
     "lowtide.linear_apply: expected to be differentiated once, got a second derivative. Its gradients are computed"
     f" without a graph of their own; for second derivatives build the logits: {NAIVE}."
 )
-FREED = (
-    "lowtide.linear_apply: expected one backward through this graph, got a second after its gradients were freed."
-    " Pass retain_graph=True to the first one."
-)
 
 
 def apply(function: UserFunction, tensors: Tensors) -> Any:
     """Return the function's results in their pytree, connected to whichever of the tensors need a gradient."""
     if function.graph and any(t is not None and t.requires_grad for t in tensors):
         form: list[Any] = []
-        found = iter(_Applied.apply(function, form, *tensors))  # type: ignore[no-untyped-call]
+        found = iter(_NODE.apply(*tensors, function, form))  # type: ignore[no-untyped-call]
         present, spec = form
         leaves = [next(found) if there else None for there in present]
     else:
@@ -49,59 +45,53 @@ def apply(function: UserFunction, tensors: Tensors) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-class _Applied(torch.autograd.Function):
-    """One scalar to differentiate: forward stores its gradients. Else backward runs the function once more.
+def _forward(ctx: Any, *args: Any) -> Any:
+    """One scalar to differentiate: store its gradients. Else backward runs the function once more.
 
     Stored gradients are attributes, not saved by save_for_backward: see `lowtide.head.stored.keep`.
     """
+    *tensors, function, form = args
+    with _alone(tensors):
+        terms = FunctionTerms(function, tensors, ctx.needs_input_grad[:-2])
+        check_rows_are_independent(terms)
+        stored = terms.forward(store=not function.per_token and function.gradient != "recompute")
+        ctx.stored = terms.gradients() if stored else None
+    if function.gradient == "forward" and not stored and function.plan.rows:
+        got = f"{sum(terms.differentiable)} that need a gradient"
+        raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
+    ctx.function, ctx.states, ctx.free = function, terms.states, False
+    # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
+    ctx.shared = torch._C._len_torch_dispatch_stack() > 0
+    if stored:
+        ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
+        ctx.sources = tensors  # as in `lowtide.head.stored.keep`
+    else:
+        save_for_recompute(ctx, *tensors)
+    leaves = terms.results()
+    flags = zip(leaves, terms.differentiable, strict=True)
+    ctx.mark_non_differentiable(*(leaf for leaf, needed in flags if leaf is not None and not needed))
+    ctx.leaves = [leaf is not None for leaf in leaves]
+    form += ctx.leaves, terms.spec
+    return tuple(leaf for leaf in leaves if leaf is not None)
 
-    @staticmethod
-    def forward(ctx: Any, function: UserFunction, form: list[Any], *tensors: Tensor | None) -> Any:
-        ctx.set_materialize_grads(False)
-        with _alone(tensors):
-            terms = FunctionTerms(function, tensors, ctx.needs_input_grad[2:])
-            check_rows_are_independent(terms)
-            stored = terms.forward(store=not function.per_token and function.gradient != "recompute")
-            ctx.stored = terms.gradients() if stored else None
-        if function.gradient == "forward" and not stored and function.plan.rows:
-            got = f"{sum(terms.differentiable)} that need a gradient"
-            raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
-        ctx.function, ctx.states, ctx.free = function, terms.states, False
-        # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
-        ctx.shared = torch._C._len_torch_dispatch_stack() > 0
-        if stored:
-            ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
-            ctx.sources = tensors  # as in `lowtide.head.stored.keep`
-        else:
-            save_for_recompute(ctx, *tensors)
-        leaves = terms.results()
-        flags = zip(leaves, terms.differentiable, strict=True)
-        ctx.mark_non_differentiable(*(leaf for leaf, needed in flags if leaf is not None and not needed))
-        ctx.leaves = [leaf is not None for leaf in leaves]
-        form += ctx.leaves, terms.spec
-        return tuple(leaf for leaf in leaves if leaf is not None)
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
-        refuse_batched("linear_apply", *upstream)
-        needed = list(ctx.needs_input_grad[2:])
-        if all(u is None for u in upstream):
-            return (None,) * len(ctx.needs_input_grad)
-        with torch.no_grad():
-            if ctx.stored is not None or ctx.free:
-                tensors = ctx.sources
-                grads = _scaled(ctx, next(u for u in upstream if u is not None), needed)
-            else:
-                tensors = saved_for_recompute(ctx, "linear_apply")
-                given = iter(upstream)
-                with _alone(tensors):
-                    terms = FunctionTerms(ctx.function, tensors, needed)
-                    terms.backward([next(given) if present else None for present in ctx.leaves], ctx.states)
-                    grads = [
-                        g.to(t.dtype).view(t.shape) if g is not None and t is not None else None
-                        for g, t in zip(terms.gradients(), tensors, strict=True)
-                    ]
-        return None, None, *differentiable_once(grads, (*tensors, *upstream), TWICE)
+def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
+    needed = list(ctx.needs_input_grad[:-2])
+    if ctx.stored is not None or ctx.free:
+        sources = ctx.sources
+        return _scaled(ctx, next(u for u in upstream if u is not None), needed), sources
+    tensors = saved_for_recompute(ctx, "linear_apply")
+    given = iter(upstream)
+    with _alone(tensors):
+        terms = FunctionTerms(ctx.function, tensors, needed)
+        terms.backward([next(given) if present else None for present in ctx.leaves], ctx.states)
+        return [
+            g.to(t.dtype).view(t.shape) if g is not None and t is not None else None
+            for g, t in zip(terms.gradients(), tensors, strict=True)
+        ], tensors
+
+
+_NODE = node("Applied", "linear_apply", _forward, _backward, TWICE)
 
 
 def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | None]:
@@ -110,7 +100,7 @@ def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | Non
     What is 0 stays 0 whatever comes from upstream: tokens that are masked, or that the function itself leaves out.
     """
     if ctx.stored is None:
-        raise UnsupportedError(FREED)
+        raise freed("linear_apply")
     stored, last = ctx.stored, is_last_backward()
     if last:
         ctx.stored, ctx.free, ctx.sources = None, True, ()
