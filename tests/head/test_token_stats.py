@@ -158,3 +158,11 @@ def test_what_the_exponential_path_takes(targets: int, topk: int, against: str |
         choose("statistics", HeadOptions(backend="exp"), exp=exp)
     assert against is None or re.search(against, reason)
     assert choose("statistics", HeadOptions(backend="torch"), exp=exp)[0] == "torch"
+
+
+def test_gradients_in_forward_where_they_can_be_right() -> None:
+    x, w, _, y = head((2, 3), 4, 7)
+    options = HeadOptions(gradient="forward")
+    assert linear_logprobs(x, w.detach(), y, options=options).requires_grad
+    with pytest.raises(LowtideError, match="gradient: expected"):
+        linear_token_stats(x, w.detach(), y, options=options)

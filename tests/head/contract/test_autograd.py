@@ -85,7 +85,7 @@ def test_every_subset_of_inputs_frozen(mode: Mode, dtype: torch.dtype) -> None:
 
 @every_mode
 @pytest.mark.parametrize("upstream", [1.0, -3.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 def test_a_retained_graph_gives_the_same_twice(mode: Mode, upstream: float, dtype: torch.dtype) -> None:
     kwargs = mode.arguments(dtype=dtype)
     leaves = [kwargs[n] for n in trained(kwargs)]
@@ -165,8 +165,13 @@ def test_strided_inputs(mode: Mode, dtype: torch.dtype) -> None:
     for ignored, (kind, (x, w)) in itertools.product(("none", "some"), strided(dtype).items()):
         kwargs = small(mode.arguments(tuple(x.shape[:-1]), 8, 29, dtype=dtype, ignored=ignored))
         results = []
-        for given in ((x, w), (x.contiguous(), w.contiguous())):
-            leaves = kwargs | {n: t.detach().requires_grad_() for n, t in zip(LEAVES, given, strict=False)}
+        turned = {
+            n: kwargs[n].mT.contiguous().mT
+            for n in kwargs
+            if "teacher" in n and isinstance(kwargs[n], Tensor) and kwargs[n].dim() > 1
+        }
+        for given, teacher in (((x, w), turned), ((x.contiguous(), w.contiguous()), {})):
+            leaves = kwargs | teacher | {n: t.detach().requires_grad_() for n, t in zip(LEAVES, given, strict=False)}
             found = mode.run(leaves)
             results.append((total(found), torch.autograd.grad(total(found), [leaves[n] for n in trained(leaves)])))
         assert relative_error(results[0][0], results[1][0]) <= (1e-13 if dtype == torch.float64 else 1e-6), kind
@@ -222,7 +227,8 @@ def test_inside_a_selective_checkpoint(mode: Mode, keep: CheckpointPolicy, early
 @pytest.mark.parametrize(("inputs", "weights"), [(True, True), (True, False), (False, True), (False, False)])
 def test_autocast(mode: Mode, dtype: torch.dtype, inputs: bool, weights: bool) -> None:
     """Operands are rounded to autocast's dtype; each gradient comes in the dtype of what it belongs to."""
-    kwargs = mode.arguments(200, 24, 97, dtype=torch.float32, ignored="some")
+    own = {"out": "light " + mode.choice.get("out", "token")} if mode.name == "linear_apply" else {}
+    kwargs = mode.arguments(200, 24, 97, dtype=torch.float32, ignored="some", **own)
     rounded = {
         n: kwargs[n].detach().to(dtype)
         for n in (*LEAVES[:2], "teacher_input", "teacher_weight")
@@ -246,7 +252,7 @@ def test_autocast(mode: Mode, dtype: torch.dtype, inputs: bool, weights: bool) -
     )
     for n, g, b, e in zip(LEAVES, got, base, want, strict=True):
         assert g.dtype == kwargs[n].dtype
-        assert relative_error(g, e) <= (1.05 if mode.name != "linear_apply" else 1.1) * relative_error(b, e), n
+        assert relative_error(g, e) <= 1.05 * relative_error(b, e), n
 
 
 @every_mode

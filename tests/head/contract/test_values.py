@@ -86,6 +86,7 @@ def test_the_reference_is_the_specification(name: str) -> None:
 def test_odd_shapes(mode: Mode, N: int, D: int, V: int) -> None:
     if N == 0 and mode.choice.get("reduction", "mean") == "mean" and not mode.per_token:
         pytest.skip("0 / 0")
+    V = 50257 if V == 5003 and mode.name == "linear_cross_entropy" else V
     choice = mode.choice | {"leading": (N,)} | ({"want": TokenStats._fields} if "want" in mode.choice else {})
     for workspace in (None, 1e-6, 0.01):
         check(mode.name, choice | {"workspace_mib": workspace}, torch.float64, N, D, V)
@@ -221,8 +222,10 @@ def test_nothing_counts(mode: Mode, dtype: torch.dtype, rows_of_no_use: str) -> 
     if "reduction" in mode.function.options and not mode.per_token:
         mean = {"reduction": "mean"}
         items = [{"reduction": "sum"}, mean, *(mean | {"num_items": count} for count in (7, "tensor", "zero"))]
-    for leading, changes, frozen in itertools.product(((3, 2), (0, 4)), items, (False, True)):
-        kwargs = mode.arguments(leading, 8, 17, dtype=dtype, **mode.choice | changes | {"ignored": "all"})
+    shifted = [(3, 1)] * ("shift" in mode.function.options)
+    for leading, changes, frozen in itertools.product(((3, 2), (0, 4), *shifted), items, (False, True)):
+        choice = mode.choice | changes | ({"shift": True} if leading == (3, 1) else {"ignored": "all"})
+        kwargs = mode.arguments(leading, 8, 17, dtype=dtype, **choice)
         kwargs |= {n: kwargs[n].detach() for n in LEAVES[1:] if frozen}
         found = of_counted(mode, kwargs)
         undefined = changes.get("reduction") == "mean" and changes.get("num_items") in (None, "zero")
