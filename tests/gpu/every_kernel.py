@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowtide
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_divergence, linear_token_stats, swiglu_mlp
-from lowtide.head.kernels.launch import Launcher
+from lowtide.kernel_launch import Launcher
 from lowtide.layers import rms_norm, rotary
 from lowtide.models.fingerprint import fingerprint
 from support import head

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.graph import undisturbed
 from lowtide.head import plan
-from lowtide.head.graph import undisturbed
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import matmul_into
 from lowtide.head.terms import cross_entropy as terms

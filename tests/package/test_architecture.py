@@ -9,15 +9,16 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import lowtide
 
 ROOT = Path(lowtide.__file__).parent
 ROOMS = [
-    "errors", "swap", "code", "samples", "measure", "head", "mlp", "layers", "nn", "losses", "memory", "distributed",
+    "errors", "swap", "code", "samples", "measure", "graph", "kernel_launch", "head", "mlp", "layers", "nn", "losses", "memory", "distributed",
     "trl", "models", "train", "bench", "profile", "cli", "__main__",
 ]  # fmt: skip
 
@@ -126,6 +127,11 @@ def circles(root: Path) -> set[tuple[str, ...]]:
     }
 
 
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions and under TYPE_CHECKING count: a circle between two files is one file in two."""
+    assert circles(ROOT) == set()
+
+
 WAYS_THERE = (
     "from lowtide.room.b import B",
     "import lowtide.room.b",
@@ -171,6 +177,60 @@ def test_a_submodule_that_a_package_gives_as_something_else_is_an_import_of_both
     graph = imports(tmp_path)
     assert graph["lowtide.z"] == {"lowtide.x", "lowtide.x.patch", "lowtide.y.patch"}
     assert graph["lowtide"] == {"lowtide.x", "lowtide.y"}
+
+
+def private_reads(root: Path) -> list[str]:
+    """Return where a file reads a private name of a class or a module of another file; `self` may, of its base."""
+    trees = {file: ast.parse(file.read_text()) for file in sorted(root.rglob("*.py"))}
+    members = {file: _private_members(tree) for file, tree in trees.items()}
+    ours = set().union(*members.values()) - _NOT_OURS
+    found = []
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+                names = {node.attr} & ours - members[file]
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("lowtide"):
+                names = {alias.name for alias in node.names if _is_private(alias.name)}
+            else:
+                continue
+            found += [f"{file.relative_to(root)}:{node.lineno} reads {name}" for name in names]
+    return found
+
+
+_NOT_OURS = {*dir(torch), *dir(torch.nn.Module()), *dir(torch.Tensor), *dir(NamedTuple("Any", []))}
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _private_members(tree: ast.Module) -> set[str]:
+    """Return the private names that a file gives to attributes of its classes and their instances."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.ClassDef):
+            names |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+            names |= {each.id for each in fields if isinstance(each, ast.Name)}
+    return {name for name in names if _is_private(name)}
+
+
+def test_no_file_reads_what_is_private_in_another() -> None:
+    assert private_reads(ROOT) == []
+
+
+def test_the_test_of_private_names_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A:\n    _x: int\n    def _f(self):\n        self._y = 1\n")
+    (tmp_path / "b.py").write_text("from lowtide.a import A, _g\nA()._x\nA()._f()\na.b._y\n")
+    (tmp_path / "c.py").write_text("class C(A):\n    def f(self):\n        return self._x\n")
+    assert sorted(private_reads(tmp_path)) == [
+        "b.py:1 reads _g",
+        "b.py:2 reads _x",
+        "b.py:3 reads _f",
+        "b.py:4 reads _y",
+    ]
 
 
 def test_lowtide_itself_imports_nothing_of_the_training_run() -> None:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.call import Head, HeadCall, Wanted
-from lowtide.head.gradients import Gradients
-from lowtide.head.graph import (
+from lowtide.graph import (
     Operator,
     node,
     save_for_recompute,
@@ -22,6 +20,8 @@ from lowtide.head.graph import (
     tensor_fields,
     undisturbed,
 )
+from lowtide.head.call import Head, HeadCall, Wanted
+from lowtide.head.gradients import Gradients
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.stored import (

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.graph import node
+from lowtide.graph import node
 
 FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
 CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype

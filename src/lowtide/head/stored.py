@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.graph import freed, is_last_backward
 from lowtide.head.call import Head, HeadCall, Wanted
 from lowtide.head.gradients import Gradients
-from lowtide.head.graph import freed, is_last_backward
 from lowtide.head.scaling import lift_of, lift_of_rows, scaled
 
 

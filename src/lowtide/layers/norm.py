@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
+from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.head.arguments import check_number, refuse_transforms
 from lowtide.head.backends import why_not_row
-from lowtide.head.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.layers.arguments import why_not_taken
 
 Rounding = Literal["before_weight", "after_weight"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
+from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.head.arguments import refuse_transforms
 from lowtide.head.backends import why_not_row
-from lowtide.head.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.layers.arguments import why_not_taken
 
 _WRITTEN_OUT = "x * cos + rotate_half(x) * sin"

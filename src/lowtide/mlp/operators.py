@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError
-from lowtide.head.graph import (
+from lowtide.graph import (
     Operator,
     held_elsewhere,
     is_last_backward,

@@ -9,10 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.head.function.checks import check_rows_are_independent
-from lowtide.head.function.chunk import FunctionTerms, Tensors
-from lowtide.head.function.function import UserFunction, own_saved_tensors
-from lowtide.head.graph import (
+from lowtide.graph import (
     freed,
     is_last_backward,
     node,
@@ -20,6 +17,9 @@ from lowtide.head.graph import (
     saved_for_recompute,
     undisturbed,
 )
+from lowtide.head.function.checks import check_rows_are_independent
+from lowtide.head.function.chunk import FunctionTerms, Tensors
+from lowtide.head.function.function import UserFunction, own_saved_tensors
 from lowtide.head.scaling import scaled, times
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"

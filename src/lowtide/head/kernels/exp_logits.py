@@ -25,7 +25,7 @@ from lowtide.head.kernels.gemm import (
     halves,
     matrix,
 )
-from lowtide.head.kernels.launch import Launcher
+from lowtide.kernel_launch import Launcher
 
 
 class ExpRows(NamedTuple):

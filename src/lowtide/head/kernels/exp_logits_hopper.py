@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import ExpRows
 from lowtide.head.kernels.gemm import descriptor, matrix
-from lowtide.head.kernels.launch import Launcher
+from lowtide.kernel_launch import Launcher
 
 try:
     from triton.experimental import gluon

@@ -42,7 +42,7 @@ from lowtide.head.kernels.exp_terms import (
     sum_of_tiles,
     zero_row,
 )
-from lowtide.head.kernels.launch import Launcher
+from lowtide.kernel_launch import Launcher
 
 
 @Launcher

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.launch import Launcher
+from lowtide.kernel_launch import Launcher
 
 ROWS, COLUMNS = 16, 256  # of a tile
 ROWS_PER_PROGRAM = 128

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.elementary import tanh
-from lowtide.head.kernels.launch import Launcher
 from lowtide.head.kernels.pair_terms import above_mixture, gradient_terms, kl_terms, signs, times
 from lowtide.head.kernels.row_softmax import FP16_TOP, PAD, power_of_two_above, scaled_columns, tanh_slope
+from lowtide.kernel_launch import Launcher
 
 # columns of each side that a program holds at a time, and a warp of it: the fastest on one H100 for rows of 128256
 LONGEST_BLOCK = {"forward_kl": 2048, "reverse_kl": 1024, "jsd": 2048, "tv": 2048}

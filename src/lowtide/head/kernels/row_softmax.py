@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.head.kernels.elementary import log1p, tanh
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform
-from lowtide.head.kernels.launch import Launcher, power_of_2
+from lowtide.kernel_launch import Launcher, power_of_2
 
 Gradient = Literal["wide", "bfloat16", "float16"]
 

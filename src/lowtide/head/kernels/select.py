@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.launch import Launcher
+from lowtide.kernel_launch import Launcher
 
 BLOCK = 1024
 

@@ -20,9 +20,9 @@ from lowtide.head.kernels.elementary import expm1
 from lowtide.head.kernels.exp_rows import block_of
 from lowtide.head.kernels.exp_terms import scaled_row
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform, matrix
-from lowtide.head.kernels.launch import Launcher, power_of_2
 from lowtide.head.kernels.stats_logits import FLOOR
 from lowtide.head.kernels.stats_rows import RowStats
+from lowtide.kernel_launch import Launcher, power_of_2
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from lowtide.head.kernels.gemm import (
     halves,
     matrix,
 )
-from lowtide.head.kernels.launch import Launcher
+from lowtide.kernel_launch import Launcher
 
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN

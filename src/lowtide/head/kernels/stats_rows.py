@@ -26,8 +26,8 @@ from lowtide.head.kernels.elementary import log1p, tanh
 from lowtide.head.kernels.exp_rows import block_of
 from lowtide.head.kernels.exp_terms import dot
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform, matrix
-from lowtide.head.kernels.launch import Launcher, power_of_2
 from lowtide.head.kernels.stats_logits import FLOOR
+from lowtide.kernel_launch import Launcher, power_of_2
 
 
 class RowStats(NamedTuple):

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform, finish_logits, gathered_logits, matrix
-from lowtide.head.kernels.launch import Launcher
+from lowtide.kernel_launch import Launcher
 
 ROWS = tl.constexpr(128)  # pairs of one tile at a time
 SHARES = tl.constexpr(8)  # programs among which the pairs of one tile are divided

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError
+from lowtide.graph import is_last_backward
 from lowtide.head import exponentials
 from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, run
 from lowtide.head.gradients import Gradients, gradient_buffers
-from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import plan_cross_entropy

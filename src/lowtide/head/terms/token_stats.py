@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lowtide.graph import is_last_backward
 from lowtide.head import exponentials
 from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.engine import run
 from lowtide.head.gradients import Gradients, gradient_buffers
-from lowtide.head.graph import is_last_backward
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import plan_token_stats

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.launch import Launcher, blocks_of, power_of_2
+from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
 
 LONGEST = 32768  # columns: a row lies in the registers of one program
 TILE = 2048  # values of a tile: short rows are taken several at a time

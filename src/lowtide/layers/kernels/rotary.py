@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.launch import Launcher, power_of_2
+from lowtide.kernel_launch import Launcher, power_of_2
 
 TILE = 1024  # values of half a tile
 

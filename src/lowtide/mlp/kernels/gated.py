@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float64
 
-from lowtide.head.kernels.launch import Launcher, blocks_of
+from lowtide.kernel_launch import Launcher, blocks_of
 
 BLOCK = 4096
 WARPS = 8

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.launch import Launcher, blocks_of
+from lowtide.kernel_launch import Launcher, blocks_of
 
 BLOCK = 1024
 EACH = 32  # blocks of a program

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowtide.head.kernels.launch import MOST_VARIANTS, Launcher
+from lowtide.kernel_launch import MOST_VARIANTS, Launcher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 64
