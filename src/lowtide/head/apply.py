@@ -8,16 +8,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
+from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.arguments import (
-    check_dense,
-    check_device,
-    check_options,
-    check_per_token,
-    check_tensor,
-    refuse_transforms,
-)
-from lowtide.head.call import Head, HeadCall, checked_call
+from lowtide.head.call import Head, HeadCall, check_mask, checked_call
 from lowtide.head.function import node
 from lowtide.head.function.function import TENSOR, UserFunction, compiled, current_autocast
 from lowtide.head.head_plan import HeadPlan
@@ -26,8 +19,6 @@ from lowtide.head.plan import plan_head
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
-
-OUT = ("token", "sum")
 
 
 @_disable_dynamo  # torch.compiler.disable, without importing it: plan and loop are the host's, and in no graph
@@ -121,11 +112,10 @@ def linear_apply(
             check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
     refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=node.NAIVE)
-    options = check_options(options)
-    call, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+    call, ranks, options = checked_call(
+        "linear_apply", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    )
     leading = input.shape[:-1]
-    if ranks.vocab == 0:
-        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     _check_arguments(fn, input, token_args, mask, out, compile)
     if options.gradient == "forward" and out == "token":
         hint = "Each token's upstream gradient is known in backward only."
@@ -180,10 +170,8 @@ def _check_arguments(
 ) -> None:
     if not callable(fn):
         raise ArgumentTypeError(message("fn", "a function of logits [C, V]", type(fn).__name__))
-    if out not in OUT:
-        raise ArgumentValueError(message("out", "'token' or 'sum'", f"{out!r}"))
-    if not isinstance(compile, bool):
-        raise ArgumentTypeError(message("compile", "True or False", f"{compile!r}"))
+    check_name("out", out, ("token", "sum"))
+    check_flag("compile", compile)
     leading = input.shape[:-1]
     for i, value in enumerate(token_args):
         name = f"token_args[{i}]"
@@ -194,7 +182,4 @@ def _check_arguments(
             expected = f"first axes {list(leading)}, as input is {list(input.shape)}"
             raise ArgumentValueError(message(name, expected, str(list(value.shape)), "Whole tensors go into params."))
         check_device(name, value, input)
-    if mask is not None:
-        if check_tensor("mask", mask).dtype != torch.bool:
-            raise ArgumentTypeError(message("mask", "a bool tensor, True where fn runs", str(mask.dtype)))
-        check_per_token("mask", mask, input)
+    check_mask(mask, input, "a bool tensor, True where fn runs")

@@ -6,23 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_device, check_name, check_number, check_tensor, scalar_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import (
-    check_device,
-    check_head,
-    check_number,
-    check_options,
-    check_per_token,
-    check_reduction,
-    check_tensor,
-    detached,
-    num_items_tensor,
-    refuse_transforms,
-    scalar_tensor,
-    softcap_number,
-)
 from lowtide.head.backends import choose, why_not_row_pair
-from lowtide.head.call import DivergenceArgs, checked_call
+from lowtide.head.call import (
+    DivergenceArgs,
+    axes_and,
+    check_head,
+    check_mask,
+    check_reduction,
+    check_softcap,
+    checked_call,
+)
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.alone import Alone
@@ -146,21 +141,15 @@ def linear_divergence(
         ... )
         >>> (2.0**2 * kl).backward()
     """
-    refuse_transforms("linear_divergence", input, linear_weight, linear_bias)
-    options = check_options(options)
-    head, ranks = checked_call(input, linear_weight, linear_bias, 1, softcap, options, vocab_shard)
-    if ranks.vocab == 0:
-        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
-    if kind not in KINDS:
-        raise ArgumentValueError(message("kind", "'forward_kl', 'reverse_kl', 'jsd' or 'tv'", f"{kind!r}"))
-    check_reduction(reduction)
+    head, ranks, options = checked_call(
+        "linear_divergence", input, linear_weight, linear_bias, 1, softcap, options, vocab_shard
+    )
+    check_name("kind", kind, KINDS)
+    denominator = check_reduction(reduction, num_items)
     beta = check_number("beta", beta, 0, 1)
     if kind == "jsd" and beta in (0, 1):
         kind = "forward_kl" if beta == 0 else "reverse_kl"
-    if mask is not None:
-        check_per_token("mask", mask, input)
-        if mask.dtype != torch.bool:
-            raise ArgumentTypeError(message("mask", "dtype torch.bool, True where computed", str(mask.dtype)))
+    check_mask(mask, input, "dtype torch.bool, True where computed")
     ids = logprobs = None
     tail, teacher_dtype = "", head.dtype
     if teacher_topk is None:
@@ -181,15 +170,15 @@ def linear_divergence(
         head = head._replace(input=whole)
     mask = ranks.whole(mask)
     args = DivergenceArgs(
-        teacher_input=detached(ranks.whole(teacher_input)),
-        teacher_weight=detached(ranks.local(teacher_weight)),
-        teacher_bias=detached(ranks.local(teacher_bias)),
+        teacher_input=None if teacher_input is None else ranks.whole(teacher_input.detach()),
+        teacher_weight=None if teacher_weight is None else ranks.local(teacher_weight.detach()),
+        teacher_bias=None if teacher_bias is None else ranks.local(teacher_bias.detach()),
         topk_ids=ranks.whole(ids),
         topk_logprobs=ranks.whole(logprobs),
         mask=None if mask is None else mask.reshape(-1),
         temperature=_check_temperature(temperature),
-        num_items=num_items_tensor(num_items, reduction),
-        teacher_softcap=softcap_number("teacher_softcap", teacher_softcap),
+        num_items=denominator,
+        teacher_softcap=check_softcap("teacher_softcap", teacher_softcap),
         teacher_dtype=teacher_dtype,
         kind=kind,
         beta=beta,
@@ -223,8 +212,7 @@ def _check_teacher(
     elif weight.shape[0] == 0:
         raise ArgumentValueError(message("teacher_weight", "at least one class", str(list(weight.shape))))
     if hidden.shape[:-1] != input.shape[:-1]:
-        leading = "".join(f"{size}, " for size in input.shape[:-1])
-        expected = f"shape [{leading}{hidden.shape[-1]}], as input is {list(input.shape)}"
+        expected = f"shape {axes_and(input, hidden.shape[-1])}, as input is {list(input.shape)}"
         raise ArgumentValueError(message("teacher_input", expected, str(list(hidden.shape))))
     check_device("teacher_input", hidden, input)
     if (teacher_dtype == torch.float64) != (dtype == torch.float64):
@@ -242,15 +230,13 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
     ids, logprobs, tail = TeacherTopK(*teacher_topk)
     check_tensor("teacher_topk.ids", ids)
     check_tensor("teacher_topk.logprobs", logprobs)
-    if tail not in TAILS:
-        raise ArgumentValueError(message("teacher_topk.tail", "'bucket', 'renormalise' or 'drop'", f"{tail!r}"))
+    check_name("teacher_topk.tail", tail, TAILS)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ArgumentTypeError(message("teacher_topk.ids", "an integer dtype", str(ids.dtype)))
     if not logprobs.is_floating_point():
         raise ArgumentTypeError(message("teacher_topk.logprobs", "a floating-point dtype", str(logprobs.dtype)))
     if ids.dim() != input.dim() or ids.shape[:-1] != input.shape[:-1] or ids.shape[-1] == 0:
-        leading = "".join(f"{size}, " for size in input.shape[:-1])
-        expected = f"shape [{leading}K] with K above 0, as input is {list(input.shape)}"
+        expected = f"shape {axes_and(input, 'K')} with K above 0, as input is {list(input.shape)}"
         raise ArgumentValueError(message("teacher_topk.ids", expected, str(list(ids.shape))))
     if logprobs.shape != ids.shape:
         expected = f"shape {list(ids.shape)}, as the ids have"

@@ -13,7 +13,7 @@ from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients, put_input_grad
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul, finish_logits_, narrow_view
-from lowtide.head.rows import Rows
+from lowtide.head.rows import Rows, take_rows
 
 Numbers = dict[str, Tensor]
 Upstream = Callable[[Numbers, slice], Any]
@@ -119,7 +119,11 @@ class Chunks:
         head, kept = self.head, self.rows.kept
         if part.start == part.stop:
             return head.input.new_empty(0, head.input.shape[-1], dtype=head.dtype)
-        x_CD = head.ranks.begin_rows(head.input, self.rows.index, part, head.dtype).get()
+        index, ranks = self.rows.index, head.ranks
+        if ranks.alone:
+            x_CD = take_rows(head.input, index, part, head.dtype)
+        else:
+            x_CD = ranks.begin_rows(head.input, index, part, head.dtype).get()
         return x_CD if kept is None else x_CD.where(kept[part, None], 0)  # a NaN would reach the weight's gradient
 
     def logits(self, x_CD: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from lowtide.arguments import check_name
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.arguments import check_options, check_reduction
 from lowtide.head.backends import (
     NOT_OF_SHARDS,
     NOT_ON_EVERY_RANK,
@@ -18,10 +18,10 @@ from lowtide.head.backends import (
     why_not_row,
     why_not_row_pair,
 )
-from lowtide.head.call import CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
+from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.head_plan import HeadPlan, When, Work
 from lowtide.head.kernels.configs import topk_row_bytes
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.planner import STATS_BYTES_PER_TARGET, STATS_BYTES_PER_TOKEN, plan_of, plan_of_teacher
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import input_is_copied, rows_are_aligned
@@ -82,7 +82,7 @@ def plan_head(
         (103, 160)
     """
     _check_sizes(N=N, D=D, V=V)
-    check_reduction(reduction)
+    check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), torch.device(device)
     if function:
         choice = choose("linear_apply", options, " for linear_apply")
@@ -160,7 +160,7 @@ def plan_divergence(
     _check_sizes(N=N, D=D, V=V, **{name: size for name, size in given.items() if size is not None})
     if (teacher_D is None) == (topk is None):
         raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
-    check_reduction(reduction)
+    check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), torch.device(device)
     of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
     work = Work(

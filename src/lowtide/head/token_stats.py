@@ -7,15 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.arguments import (
-    check_index,
-    check_options,
-    check_target,
-    refuse_transforms,
-)
 from lowtide.head.backends import choose, why_not_exp, why_not_exp_stats, why_not_row
-from lowtide.head.call import CrossEntropyArgs, HeadCall, TokenStatsArgs, checked_call
+from lowtide.head.call import CrossEntropyArgs, HeadCall, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.alone import Alone
@@ -108,9 +103,9 @@ def linear_logprobs(
         >>> linear_logprobs(hidden, head.weight, labels, logit_scale=1 / 0.7).shape
         torch.Size([2, 5])
     """
-    refuse_transforms("linear_logprobs", input, linear_weight, linear_bias, logit_scale)
-    options = check_options(options)
-    head, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+    head, ranks, options = checked_call(
+        "linear_logprobs", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    )
     check_target(input, target, linear_weight, several=True)
     names = frozenset({"logprob"})
     logprob = _token_stats(head, ranks, options, input.shape[:-1], target, names, 0, ignore_index).logprob
@@ -181,14 +176,15 @@ def linear_token_stats(
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
         >>> accuracy = stats.is_top1.float().mean()
     """
-    refuse_transforms("linear_token_stats", input, linear_weight, linear_bias, logit_scale)
-    options, names = check_options(options), _check_want(want)
+    names = _check_want(want)
     if topk is not None:
         names |= {"topk"}
     elif "topk" in names:
         raise ArgumentValueError(message("topk", "an int, as want names 'topk'", "None", "Say how many: topk=5."))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not names.isdisjoint(DIFFERENTIABLE)):
-        head, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+        head, ranks, options = checked_call(
+            "linear_token_stats", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+        )
         highest = 0 if topk is None else check_index("topk", topk)
         if topk is not None and not 1 <= highest <= ranks.vocab:
             raise ArgumentValueError(message("topk", f"an int from 1 to {ranks.vocab}, the vocabulary", str(topk)))
@@ -213,8 +209,6 @@ def _token_stats(
 ) -> TokenStats:
     """Return fields ``names`` for tokens [*leading]."""
     V, D = head.linear_weight.shape
-    if ranks.vocab == 0:
-        raise ArgumentValueError(message("linear_weight", "at least one class", f"[0, {D}]"))
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
     by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading)
     if options.gradient == "forward" and not (by_loss and head.frozen):

@@ -6,8 +6,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_number, check_tensor, scalar_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import check_number, check_tensor, scalar_tensor
 
 LARGEST_EXPONENT = 80.0  # exp(80) = 5.5e34: finite in float32 even after a sum over a batch or a product with rewards
 

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.arguments import is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import is_dtensor
-from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard, shard_of_dtensor
 
@@ -19,8 +18,8 @@ def ranks_of(
     shard: object,
     *,
     scale: Tensor | None = None,
-) -> Ranks | Alone:
-    """Return how the ranks share the head.
+) -> Ranks:
+    """Return how the ranks share a head that is given in shards.
 
     Args:
         input: Hidden states, perhaps a DTensor.
@@ -33,8 +32,6 @@ def ranks_of(
         ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.
         ArgumentValueError: A mesh or placements that are not those of tensor parallelism, or other sizes.
     """
-    if shard is None and not (is_dtensor(input) or is_dtensor(linear_weight)):
-        return Alone(linear_weight.shape[0])
     recorded = torch.is_grad_enabled()
     scale_trained = recorded and scale is not None and scale.requires_grad
     trained = scale_trained or (recorded and input.requires_grad)
