@@ -10,15 +10,17 @@ from torch.utils import _pytree as pytree
 
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.call import Head, HeadCall, check_mask, checked_call
+from lowtide.head.call import HeadCall, check_mask, checked_call
 from lowtide.head.function import node
-from lowtide.head.function.function import TENSOR, UserFunction, compiled, current_autocast
+from lowtide.head.function.function import UserFunction, compiled, current_autocast
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
+
+_TENSOR = object()  # stands where a tensor goes
 
 
 @_disable_dynamo  # torch.compiler.disable, without importing it: plan and loop are the host's, and in no graph
@@ -105,8 +107,8 @@ def linear_apply(
     if not isinstance(params, tuple | list):
         got = type(params).__name__
         raise ArgumentTypeError(message("params", "a tuple of what fn gets last", got, "Write params=(x,)."))
-    param_leaves, params_spec = pytree.tree_flatten(list(params))
-    tensors = [leaf for leaf in param_leaves if isinstance(leaf, Tensor)]
+    leaves, spec = pytree.tree_flatten(list(params))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor in tensors:
         if tensor.requires_grad:  # the others are handed to fn as they are, whatever they are
             check_dense("params", tensor)
@@ -122,7 +124,12 @@ def linear_apply(
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
     index = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
-    plan = _plan(leading.numel() if index is None else index.numel(), call, options, ranks)
+    kept = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def with_params(given: Sequence[Tensor]) -> list[Any]:
+        left = iter(given)
+        return pytree.tree_unflatten([next(left) if leaf is _TENSOR else leaf for leaf in kept], spec)  # type: ignore[no-any-return]
+
     function = UserFunction(
         plain=fn,
         run=compiled(fn) if compile else fn,
@@ -130,27 +137,15 @@ def linear_apply(
         graph=torch.is_grad_enabled(),
         autocast=current_autocast(call.input.device),
         token_args=len(token_args),
-        params_spec=params_spec,
-        params_rest=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in param_leaves),
+        with_params=with_params,
         leading=leading,
-        plan=plan,
+        plan=_plan(leading.numel() if index is None else index.numel(), call, options, ranks),
         gradient=options.gradient,
-        head=_head_of(call, ranks if isinstance(ranks, Ranks) else None),
+        settings=call[len(call.trained) :],
+        ranks=ranks if isinstance(ranks, Ranks) else None,
     )
-    given = (*call.trained, index, *token_args, *tensors)
-    found = node.apply(function, given)
+    found = node.apply(function, (*call.trained, index, *token_args, *tensors))
     return found if ranks.alone else pytree.tree_map_only(Tensor, ranks.result, found)
-
-
-def _head_of(call: HeadCall, ranks: Ranks | None) -> Callable[[Tensor, Tensor, Tensor | None], Head]:
-    """Return what makes a head of tensors like those of a call, which it does not hold on to."""
-    settings: Any = call._asdict().items()
-    rest = {name: value for name, value in settings if name not in ("input", "linear_weight", "linear_bias")}
-
-    def head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Head:
-        return HeadCall(input=input, linear_weight=linear_weight, linear_bias=linear_bias, **rest).head(ranks)
-
-    return head
 
 
 def _plan(n: int, call: HeadCall, options: HeadOptions, ranks: Ranks | Alone) -> HeadPlan:

@@ -1,7 +1,5 @@
 """`linear_apply` in autograd's graph: gradients stored by forward and scaled in backward, or computed there."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,17 +7,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import UnsupportedError, message
-from lowtide.graph import (
-    freed,
-    is_last_backward,
-    node,
-    save_for_recompute,
-    saved_for_recompute,
-    undisturbed,
-)
+from lowtide.graph import freed, is_last_backward, node, save_for_recompute, saved_for_recompute
 from lowtide.head.function.checks import check_rows_are_independent
 from lowtide.head.function.chunk import FunctionTerms, Tensors
-from lowtide.head.function.function import UserFunction, own_saved_tensors
+from lowtide.head.function.function import UserFunction, isolated
 from lowtide.head.scaling import scaled, times
 
 NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
@@ -32,17 +23,20 @@ TWICE = (
 def apply(function: UserFunction, tensors: Tensors) -> Any:
     """Return the function's results in their pytree, connected to whichever of the tensors need a gradient."""
     if function.graph and any(t is not None and t.requires_grad for t in tensors):
-        form: list[Any] = []
-        found = iter(_NODE.apply(*tensors, function, form))  # type: ignore[no-untyped-call]
-        present, spec = form
-        leaves = [next(found) if there else None for there in present]
+        *leaves, spec = _NODE.apply(*tensors, function)  # type: ignore[no-untyped-call]
     else:
-        with torch.no_grad(), _alone(tensors):
-            terms = FunctionTerms(function, tensors, [False] * len(tensors))
-            check_rows_are_independent(terms)
-            terms.forward(store=False)
-            leaves, spec = terms.results(), terms.spec
+        with torch.no_grad():
+            terms, _ = _computed(function, tensors, [False] * len(tensors), store=False)
+        leaves, spec = terms.results(), terms.spec
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _computed(function: UserFunction, tensors: Any, needed: Any, *, store: bool) -> tuple[FunctionTerms, Any]:
+    """Return a pass that has been made, and with ``store`` and one scalar to differentiate the gradients."""
+    with isolated(tensors[0].device):
+        terms = FunctionTerms(function, tensors, needed)
+        check_rows_are_independent(terms)
+        return terms, terms.gradients() if terms.forward(store=store) else None
 
 
 def _forward(ctx: Any, *args: Any) -> Any:
@@ -50,45 +44,37 @@ def _forward(ctx: Any, *args: Any) -> Any:
 
     Stored gradients are attributes, not saved by save_for_backward: see `lowtide.head.stored.keep`.
     """
-    *tensors, function, form = args
-    with _alone(tensors):
-        terms = FunctionTerms(function, tensors, ctx.needs_input_grad[:-2])
-        check_rows_are_independent(terms)
-        stored = terms.forward(store=not function.per_token and function.gradient != "recompute")
-        ctx.stored = terms.gradients() if stored else None
-    if function.gradient == "forward" and not stored and function.plan.rows:
+    *tensors, function = args
+    store = not function.per_token and function.gradient != "recompute"
+    terms, ctx.stored = _computed(function, tensors, ctx.needs_input_grad[:-1], store=store)
+    if function.gradient == "forward" and ctx.stored is None and function.plan.rows:
         got = f"{sum(terms.differentiable)} that need a gradient"
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
     ctx.function, ctx.states, ctx.free = function, terms.states, False
     # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
     ctx.shared = torch._C._len_torch_dispatch_stack() > 0
-    if stored:
+    if ctx.stored is None:
+        save_for_recompute(ctx, *tensors)
+    else:
         ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
         ctx.sources = tensors  # as in `lowtide.head.stored.keep`
-    else:
-        save_for_recompute(ctx, *tensors)
     leaves = terms.results()
     flags = zip(leaves, terms.differentiable, strict=True)
     ctx.mark_non_differentiable(*(leaf for leaf, needed in flags if leaf is not None and not needed))
-    ctx.leaves = [leaf is not None for leaf in leaves]
-    form += ctx.leaves, terms.spec
-    return tuple(leaf for leaf in leaves if leaf is not None)
+    return *leaves, terms.spec
 
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
-    needed = list(ctx.needs_input_grad[:-2])
+    needed = ctx.needs_input_grad[:-1]
     if ctx.stored is not None or ctx.free:
         sources = ctx.sources
         return _scaled(ctx, next(u for u in upstream if u is not None), needed), sources
     tensors = saved_for_recompute(ctx, "linear_apply")
-    given = iter(upstream)
-    with _alone(tensors):
+    with isolated(tensors[0].device):
         terms = FunctionTerms(ctx.function, tensors, needed)
-        terms.backward([next(given) if present else None for present in ctx.leaves], ctx.states)
-        return [
-            g.to(t.dtype).view(t.shape) if g is not None and t is not None else None
-            for g, t in zip(terms.gradients(), tensors, strict=True)
-        ], tensors
+        terms.backward(upstream[:-1], ctx.states)
+        pairs = zip(terms.gradients(), tensors, strict=True)
+        return [None if g is None else g.to(t.dtype).view(t.shape) for g, t in pairs], tensors
 
 
 _NODE = node("Applied", "linear_apply", _forward, _backward, TWICE)
@@ -109,15 +95,7 @@ def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | Non
         if grad is None or not needed[i]:
             grads.append(None)
             continue
-        in_place = last and not ctx.shared
-        product = scaled(grad, upstream, in_place, zeros_stay=True) if i < 2 else times(grad, upstream)
+        of_head = i < 2  # as large as hidden states or weight
+        product = scaled(grad, upstream, last and not ctx.shared, zeros_stay=True) if of_head else times(grad, upstream)
         grads.append(product.to(form[0]).view(form[1]))
     return grads
-
-
-@contextmanager
-def _alone(tensors: Sequence[Tensor | None]) -> Iterator[None]:
-    """Enter a context in which neither autocast nor hooks on saved tensors reach products and function."""
-    assert tensors[0] is not None
-    with undisturbed(tensors[0].device), own_saved_tensors():
-        yield
