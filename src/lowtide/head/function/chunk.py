@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.backends import why_not_row
 from lowtide.head.call import HeadCall, Wanted
-from lowtide.head.engine import Numbers, Terms, run
+from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.function.function import (
     RandomState,
     Results,
@@ -27,7 +27,7 @@ from lowtide.head.function.function import (
     set_random_state,
     vjp,
 )
-from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import narrow_view
 from lowtide.head.rows import Rows, take_leading
@@ -104,7 +104,7 @@ class FunctionTerms(Terms):
         """Make the memory that takes the gradients."""
         head, wanted, D = self.head, self.wanted, self.head.input.shape[-1]
         some_rows = self._index is not None and not head.ranks.spread
-        into = gradient_buffers(head.input, head.weight_VD, head.wide, self.plan, wanted, some_rows=some_rows)
+        into = gradient_buffers(head, self.plan, wanted, some_rows=some_rows)
         if into.input_ND is not None and stored and head.input.dtype == torch.float16:
             # until the upstream gradient, and with it GradScaler's factor, has come
             into.input_ND = head.input.new_zeros(head.tokens, D, dtype=head.wide)
