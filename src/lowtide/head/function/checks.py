@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, get_args
 
 import torch
@@ -122,8 +122,11 @@ class Comparison:
 
     def shift(self, share: float) -> None:
         """Shift the logits, one up, one down, by a share of the largest."""
-        largest = self.z.where(self.z.isfinite(), 0).abs().amax()
-        self.z += share * largest * (1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2))
+        self.z += (
+            share
+            * self.z.nan_to_num(0, 0, 0).abs().amax()
+            * (1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2))
+        )
 
     def results(self, rows: Sequence[int], others: Sequence[int] = (), *, again: bool = True) -> list[Tensor]:
         """Return the function's results for some of the rows, with ``others`` among them replaced.
@@ -187,7 +190,7 @@ class Comparison:
         if (form := _forms(whole, *runs)) is not None:
             return form
         pairs = [pair(*results) for results in zip(whole, *runs, strict=True)]
-        allowed = [self._rounding(values) for values in zip(whole, *runs, strict=True)]
+        allowed = [self._rounding(values[0].dtype, _largest(*values)) for values in zip(whole, *runs, strict=True)]
         if all(_agree(*both, most) for both, most in zip(pairs, allowed, strict=True)):
             return None
         for same, again, most in zip(whole, self.results(self.all), allowed, strict=True):
@@ -214,7 +217,7 @@ class Comparison:
     def _in_draws(self, whole: list[Tensor]) -> str | None:
         """Compare totals over all rows and over two parts, drawn anew each time: they must rank alike."""
         most = [
-            self._rounding([leaf], leaf.double().abs().nan_to_num(0, 0, 0).sum().item()) + noise * leaf.numel()
+            self._rounding(leaf.dtype, leaf.double().abs().nan_to_num(0, 0, 0).sum()) + noise * leaf.numel()
             for leaf, noise in zip(whole, self._noise(whole), strict=True)
         ]
         sums: list[list[Tensor]] = [[], [], []]  # of results, which may be as wide as the logits: not kept
@@ -240,22 +243,21 @@ class Comparison:
         self.shift(NOISE)
         shifted = self.results(self.all)
         self.z = kept
-        found = []
-        for w, near in zip(whole, shifted, strict=True):
-            noise = (near.double() - w.double()).abs().nan_to_num(0, 0, 0).flatten()
-            found.append(NOISE_MARGIN * torch.cat((noise, noise.new_zeros(1))).amax().item())
-        return found
+        pairs = zip(whole, shifted, strict=True)
+        return [NOISE_MARGIN * _largest(near.double() - w.double()).item() for w, near in pairs]
 
-    def _rounding(self, values: Sequence[Tensor], largest: float | None = None) -> float:
-        """Return by how much results may differ for rounding: a share of the largest of them all, if not given."""
-        first = values[0]
-        if not first.is_floating_point():
+    def _rounding(self, dtype: torch.dtype, largest: Tensor) -> float:
+        """Return by how much results of a dtype may differ for rounding: a share of the largest of them."""
+        if not dtype.is_floating_point:
             return 0.0
-        if largest is None:
-            every = torch.cat([t.double().reshape(-1).abs() for t in (*values, first.new_zeros(1))])
-            largest = every.where(every.isfinite(), 0).amax().item()
-        narrow = first.dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.terms.function.autocast)
-        return largest * (AUTOCAST_ROUNDING if narrow else ROUNDING)
+        narrow = dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.terms.function.autocast)
+        return largest.item() * (AUTOCAST_ROUNDING if narrow else ROUNDING)
+
+
+def _largest(*values: Tensor) -> Tensor:
+    """Return the largest finite magnitude, 0 where there is none."""
+    every = torch.cat([x.double().reshape(-1) for x in (*values, values[0].new_zeros(1))])
+    return every.abs().nan_to_num(0, 0, 0).amax()
 
 
 def _forms(*results: Sequence[Tensor]) -> str | None:
@@ -267,9 +269,8 @@ def _forms(*results: Sequence[Tensor]) -> str | None:
 
 
 def _agree(one: Tensor, two: Tensor, allowed: float) -> bool:
-    if one.shape != two.shape:
-        return False
-    return torch.allclose(one.double(), two.double(), rtol=0, atol=allowed, equal_nan=True)
+    same = one.shape == two.shape
+    return same and torch.allclose(one.double(), two.double(), rtol=0, atol=allowed, equal_nan=True)
 
 
 def _key_of(terms: FunctionTerms) -> Any:
@@ -290,13 +291,8 @@ def code_of(fn: Callable[..., Any]) -> Any:
     if isinstance(fn, MethodType):
         return code_of(fn.__func__), type(fn.__self__)
     if isinstance(fn, FunctionType):
-        cells = []
-        for cell in fn.__closure__ or ():
-            try:
-                cells.append(_word(cell.cell_contents))
-            except ValueError:  # not filled yet
-                cells.append(None)
-        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(cells)
+        cells = [cell for cell in fn.__closure__ or () if cell != CellType()]  # others are not filled yet
+        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(_word(cell.cell_contents) for cell in cells)
     return type(fn)
 
 
