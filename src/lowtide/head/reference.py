@@ -129,11 +129,8 @@ def linear_divergence(
     else:
         assert teacher_input is not None
         assert teacher_weight is not None
-        b = (
-            (logits(teacher_input, teacher_weight, teacher_bias, teacher_softcap) / temperature)
-            .log_softmax(-1)
-            .detach()
-        )
+        b = logits(teacher_input, teacher_weight, teacher_bias, teacher_softcap)
+        b = (b / temperature).log_softmax(-1).detach()
         V = max(a.shape[-1], b.shape[-1])
         a, b = (pad(side, (0, V - side.shape[-1]), value=-math.inf) for side in (a, b))
     s, t = a.exp(), b.exp()

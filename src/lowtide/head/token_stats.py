@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import choose, why_not_exp, why_not_exp_stats, why_not_row
 from lowtide.head.call import CrossEntropyArgs, HeadCall, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -208,18 +207,11 @@ def _token_stats(
     ignore_index: int,
 ) -> TokenStats:
     """Return fields ``names`` for tokens [*leading]."""
-    V, D = head.linear_weight.shape
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
     by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading)
     if options.gradient == "forward" and not (by_loss and head.frozen):
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
-    if options.backend != "auto" and ranks.alone:
-        device, dtype = head.input.device, head.dtype
-        if by_loss:
-            choose("cross entropy", options, exp=why_not_exp(device, dtype, D, V), row=why_not_row(device, dtype, V))
-        else:
-            choose("statistics", options, exp=why_not_exp_stats(device, dtype, D, V, targets=K, topk=topk))
     ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
     if by_loss and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0

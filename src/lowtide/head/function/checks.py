@@ -122,11 +122,8 @@ class Comparison:
 
     def shift(self, share: float) -> None:
         """Shift the logits, one up, one down, by a share of the largest."""
-        self.z += (
-            share
-            * self.z.nan_to_num(0, 0, 0).abs().amax()
-            * (1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2))
-        )
+        signs = 1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2)
+        self.z += share * self.z.nan_to_num(0, 0, 0).abs().amax() * signs
 
     def results(self, rows: Sequence[int], others: Sequence[int] = (), *, again: bool = True) -> list[Tensor]:
         """Return the function's results for some of the rows, with ``others`` among them replaced.
