@@ -126,6 +126,9 @@ class HeadCall(NamedTuple):
         )
 
 
+Call = tuple[HeadCall, Ranks | Alone, HeadOptions]
+
+
 def checked_call(
     function: str,
     input: Tensor,
@@ -135,7 +138,7 @@ def checked_call(
     softcap: float | None,
     options: HeadOptions | None,
     vocab_shard: object,
-) -> tuple[HeadCall, Ranks | Alone, HeadOptions]:
+) -> Call:
     """Check what all functions of the logits get; return it local to this rank, with a scale ready to be trained."""
     refuse_transforms(function, input, linear_weight, linear_bias, logit_scale, instead=NAIVE)
     options = check_options(options)
