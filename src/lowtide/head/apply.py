@@ -10,16 +10,22 @@ from torch.utils import _pytree as pytree
 
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.call import HeadCall, check_mask, checked_call
-from lowtide.head.function import node
-from lowtide.head.function.function import UserFunction, compiled, current_autocast
-from lowtide.head.head_plan import HeadPlan
+from lowtide.graph import freed, is_last_backward, node, save_for_recompute, saved_for_recompute
+from lowtide.head.call import check_mask, checked_call
+from lowtide.head.function.checks import check_rows_are_independent
+from lowtide.head.function.chunk import FunctionTerms
+from lowtide.head.function.function import UserFunction, compiled, current_autocast, isolated
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.scaling import scaled, times
 
+NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
+TWICE = (
+    "lowtide.linear_apply: expected to be differentiated once, got a second derivative. Its gradients are computed"
+    f" without a graph of their own; for second derivatives build the logits: {NAIVE}."
+)
 _TENSOR = object()  # stands where a tensor goes
 
 
@@ -113,7 +119,7 @@ def linear_apply(
         if tensor.requires_grad:  # the others are handed to fn as they are, whatever they are
             check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
-    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=node.NAIVE)
+    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=NAIVE)
     call, ranks, options = checked_call(
         "linear_apply", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
     )
@@ -124,6 +130,15 @@ def linear_apply(
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
     index = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
+    n, V, device_bytes = leading.numel() if index is None else index.numel(), ranks.vocab, None
+    if isinstance(ranks, Ranks):  # the same plan on each, made for the largest shard: a shard's logits, sent, received
+        V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes
+        n = ranks.groups * ranks.tokens.length if ranks.spread else n
+    weight = call.linear_weight
+    plan = plan_head(
+        n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
+        weight_frozen=call.frozen, function=True, device_bytes=device_bytes,
+    )  # fmt: skip
     kept = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def with_params(given: Sequence[Tensor]) -> list[Any]:
@@ -139,25 +154,13 @@ def linear_apply(
         token_args=len(token_args),
         with_params=with_params,
         leading=leading,
-        plan=_plan(leading.numel() if index is None else index.numel(), call, options, ranks),
+        plan=plan,
         gradient=options.gradient,
         settings=call[len(call.trained) :],
         ranks=ranks if isinstance(ranks, Ranks) else None,
     )
-    found = node.apply(function, (*call.trained, index, *token_args, *tensors))
+    found = _results_of(function, (*call.trained, index, *token_args, *tensors))
     return found if ranks.alone else pytree.tree_map_only(Tensor, ranks.result, found)
-
-
-def _plan(n: int, call: HeadCall, options: HeadOptions, ranks: Ranks | Alone) -> HeadPlan:
-    """Return the plan for ``n`` rows; across ranks the same on each, made for the largest shard."""
-    V, device_bytes, weight = ranks.vocab, None, call.linear_weight
-    if isinstance(ranks, Ranks):
-        V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes  # a shard's, sent, and received
-        n = ranks.groups * ranks.tokens.length if ranks.spread else n
-    return plan_head(
-        n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
-        weight_frozen=call.frozen, function=True, device_bytes=device_bytes,
-    )  # fmt: skip
 
 
 def _check_arguments(
@@ -178,3 +181,84 @@ def _check_arguments(
             raise ArgumentValueError(message(name, expected, str(list(value.shape)), "Whole tensors go into params."))
         check_device(name, value, input)
     check_mask(mask, input, "a bool tensor, True where fn runs")
+
+
+def _results_of(function: UserFunction, tensors: Sequence[Tensor | None]) -> Any:
+    """Return the function's results in their pytree, connected to whichever of the tensors need a gradient."""
+    if function.graph and any(t is not None and t.requires_grad for t in tensors):
+        *leaves, spec = _NODE.apply(*tensors, function)  # type: ignore[no-untyped-call]
+    else:
+        with torch.no_grad():
+            terms, _ = _computed(function, tensors, [False] * len(tensors), store=False)
+        leaves, spec = terms.results(), terms.spec
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _computed(function: UserFunction, tensors: Any, needed: Any, *, store: bool) -> tuple[FunctionTerms, Any]:
+    """Return a pass that has been made, and with ``store`` and one scalar to differentiate the gradients."""
+    with isolated(tensors[0].device):
+        terms = FunctionTerms(function, tensors, needed)
+        check_rows_are_independent(terms)
+        return terms, terms.gradients() if terms.forward(store=store) else None
+
+
+def _forward(ctx: Any, *args: Any) -> Any:
+    """One scalar to differentiate: store its gradients. Else backward runs the function once more.
+
+    Stored gradients are attributes, not saved by save_for_backward: see `lowtide.head.stored.keep`.
+    """
+    *tensors, function = args
+    store = not function.per_token and function.gradient != "recompute"
+    terms, ctx.stored = _computed(function, tensors, ctx.needs_input_grad[:-1], store=store)
+    if function.gradient == "forward" and ctx.stored is None and function.plan.rows:
+        got = f"{sum(terms.differentiable)} that need a gradient"
+        raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
+    ctx.function, ctx.states, ctx.free = function, terms.states, False
+    # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
+    ctx.shared = torch._C._len_torch_dispatch_stack() > 0
+    if ctx.stored is None:
+        save_for_recompute(ctx, *tensors)
+    else:
+        ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
+        ctx.sources = tensors  # as in `lowtide.head.stored.keep`
+    leaves = terms.results()
+    flags = zip(leaves, terms.differentiable, strict=True)
+    ctx.mark_non_differentiable(*(leaf for leaf, needed in flags if leaf is not None and not needed))
+    return *leaves, terms.spec
+
+
+def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
+    needed = ctx.needs_input_grad[:-1]
+    if ctx.stored is not None or ctx.free:
+        sources = ctx.sources
+        return _scaled(ctx, next(u for u in upstream if u is not None), needed), sources
+    tensors = saved_for_recompute(ctx, "linear_apply")
+    with isolated(tensors[0].device):
+        terms = FunctionTerms(ctx.function, tensors, needed)
+        terms.backward(upstream[:-1], ctx.states)
+        pairs = zip(terms.gradients(), tensors, strict=True)
+        return [None if g is None else g.to(t.dtype).view(t.shape) for g, t in pairs], tensors
+
+
+_NODE = node("Applied", "linear_apply", _forward, _backward, TWICE)
+
+
+def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | None]:
+    """Return the stored gradients times the upstream one, in place where nobody will read them again.
+
+    What is 0 stays 0 whatever comes from upstream: tokens that are masked, or that the function itself leaves out.
+    """
+    if ctx.stored is None:
+        raise freed("linear_apply")
+    stored, last = ctx.stored, is_last_backward()
+    if last:
+        ctx.stored, ctx.free, ctx.sources = None, True, ()
+    grads: list[Tensor | None] = []
+    for i, (grad, form) in enumerate(zip(stored, ctx.forms, strict=True)):
+        if grad is None or not needed[i]:
+            grads.append(None)
+            continue
+        of_head = i < 2  # as large as hidden states or weight
+        product = scaled(grad, upstream, last and not ctx.shared, zeros_stay=True) if of_head else times(grad, upstream)
+        grads.append(product.to(form[0]).view(form[1]))
+    return grads

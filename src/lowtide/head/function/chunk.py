@@ -32,23 +32,26 @@ from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import narrow_view
 from lowtide.head.rows import Rows, take_leading
 
-Tensors = Sequence[Tensor | None]  # input, weight, bias, index of rows, token arguments and params, in this order
-INDEX, FIRST_ARG = 3, 4  # where among these
-
 
 class FunctionTerms(Terms):
-    """One pass over the tokens, of forward or of backward; ``needed`` tensors get a gradient, now or later."""
+    """One pass over the tokens, of forward or of backward.
 
-    def __init__(self, function: UserFunction, tensors: Tensors, needed: Sequence[bool]) -> None:
+    Args:
+        function: The function.
+        tensors: Input, weight, bias, index of rows, token arguments and params, in this order.
+        needed: Which of these get a gradient, now or later.
+    """
+
+    def __init__(self, function: UserFunction, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
         x, w, b, self._index, *rest = tensors
         assert x is not None
         assert w is not None
         self.device = x.device
         self.function, self.head = function, HeadCall(x, w, b, *function.settings).head(function.ranks)
-        self.wanted = Wanted(*needed[:INDEX])
+        self.wanted = Wanted(*needed[:3])
         leaves = [
             t.detach().requires_grad_(function.graph and need)
-            for t, need in zip(rest, needed[FIRST_ARG:], strict=True)
+            for t, need in zip(rest, needed[4:], strict=True)
             if t is not None
         ]
         self.args, self.params = leaves[: function.token_args], leaves[function.token_args :]
@@ -252,8 +255,8 @@ class FunctionTerms(Terms):
     def _total_of(self, leaf: Tensor) -> Tensor:
         if not self.function.per_token:
             return torch.zeros_like(leaf, dtype=summed_in(leaf.dtype))
-        make = torch.empty if self.head.ranks.alone and self.rows.index is None else torch.zeros
-        return make(self.rows.tokens, *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device)
+        make = leaf.new_empty if self.head.ranks.alone and self.rows.index is None else leaf.new_zeros
+        return make(self.rows.tokens, *leaf.shape[1:])
 
     def results(self) -> list[Tensor | None]:
         """Return all results, with the leading axes of the hidden states and in the function's own dtypes."""

@@ -5,7 +5,7 @@ c rows of a piece of a chunk, V vocabulary.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -76,9 +76,11 @@ def evaluate(
         watched = [t for t in (*params, *args) if not t.is_inference()]
         versions = [t._version for t in watched]
         states = (*function.autocast, *current_autocast(z_cV.device))
-        autocast = _in(function.autocast) if any(on for _, on, _ in states) else nullcontext()
         try:
-            with autocast:
+            with ExitStack() as stack:
+                # without autocast's cache of casts, whose graphs are freed with the first piece's
+                for kind, enabled, dtype in function.autocast if any(on for _, on, _ in states) else ():
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
                 returned = run(z, *args, *function.with_params(params))
         except Exception as error:
             error.add_note(
@@ -179,15 +181,6 @@ def current_autocast(device: torch.device) -> Autocast:
     """Return the state of autocast for ``device`` and for the CPU."""
     kinds = {"cpu", device.type} - {"meta"}
     return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
-
-
-@contextmanager
-def _in(autocast: Autocast) -> Iterator[None]:
-    """Restore autocast; without its cache of casts, whose graphs are freed with the first piece's."""
-    with ExitStack() as stack:
-        for kind, enabled, dtype in autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-        yield
 
 
 @contextmanager
