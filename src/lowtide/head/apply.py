@@ -113,8 +113,8 @@ def linear_apply(
     if not isinstance(params, tuple | list):
         got = type(params).__name__
         raise ArgumentTypeError(message("params", "a tuple of what fn gets last", got, "Write params=(x,)."))
-    leaves, spec = pytree.tree_flatten(list(params))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    params = list(params)
+    tensors = [leaf for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)]
     for tensor in tensors:
         if tensor.requires_grad:  # the others are handed to fn as they are, whatever they are
             check_dense("params", tensor)
@@ -139,11 +139,11 @@ def linear_apply(
         n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
         weight_frozen=call.frozen, function=True, device_bytes=device_bytes,
     )  # fmt: skip
-    kept = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    rest = pytree.tree_map_only(Tensor, lambda _: _TENSOR, params)
 
-    def with_params(given: Sequence[Tensor]) -> list[Any]:
+    def with_params(given: Sequence[Tensor]) -> Any:
         left = iter(given)
-        return pytree.tree_unflatten([next(left) if leaf is _TENSOR else leaf for leaf in kept], spec)  # type: ignore[no-any-return]
+        return pytree.tree_map(lambda leaf: next(left) if leaf is _TENSOR else leaf, rest)
 
     function = UserFunction(
         plain=fn,
@@ -159,8 +159,8 @@ def linear_apply(
         settings=call[len(call.trained) :],
         ranks=ranks if isinstance(ranks, Ranks) else None,
     )
-    found = _results_of(function, (*call.trained, index, *token_args, *tensors))
-    return found if ranks.alone else pytree.tree_map_only(Tensor, ranks.result, found)
+    *found, spec = _NODE.apply(*call.trained, index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
+    return pytree.tree_unflatten([x if x is None else ranks.result(x) for x in found], spec)
 
 
 def _check_arguments(
@@ -183,47 +183,32 @@ def _check_arguments(
     check_mask(mask, input, "a bool tensor, True where fn runs")
 
 
-def _results_of(function: UserFunction, tensors: Sequence[Tensor | None]) -> Any:
-    """Return the function's results in their pytree, connected to whichever of the tensors need a gradient."""
-    if function.graph and any(t is not None and t.requires_grad for t in tensors):
-        *leaves, spec = _NODE.apply(*tensors, function)  # type: ignore[no-untyped-call]
-    else:
-        with torch.no_grad():
-            terms, _ = _computed(function, tensors, [False] * len(tensors), store=False)
-        leaves, spec = terms.results(), terms.spec
-    return pytree.tree_unflatten(leaves, spec)
-
-
-def _computed(function: UserFunction, tensors: Any, needed: Any, *, store: bool) -> tuple[FunctionTerms, Any]:
-    """Return a pass that has been made, and with ``store`` and one scalar to differentiate the gradients."""
-    with isolated(tensors[0].device):
-        terms = FunctionTerms(function, tensors, needed)
-        check_rows_are_independent(terms)
-        return terms, terms.gradients() if terms.forward(store=store) else None
-
-
 def _forward(ctx: Any, *args: Any) -> Any:
     """One scalar to differentiate: store its gradients. Else backward runs the function once more.
 
     Stored gradients are attributes, not saved by save_for_backward: see `lowtide.head.stored.keep`.
     """
     *tensors, function = args
-    store = not function.per_token and function.gradient != "recompute"
-    terms, ctx.stored = _computed(function, tensors, ctx.needs_input_grad[:-1], store=store)
-    if function.gradient == "forward" and ctx.stored is None and function.plan.rows:
-        got = f"{sum(terms.differentiable)} that need a gradient"
-        raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
+    needed = [function.graph and need for need in ctx.needs_input_grad[:-1]]
+    store = any(needed) and not function.per_token and function.gradient != "recompute"
+    with isolated(tensors[0].device):
+        terms = FunctionTerms(function, tensors, needed)
+        check_rows_are_independent(terms)
+        ctx.stored = terms.gradients() if terms.forward(store=store) else None
     ctx.function, ctx.states, ctx.free = function, terms.states, False
     # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
     ctx.shared = torch._C._len_torch_dispatch_stack() > 0
-    if ctx.stored is None:
-        save_for_recompute(ctx, *tensors)
-    else:
+    if ctx.stored is not None:
         ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
         ctx.sources = tensors  # as in `lowtide.head.stored.keep`
+    elif any(needed):
+        if function.gradient == "forward" and function.plan.rows:
+            got = f"{sum(terms.differentiable)} that need a gradient"
+            raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
+        save_for_recompute(ctx, *tensors)
     leaves = terms.results()
     flags = zip(leaves, terms.differentiable, strict=True)
-    ctx.mark_non_differentiable(*(leaf for leaf, needed in flags if leaf is not None and not needed))
+    ctx.mark_non_differentiable(*(leaf for leaf, flag in flags if leaf is not None and not flag))
     return *leaves, terms.spec
 
 
@@ -240,9 +225,6 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
         return [None if g is None else g.to(t.dtype).view(t.shape) for g, t in pairs], tensors
 
 
-_NODE = node("Applied", "linear_apply", _forward, _backward, TWICE)
-
-
 def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | None]:
     """Return the stored gradients times the upstream one, in place where nobody will read them again.
 
@@ -253,12 +235,15 @@ def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | Non
     stored, last = ctx.stored, is_last_backward()
     if last:
         ctx.stored, ctx.free, ctx.sources = None, True, ()
-    grads: list[Tensor | None] = []
+    grads: list[Tensor | None] = [None] * len(stored)
     for i, (grad, form) in enumerate(zip(stored, ctx.forms, strict=True)):
-        if grad is None or not needed[i]:
-            grads.append(None)
-            continue
-        of_head = i < 2  # as large as hidden states or weight
-        product = scaled(grad, upstream, last and not ctx.shared, zeros_stay=True) if of_head else times(grad, upstream)
-        grads.append(product.to(form[0]).view(form[1]))
+        if grad is not None and needed[i]:
+            large = i < 2  # as hidden states or weight
+            product = (
+                scaled(grad, upstream, last and not ctx.shared, zeros_stay=True) if large else times(grad, upstream)
+            )
+            grads[i] = product.to(form[0]).view(form[1])
     return grads
+
+
+_NODE = node("Applied", "linear_apply", _forward, _backward, TWICE)

@@ -36,10 +36,7 @@ from lowtide.head.rows import Rows, take_leading
 class FunctionTerms(Terms):
     """One pass over the tokens, of forward or of backward.
 
-    Args:
-        function: The function.
-        tensors: Input, weight, bias, index of rows, token arguments and params, in this order.
-        needed: Which of these get a gradient, now or later.
+    ``tensors`` are input, weight, bias, index of rows, token arguments and params; the ``needed`` ones get a gradient.
     """
 
     def __init__(self, function: UserFunction, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> None:

@@ -40,7 +40,7 @@ class UserFunction:
     graph: bool  # whether results are connected to what they come from
     autocast: Autocast  # in which it runs, in backward too
     token_args: int  # how many
-    with_params: Callable[[Sequence[Tensor]], list[Any]]  # its last arguments, of the tensors among them
+    with_params: Callable[[Sequence[Tensor]], Any]  # its last arguments, of the tensors among them
     leading: torch.Size  # axes of all tokens
     plan: HeadPlan
     gradient: str  # HeadOptions.gradient
