@@ -1,6 +1,7 @@
 """Any function of the final linear layer's logits, which are never built whole."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -238,11 +239,8 @@ def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | Non
     grads: list[Tensor | None] = [None] * len(stored)
     for i, (grad, form) in enumerate(zip(stored, ctx.forms, strict=True)):
         if grad is not None and needed[i]:
-            large = i < 2  # as hidden states or weight
-            product = (
-                scaled(grad, upstream, last and not ctx.shared, zeros_stay=True) if large else times(grad, upstream)
-            )
-            grads[i] = product.to(form[0]).view(form[1])
+            times_upstream = partial(scaled, in_place=last and not ctx.shared, zeros_stay=True) if i < 2 else times
+            grads[i] = times_upstream(grad, upstream).to(form[0]).view(form[1])
     return grads
 
 

@@ -32,6 +32,8 @@ from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import narrow_view
 from lowtide.head.rows import Rows, take_leading
 
+Totals = list[Tensor | None]
+
 
 class FunctionTerms(Terms):
     """One pass over the tokens, of forward or of backward.
@@ -52,6 +54,7 @@ class FunctionTerms(Terms):
             if t is not None
         ]
         self.args, self.params = leaves[: function.token_args], leaves[function.token_args :]
+        self._rowwise = [i < len(self.args) for i in range(len(leaves))]
         fits = b is not None and b.dtype == self.head.dtype
         self.plan = replace(function.plan, bias_column=function.plan.bias_column and fits)
         self.rows = self.rows_of(self.plan)
@@ -113,9 +116,10 @@ class FunctionTerms(Terms):
 
             into.bias_V, self._bias_PV = None, bias_sums(self.plan.piece_rows, len(head.weight_VD), self.device)
         self._into = into
-        dtypes = [*(t.dtype for t in self.args), *(summed_in(t.dtype) for t in self.params)]
-        pairs = zip((*self.args, *self.params), dtypes, strict=True)
-        self._of_leaves = [t.new_zeros(t.shape, dtype=dtype) if t.requires_grad else None for t, dtype in pairs]
+        self._of_leaves = [
+            t.new_zeros(t.shape, dtype=t.dtype if rowwise else summed_in(t.dtype)) if t.requires_grad else None
+            for t, rowwise in zip((*self.args, *self.params), self._rowwise, strict=True)
+        ]
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
         """Add a chunk's results, of any structure, to the pass; where gradients are stored, leave them in ``z``."""
@@ -150,7 +154,7 @@ class FunctionTerms(Terms):
                 g = [None if u is None else take_leading(u, leading, index, rows) for u in given]
             if g is not None and len(own_cV):
                 dz, of_leaves = vjp(results, g, [*args, *self.params])
-                self._add(of_leaves, index, rows)
+                put_or_add(self._of_leaves, of_leaves, self._rowwise, index, rows)
                 if self.anchor is not None:
                     self._put(dz, own_cV, piece, capped)
                 del dz, of_leaves
@@ -182,16 +186,6 @@ class FunctionTerms(Terms):
         """Return the token arguments of some rows, as leaves."""
         axes = len(self.function.leading)
         return [take_leading(a.detach(), axes, index, rows).requires_grad_(a.requires_grad) for a in self.args]
-
-    def _add(self, grads: Sequence[Tensor | None], index: Tensor | None, rows: slice) -> None:
-        """Add the gradients of some rows' token arguments, and of params."""
-        for i, (total, grad) in enumerate(zip(self._of_leaves, grads, strict=True)):
-            if total is None or grad is None:
-                continue
-            if i < len(self.args):
-                put_rows(total, grad, index, rows)
-            else:
-                total += grad
 
     def _put(self, dz: Tensor | None, z_CV: Tensor, piece: slice, capped: Tensor | None) -> None:
         """Leave the gradient of the product ``x @ w.T`` in a piece of ``z_CV``, from that of the logits."""
@@ -226,16 +220,12 @@ class FunctionTerms(Terms):
             expected = f"the same structure and dtypes for all rows: {self.spec} of {self._dtypes}"
             raise ArgumentValueError(message("fn", expected, f"{spec} of {got}"))
         for i, (total, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
-            if total is None or leaf is None:
-                continue
-            self.differentiable[i] |= leaf.requires_grad
-            if not self.function.per_token:
-                total += leaf.detach()
-            elif leaf.shape[1:] != total.shape[1:]:
-                expected = f"rows of one shape, {list(total.shape[1:])}"
-                raise ArgumentValueError(message("fn", expected, f"{list(leaf.shape[1:])} for other rows"))
-            else:
-                put_rows(total, leaf.detach(), index, rows)
+            if total is not None and leaf is not None:
+                self.differentiable[i] |= leaf.requires_grad
+                if leaf.shape[1:] != total.shape[1:]:
+                    expected = f"rows of one shape, {list(total.shape[1:])}"
+                    raise ArgumentValueError(message("fn", expected, f"{list(leaf.shape[1:])} for other rows"))
+        put_or_add(self._leaves, leaves, [self.function.per_token] * len(got), index, rows)
         one, into = sum(self.differentiable) == 1, self._into
         if into is None:
             return None
@@ -257,20 +247,21 @@ class FunctionTerms(Terms):
 
     def results(self) -> list[Tensor | None]:
         """Return all results, with the leading axes of the hidden states and in the function's own dtypes."""
-        ranks, leading = self.head.ranks, self.function.leading
-        if not self.function.per_token:
-            pairs = zip(self._leaves, self._dtypes, strict=True)
-            return [None if x is None else ranks.add_up_(x).to(d) for x, d in pairs]
-        return [None if x is None else ranks.put_together_(x).view((*leading, *x.shape[1:])) for x in self._leaves]
+        per_token, leading = self.function.per_token, self.function.leading
+        found = zip(self._of_all(self._leaves, [per_token] * len(self._leaves)), self._dtypes, strict=True)
+        return [None if x is None else x.to(d).view(leading + x.shape[1:] if per_token else ()) for x, d in found]
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients in the order of the tensors, the same of token arguments and params on every rank."""
-        into, ranks = self._into, self.head.ranks
+        into = self._into
         assert into is not None
         bias_V = into.bias_V if self._bias_PV is None else self._bias_PV.sum(0)
-        sums = [ranks.put_together_] * len(self.args) + [ranks.add_up_] * len(self.params)
-        of_leaves = [x if x is None else of_all(x) for of_all, x in zip(sums, self._of_leaves, strict=True)]
-        return [into.input_ND, into.weight_VD, bias_V, None, *of_leaves]
+        return [into.input_ND, into.weight_VD, bias_V, None, *self._of_all(self._of_leaves, self._rowwise)]
+
+    def _of_all(self, totals: Totals, rowwise: Sequence[bool]) -> Totals:
+        """Return what all ranks have added up, each its own rows or sums."""
+        ways = {True: self.head.ranks.put_together_, False: self.head.ranks.add_up_}
+        return [None if x is None else ways[by_row](x) for x, by_row in zip(totals, rowwise, strict=True)]
 
 
 def spans(total: int, most: int) -> list[slice]:
@@ -279,15 +270,17 @@ def spans(total: int, most: int) -> list[slice]:
     return [slice(i * total // count, (i + 1) * total // count) for i in range(count)]
 
 
-def put_rows(total: Tensor, rows_c: Tensor, index: Tensor | None, part: slice) -> None:
-    """Write rows [c, ...] to their places in ``total``, contiguous [N, ...] or [..., *]."""
-    if not rows_c.numel():
-        return  # a view of nothing has no one shape
-    flat = total.view(-1, *rows_c.shape[1:])
-    if index is None:
-        flat[part].copy_(rows_c)
-    else:
-        flat.index_copy_(0, index[part], rows_c.to(total.dtype))
+def put_or_add(totals: Totals, values: Totals, rowwise: Sequence[bool], index: Tensor | None, part: slice) -> None:
+    """Write the ``rowwise`` ones, rows [c, ...], to their places in totals [N, ...] or [..., *]; add the others."""
+    for total, value, by_row in zip(totals, values, rowwise, strict=True):
+        if total is None or value is None or not value.numel():  # a view of nothing has no one shape
+            continue
+        if not by_row:
+            total += value.detach()
+        elif index is None:
+            total.view(-1, *value.shape[1:])[part].copy_(value.detach())
+        else:
+            total.view(-1, *value.shape[1:]).index_copy_(0, index[part], value.detach().to(total.dtype))
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
