@@ -1,5 +1,6 @@
 """Checks of arguments by what they are: tensors, numbers, names; and derivatives that a function has no formula for."""
 
+import math
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
@@ -107,6 +108,13 @@ def scalar_tensor(name: str, value: object, dtype: torch.dtype) -> Tensor:
         raise ArgumentTypeError(message(name, "a number or a 0-d tensor", f"{value!r}"))
     # torch.compile follows a product where the number changes, not torch.full
     return torch.ones((), dtype=dtype) * _storable(name, value)
+
+
+def positive_scalar(name: str, value: object, dtype: torch.dtype) -> Tensor:
+    """Return a number above 0, or a 0-d tensor, which is not inspected, as a 0-d tensor."""
+    if not isinstance(value, Tensor):
+        check_number(name, value, 0, math.inf, above=True)
+    return scalar_tensor(name, value, dtype)
 
 
 def _storable(name: str, value: float) -> float:

@@ -19,6 +19,7 @@ from lowtide.arguments import (
     check_tensor,
     is_dtensor,
     operand_dtype,
+    positive_scalar,
     refuse_transforms,
     scalar_tensor,
 )
@@ -260,9 +261,7 @@ def check_reduction(reduction: str, num_items: float | Tensor | None) -> Tensor 
     if reduction != "mean":
         expected = f"None with reduction={reduction!r}"
         raise ArgumentValueError(message("num_items", expected, f"{num_items!r}", "Only a mean is divided."))
-    if not isinstance(num_items, Tensor):
-        check_number("num_items", num_items, 0, math.inf, above=True)
-    return scalar_tensor("num_items", num_items, torch.float64).detach()
+    return positive_scalar("num_items", num_items, torch.float64).detach()
 
 
 def check_softcap(name: str, softcap: object) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_device, check_name, check_number, check_tensor, scalar_tensor
+from lowtide.arguments import check_device, check_name, check_number, check_tensor, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.call import (
     DivergenceArgs,
@@ -224,8 +224,8 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
         expected = "lowtide.TeacherTopK, or a tuple (ids, logprobs) or (ids, logprobs, tail)"
         raise ArgumentTypeError(message("teacher_topk", expected, got))
     ids, logprobs, tail = TeacherTopK(*teacher_topk)
-    check_tensor("teacher_topk.ids", ids)
-    check_tensor("teacher_topk.logprobs", logprobs)
+    for name, tensor in (("teacher_topk.ids", ids), ("teacher_topk.logprobs", logprobs)):
+        check_device(name, check_tensor(name, tensor), input)
     check_name("teacher_topk.tail", tail, TAILS)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ArgumentTypeError(message("teacher_topk.ids", "an integer dtype", str(ids.dtype)))
@@ -237,20 +237,14 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
     if logprobs.shape != ids.shape:
         expected = f"shape {list(ids.shape)}, as the ids have"
         raise ArgumentValueError(message("teacher_topk.logprobs", expected, str(list(logprobs.shape))))
-    check_device("teacher_topk.ids", ids, input)
-    check_device("teacher_topk.logprobs", logprobs, input)
     N, K = math.prod(input.shape[:-1]), ids.shape[-1]
     return ids.long().reshape(N, K), logprobs.detach().reshape(N, K), tail
 
 
 def _check_temperature(temperature: float | Tensor) -> Tensor | None:
     """Return the temperature as a 0-d tensor, None for 1."""
-    if isinstance(temperature, Tensor):
-        if temperature.requires_grad:
-            expected = "a number, or a 0-d tensor that requires no gradient"
-            raise ArgumentValueError(message("temperature", expected, "one that does", "Pass temperature.detach()."))
-    else:
-        check_number("temperature", temperature, 0, math.inf, above=True)
-        if isinstance(temperature, int | float) and temperature == 1:
-            return None
-    return scalar_tensor("temperature", temperature, torch.float64)
+    if isinstance(temperature, Tensor) and temperature.requires_grad:
+        expected = "a number, or a 0-d tensor that requires no gradient"
+        raise ArgumentValueError(message("temperature", expected, "one that does", "Pass temperature.detach()."))
+    found = positive_scalar("temperature", temperature, torch.float64)
+    return None if isinstance(temperature, int | float) and temperature == 1 else found
