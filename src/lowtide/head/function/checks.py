@@ -204,9 +204,8 @@ class Comparison:
     def _refusal(self, i: int, how: str) -> str:
         if self.per_token:
             hint = "It sees one chunk of the tokens at a time: reduce over the vocabulary only, and over tokens"
-            hint = f"{hint} afterwards, on what linear_apply returns."
-            expected = "results for a token that do not depend on the other tokens"
-            return message("fn", expected, f"result {i}, which {how}", hint)
+            hint, got = f"{hint} afterwards, on what linear_apply returns.", f"result {i}, which {how}"
+            return message("fn", "results for a token that do not depend on the other tokens", got, hint)
         hint = "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
         hint = f'{hint} afterwards, or take out="token". What one token gets must not depend on the others.'
         return message("fn", 'scalars that add up over tokens with out="sum"', f"result {i}: {how}", hint)
@@ -217,14 +216,14 @@ class Comparison:
             self._rounding(leaf.dtype, leaf.double().abs().nan_to_num(0, 0, 0).sum()) + noise * leaf.numel()
             for leaf, noise in zip(whole, self._noise(whole), strict=True)
         ]
-        sums: list[list[Tensor]] = [[], [], []]  # of results, which may be as wide as the logits: not kept
-        for _ in range(DRAWS):
-            for into, rows in zip(sums, (self.all, *self.parts), strict=True):
-                drawn = self.results(rows, again=False)
-                if (form := _forms(whole, drawn)) is not None:
-                    return form
-                into.append(torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in drawn]))
-        at_once, split = torch.stack(sums[0]), torch.stack(sums[1]) + torch.stack(sums[2])
+        sums: list[Tensor] = []  # of results, which may be as wide as the logits: not kept
+        for rows in (self.all, *self.parts) * DRAWS:
+            drawn = self.results(rows, again=False)
+            if (form := _forms(whole, drawn)) is not None:
+                return form
+            sums.append(torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in drawn]))
+        at_once, one, two = torch.stack(sums).view(DRAWS, 3, -1).unbind(1)
+        split = one + two
         for i, allowed in enumerate(most):
             above = at_once[:, i, None] - split[:, i]
             rank = (above > allowed).double().mean() - (above < -allowed).double().mean()  # 0 on average; 1: all above
