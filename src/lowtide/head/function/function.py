@@ -23,7 +23,7 @@ from lowtide.head.ranks.parallel import Ranks
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 Results = tuple[list[Tensor | None], pytree.TreeSpec, GradientEdge | None]  # flattened; the logits they depend on
-RandomState = tuple[Tensor, int, int]  # the CPU's state, and a GPU's seed and offset, which are numbers on the host
+RandomState = list[Tensor]  # the CPU's, and a GPU's, which is a tensor on the host too
 
 # Gives the function its logits in the chunk's own memory, as the result of an operator and not as a leaf: so
 # ``logits /= temperature`` is allowed, as it is on the output of a linear layer. Nothing goes back beyond them.
@@ -227,21 +227,16 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def random_state(device: torch.device) -> RandomState:
     """Return where the generators stand that a function of tensors on ``device`` draws from."""
-    if device.type != "cuda":
-        return torch.get_rng_state(), 0, 0
-    gpu = torch.cuda.default_generators[device.index]
-    return torch.get_rng_state(), gpu.initial_seed(), gpu.get_offset()
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
     """Put the generators there."""
     torch.set_rng_state(state[0])
     if device.type == "cuda":
-        gpu = torch.cuda.default_generators[device.index]
-        gpu.manual_seed(state[1])
-        gpu.set_offset(state[2])
+        torch.cuda.set_rng_state(state[1], device)
 
 
 def same_state(a: RandomState, b: RandomState) -> bool:
     """Return whether no random number was drawn between two states."""
-    return a[1:] == b[1:] and torch.equal(a[0], b[0])
+    return all(map(torch.equal, a, b))
