@@ -112,8 +112,6 @@ class HeadCall(NamedTuple):
             ranks: The ranks that share the classes; None: this one has all.
             gradient: "recompute" for a pass whose upstream gradient is not that of its own loss.
         """
-        accumulate: Any = self.accumulate
-        backend: Any = self.backend
         return Head(
             input=self.input,
             weight_VD=self.linear_weight,
@@ -123,7 +121,7 @@ class HeadCall(NamedTuple):
             dtype=self.dtype,
             wide=self.wide,
             ranks=Alone(self.linear_weight.shape[0]) if ranks is None else ranks,
-            options=_options(self.workspace_mib, accumulate, backend, gradient),
+            options=_options(self.workspace_mib, self.accumulate, self.backend, gradient),
         )
 
 
