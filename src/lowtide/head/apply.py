@@ -1,7 +1,6 @@
 """Any function of the final linear layer's logits, which are never built whole."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.graph import freed, is_last_backward, node, save_for_recompute, saved_for_recompute
+from lowtide.graph import keep_stored, node, save_for_recompute, saved_for_recompute, take_stored
 from lowtide.head.call import check_mask, checked_call
 from lowtide.head.function.checks import check_rows_are_independent
 from lowtide.head.function.chunk import FunctionTerms
@@ -185,23 +184,19 @@ def _check_arguments(
 
 
 def _forward(ctx: Any, *args: Any) -> Any:
-    """One scalar to differentiate: store its gradients. Else backward runs the function once more.
-
-    Stored gradients are attributes, not saved by save_for_backward: see `lowtide.head.stored.keep`.
-    """
+    """One scalar to differentiate: store its gradients. Else backward runs the function once more."""
     *tensors, function = args
     needed = [function.graph and need for need in ctx.needs_input_grad[:-1]]
     store = any(needed) and not function.per_token and function.gradient != "recompute"
     with isolated(tensors[0].device):
         terms = FunctionTerms(function, tensors, needed)
         check_rows_are_independent(terms)
-        ctx.stored = terms.gradients() if terms.forward(store=store) else None
-    ctx.function, ctx.states, ctx.free = function, terms.states, False
-    # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
-    ctx.shared = torch._C._len_torch_dispatch_stack() > 0
-    if ctx.stored is not None:
+        ctx.stores = terms.forward(store=store)
+        stored = terms.gradients() if ctx.stores else []
+    ctx.function, ctx.states = function, terms.states
+    if ctx.stores:
         ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
-        ctx.sources = tensors  # as in `lowtide.head.stored.keep`
+        keep_stored(ctx, stored, tensors)
     elif any(needed):
         if function.gradient == "forward" and function.plan.rows:
             got = f"{sum(terms.differentiable)} that need a gradient"
@@ -214,34 +209,23 @@ def _forward(ctx: Any, *args: Any) -> Any:
 
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
+    """Scale stored gradients: what is 0 stays 0, as of tokens that are masked, or that the function leaves out."""
     needed = ctx.needs_input_grad[:-1]
-    if ctx.stored is not None or ctx.free:
-        sources = ctx.sources
-        return _scaled(ctx, next(u for u in upstream if u is not None), needed), sources
-    tensors = saved_for_recompute(ctx, "linear_apply")
-    with isolated(tensors[0].device):
-        terms = FunctionTerms(ctx.function, tensors, needed)
-        terms.backward(upstream[:-1], ctx.states)
-        pairs = zip(terms.gradients(), tensors, strict=True)
-        return [None if g is None else g.to(t.dtype).view(t.shape) for g, t in pairs], tensors
-
-
-def _scaled(ctx: Any, upstream: Tensor, needed: list[bool]) -> list[Tensor | None]:
-    """Return the stored gradients times the upstream one, in place where nobody will read them again.
-
-    What is 0 stays 0 whatever comes from upstream: tokens that are masked, or that the function itself leaves out.
-    """
-    if ctx.stored is None:
-        raise freed("linear_apply")
-    stored, last = ctx.stored, is_last_backward()
-    if last:
-        ctx.stored, ctx.free, ctx.sources = None, True, ()
+    if not ctx.stores:
+        tensors = saved_for_recompute(ctx, "linear_apply")
+        with isolated(tensors[0].device):
+            terms = FunctionTerms(ctx.function, tensors, needed)
+            terms.backward(upstream[:-1], ctx.states)
+            pairs = zip(terms.gradients(), tensors, strict=True)
+            return [None if g is None else g.to(t.dtype).view(t.shape) for g, t in pairs], tensors
+    factor = next(u for u in upstream if u is not None)
+    stored, sources, in_place = take_stored(ctx, "linear_apply")
     grads: list[Tensor | None] = [None] * len(stored)
     for i, (grad, form) in enumerate(zip(stored, ctx.forms, strict=True)):
-        if grad is not None and needed[i]:
-            times_upstream = partial(scaled, in_place=last and not ctx.shared, zeros_stay=True) if i < 2 else times
-            grads[i] = times_upstream(grad, upstream).to(form[0]).view(form[1])
-    return grads
+        if grad is not None and needed[i]:  # the first two are as large as hidden states and weight
+            product = times(grad, factor) if i > 1 else scaled(grad, factor, in_place, zeros_stay=True)
+            grads[i] = product.to(form[0]).view(form[1])
+    return grads, sources
 
 
 _NODE = node("Applied", "linear_apply", _forward, _backward, TWICE)
