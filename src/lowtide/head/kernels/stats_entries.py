@@ -3,15 +3,12 @@
 C rows of a chunk, D hidden size, V vocabulary, K targets a row. Classes count among those of all ranks, so that this is
 the same on every rank:
 
-    prepare_stats(known, upstream, y, x, numbers, entries, V)      what the others take
-    stats_gradient(x, w, e, numbers)                               in blocks of this rank's classes
-    put_entries(e, entries, first)                                 where a class of a row is not as the others
-    finish_input_grad(e @ w, out, w, entries, s, first)            this rank's part of dX, to be summed over the ranks
+    prepare_stats(known, upstream, y, x, entries, V)            what the others take
+    stats_gradient(x, w, e, entries)                            in blocks of this rank's classes
+    put_entries(e, entries, first)                              where a class of a row is not as the others
+    finish_input_grad(e @ w, out, w, entries, first)            this rank's part of dX, to be summed over the ranks
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +17,7 @@ from lowtide.head.kernels.elementary import expm1
 from lowtide.head.kernels.exp_rows import block_of
 from lowtide.head.kernels.exp_terms import scaled_row
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform, matrix
-from lowtide.head.kernels.stats_logits import FLOOR
+from lowtide.head.kernels.stats_logits import FLOOR, Entries
 from lowtide.head.kernels.stats_rows import RowStats
 from lowtide.kernel_launch import Launcher, power_of_2
 
@@ -40,13 +37,10 @@ def _at_class(logprob, lse, own, others, h, a, entropy, even, transform):  # typ
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_stats(  # type: ignore[no-untyped-def]
-    known, upstream, y_ptr, x, scaled_ptr, numbers, entries, transform, D, V, TARGETS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    known, upstream, y_ptr, x, scaled_ptr, entries, transform, D, V, K, TARGETS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """See `prepare_stats`."""
     x_ptr, x_stride = x
-    numbers_ptr, plane = numbers
-    id_ptr, entry_ptr, rest_ptr, K = entries
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, TARGETS)
     given = k < K
@@ -76,19 +70,20 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
     g, h, a, even = g * share, h * share, a * share, even * share
     of_targets = tl.sum(g, 0)
     lse = tl.load(known.lse + i)
-    at = numbers_ptr + i
-    tl.store(at, s)
-    tl.store(at + plane, lse)
-    tl.store(at + 2 * plane, a - of_targets - h * entropy)
-    tl.store(at + 3 * plane, h)
-    tl.store(at + 4 * plane, even)
+    tl.store(entries.s + i, s)
+    tl.store(entries.lse + i, lse)
+    tl.store(entries.slope + i, a - of_targets - h * entropy)
+    if entries.heat is not None:
+        tl.store(entries.heat + i, h)
+    if entries.even is not None:
+        tl.store(entries.even + i, even)
     # each class once: the highest one here, unless it is a target, and a target where it first stands
     top_id = tl.load(known.top + i).to(tl.int32)
     is_target = tl.max((y == top_id).to(tl.int32), 0) != 0
     at_top = _at_class(tl.load(known.top_logprob + i), lse, zero, of_targets, h, a, entropy, even, transform)
     row = i * (K + 1)
-    tl.store(id_ptr + row, tl.where(s == 0.0, -1, tl.where(is_target, -1, top_id)))
-    tl.store(entry_ptr + row, at_top)
+    tl.store(entries.id + row, tl.where(s == 0.0, -1, tl.where(is_target, -1, top_id)))
+    tl.store(entries.entry + row, at_top)
     if upstream.logprob is not None:
         same = y[:, None] == y[None, :]
         own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
@@ -96,10 +91,10 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
         logprob = tl.load(known.logprob + i * K + k, mask=given, other=0.0)
         at_y = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, transform)
         place = tl.where(s == 0.0, -1, tl.where(first == k, y, -1))
-        tl.store(id_ptr + row + 1 + k, place, mask=given)
-        tl.store(entry_ptr + row + 1 + k, at_y, mask=given)
+        tl.store(entries.id + row + 1 + k, place, mask=given)
+        tl.store(entries.entry + row + 1 + k, at_y, mask=given)
         rest = at_y - at_y.to(x_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(rest_ptr + i * K + k, tl.where(place < 0, 0.0, rest), mask=given)
+        tl.store(entries.rest + i * K + k, tl.where(place < 0, 0.0, rest), mask=given)
     if scaled_ptr is not None:
         scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
 
@@ -118,46 +113,23 @@ def _put_entries(g_ptr, g_stride, id_ptr, entry_ptr, first_class, columns, count
 
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _finish_input_grad(product_ptr, out_ptr, w, entries, s_ptr, first_class, V, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, D, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k), of the classes that are here."""
     w_ptr, w_stride = w
-    id_ptr, rest_ptr, K = entries
     i = tl.program_id(0).to(tl.int64)
-    s = tl.load(s_ptr + i)
+    s = tl.load(entries.s + i)
     for d in range(0, D, BLOCK):
         at = d + tl.arange(0, BLOCK)
         inside = at < D
         grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
         for k in range(K):
-            y = tl.load(id_ptr + i * (K + 1) + 1 + k).to(tl.int64) - first_class
+            y = tl.load(entries.id + i * (K + 1) + 1 + k).to(tl.int64) - first_class
             here = (y >= 0) & (y < V)
-            rest = tl.where(here, tl.load(rest_ptr + i * K + k), 0.0)
+            rest = tl.where(here, tl.load(entries.rest + i * K + k), 0.0)
             w_row = tl.load(w_ptr + tl.where(here, y, 0) * w_stride + at, mask=inside, other=0.0)
             grad += tl.where(rest == 0.0, 0.0, rest * w_row.to(tl.float32))
         grad = tl.where(s == 0.0, 0.0, grad * s)
         tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entries:
-    """Where a chunk's gradient differs from what `stats_logits.stats_gradient` writes, a class of a row once."""
-
-    id: Tensor  # [C, 1 + K] int32: the highest class, and the targets; -1: nothing stands here
-    entry: Tensor  # [C, 1 + K] float32
-    rest: Tensor  # [C, K] float32: what the targets' entries lose in rounding
-
-    @classmethod
-    def empty(cls, C: int, K: int, device: torch.device) -> "Entries":
-        """Return room for K targets a row."""
-        return cls(
-            id=torch.empty(C, 1 + K, dtype=torch.int32, device=device),
-            entry=torch.empty(C, 1 + K, dtype=torch.float32, device=device),
-            rest=torch.empty(C, K, dtype=torch.float32, device=device),
-        )
-
-    def rows(self, C: int) -> "Entries":
-        """Return the first C rows."""
-        return Entries(id=self.id[:C], entry=self.entry[:C], rest=self.rest[:C])
 
 
 def prepare_stats(
@@ -165,7 +137,6 @@ def prepare_stats(
     upstream: RowStats,
     y_CK: Tensor | None,
     x_CD: Tensor,
-    numbers_5C: Tensor,
     entries: Entries,
     V: int,
     *,
@@ -174,15 +145,12 @@ def prepare_stats(
 ) -> None:
     """From what forward found and the upstream gradients, write what `stats_gradient` and `put_entries` take.
 
-    The same on every rank: classes count among all of them.
-
     Args:
         known: lse, top and top_logprob; with an upstream gradient of it the entropy; with one of the log-probabilities
             these, contiguous.
         upstream: Any of logprob (contiguous, 0 where ignored), entropy, lse and mean.
         y_CK: Targets, int32, contiguous, -1 where ignored; with an upstream gradient of the log-probabilities.
         x_CD: Hidden states.
-        numbers_5C: Takes the numbers; the first, s, is a power of two, by which the gradient is divided.
         entries: Takes the entries; of no targets, where their log-probabilities have no upstream gradient.
         V: Classes of all ranks.
         transform: What makes logits of the products; the bias may be None.
@@ -190,31 +158,26 @@ def prepare_stats(
     """
     (C, D), K = x_CD.shape, entries.rest.shape[1]
     _prepare_stats[(C,)](
-        known, upstream, y_CK, matrix(x_CD), scaled_CD, matrix(numbers_5C),
-        (entries.id, entries.entry, entries.rest, K), transform, D, V, TARGETS=power_of_2(max(1, K)),
+        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, D, V, K, TARGETS=power_of_2(max(1, K)),
         BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
 def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
     """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
-    C, V = g_CV.shape
-    count = entries.id.shape[1]
+    (C, V), count = g_CV.shape, entries.id.shape[1]
     _put_entries[(C,)](
-        g_CV, g_CV.stride(0), entries.id, entries.entry, first_class, V, count, WIDTH=power_of_2(count), num_warps=1
+        *matrix(g_CV), entries.id, entries.entry, first_class, V, count, WIDTH=power_of_2(count), num_warps=1
     )
 
 
-def finish_input_grad(
-    product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, s_C: Tensor, first_class: int = 0
-) -> None:
+def finish_input_grad(product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, first_class: int = 0) -> None:
     """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous), E rounded.
 
     ``w_VD`` holds the classes from ``first_class`` on; what entries of other ranks' classes lose is added there.
     """
-    (C, D), V = product_CD.shape, w_VD.shape[0]
-    K = entries.rest.shape[1] if V else 0
+    (C, D), V = product_CD.shape, len(w_VD)
     _finish_input_grad[(C,)](
-        product_CD, out_CD, matrix(w_VD), (entries.id, entries.rest, K), s_C, first_class, V, D, BLOCK=block_of(D),
-        num_warps=4,
+        product_CD, out_CD, matrix(w_VD), entries, first_class, V, D, entries.rest.shape[1] if V else 0,
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
