@@ -37,20 +37,23 @@ def _at_class(logprob, lse, own, others, h, a, entropy, even, transform):  # typ
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_stats(  # type: ignore[no-untyped-def]
-    known, upstream, y_ptr, x, scaled_ptr, entries, transform, D, V, K, TARGETS: tl.constexpr, BLOCK: tl.constexpr
+    known, upstream, y_ptr, x, scaled_ptr, entries, transform, D, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """See `prepare_stats`."""
     x_ptr, x_stride = x
     i = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, TARGETS)
-    given = k < K
+    k = tl.arange(0, CLASSES)  # the highest class, and the targets
+    is_target = (k > 0) & (k <= K)
+    of_target = i * K + k - 1
     zero = tl.full((), 0.0, tl.float32)
     h, a, even, entropy = zero, zero, zero, zero
-    y = tl.full((TARGETS,), -1, tl.int32)
-    g = tl.zeros((TARGETS,), tl.float32)
+    y = tl.where(k == 0, tl.load(known.top + i).to(tl.int32), -1)
+    logprob = tl.where(k == 0, tl.load(known.top_logprob + i), 0.0)
+    g = tl.zeros((CLASSES,), tl.float32)
     if upstream.logprob is not None:
-        y = tl.load(y_ptr + i * K + k, mask=given, other=-1)
-        g = tl.load(upstream.logprob + i * K + k, mask=given, other=0.0)
+        y = tl.load(y_ptr + of_target, mask=is_target, other=y)
+        logprob = tl.load(known.logprob + of_target, mask=is_target, other=logprob)
+        g = tl.load(upstream.logprob + of_target, mask=is_target, other=0.0)
     if upstream.entropy is not None:
         h = tl.load(upstream.entropy + i)
         entropy = tl.load(known.entropy + i)
@@ -77,24 +80,17 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
         tl.store(entries.heat + i, h)
     if entries.even is not None:
         tl.store(entries.even + i, even)
-    # each class once: the highest one here, unless it is a target, and a target where it first stands
-    top_id = tl.load(known.top + i).to(tl.int32)
-    is_target = tl.max((y == top_id).to(tl.int32), 0) != 0
-    at_top = _at_class(tl.load(known.top_logprob + i), lse, zero, of_targets, h, a, entropy, even, transform)
-    row = i * (K + 1)
-    tl.store(entries.id + row, tl.where(s == 0.0, -1, tl.where(is_target, -1, top_id)))
-    tl.store(entries.entry + row, at_top)
+    same = y[:, None] == y[None, :]
+    own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
+    last = tl.max(tl.where(same, k[None, :], 0), 1)  # each class once: where it stands last, so a target if it is one
+    entry = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, transform)
+    place = tl.where(s == 0.0, -1, tl.where(last == k, y, -1))
+    row = i * (K + 1) + k
+    tl.store(entries.id + row, place, mask=k <= K)
+    tl.store(entries.entry + row, entry, mask=k <= K)
     if upstream.logprob is not None:
-        same = y[:, None] == y[None, :]
-        own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
-        first = tl.min(tl.where(same, k[None, :], TARGETS), 1)
-        logprob = tl.load(known.logprob + i * K + k, mask=given, other=0.0)
-        at_y = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, transform)
-        place = tl.where(s == 0.0, -1, tl.where(first == k, y, -1))
-        tl.store(entries.id + row + 1 + k, place, mask=given)
-        tl.store(entries.entry + row + 1 + k, at_y, mask=given)
-        rest = at_y - at_y.to(x_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(entries.rest + i * K + k, tl.where(place < 0, 0.0, rest), mask=given)
+        rest = entry - entry.to(x_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(entries.rest + of_target, tl.where(place < 0, 0.0, rest), mask=is_target)
     if scaled_ptr is not None:
         scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
 
@@ -158,7 +154,7 @@ def prepare_stats(
     """
     (C, D), K = x_CD.shape, entries.rest.shape[1]
     _prepare_stats[(C,)](
-        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, D, V, K, TARGETS=power_of_2(max(1, K)),
+        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, D, V, K, CLASSES=power_of_2(1 + K),
         BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
