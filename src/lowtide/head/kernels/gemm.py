@@ -26,7 +26,7 @@ class LogitTransform(NamedTuple):
 
     bias_V: Tensor | None = None  # float32
     scale: Tensor | None = None  # 0-d float32 on the device
-    softcap: float | None = None  # above 0
+    softcap: float | Tensor | None = None  # above 0
 
     @property
     def is_plain(self) -> bool:
