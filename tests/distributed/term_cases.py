@@ -10,8 +10,7 @@ import torch.distributed as dist
 import lowtide
 from distributed.launch import main, named
 from lowtide.head.call import Head, Wanted
-from lowtide.head.engine import run
-from lowtide.head.gradients import gradient_buffers
+from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.plan import plan_head
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.rows import Rows
@@ -43,9 +42,7 @@ def the_term_of_the_page() -> None:
     )
     plan = plan_head(N, D, shard.most_rows, x.dtype, x.device, head.options)
     assert plan.chunks > 1
-    into = gradient_buffers(
-        x, head.weight_VD, head.wide, plan, Wanted(input=True, weight=True, bias=True), some_rows=False
-    )
+    into = gradient_buffers(head, plan, Wanted(input=True, weight=True, bias=True), some_rows=False)
     term = names["Brier"](head, y)
     numbers = run(head, Rows(tokens=N), plan, term, into, upstream=lambda _, part: token_weight[part])
 

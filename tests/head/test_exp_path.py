@@ -14,7 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lowtide.head import plan
 from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
-from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.engine import gradient_buffers
+from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs
 from lowtide.head.terms import cross_entropy as terms
 from support import oracle, relative_error

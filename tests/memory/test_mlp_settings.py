@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide import graph
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.head import graph
 from lowtide.measure import peak_above
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.models import mlp_part

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lowtide.head import graph
+from lowtide import graph
 from lowtide.measure import track_allocations
 from lowtide.mlp import elementwise, low_rank
 from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp

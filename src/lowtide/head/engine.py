@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
-from lowtide.head.gradients import Gradients, put_input_grad
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul, finish_logits_, narrow_view
 from lowtide.head.rows import Rows
@@ -89,7 +89,7 @@ def run(
         else:
             numbers, g_CV, outside = chunks.gradient(terms, x_CD, part, upstream, known)
             if len(x_CD):
-                _add_products(head, chunks.matmul, g_CV, outside, x_CD, into, rows.index, part, terms)
+                _add_products(chunks, terms, g_CV, outside, x_CD, part, into)
         found.append((numbers, None))
     if into is not None and into.weight_VD is not None and terms.lift is not None:
         into.weight_VD.div_(terms.lift)
@@ -175,48 +175,72 @@ def joined(found: list[tuple[Numbers, Tensor | None]]) -> tuple[Numbers, Tensor 
 
 
 def _add_products(
-    head: Head,
-    matmul: HeadMatmul,
-    z_CV: Tensor,
-    outside: Tensor | None,
-    x_CD: Tensor,
-    into: Gradients,
-    index: Tensor | None,
-    part: slice,
-    terms: Terms,
+    chunks: Chunks, terms: Terms, g_CV: Tensor, outside: Tensor | None, x_CD: Tensor, part: slice, into: Gradients
 ) -> None:
     """Add a chunk's gradients; across ranks the sum of the input's runs beside the weight's GEMM.
 
     Args:
-        head: The head.
-        matmul: Its GEMMs.
-        z_CV: The gradient of the chunk's logits; overwritten.
+        chunks: The pass.
+        terms: What was computed of the chunk.
+        g_CV: The gradient of its logits; overwritten.
         outside: What each of its rows is still to be multiplied with [C]; None: 1.
-        x_CD: The chunk's hidden states.
+        x_CD: Its hidden states.
+        part: Its rows.
         into: Takes the gradients.
-        index: Places of all rows among the N tokens; None: all, in order.
-        part: Which of these rows the chunk has.
-        terms: What was computed of them.
     """
+    head, matmul, index, write = chunks.head, chunks.matmul, chunks.rows.index, None
     if into.input_ND is None and into.weight_VD is None and into.bias_V is None:
         return
-    by_kernel = matmul.plan.backend == "row"  # its gradient may be narrow already
+    by_kernel = chunks.plan.backend == "row"  # its gradient may be narrow already
     if into.bias_V is not None and not by_kernel:
-        into.bias_V += z_CV.sum(0) if outside is None else outside @ z_CV
-    g_CV = narrow_view(z_CV, head.dtype) if terms.narrowed else matmul.operand(z_CV)
+        into.bias_V += g_CV.sum(0) if outside is None else outside @ g_CV
+    g_CV = narrow_view(g_CV, head.dtype) if terms.narrowed else matmul.operand(g_CV)
     if into.bias_V is not None and by_kernel:
         from lowtide.head.kernels.exp_rows import add_column_sums
 
         add_column_sums(g_CV, x_CD.new_ones(len(x_CD), dtype=head.wide) if outside is None else outside, into.bias_V)
-    write = None
-    if into.input_ND is not None and head.ranks.alone:
-        put_input_grad(matmul, g_CV, outside, into, index, part)
+    if into.input_ND is not None and head.ranks.alone and index is None and into.lift_N is None:
+        matmul.input_grad(g_CV, outside, into.input_ND[part])
     elif into.input_ND is not None:
-        product = x_CD.new_empty(x_CD.shape, dtype=matmul.wide)  # summed over ranks before it is rounded
+        rounded = head.ranks.alone and into.lift_N is None  # else summed over ranks, or lifted, before it is rounded
+        product = x_CD.new_empty(x_CD.shape, dtype=into.input_ND.dtype if rounded else head.wide)
         matmul.input_grad(g_CV, outside, product)
         write = head.ranks.begin_sum(product, part, index)
+        del product
+        if head.ranks.alone:
+            write(into)
+            write = None  # its memory is free
     if into.weight_VD is not None:
         raised = outside if terms.lift is None or outside is None else outside * terms.lift
         matmul.weight_grad(g_CV, raised, x_CD, into.weight_VD, part.start == 0)
     if write is not None:
         write(into)
+
+
+def gradient_buffers(
+    head: Head, plan: HeadPlan, wanted: tuple[bool, bool, bool], *, some_rows: bool, stored: bool = False
+) -> Gradients:
+    """Return memory for the gradients of input, weight and bias that are ``wanted``, not filled where chunks will.
+
+    Args:
+        head: Whose they are.
+        plan: Says in which dtype the weight's gradient adds up, and whether there is any chunk.
+        wanted: For each of the three, in this order.
+        some_rows: Whether some of the hidden states are in no chunk; theirs is 0.
+        stored: Whether the upstream gradient is still to come, and with it a GradScaler's factor. An fp16 gradient is
+            then lifted row by row, in the chunk that computes it; the exponential path's stays wide until it is stored.
+    """
+    x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()
+    if wanted[0]:
+        lifted, dtype = stored and x.dtype == torch.float16, x.dtype
+        if lifted and plan.backend == "exp":
+            dtype = wide
+        elif lifted:
+            into.lift_N = x.new_ones(head.tokens, dtype=wide)
+        into.input_ND = (x.new_zeros if some_rows else x.new_empty)(head.tokens, D, dtype=dtype)
+    if wanted[1]:
+        dtype = wide if plan.accumulate == "float32" else head.weight_VD.dtype
+        into.weight_VD = (x.new_empty if plan.chunks else x.new_zeros)(V, D, dtype=dtype)
+    if wanted[2]:
+        into.bias_V = x.new_zeros(V, dtype=wide)
+    return into

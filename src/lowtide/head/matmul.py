@@ -4,7 +4,6 @@ C rows of the chunk, D hidden size, V vocabulary. ``wide`` is float32, or float6
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +36,13 @@ class HeadMatmul:
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the weight, rounded to the operands' dtype, in blocks of rows of the wide dtype."""
-        V, D = self.weight_VD.shape
-        for start in range(0, V, self.plan.block_rows):
-            part = slice(start, min(start + self.plan.block_rows, V))
-            wide = self._block[: (part.stop - part.start) * D].view(part.stop - part.start, D)
+        for part in column_blocks(len(self.weight_VD), self.plan.block_rows):
+            wide = self._wide_rows(part)
             yield part, wide.copy_(self.weight_VD[part].to(self.dtype))
+
+    def _wide_rows(self, part: slice) -> Tensor:
+        D = self.weight_VD.shape[1]
+        return self._block[: (part.stop - part.start) * D].view(part.stop - part.start, D)
 
     def take_bias(self, bias_V: Tensor) -> None:
         """Add a bias, of the weight's dtype here, to all logits to come.
@@ -66,19 +67,11 @@ class HeadMatmul:
         if self.plan.logits_gemm == "blocks":
             wide_x = x_CD.to(self.wide)
             for part, w in self._blocks():
-                self._multiply(wide_x, w, out_CV[:, part], add=first)
+                matmul_into(wide_x, w.T, out_CV[:, part], add=first)
         else:
-            self._multiply(x_CD, weight, out_CV, add=first)
+            matmul_into(x_CD, weight.T, out_CV, add=first)
         if bias_V is not None and not first:
             out_CV.add_(bias_V)
-
-    def _multiply(self, x_CD: Tensor, w_BD: Tensor, out_CB: Tensor, *, add: bool) -> None:
-        """Write ``x @ w.T`` to ``out``, or add it to what is there."""
-        kinds: dict[str, Any] = {} if x_CD.dtype == self.wide else {"out_dtype": self.wide}
-        if add:
-            torch.addmm(out_CB, x_CD, w_BD.T, out=out_CB, **kinds)
-        else:
-            torch.mm(x_CD, w_BD.T, out=out_CB, **kinds)
 
     def operand(self, g_CV: Tensor) -> Tensor:
         """Return the logits' gradient as the two products below take it, in the memory of ``g_CV``."""
@@ -88,53 +81,33 @@ class HeadMatmul:
 
     def input_grad(self, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
         """Write ``factor * (g @ weight)`` into ``out_CD``; None: 1."""
+        product = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
         if self.plan.backward_gemm == "blocks":
-            total = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
-            total.zero_()
+            product.zero_()
             for part, w in self._blocks():
-                total.addmm_(g_CV[:, part], w)
-            if factor_C is not None:
-                total.mul_(factor_C[:, None])
-            if total is not out_CD:
-                out_CD.copy_(total)
-        elif out_CD.dtype == self.wide == self.dtype:
-            torch.mm(g_CV, self.weight_VD, out=out_CD)
-            if factor_C is not None:
-                out_CD.mul_(factor_C[:, None])
-        elif g_CV.is_cuda:
-            product = out_CD if out_CD.dtype == self.wide else torch.empty_like(out_CD, dtype=self.wide)
-            torch.mm(g_CV, self.weight_VD, out_dtype=self.wide, out=product)
-            if factor_C is not None:
-                torch.mul(product, factor_C[:, None], out=out_CD)
-            elif product is not out_CD:
-                out_CD.copy_(product)
-        else:
+                product.addmm_(g_CV[:, part], w)
+        elif g_CV.is_cuda or g_CV.dtype == self.wide:
+            matmul_into(g_CV, self.weight_VD, product, add=False)
+        else:  # on a CPU products are no wider than their operands
             product = g_CV @ self.weight_VD
-            out_CD.copy_(product if factor_C is None else product * factor_C[:, None])
+        if factor_C is not None:
+            torch.mul(product, factor_C[:, None], out=out_CD)
+        elif product is not out_CD:
+            out_CD.copy_(product)
 
     def weight_grad(self, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
         """Add ``g.T @ (factor * x)`` to ``total_VD``, which holds nothing yet where ``first`` is True."""
         x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
-        if total_VD.dtype == g_CV.dtype:
-            torch.addmm(total_VD, g_CV.T, x, beta=0 if first else 1, out=total_VD)
-        elif g_CV.is_cuda and total_VD.dtype == self.wide:
-            if first:
-                torch.mm(g_CV.T, x, out_dtype=self.wide, out=total_VD)
-            else:
-                torch.addmm(total_VD, g_CV.T, x, out_dtype=self.wide, out=total_VD)
-        else:
-            self._weight_grad_in_blocks(g_CV, x, total_VD, first)
-
-    def _weight_grad_in_blocks(self, g_CV: Tensor, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
-        V, D = total_VD.shape
-        for start in range(0, V, self.plan.block_rows):
-            part = slice(start, min(start + self.plan.block_rows, V))
-            wide = self._block[: (part.stop - part.start) * D].view(part.stop - part.start, D)
+        if total_VD.dtype == g_CV.dtype or (g_CV.is_cuda and total_VD.dtype == self.wide):
+            matmul_into(g_CV.T, x, total_VD, add=not first)
+            return
+        for part in column_blocks(len(total_VD), self.plan.block_rows):
+            wide = self._wide_rows(part)
             if g_CV.dtype == self.wide:
-                torch.mm(g_CV[:, part].T, x_CD, out=wide)
+                torch.mm(g_CV[:, part].T, x, out=wide)
             else:
-                wide.copy_(g_CV[:, part].T @ x_CD)
-            total_VD[part].copy_(wide) if first else total_VD[part].copy_(wide.add_(total_VD[part]))
+                wide.copy_(g_CV[:, part].T @ x)
+            total_VD[part].copy_(wide if first else wide.add_(total_VD[part]))
 
 
 def _narrow_in_place(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ two implementations. Its operators, their fakes and FLOP counts, and its two aut
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,49 +41,34 @@ assert HeadCall._fields[:3] == ("input", "linear_weight", "linear_bias")  # whos
 _WANTED = ", ".join(f"bool {name}_grad" for name in Wanted._fields)
 
 
+@dataclass(eq=False)
 class Function:
-    """A function of a head's logits, and what its operators and nodes are made of.
+    """A function of a head's logits, and what its operators and nodes are made of."""
 
-    Args:
-        name: Of its operator; that of backward has "_backward" behind it.
-        public: Its name in errors.
-        args: The record of what it gets beside the head.
-        forward: ``(head, args, wanted, keep) -> (values, stored gradients or None)``.
-        backward: ``(head, args, wanted, upstream, known) -> gradients``.
-        shapes: From a call, its args and whether it is to be differentiated later, the shape and dtype of each value.
-        returned: Names of the values that are returned, differentiable ones first.
-        differentiable: How many of these are.
-        known: Names of the values that backward needs.
-        ignores: Whether tokens can be left out, from the args.
-        beside: FLOP of what is computed beside the head, from the args.
-    """
+    name: str  # of its operator; that of backward has "_backward" behind it
+    public: str  # its name in errors
+    args: Any  # the record of what it gets beside the head
+    forward: Callable[[Head, Any, Wanted, bool], tuple[Values, StoredGradients | None]]  # the last: keep what is known
+    backward: Callable[[Head, Any, Wanted, dict[str, Tensor | None], Values], Gradients]  # from upstream and known
+    shapes: Callable[[HeadCall, Any, bool], dict[str, Shape]]  # of each value; the last as in forward
+    returned: tuple[str, ...]  # names of the values that are returned, differentiable ones first
+    differentiable: int  # how many of these are
+    known: tuple[str, ...]  # names of the values that backward needs
+    ignores: Callable[[Any], bool] = lambda _: True  # whether tokens can be left out
+    beside: Callable[[Any], int] = lambda _: 0  # FLOP of what is computed beside the head
 
-    def __init__(
-        self,
-        name: str,
-        public: str,
-        args: Any,
-        forward: Callable[[Head, Any, Wanted, bool], tuple[Values, StoredGradients | None]],
-        backward: Callable[[Head, Any, Wanted, dict[str, Tensor | None], Values], Gradients],
-        *,
-        shapes: Callable[[HeadCall, Any, bool], dict[str, Shape]],
-        returned: tuple[str, ...],
-        differentiable: int,
-        known: tuple[str, ...],
-        ignores: Callable[[Any], bool] = lambda _: True,
-        beside: Callable[[Any], int] = lambda _: 0,
-    ) -> None:
-        self.public, self.args, self.shapes, self.ignores, self.beside = public, args, shapes, ignores, beside
-        self.returned, self.upstream, self.known = returned, returned[:differentiable], known
-        self.names = returned + tuple(name for name in known if name not in returned)
-        self._forward, self._backward = forward, backward
-        self._fields = _HEAD + len(args._fields)
-        call = f"{schema_of(HeadCall)}, {schema_of(args)}, {_WANTED}"
+    def __post_init__(self) -> None:
+        self.upstream = self.returned[: self.differentiable]
+        self.names = self.returned + tuple(name for name in self.known if name not in self.returned)
+        self.arguments = _HEAD + len(self.args._fields)
+        call = f"{schema_of(HeadCall)}, {schema_of(self.args)}, {_WANTED}"
         several = ", ".join(["Tensor"] * (len(self.names) + len(StoredGradients._fields)))
-        given = ", ".join([*(f"Tensor? {name}_grad" for name in self.upstream), *(f"Tensor {name}" for name in known)])
-        self.run = Operator(name, f"({call}, bool keep) -> ({several})", self.compute, self._fake, self._flop)
+        given = ", ".join(
+            [*(f"Tensor? {name}_grad" for name in self.upstream), *(f"Tensor {name}" for name in self.known)]
+        )
+        self.run = Operator(self.name, f"({call}, bool keep) -> ({several})", self.compute, self._fake, self._flop)
         self.run_backward = Operator(
-            f"{name}_backward", f"({call}, {given}) -> (Tensor, Tensor, Tensor)", self.compute_gradients,
+            f"{self.name}_backward", f"({call}, {given}) -> (Tensor, Tensor, Tensor)", self.compute_gradients,
             self._fake_gradients, self._flop,
         )  # fmt: skip
         self.stored, self.recomputed = _nodes(self)
@@ -123,15 +109,15 @@ class Function:
         return self.compute(*args, ranks=ranks)
 
     def _split(self, fields: Sequence[Any]) -> tuple[HeadCall, Any, Wanted]:
-        call, args = HeadCall(*fields[:_HEAD]), self.args(*fields[_HEAD : self._fields])
-        return call, args, Wanted(*fields[self._fields : self._fields + 3])
+        call, args = HeadCall(*fields[:_HEAD]), self.args(*fields[_HEAD : self.arguments])
+        return call, args, Wanted(*fields[self.arguments : self.arguments + 3])
 
     def compute(self, *fields: Any, ranks: Ranks | None = None) -> tuple[Tensor, ...]:
         """Return all values and stored gradients; what is not computed is empty."""
         call, args, wanted = self._split(fields)
         keep_known = fields[-1]
         with torch.no_grad(), undisturbed(call.input.device):
-            values, stored = self._forward(call.head(ranks), args, wanted, keep_known)
+            values, stored = self.forward(call.head(ranks), args, wanted, keep_known)
         shapes = self.shapes(call, args, keep_known)
         names = self.names if keep_known else self.returned
         values = {name: values[name] for name in names if name in values}
@@ -150,12 +136,12 @@ class Function:
     def compute_gradients(self, *fields: Any, ranks: Ranks | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of input, weight and bias, in the shapes and dtypes of these, the bias's wide."""
         call, args, wanted = self._split(fields)
-        given = fields[self._fields + 3 :]
+        given = fields[self.arguments + 3 :]
         upstream = dict(zip(self.upstream, given, strict=False))
         known = dict(zip(self.known, given[len(self.upstream) :], strict=True))
         with torch.no_grad(), undisturbed(call.input.device):
             head = call.head(ranks, "recompute")
-            return found_gradients(head, self._backward(head, args, wanted, upstream, known))
+            return found_gradients(head, self.backward(head, args, wanted, upstream, known))
 
     def _fake_gradients(self, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
         call, _, wanted = self._split(fields)

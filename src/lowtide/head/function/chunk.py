@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.backends import why_not_row
 from lowtide.head.call import Wanted
-from lowtide.head.engine import Numbers, Terms, Upstream, run
+from lowtide.head.engine import Numbers, Terms, Upstream, gradient_buffers, run
 from lowtide.head.function.function import Results, UserFunction, evaluate, vjp
 from lowtide.head.function.random import RandomState, random_state, same_state, set_random_state
-from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import narrow_view
 from lowtide.head.rows import Rows, take_leading
@@ -108,7 +108,7 @@ class FunctionTerms(Terms):
         """Make the memory that takes the gradients."""
         head, wanted, D = self.head, self.wanted, self.head.input.shape[-1]
         some_rows = self._index is not None and not head.ranks.spread
-        into = gradient_buffers(head.input, head.weight_VD, head.wide, self.plan, wanted, some_rows=some_rows)
+        into = gradient_buffers(head, self.plan, wanted, some_rows=some_rows)
         if into.input_ND is not None and stored and head.input.dtype == torch.float16:
             # until the upstream gradient, and with it GradScaler's factor, has come
             into.input_ND = head.input.new_zeros(head.tokens, D, dtype=head.wide)

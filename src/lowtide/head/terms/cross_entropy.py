@@ -17,8 +17,8 @@ from lowtide.errors import TargetIndexError
 from lowtide.graph import is_last_backward
 from lowtide.head import exponentials
 from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
-from lowtide.head.engine import Numbers, Terms, run
-from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import plan_cross_entropy
@@ -156,7 +156,7 @@ def backward(
 
 def _buffers(head: Head, rows: Rows, plan: HeadPlan, wanted: Wanted, *, stored: bool) -> Gradients:
     some = head.ranks.alone and rows.index is not None
-    return gradient_buffers(head.input, head.weight_VD, head.wide, plan, wanted, some_rows=some, stored=stored)
+    return gradient_buffers(head, plan, wanted, some_rows=some, stored=stored)
 
 
 def _run(head: Head, targets: Targets, plan: HeadPlan, settle: Settle | None, known: Numbers | None) -> Numbers:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowtide.errors import TargetIndexError, message
 from lowtide.head.call import DivergenceArgs, Head, HeadCall, Wanted, scalar_on
-from lowtide.head.engine import Numbers, Terms, run
-from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape, head_flop
 from lowtide.head.plan import plan_both_sides
@@ -81,9 +81,7 @@ def _run(
     if args.temperature is not None:
         head = _scaled(head, 1 / scalar_on(head.input.device, args.temperature, head.wide))
     plan, terms = _terms(head, args, rows, wanted, stored=known is None and factor_N is not None)
-    into = gradient_buffers(
-        head.input, head.weight_VD, head.wide, plan, wanted, some_rows=rows.index is not None, stored=known is None
-    )
+    into = gradient_buffers(head, plan, wanted, some_rows=rows.index is not None, stored=known is None)
     if factor_N is None:
         return run(head, rows, plan, terms), into
     factor = rows.of(factor_N).contiguous()

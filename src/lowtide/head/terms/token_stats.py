@@ -11,8 +11,8 @@ from torch import Tensor
 from lowtide.graph import is_last_backward
 from lowtide.head import exponentials
 from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
-from lowtide.head.engine import run
-from lowtide.head.gradients import Gradients, gradient_buffers
+from lowtide.head.engine import gradient_buffers, run
+from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
 from lowtide.head.plan import plan_token_stats
@@ -77,9 +77,7 @@ def backward(
     drops = drops_rows(head.input.device) and head.ranks.alone
     rows = Rows(tokens=len(args.target), index=positions(active_N) if drops else None)
     plan, rows = _plan(head, args, rows, wanted)
-    into = gradient_buffers(
-        head.input, head.weight_VD, head.wide, plan, wanted, some_rows=head.ranks.alone and rows.index is not None
-    )
+    into = gradient_buffers(head, plan, wanted, some_rows=head.ranks.alone and rows.index is not None)
     if plan.backend == "exp":
         given = {name: rows.of(x) for name, x in g._asdict().items() if x is not None}
         y_nK, of_rows = rows.of(args.target.where(usable, -1), -1), {name: rows.of(x) for name, x in numbers.items()}
