@@ -10,10 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.gemm import LogitTransform, multiprocessors, tiles_across
-from lowtide.head.kernels.stats_entries import finish_input_grad, prepare_stats, put_entries
-from lowtide.head.kernels.stats_logits import Entries, Sums, stats_gradient, tile_stats
-from lowtide.head.kernels.stats_rows import RowStats, merge_stats
+from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
+from lowtide.head.kernels.stats_logits import Entries, Sums, gradient_tile, tile_stats
+from lowtide.head.kernels.stats_rows import RowStats, finish_input_grad, merge_stats, prepare_stats, put_entries
 from lowtide.head.kernels.stats_topk import highest_logits, merge_highest, shard_highest
 from support import relative_error
 
@@ -21,7 +20,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 SMALL = GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
 CONFIG = GemmConfig() if DEVICE == "cuda" else SMALL
-PROGRAMS = multiprocessors(torch.device(DEVICE))
 NEAR = 2e-4 if DEVICE == "cuda" else 5e-6
 N, D, K = 19, 32, 3
 SHARDS = [[61], [40, 33], [8, 0, 96, 7]]
@@ -59,7 +57,7 @@ class Case:
         w, P = self.w[part], tiles_across(part.stop - part.start, CONFIG)
         tiles = Sums.of(torch.empty(6, N, P, device=DEVICE), ASKED)
         if len(w):
-            tile_stats(self.x, w, tiles, CONFIG, PROGRAMS, transform=self.transform.of_classes(part))
+            gemm_tiles(tile_stats, self.x, w, None, tiles, self.transform.of_classes(part), CONFIG)
         return tiles
 
     def merged(self) -> RowStats:
@@ -178,10 +176,8 @@ def test_gradients_of_all_ranks_add_up(shards: list[int], name: str) -> None:
             of_block = torch.full((N, -(-V // 8) * 8 + 8), torch.nan, dtype=DTYPE, device=DEVICE)[
                 :, : len(case.w[classes])
             ]
-            stats_gradient(
-                case.x, case.w[classes], of_block, entries, CONFIG, PROGRAMS,
-                transform=case.transform.of_classes(classes),
-            )  # fmt: skip
+            transform = case.transform.of_classes(classes)
+            gemm_tiles(gradient_tile, case.x, case.w[classes], of_block, entries, transform, CONFIG)
             put_entries(of_block, entries, first)
             e[:, block] = of_block
         finish_input_grad(e.float() @ case.w[part].float(), out, case.w[part], entries, part.start)

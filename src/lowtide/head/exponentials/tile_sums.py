@@ -14,8 +14,8 @@ from lowtide.head.call import Head
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.gradients import Gradients
 from lowtide.head.head_plan import HeadPlan
-from lowtide.head.kernels import stats_entries, stats_logits, stats_rows, stats_topk
-from lowtide.head.kernels.gemm import LogitTransform, tiles_across
+from lowtide.head.kernels import stats_logits, stats_rows, stats_topk
+from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.kernels.stats_logits import Entries, Sums
 from lowtide.head.kernels.stats_rows import RowStats
 
@@ -65,7 +65,7 @@ class TileStatistics(Exponentials):
         part, x_CD, w_VD, transform = piece.part, aligned_rows(piece.x_CD.get()), self.weight_VD, self.transform
         y_CK = y_nK[part]
         if self.width:
-            stats_logits.tile_stats(x_CD, w_VD, self.sums, self.config, self.programs, transform=transform)
+            gemm_tiles(stats_logits.tile_stats, x_CD, w_VD, None, self.sums, transform, self.config)
         if self.ranks.alone:
             stats_rows.merge_stats(self.sums, out.rows(part), self.width, y_CK, x_CD, w_VD, transform=transform)
             if highest:
@@ -102,7 +102,7 @@ class TileStatistics(Exponentials):
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """See `Exponentials.prepare`."""
         part = piece.part
-        stats_entries.prepare_stats(
+        stats_rows.prepare_stats(
             self.known.rows(part), self.upstream.rows(part), None if self._targets is None else self._targets[part],
             piece.x_CD, self.entries, self.ranks.vocab, transform=self.transform, scaled_CD=scaled_CD,
         )  # fmt: skip
@@ -110,12 +110,10 @@ class TileStatistics(Exponentials):
 
     def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
         """See `Exponentials.fill`."""
-        stats_logits.stats_gradient(
-            piece.x_CD, w_BD, e_CB, self.entries, self.config, self.programs,
-            transform=self.transform.of_classes(slice(first_class, first_class + len(w_BD))),
-        )  # fmt: skip
-        stats_entries.put_entries(e_CB, self.entries, self.ranks.first + first_class)
+        transform = self.transform.of_classes(slice(first_class, first_class + len(w_BD)))
+        gemm_tiles(stats_logits.gradient_tile, piece.x_CD, w_BD, e_CB, self.entries, transform, self.config)
+        stats_rows.put_entries(e_CB, self.entries, self.ranks.first + first_class)
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:  # noqa: ARG002
         """See `Exponentials.finish_input`."""
-        stats_entries.finish_input_grad(product_CD, out_CD, self.weight_VD, self.entries, self.ranks.first)
+        stats_rows.finish_input_grad(product_CD, out_CD, self.weight_VD, self.entries, self.ranks.first)

@@ -85,21 +85,21 @@ _each_tile = Launcher(each_tile)
 
 
 def gemm_tiles(
+    epilogue: Any,
     x_CD: Tensor,
     w_VD: Tensor,
     out_CV: Tensor | None,
     rows: tuple[Any, ...],
     transform: LogitTransform,
     config: GemmConfig,
-    programs: int,
-    epilogue: Any,
-    asked: object = None,
 ) -> None:
-    """Launch `each_tile`, on one of ``programs`` multiprocessors each or more."""
-    programs *= config.per_multiprocessor
+    """Launch `each_tile`, ASKED whether the last tile is cut off at V."""
+    V, D = w_VD.shape
+    programs = multiprocessors(x_CD.device) * config.per_multiprocessor
     _each_tile[(programs,)](
-        *descriptors(x_CD, w_VD, out_CV, config), rows, transform, len(x_CD), *w_VD.shape, epilogue=epilogue,
-        ASKED=asked, CONFIG=config, PROGRAMS=programs, num_stages=config.stages, num_warps=config.warps,
+        *descriptors(x_CD, w_VD, out_CV, config), rows, transform, len(x_CD), V, D, epilogue=epilogue,
+        ASKED=V % config.columns != 0, CONFIG=config, PROGRAMS=programs, num_stages=config.stages,
+        num_warps=config.warps,
     )  # fmt: skip
 
 

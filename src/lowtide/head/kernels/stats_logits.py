@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.gemm import LOG2E, PLAIN, LogitTransform, finish_logits, gemm_tiles, halves
+from lowtide.head.kernels.gemm import LOG2E, finish_logits, halves
 
 LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1e4)  # a log-probability whose probability is 0: stands for -inf, which times 0 would be NaN
@@ -90,17 +89,33 @@ def _piece_sums(z, at, reference, top_id, sums, transform):  # type: ignore[no-u
     return rest, heat, squares
 
 
+@triton.jit
+def put_sums(sums, at, top, top_id, rest, heat, squares, total, inside):  # type: ignore[no-untyped-def]
+    """Store as many of these as `Sums` has."""
+    tl.store(sums.top + at, top, mask=inside)
+    tl.store(sums.id + at, top_id, mask=inside)
+    tl.store(sums.rest + at, rest, mask=inside)
+    if sums.heat is not None:
+        tl.store(sums.heat + at, heat, mask=inside)
+    if sums.squares is not None:
+        tl.store(sums.squares + at, squares, mask=inside)
+    if sums.total is not None:
+        tl.store(sums.total + at, total, mask=inside)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _stats_tile(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits."""
+def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a tile's `Sums`, an epilogue of `gemm.each_tile`.
+
+    Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits.
+    """
     HALF: tl.constexpr = CONFIG.columns // 2
     left, right = halves(z, CONFIG.rows, CONFIG.columns)
     at_left = p * CONFIG.columns + tl.arange(0, HALF)
     at_right = at_left + HALF
     left = finish_logits(left, at_left, V, transform)
     right = finish_logits(right, at_right, V, transform)
-    if sums.total is not None:
-        total = tl.sum(left, 1) + tl.sum(right, 1)  # beyond V logits are 0: no weight, no bias
+    total = tl.sum(left, 1) + tl.sum(right, 1)  # beyond V logits are 0: no weight, no bias
     if BOUND:
         left = tl.where((at_left < V)[None, :], left, NO_LOGIT)
         right = tl.where((at_right < V)[None, :], right, NO_LOGIT)
@@ -113,22 +128,19 @@ def _stats_tile(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, C
     rest, heat, squares = _piece_sums(left, at_left, reference, top_id, sums, transform)
     more_rest, more_heat, more_squares = _piece_sums(right, at_right, reference, top_id, sums, transform)
     rows = row + tl.arange(0, CONFIG.rows)
-    inside = rows < C
-    at = rows.to(tl.int64) * sums.row + p
-    tl.store(sums.id + at, top_id, mask=inside)
-    tl.store(sums.top + at, top, mask=inside)
-    tl.store(sums.rest + at, rest + more_rest, mask=inside)
-    if sums.heat is not None:
-        tl.store(sums.heat + at, heat + more_heat, mask=inside)
-    if sums.squares is not None:
-        tl.store(sums.squares + at, squares + more_squares, mask=inside)
-    if sums.total is not None:
-        tl.store(sums.total + at, total, mask=inside)
+    put_sums(
+        sums, rows.to(tl.int64) * sums.row + p, top, top_id, rest + more_rest, heat + more_heat,
+        squares + more_squares, total, rows < C,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient_tile(z, row, p, C, V, g_d, of_row, transform, _asked: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Turn accumulators into the gradient, a half at a time where a tile is stored so."""
+def gradient_tile(z, row, p, C, V, g_d, of_row, transform, _bound: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write ``f_v (p_v (slope - heat (z_v - lse)) + even)``, p = exp(z - lse), f_v = 1 - (z_v / softcap)**2 with a cap.
+
+    An epilogue of `gemm.each_tile`, with `Entries`, a half at a time where a tile is stored so. In rows whose s is 0,
+    zeros. Targets and the highest class are as the others: see `stats_rows.put_entries`.
+    """
     WIDTH: tl.constexpr = CONFIG.columns // CONFIG.pieces
     PIECES: tl.constexpr = CONFIG.pieces
     column = p * CONFIG.columns
@@ -157,37 +169,3 @@ def _gradient_tile(z, row, p, C, V, g_d, of_row, transform, _asked: tl.constexpr
             gradient *= 1.0 - (logits / transform.softcap) * (logits / transform.softcap)
         gradient = tl.where(alive[:, None], gradient, 0.0)
         g_d.store([row, column + i * WIDTH], gradient.to(g_d.dtype))
-
-
-def tile_stats(
-    x_CD: Tensor, w_VD: Tensor, sums: Sums, config: GemmConfig, programs: int, *, transform: LogitTransform = PLAIN
-) -> None:
-    """Write what each tile of the logits z amounts to.
-
-    Args:
-        x_CD: Hidden states, as `gemm` takes them.
-        w_VD: Weight, the same.
-        sums: Takes the tiles' sums, as many as it has.
-        config: Tile sizes.
-        programs: How many programs run: one for each multiprocessor.
-        transform: What makes logits of the products.
-    """
-    gemm_tiles(x_CD, w_VD, None, sums, transform, config, programs, _stats_tile, len(w_VD) % config.columns != 0)
-
-
-def stats_gradient(
-    x_CD: Tensor,
-    w_VD: Tensor,
-    g_CV: Tensor,
-    entries: Entries,
-    config: GemmConfig,
-    programs: int,
-    *,
-    transform: LogitTransform = PLAIN,
-) -> None:
-    """Write ``f_v (p_v (slope - heat (z_v - lse)) + even)``, p = exp(z - lse), f_v = 1 - (z_v / softcap)**2 with a cap.
-
-    In rows whose s is 0, zeros. Targets and the highest class are as the others: see `stats_entries.put_entries`.
-    ``w_VD`` is of any classes, ``g_CV``'s rows are of 16-byte stride; the other arguments are as in `tile_stats`.
-    """
-    gemm_tiles(x_CD, w_VD, g_CV, entries, transform, config, programs, _gradient_tile)

@@ -1,17 +1,7 @@
-"""What stands behind the GEMM of `stats_logits.tile_stats`: a program a row, over [C, P] or [C, D].
+"""What stands behind the GEMMs of `stats_logits`: a program a row, over [C, P], [C, D] or [C, K].
 
-C rows of a chunk, D hidden size, V vocabulary, P tiles across it, K targets a row. With M the highest logit and R the
-sum of exp(z - M) over the other classes, H that of exp(z - M) (z - M), S that of exp(z - M)**2:
-
-    lse = M + log1p(R)    entropy = log1p(R) - H / (1 + R)    sum p^2 = (1 + S) / (1 + R)^2    log p_y = t - lse
-
-Where the vocabulary is sharded, each rank brings its tiles' sums to those about its own highest logit, and all ranks'
-are merged as tiles are:
-
-    tile_stats(x, w, tiles)                                                  this rank's classes
-    merge_stats(tiles, Sums.of(told[..., None]), V_r, first_class=..., ...)  told [F, C] of this rank
-    told_WFC = ranks.gather(told)                                            one exchange
-    merge_stats(Sums.of(told_WFC.permute(1, 2, 0)), out, V, y_CK=...)        the same numbers on every rank
+C rows of a chunk, D hidden size, V vocabulary, P parts of it, tiles or ranks, K targets a row. Classes count among
+those of all ranks.
 """
 
 from typing import NamedTuple
@@ -21,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.elementary import log1p
+from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_rows import block_of
-from lowtide.head.kernels.exp_terms import dot
+from lowtide.head.kernels.exp_terms import dot, scaled_row
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform, finish_logits, matrix
-from lowtide.head.kernels.stats_logits import FLOOR, Sums
+from lowtide.head.kernels.stats_logits import FLOOR, Entries, Sums, put_sums
 from lowtide.kernel_launch import Launcher, power_of_2
 
 
@@ -45,9 +35,14 @@ class RowStats(NamedTuple):
         return RowStats(*(None if x is None else x[part] for x in self))
 
 
+@Launcher
 @triton.jit  # type: ignore[untyped-decorator]
-def _merged(parts, i, V, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row i's sums over all parts, about the highest logit of all: top, its class, rest, heat, squares, total."""
+def _merge_stats(  # type: ignore[no-untyped-def]
+    parts, out, told, y_ptr, operands, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """See `merge_stats`: sums about the highest logit of all parts; ``out`` or ``told`` is written."""
+    x_ptr, x_stride, w_ptr, w_stride, D = operands
+    i = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, WIDTH)
     inside = p < parts.P
     at = i * parts.row + p * parts.part
@@ -70,29 +65,8 @@ def _merged(parts, i, V, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
         squares = tl.sum(tl.where(inside, terms, 0.0), 0)
     if parts.total is not None:
         total = tl.sum(tl.load(parts.total + at, mask=inside, other=0.0), 0)
-    return top, top_id, rest, heat, squares, total
-
-
-@Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge_stats(  # type: ignore[no-untyped-def]
-    parts, out, told, y_ptr, operands, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """See `merge_stats`: either ``out`` or ``told`` is written."""
-    x_ptr, x_stride, w_ptr, w_stride, D = operands
-    i = tl.program_id(0).to(tl.int64)
-    top, top_id, rest, heat, squares, total = _merged(parts, i, V, WIDTH)
     if told is not None:
-        at = i * told.row
-        tl.store(told.id + at, first_class + top_id)
-        tl.store(told.top + at, top)
-        tl.store(told.rest + at, rest)
-        if told.heat is not None:
-            tl.store(told.heat + at, heat)
-        if told.squares is not None:
-            tl.store(told.squares + at, squares)
-        if told.total is not None:
-            tl.store(told.total + at, total)
+        put_sums(told, i * told.row, top, first_class + top_id, rest, heat, squares, total, None)
     else:
         rest += top - top  # NaN where that is not finite
         spread = log1p(rest)
@@ -107,16 +81,14 @@ def _merge_stats(  # type: ignore[no-untyped-def]
             tl.store(out.mean + i, total / V)
     for k in range(K):
         y = tl.load(y_ptr + i * K + k).to(tl.int64)
-        if told is not None:
-            y -= first_class
-            here = (y >= 0) & (y < V)
-            y = tl.where(here, y, 0)
-        if parts.logit is None:
+        if parts.logit is not None:  # the sum of what the parts have of it
+            t = tl.sum(tl.load(parts.logit + k * parts.plane + at, mask=inside, other=0.0), 0)
+        else:
+            if told is not None:
+                y -= first_class
+                here = (y >= 0) & (y < V)
+                y = tl.where(here, y, 0)
             t = finish_logits(dot(x_ptr + i * x_stride, w_ptr + y * w_stride, D, BLOCK), y, V, transform)
-        else:  # the sum of what the parts have of it
-            p = tl.arange(0, WIDTH)
-            at = parts.logit + k * parts.plane + i * parts.row + p * parts.part
-            t = tl.sum(tl.load(at, mask=p < parts.P, other=0.0), 0)
         if told is not None:
             tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
         else:
@@ -136,13 +108,20 @@ def merge_stats(
 ) -> None:
     """Turn sums over tiles or ranks into the numbers of each row, or into sums of one part: what a rank tells others.
 
+    With M the highest logit and over the other classes R the sum of exp(z - M), H of exp(z - M) (z - M), S of
+    exp(z - M)**2:
+
+        lse = M + log1p(R)    entropy = log1p(R) - H / (1 + R)   sum p^2 = (1 + S) / (1 + R)^2    log p_y = t - lse
+
+    Where the vocabulary is sharded, each rank merges its tiles into a `Sums` of one part; all ranks' are gathered, and
+    merged as tiles are.
+
     Args:
-        parts: From `stats_logits.tile_stats`, or what all ranks told, with the sums that ``out`` needs: heat for the
-            entropy, squares for sum_sq_prob, total for the mean.
+        parts: With the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob, total for the mean.
         out: Takes the numbers; those before ``logprob`` must be there, and with targets that too, contiguous. Or takes
             the sums, the class of the highest logit among all, and the logits of the targets that are here.
         V: Classes of all parts; there may be none of a rank's own.
-        y_CK: Target classes among all of them, int64, contiguous, all of them valid.
+        y_CK: Targets, int64, contiguous, all of them valid.
         x_CD: Hidden states, where ``parts`` lack the targets' logits.
         w_VD: This rank's weight, likewise.
         transform: What makes logits of the products.
@@ -156,4 +135,161 @@ def merge_stats(
     _merge_stats[(C,)](
         parts, numbers, told, y_CK, (*matrix(x_CD), *matrix(w_VD), D), transform, first_class, V, K, BLOCK=block_of(D),
         WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _at_class(logprob, lse, own, others, h, a, entropy, even, transform):  # type: ignore[no-untyped-def]
+    """The gradient at classes whose log-probability is known, their ``own`` targets' part without cancellation."""
+    share = tl.exp(logprob)
+    gradient = share * (a - h * (tl.maximum(logprob, FLOOR) + entropy)) + even
+    gradient += -own * expm1(logprob) - others * share
+    if transform.softcap is not None:
+        z = (logprob + lse) / transform.softcap
+        gradient *= 1.0 - z * z
+    return gradient
+
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare_stats(  # type: ignore[no-untyped-def]
+    known, upstream, y_ptr, x, scaled_ptr, entries, transform, D, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """See `prepare_stats`."""
+    x_ptr, x_stride = x
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, CLASSES)  # the highest class, and the targets
+    is_target = (k > 0) & (k <= K)
+    of_target = i * K + k - 1
+    zero = tl.full((), 0.0, tl.float32)
+    h, a, even, entropy = zero, zero, zero, zero
+    y = tl.where(k == 0, tl.load(known.top + i).to(tl.int32), -1)
+    logprob = tl.where(k == 0, tl.load(known.top_logprob + i), 0.0)
+    g = tl.zeros((CLASSES,), tl.float32)
+    if upstream.logprob is not None:
+        y = tl.load(y_ptr + of_target, mask=is_target, other=y)
+        logprob = tl.load(known.logprob + of_target, mask=is_target, other=logprob)
+        g = tl.load(upstream.logprob + of_target, mask=is_target, other=0.0)
+    if upstream.entropy is not None:
+        h = tl.load(upstream.entropy + i)
+        entropy = tl.load(known.entropy + i)
+    if upstream.lse is not None:
+        a = tl.load(upstream.lse + i)
+    if upstream.mean is not None:
+        even = tl.load(upstream.mean + i) / V
+    largest = tl.maximum(tl.maximum(tl.max(tl.abs(g), 0), tl.abs(h)), tl.maximum(tl.abs(a), tl.abs(even)))
+    largest += tl.sum(g - g, 0) + (h - h) + (a - a) + (even - even)  # NaN where one of them is no number
+    scale = zero + 1.0
+    if transform.scale is not None:
+        scale = tl.load(transform.scale)
+        largest *= tl.abs(scale)
+    s = (largest.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # the power of two below it
+    s = tl.where(s < float("inf"), s, largest)
+    share = scale / tl.where(s == 0.0, 1.0, s)
+    g, h, a, even = g * share, h * share, a * share, even * share
+    of_targets = tl.sum(g, 0)
+    lse = tl.load(known.lse + i)
+    tl.store(entries.s + i, s)
+    tl.store(entries.lse + i, lse)
+    tl.store(entries.slope + i, a - of_targets - h * entropy)
+    if entries.heat is not None:
+        tl.store(entries.heat + i, h)
+    if entries.even is not None:
+        tl.store(entries.even + i, even)
+    same = y[:, None] == y[None, :]
+    own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
+    last = tl.max(tl.where(same, k[None, :], 0), 1)  # each class once: where it stands last, so a target if it is one
+    entry = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, transform)
+    place = tl.where(s == 0.0, -1, tl.where(last == k, y, -1))
+    row = i * (K + 1) + k
+    tl.store(entries.id + row, place, mask=k <= K)
+    tl.store(entries.entry + row, entry, mask=k <= K)
+    if upstream.logprob is not None:
+        rest = entry - entry.to(x_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(entries.rest + of_target, tl.where(place < 0, 0.0, rest), mask=is_target)
+    if scaled_ptr is not None:
+        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+def _put_entries(g_ptr, g_stride, id_ptr, entry_ptr, first_class, columns, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """See `put_entries`."""
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, WIDTH)
+    column = tl.load(id_ptr + i * count + k, mask=k < count, other=-1)
+    here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
+    entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
+    tl.store(g_ptr + i * g_stride + column - first_class, entry.to(g_ptr.dtype.element_ty), mask=here)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, D, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k), of the classes that are here."""
+    w_ptr, w_stride = w
+    i = tl.program_id(0).to(tl.int64)
+    s = tl.load(entries.s + i)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        inside = at < D
+        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
+        for k in range(K):
+            y = tl.load(entries.id + i * (K + 1) + 1 + k).to(tl.int64) - first_class
+            here = (y >= 0) & (y < V)
+            rest = tl.where(here, tl.load(entries.rest + i * K + k), 0.0)
+            w_row = tl.load(w_ptr + tl.where(here, y, 0) * w_stride + at, mask=inside, other=0.0)
+            grad += tl.where(rest == 0.0, 0.0, rest * w_row.to(tl.float32))
+        grad = tl.where(s == 0.0, 0.0, grad * s)
+        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def prepare_stats(
+    known: RowStats,
+    upstream: RowStats,
+    y_CK: Tensor | None,
+    x_CD: Tensor,
+    entries: Entries,
+    V: int,
+    *,
+    transform: LogitTransform = PLAIN,
+    scaled_CD: Tensor | None = None,
+) -> None:
+    """From what forward found and the upstream gradients, write what `gradient_tile` and the functions below take.
+
+    Args:
+        known: lse, top and top_logprob; with an upstream gradient of it the entropy; with one of the log-probabilities
+            these, contiguous.
+        upstream: Any of logprob (contiguous, 0 where ignored), entropy, lse and mean.
+        y_CK: Targets, int32, contiguous, -1 where ignored; with an upstream gradient of the log-probabilities.
+        x_CD: Hidden states.
+        entries: Takes the entries; of no targets, where their log-probabilities have no upstream gradient.
+        V: Classes of all ranks.
+        transform: What makes logits of the products; the bias may be None.
+        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
+    """
+    (C, D), K = x_CD.shape, entries.rest.shape[1]
+    _prepare_stats[(C,)](
+        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, D, V, K, CLASSES=power_of_2(1 + K),
+        BLOCK=block_of(D), num_warps=4,
+    )  # fmt: skip
+
+
+def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
+    """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
+    (C, V), count = g_CV.shape, entries.id.shape[1]
+    _put_entries[(C,)](
+        *matrix(g_CV), entries.id, entries.entry, first_class, V, count, WIDTH=power_of_2(count), num_warps=1
+    )
+
+
+def finish_input_grad(product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, first_class: int = 0) -> None:
+    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous), E rounded.
+
+    ``w_VD`` holds the classes from ``first_class`` on; what entries of other ranks' classes lose is added there.
+    """
+    (C, D), V = product_CD.shape, len(w_VD)
+    _finish_input_grad[(C,)](
+        product_CD, out_CD, matrix(w_VD), entries, first_class, V, D, entries.rest.shape[1] if V else 0,
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
