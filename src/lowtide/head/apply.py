@@ -168,7 +168,7 @@ def _plan(n: int, call: HeadCall, options: HeadOptions, ranks: Ranks | Alone) ->
     V, device_bytes, weight = ranks.vocab, None, call.linear_weight
     if isinstance(ranks, Ranks):
         V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes  # a shard's, sent, and received
-        n = ranks.groups * ranks.tokens.length if ranks.spread else n
+        n = ranks.slots if ranks.spread else n
     return plan_head(
         n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
         weight_frozen=call.frozen, function=True, device_bytes=device_bytes,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.arguments import check_head, logit_scale_tensor, softcap_number
+from lowtide.head.arguments import check_head, is_dtensor, logit_scale_tensor, softcap_number
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.given import ranks_of
@@ -128,11 +128,14 @@ def checked_call(
     """
     dtype = check_head(input, linear_weight, linear_bias)
     scale = logit_scale_tensor(logit_scale)
-    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
-    input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
-    scale = ranks.whole(scale)
+    ranks: Ranks | Alone = Alone(linear_weight.shape[0])
+    if vocab_shard is not None or is_dtensor(input) or is_dtensor(linear_weight):
+        ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
+        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
+        scale = ranks.whole(scale)
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
-        input, linear_bias, scale = with_trained_scale(input, linear_bias, *ranks.factors(scale))
+        factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
     return HeadCall(
         input=input,
         linear_weight=linear_weight,

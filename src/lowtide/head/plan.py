@@ -247,7 +247,7 @@ def _work(head: Head, n: int, wanted: Wanted, choice: tuple[str, str], gradient:
     if isinstance(ranks, Alone):
         more["input_is_copied"] = n != head.tokens or input_is_copied(head.input, head.dtype)
     else:
-        n = ranks.groups * ranks.tokens.length
+        n = ranks.slots
         V += choice[0] != "exp"  # the column of other ranks' classes
         # Hidden states are gathered ahead, or rounded, in which a rank must not differ: of sums alone four pieces live
         # at once, of gradients three; with these the product too, in float32, whose sum over the ranks is under way.
