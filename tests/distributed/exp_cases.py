@@ -22,9 +22,9 @@ from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
 from lowtide.head.exponentials import loops, losses
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import HeadMatmul, matmul_into
+from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks import tokens
 from lowtide.head.ranks.given import ranks_of
 from lowtide.head.ranks.parallel import Ranks

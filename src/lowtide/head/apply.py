@@ -20,9 +20,8 @@ from lowtide.head.arguments import (
 from lowtide.head.call import Head, HeadCall, checked_call
 from lowtide.head.function import node
 from lowtide.head.function.function import TENSOR, UserFunction, compiled, current_autocast
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import plan_head
+from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard

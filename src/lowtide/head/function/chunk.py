@@ -20,8 +20,8 @@ from lowtide.head.engine import Numbers, Terms, Upstream, gradient_buffers, run
 from lowtide.head.function.function import Results, UserFunction, evaluate, vjp
 from lowtide.head.function.random import RandomState, random_state, same_state, set_random_state
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import narrow_view
+from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows, take_leading
 
 Tensors = Sequence[Tensor | None]  # input, weight, bias, index of rows, token arguments and params, in this order

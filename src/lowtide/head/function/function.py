@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.call import Head
-from lowtide.head.head_plan import HeadPlan
+from lowtide.head.plan import HeadPlan
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 TENSOR = object()  # stands in `UserFunction.params_rest` where a tensor goes

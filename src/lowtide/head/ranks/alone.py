@@ -13,11 +13,7 @@ Given = TypeVar("Given")
 
 
 class Alone:
-    """Stands where `Ranks` does; its methods are documented there.
-
-    Args:
-        V: The vocabulary.
-    """
+    """Stands where `Ranks` does, for V classes; its methods are documented there."""
 
     alone, spread, first, groups, size = True, False, 0, 1, 1
 

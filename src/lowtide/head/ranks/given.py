@@ -16,13 +16,6 @@ def ranks_of(
 ) -> Ranks:
     """Return how the ranks share a head of DTensors, or with ``shard`` of this rank's rows.
 
-    Args:
-        input: Hidden states.
-        linear_weight: The weight.
-        linear_bias: The bias.
-        shard: What the user gave as ``vocab_shard``.
-        scale: ``logit_scale`` where it is a tensor.
-
     Raises:
         ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.
         ArgumentValueError: A mesh or placements that are not those of tensor parallelism, or other sizes.

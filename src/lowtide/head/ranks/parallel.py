@@ -1,12 +1,9 @@
 """The vocabulary in parts, one a rank: what the ranks of a call have of its tensors, and what they exchange.
 
-W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk. Everything that is exchanged has the shape
-of the tokens, never that of the vocabulary: no logits are gathered. What is exchanged, and how often, follows from
-shapes and options alone, never from numbers: a rank whose tokens are all ignored, or that holds no target, still takes
-part. What is computed from gathered numbers is the same on every rank, bit for bit.
-
-The hidden states are the same on every rank, or each rank holds its part of the sequence. Their gradient then is the
-whole one on every rank, summed here, or each rank's part of it: never a part of the sum.
+W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk. What is exchanged has the shape of tokens,
+never of the vocabulary, and how often follows from shapes and options alone: a rank whose tokens are all ignored, or
+that holds no target, takes part. What is computed from gathered numbers is the same on every rank, bit for bit. Hidden
+states are the same on every rank, or each holds its part of the sequence; so is their gradient, never a part of a sum.
 """
 
 import math
@@ -32,31 +29,20 @@ _Held = TypeVar("_Held", Tensor, Tensor | None)
 
 
 class Ranks:
-    """One call's view of the ranks: this rank's classes, how tokens lie, and what is exchanged.
-
-    Args:
-        shard: This rank's classes.
-        leading: Sizes of the axes of tokens, all of them.
-        device: Of the tensors.
-        axis: Which of these axes the hidden states are sharded on; None: none.
-        mesh: Of the DTensors; None where there are none.
-        trained: Whether the hidden states get a gradient, or their product with a trained scale: it is summed over
-            the ranks.
-        scale_trained: Whether ``logit_scale`` gets one, of which backward sums parts.
-    """
+    """One call's view of the ranks: this rank's classes, how tokens lie, and what is exchanged."""
 
     alone = False
 
     def __init__(
         self,
         shard: VocabShard,
-        leading: Sequence[int],
+        leading: Sequence[int],  # sizes of the axes of tokens, all of them
         device: torch.device,
-        axis: int | None,
-        mesh: Any,
+        axis: int | None,  # which of these the hidden states are sharded on
+        mesh: Any,  # of the DTensors; None where there are none
         *,
-        trained: bool = False,
-        scale_trained: bool = False,
+        trained: bool = False,  # the hidden states get a gradient, or their product with a trained scale
+        scale_trained: bool = False,  # logit_scale gets one, of which backward sums parts
     ) -> None:
         self.shard, self.mesh, self._group = shard, mesh, shard.group
         self.first, self.rows, self.vocab, self.most_rows = shard.first, shard.rows, shard.vocab, shard.most_rows
