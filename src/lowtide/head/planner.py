@@ -259,7 +259,7 @@ def _cut_exponentials(work: Work) -> Cut:
     thin = D * (2 + 4 + 2 * work.input_is_copied) + 64 + work.row_bytes  # s x, E W, hidden states, a row's numbers
     sums = 4 * work.tile_numbers * -(-V // GPU_TILE)
     room = max(0, budget - fixed)
-    product_rows = 1 << round(math.log2(EXP_WAVE / max(1, D)))  # nearest to a wave of tiles: then a second one begins
+    product_rows = 1 << round(math.log2(EXP_WAVE / max(1, D)))  # the power of two nearest to a wave of tiles
     if work.pieces:  # more between two exchanges, where few classes are little work
         product_rows = max(product_rows, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
     rows = room // (thin + sums + 2 * padded(V))
