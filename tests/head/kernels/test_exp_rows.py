@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import pytest
@@ -87,17 +86,17 @@ def blank(C: int) -> Reports:
     """Return reports of poison, and an empty list."""
     integers = {"highest": 12345, "listed": 0}
     numbers = {
-        field.name: torch.full((C,), integers[field.name], dtype=torch.int32, device=DEVICE)
-        if field.name in integers
+        name: torch.full((C,), integers[name], dtype=torch.int32, device=DEVICE)
+        if name in integers
         else torch.full((C,), POISON, device=DEVICE)
-        for field in fields(Reports)
-        if field.name != "count"
+        for name in Reports._fields
+        if name != "listed_count"
     }
-    return Reports(**numbers, count=torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    return Reports(**numbers, listed_count=torch.zeros(1, dtype=torch.int32, device=DEVICE))
 
 
 def listed(rows: Reports) -> list[int]:
-    return sorted(rows.listed[: int(rows.count)].tolist())
+    return sorted(rows.listed[: int(rows.listed_count)].tolist())
 
 
 def ordered(f: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ def test_target_logits(names: tuple[str, ...], D: int) -> None:
     b.y[1] = -1
     b.x[1] = NAN
     terms, rows = row_terms(b.w, kwargs), blank(C)
-    target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.count)
+    target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.listed_count)
     z = truth(b, **kwargs).z
     kept = b.y >= 0
     torch.testing.assert_close(
@@ -220,7 +219,7 @@ def finish(
     if shifted is not None:
         rows.listed.fill_(2**30)
         rows.listed[: len(shifted[0])] = torch.tensor(shifted[0], dtype=torch.int32)
-        rows.count.fill_(len(shifted[0]))
+        rows.listed_count.fill_(len(shifted[0]))
         rows.highest.copy_(ordered(shifted[1]))
     room = torch.full((C + 2, V + 11), POISON, dtype=dtype, device=DEVICE)
     scaled = torch.full((C + 2, D), POISON, dtype=b.x.dtype, device=DEVICE)
@@ -604,14 +603,14 @@ def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
     e = torch.full((C, -(-V // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, :V]
     scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
     transform = LogitTransform(terms.bias_V, terms.scale, terms.softcap)
-    target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.count)
+    target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.listed_count)
     exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, transform=transform)
     finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled)
     shifted_exp_logits(
         b.x,
         b.w,
         rows.listed,
-        rows.count,
+        rows.listed_count,
         rows.highest,
         b.y,
         CONFIG,

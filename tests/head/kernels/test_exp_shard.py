@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -62,11 +61,11 @@ def sums_of(b: Batch, classes: slice, z: Tensor, kwargs: dict[str, Any]) -> Part
     here = (b.y >= classes.start) & (b.y < classes.stop)
     y = (b.y - classes.start).where(here, ELSEWHERE).where(b.y >= 0, -1).int()
     terms = row_terms(b.w, kwargs)
-    terms = replace(
-        terms,
+    own = None if terms.class_weight is None else terms.class_weight[b.y.clamp(min=0).long()]
+    terms = terms._replace(
         bias_V=None if terms.bias_V is None else terms.bias_V[classes].contiguous(),
-        class_weight=None if terms.class_weight is None else terms.class_weight[b.y.clamp(min=0).long()],
-        by_row=True,
+        class_weight=None,
+        own_weight=own,
     )
     rows = blank(C)
     rows.target_logit.copy_(of_targets(z, b.y).where(b.y >= 0, 0))
@@ -80,7 +79,7 @@ def sums_of(b: Batch, classes: slice, z: Tensor, kwargs: dict[str, Any]) -> Part
     exp_logits(b.x, w, rows.target_logit, y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **common)
     told = torch.full((2, C), NAN, device=DEVICE)
     sum_rows(sums, y, rows, told, e_CV=e)
-    shifted_exp_logits(b.x, w, rows.listed, rows.count, rows.highest, y, CONFIG, PROGRAMS, sum_CP=sums, **common)
+    shifted_exp_logits(b.x, w, rows.listed, rows.listed_count, rows.highest, y, CONFIG, PROGRAMS, sum_CP=sums, **common)
     sum_rows(sums, y, rows, told, shifted=True)
     scaled = torch.full((C, D), POISON, dtype=DTYPE, device=DEVICE)
     return Part(classes, y, rows, terms, e, scaled, told)
@@ -89,14 +88,15 @@ def sums_of(b: Batch, classes: slice, z: Tensor, kwargs: dict[str, Any]) -> Part
 def finish_part(b: Batch, part: Part, told: Tensor) -> None:
     """Do what a rank does after it."""
     rows, terms, width = part.rows, part.terms, part.e.shape[1]
-    rows.count.zero_()
+    rows.listed_count.zero_()
     for shifted in (False, True):
         finish_rows(told, b.x, part.y, b.g, rows, terms, e_CV=part.e, scaled_CD=part.scaled, shifted=shifted)
         if not shifted:
             sums = torch.full((len(b.y), tiles_across(width, CONFIG)), NAN, device=DEVICE)
             shifted_exp_logits(
-                b.x, b.w[part.classes], rows.listed, rows.count, rows.highest, part.y, CONFIG, PROGRAMS, sum_CP=sums,
-                transform=LogitTransform(terms.bias_V, terms.scale, terms.softcap), e_CV=part.e, find_highest=(False,),
+                b.x, b.w[part.classes], rows.listed, rows.listed_count, rows.highest, part.y, CONFIG, PROGRAMS,
+                sum_CP=sums, transform=LogitTransform(terms.bias_V, terms.scale, terms.softcap), e_CV=part.e,
+                find_highest=(False,),
             )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_sums_that_are_too_large_only_together() -> None:
     scaled = torch.zeros_like(b.x)
     for shifted in (False, True):
         finish_rows(
-            told, b.x, b.y, b.g, rows, replace(row_terms(b.w, {}), vocab=111), e_CV=e, scaled_CD=scaled, shifted=shifted
+            told, b.x, b.y, b.g, rows, row_terms(b.w, {})._replace(vocab=111), e_CV=e, scaled_CD=scaled, shifted=shifted
         )
     assert listed(rows) == [0, 1, 2]
     want = torch.tensor(3 * each, dtype=torch.float64).log()

@@ -11,7 +11,6 @@ upstream gradient is known in backward only. Names: n rows, C rows of a piece, D
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -58,7 +57,6 @@ class CrossEntropy(Exponentials):
             scale=head.scale,
             softcap=softcap,
             class_weight=q if alone else None,
-            by_row=not alone,
             total_class_weight=q.sum() if loss.total is None and q is not None else loss.total,
             smoothing=smoothing,
             z_loss=loss.z_loss,
@@ -163,13 +161,14 @@ class CrossEntropy(Exponentials):
         """Do the listed rows again, relative to another reference; the host never learns how many they are."""
         rows = piece.rows
         exp_logits.shifted_exp_logits(
-            piece.x_CD, self.weight_VD, rows.listed, rows.count, rows.highest, piece.y_C, self.config, self.programs,
-            sum_CP=self._sums[: len(piece.y_C)], transform=self.transform, e_CV=e_CV, find_highest=find_highest,
+            piece.x_CD, self.weight_VD, rows.listed, rows.listed_count, rows.highest, piece.y_C, self.config,
+            self.programs, sum_CP=self._sums[: len(piece.y_C)], transform=self.transform, e_CV=e_CV,
+            find_highest=find_highest,
         )  # fmt: skip
 
     def terms_of(self, piece: Piece) -> RowTerms:
         """Return the loss with the class weights of a piece's rows, where they are by row."""
-        return self.terms if piece.own_C is None else replace(self.terms, class_weight=piece.own_C)
+        return self.terms._replace(own_weight=piece.own_C)
 
     def _begin_all_targets(self, y_n: Tensor) -> Callable[[], Tensor] | None:
         """Begin to exchange all targets' logits at once where all hidden states are here; None: piece by piece."""
@@ -214,10 +213,9 @@ class CrossEntropy(Exponentials):
         """Build a piece's E, or its sums alone, and begin to exchange these."""
         loss, lse, miss = found[:, piece.part].unbind()
         target, (_, s, rest, highest, listed, count) = piece.exchange(), piece.rows
-        piece.rows = rows = Reports(
-            target_logit=target[0], uniform_logit=target[-1], loss=loss, lse=lse, miss=miss, rest=rest, count=count,
-            s=s if products is None else products.s_C[piece.at], highest=highest, listed=listed,
-        )  # fmt: skip
+        if products is not None:
+            s = products.s_C[piece.at]
+        piece.rows = rows = Reports(target[0], target[-1], loss, lse, miss, s, rest, highest, listed, count)
         e_CV = None if products is None else products.e(piece.at)
         sums = self._sums[: len(loss)]
         if self.width:
@@ -246,7 +244,7 @@ class CrossEntropy(Exponentials):
         alone, rows, terms = self.ranks.alone, piece.rows, self.terms_of(piece)
         sums = piece.exchange if alone else piece.exchange.get()
         if not alone:
-            rows.count.zero_()
+            rows.listed_count.zero_()
         for shifted in (False, True):
             exp_rows.finish_rows(
                 sums, piece.x_CD, piece.y_C, factor_C, rows, terms, e_CV=e_CV, scaled_CD=scaled_CD, shifted=shifted

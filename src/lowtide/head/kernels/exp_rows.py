@@ -21,14 +21,13 @@ anything beyond where another rank has the class, or -1 where ignored; ``factor_
 contiguous, and is None where the weight gets no gradient.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.elementary import expm1, log1p, tanh
+from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
 from lowtide.head.kernels.exp_terms import (
     dot,
@@ -42,16 +41,57 @@ from lowtide.head.kernels.exp_terms import (
     sum_of_tiles,
     zero_row,
 )
+from lowtide.head.kernels.gemm import finish_logits
 from lowtide.kernel_launch import Launcher
+
+
+class RowTerms(NamedTuple):
+    """The head and its loss as the rows' kernels read them, on the device; None or 0 where it is not asked for.
+
+    Where the vocabulary is sharded the bias and ``uniform_D`` are of this rank's classes.
+    """
+
+    vocab: int  # V, of all ranks
+    bias_V: Tensor | None  # float32
+    scale: Tensor | None  # 0-d float32
+    softcap: float | None
+    class_weight: Tensor | None  # float32 [V]
+    total_class_weight: Tensor | None  # 0-d float32
+    smoothing: float
+    z_loss: float
+    uniform_D: Tensor | None  # float32, sum_v q_v w_v, with smoothing
+    uniform_bias: Tensor | None  # 0-d float32, sum_v q_v b_v, with smoothing
+    own_weight: Tensor | None = None  # float32 [C]: the targets' weights, in place of all classes'
+
+
+class Reports(NamedTuple):
+    """What is known of each row of a chunk [C], float32 but for the three integers."""
+
+    target_logit: Tensor
+    uniform_logit: Tensor  # sum_v q_v z_v, with smoothing
+    loss: Tensor
+    lse: Tensor
+    miss: Tensor  # lse - t
+    s: Tensor
+    rest: Tensor  # what the target's coefficient lost in rounding
+    highest: Tensor  # int32: see to_ordered
+    listed: Tensor  # int32: rows to be done again
+    listed_count: Tensor  # int32 [1]: how many
+
+
+class Matrix(NamedTuple):
+    """A matrix whose rows lie ``stride`` numbers apart."""
+
+    base: Tensor  # a tuple in Triton has ``values`` of its own
+    stride: int
+    width: int
 
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _target_logits(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, y_ptr, t_ptr, bias_ptr, scale_ptr, cap, uniform_ptr, uniform_bias_ptr, uniform_logit_ptr,
-    count_ptr, D, width, x_stride, w_stride, BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr, x_stride, w_ptr, w_stride, y_ptr, t_ptr, uniform_ptr, count_ptr, terms, D, width, BLOCK: tl.constexpr
+):
     """See `target_logits`."""
     i = tl.program_id(0).to(tl.int64)
     if i == 0:
@@ -61,176 +101,156 @@ def _target_logits(  # type: ignore[no-untyped-def]
     if (y < 0) | (y >= width):
         tl.store(t_ptr + i, 0.0)
     else:
-        t = dot(x, w_ptr + y * w_stride, D, BLOCK)
-        if BIAS:
-            t += tl.load(bias_ptr + y)
-        if SCALE:
-            t *= tl.load(scale_ptr)
-        if CAP:
-            t = cap * tanh(t / cap)
-        tl.store(t_ptr + i, t)
-    if SMOOTH:
+        tl.store(t_ptr + i, finish_logits(dot(x, w_ptr + y * w_stride, D, BLOCK), y, width, terms))
+    if terms.uniform_D is not None:
         if y < 0:
-            tl.store(uniform_logit_ptr + i, 0.0)
+            tl.store(uniform_ptr + i, 0.0)
         else:
-            z = dot(x, uniform_ptr, D, BLOCK) + tl.load(uniform_bias_ptr)
-            if SCALE:
-                z *= tl.load(scale_ptr)
-            tl.store(uniform_logit_ptr + i, z)
+            z = dot(x, terms.uniform_D, D, BLOCK) + tl.load(terms.uniform_bias)
+            if terms.scale is not None:
+                z *= tl.load(terms.scale)
+            tl.store(uniform_ptr + i, z)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _sum_rows(  # type: ignore[no-untyped-def]
-    sum_ptr, P, sum_stride, y_ptr, t_ptr, e_ptr, e_stride, sums_ptr, highest_ptr, list_ptr, count_ptr, width, rows,
-    SHIFTED: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
+def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """See `sum_rows`."""
     i = tl.program_id(0).to(tl.int64)
-    alive = i < rows
+    alive = i < C
     if SHIFTED:
-        alive = i < tl.load(count_ptr)
-        i = tl.load(list_ptr + i, mask=alive, other=0).to(tl.int64)
+        alive = i < tl.load(rows.listed_count)
+        i = tl.load(rows.listed + i, mask=alive, other=0).to(tl.int64)
     if alive:
-        r = sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
+        r = sum_of_tiles(sums.base + i * sums.stride, sums.width, BLOCK)
         if SHIFTED:
-            tl.store(sums_ptr + rows + i, from_ordered(tl.load(highest_ptr + i)) + tl.log(r))
+            tl.store(sent_ptr + C + i, from_ordered(tl.load(rows.highest + i)) + tl.log(r))
         else:
             kept = tl.load(y_ptr + i) >= 0
-            t = tl.load(t_ptr + i)
-            tl.store(sums_ptr + i, tl.where(kept, r, 0.0))
-            tl.store(sums_ptr + rows + i, tl.where(kept, t + tl.log(r), float("-inf")))
+            t = tl.load(rows.target_logit + i)
+            tl.store(sent_ptr + i, tl.where(kept, r, 0.0))
+            tl.store(sent_ptr + C + i, tl.where(kept, t + tl.log(r), float("-inf")))
             if kept:
                 if out_of_range(r, t):
-                    tl.store(highest_ptr + i, to_ordered(t))
-                    slot = tl.atomic_add(count_ptr, 1)
-                    tl.store(list_ptr + slot, i.to(tl.int32))
+                    tl.store(rows.highest + i, to_ordered(t))
+                    slot = tl.atomic_add(rows.listed_count, 1)
+                    tl.store(rows.listed + slot, i.to(tl.int32))
             elif r != 0.0:  # noqa: SIM102 (decided when run, the other when compiled)
-                if STORED:
-                    zero_row(e_ptr + i * e_stride, width, BLOCK)
+                if e is not None:
+                    zero_row(e.base + i * e.stride, e.width, BLOCK)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _finish_rows(  # type: ignore[no-untyped-def]
-    sum_ptr, P, sum_stride, y_ptr, t_ptr, uniform_logit_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, e_ptr, e_stride,
-    loss_ptr, lse_ptr, miss_ptr, s_ptr, rest_ptr, highest_ptr, list_ptr, count_ptr, q_ptr, total_ptr, scale_ptr, cap,
-    smoothing, z_loss, D, V, width, rows, RANKS: tl.constexpr, SHIFTED: tl.constexpr, GRADIENT: tl.constexpr,
-    SCALED: tl.constexpr, SMOOTH: tl.constexpr, CLASS_WEIGHT: tl.constexpr, BY_ROW: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, BLOCK: tl.constexpr,
+    sums, y_ptr, g_ptr, x, scaled_ptr, e, rows, terms, C, RANKS: tl.constexpr, SHIFTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See `finish_rows`."""
     i = tl.program_id(0).to(tl.int64)
-    alive = i < rows
+    alive = i < C
     if SHIFTED:
-        alive = i < tl.load(count_ptr)
-        i = tl.load(list_ptr + i, mask=alive, other=0).to(tl.int64)
+        alive = i < tl.load(rows.listed_count)
+        i = tl.load(rows.listed + i, mask=alive, other=0).to(tl.int64)
     if alive:
         y = tl.load(y_ptr + i).to(tl.int64)
         kept = y >= 0
         y = tl.where(kept, y, 0)
-        t = tl.load(t_ptr + i)
+        t = tl.load(rows.target_logit + i)
         if not RANKS:
-            r = sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
+            r = sum_of_tiles(sums.base + i * sums.stride, sums.width, BLOCK)
         elif not SHIFTED:
-            r = sum_of_ranks(sum_ptr, i, P, rows)
+            r = sum_of_ranks(sums.base, i, sums.width, C)
         if RANKS:
-            others = lse_of_ranks(sum_ptr, i, P, rows)
+            others = lse_of_ranks(sums.base, i, sums.width, C)
             gap = others - t
             more = log1p(tl.exp(-tl.abs(gap)))
             lse = tl.where(gap > 0.0, others, t) + more
         if not SHIFTED:
             if RANKS:
-                tl.store(highest_ptr + i, to_ordered(lse))
-            e = 1.0
+                tl.store(rows.highest + i, to_ordered(lse))
+            e_y = 1.0
             miss = log1p(r)
             lse = t + miss
         elif RANKS:
             miss = tl.where(gap > 0.0, gap, 0.0) + more
-            e = tl.exp(-miss)
+            e_y = tl.exp(-miss)
             r = -expm1(-miss)
         else:
-            reference = from_ordered(tl.load(highest_ptr + i))
-            e = tl.exp(t - reference)
-            miss = (reference - t) + tl.log(r + e)
-            lse = reference + tl.log(r + e)
-        weighed = y
-        if BY_ROW:
-            weighed = i
-        own, spread, k = row_weights(weighed, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
-        loss = row_loss(i, own, miss, lse, uniform_logit_ptr, total_ptr, V, smoothing, z_loss, SMOOTH, CLASS_WEIGHT)
-        tl.store(loss_ptr + i, tl.where(kept, loss, 0.0))
-        tl.store(lse_ptr + i, tl.where(kept, lse, 0.0))
-        tl.store(miss_ptr + i, tl.where(kept, miss, 0.0))
+            reference = from_ordered(tl.load(rows.highest + i))
+            e_y = tl.exp(t - reference)
+            miss = (reference - t) + tl.log(r + e_y)
+            lse = reference + tl.log(r + e_y)
+        own, spread, k = row_weights(i, y, lse, terms)
+        loss = row_loss(i, own, miss, lse, rows.uniform_logit, terms)
+        tl.store(rows.loss + i, tl.where(kept, loss, 0.0))
+        tl.store(rows.lse + i, tl.where(kept, lse, 0.0))
+        tl.store(rows.miss + i, tl.where(kept, miss, 0.0))
         wrong = out_of_range(r, t)
-        if GRADIENT:
-            s, c, lost = row_gradient(i, kept, t, r, e, own, spread, k, g_ptr, scale_ptr, cap, SCALE, CAP)
+        if g_ptr is not None:
+            s, c, lost = row_gradient(i, kept, t, r, e_y, own, spread, k, g_ptr, terms)
             wrong = wrong | lost
-            stored = c.to(e_ptr.dtype.element_ty)
-            row = e_ptr + i * e_stride
-            here = kept & (y < width)
-            if here:
-                tl.store(row + y, stored)
-            if not RANKS:  # noqa: SIM102 (decided when compiled, the other when run)
-                if ~kept & (r != 0.0):
-                    zero_row(row, width, BLOCK)
-            tl.store(s_ptr + i, s)
-            tl.store(rest_ptr + i, tl.where(here, c - stored.to(tl.float32), 0.0))
-            if SCALED:
-                scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
+            tl.store(rows.s + i, s)
+            if e is None:
+                tl.store(rows.rest + i, 0.0)
+            else:
+                stored = c.to(e.base.dtype.element_ty)
+                row = e.base + i * e.stride
+                here = kept & (y < e.width)
+                if here:
+                    tl.store(row + y, stored)
+                if not RANKS:  # noqa: SIM102 (decided when compiled, the other when run)
+                    if ~kept & (r != 0.0):
+                        zero_row(row, e.width, BLOCK)
+                tl.store(rows.rest + i, tl.where(here, c - stored.to(tl.float32), 0.0))
+            if scaled_ptr is not None:
+                scaled_row(x.base + i * x.stride, scaled_ptr + i * x.width, s, x.width, BLOCK)
         if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
             if kept & wrong:
                 if not RANKS:
-                    tl.store(highest_ptr + i, to_ordered(t))
-                slot = tl.atomic_add(count_ptr, 1)
-                tl.store(list_ptr + slot, i.to(tl.int32))
+                    tl.store(rows.highest + i, to_ordered(t))
+                slot = tl.atomic_add(rows.listed_count, 1)
+                tl.store(rows.listed + slot, i.to(tl.int32))
 
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_rows(  # type: ignore[no-untyped-def]
-    lse_ptr, miss_ptr, y_ptr, g_ptr, x_ptr, x_stride, scaled_ptr, numbers_ptr, plane, q_ptr, total_ptr, scale_ptr, cap,
-    smoothing, z_loss, D, V, width, SCALED: tl.constexpr, CLASS_WEIGHT: tl.constexpr, BY_ROW: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, plane, terms, width, BLOCK: tl.constexpr
+):
     """See `prepare_rows`: s is split in a power of two, exact on x, and the rest, put into E."""
     i = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + i).to(tl.int64)
     kept = y >= 0
-    here = y < width
-    weighed = tl.where(kept, y, 0)
-    if BY_ROW:
-        weighed = i
     lse = tl.load(lse_ptr + i)
     miss = tl.load(miss_ptr + i)
-    own, spread, k = row_weights(weighed, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT)
+    own, spread, k = row_weights(i, tl.where(kept, y, 0), lse, terms)
     weight = tl.load(g_ptr + i) * k
-    if SCALE:
-        weight *= tl.load(scale_ptr)
+    if terms.scale is not None:
+        weight *= tl.load(terms.scale)
     weight = tl.where(kept & (k != 0.0), weight, 0.0)
     power = (weight.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # sign and exponent
     power = tl.where(tl.abs(power) < float("inf"), power, weight)
     part = tl.where((power == 0.0) | (power == weight), 1.0, weight / power)
     c = (spread * tl.exp(-miss) + own * expm1(-miss)) / tl.where(k == 0.0, 1.0, k)
-    if CAP:
-        t = (lse - miss) / cap
+    if terms.softcap is not None:
+        t = (lse - miss) / terms.softcap
         c *= 1.0 - t * t
     c = tl.where(kept & (k != 0.0), c * part, 0.0)
     at = numbers_ptr + i
     tl.store(at, lse - tl.log(part))
     tl.store(at + plane, c)
     tl.store(at + 2 * plane, power)
-    tl.store(at + 3 * plane, tl.where(here, c - c.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0))
-    if SCALED:
-        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
+    tl.store(at + 3 * plane, tl.where(y < width, c - c.to(x.base.dtype.element_ty).to(tl.float32), 0.0))
+    if scaled_ptr is not None:
+        scaled_row(x.base + i * x.stride, scaled_ptr + i * x.width, power, x.width, BLOCK)
 
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _finish_input_grad(  # type: ignore[no-untyped-def]
-    product_ptr, out_ptr, w_ptr, w_stride, y_ptr, s_ptr, rest_ptr, g_ptr, scale_ptr, uniform_ptr, smoothing, D, V,
-    width, SMOOTH: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    product_ptr, out_ptr, w_ptr, w_stride, y_ptr, s_ptr, rest_ptr, g_ptr, terms, D, width, BLOCK: tl.constexpr
+):
     """dX = s (E W + what the target's coefficient lost in rounding * w_y) - m g (a / V) sum_v q_v w_v."""
     i = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + i).to(tl.int64)
@@ -239,17 +259,17 @@ def _finish_input_grad(  # type: ignore[no-untyped-def]
     s = tl.load(s_ptr + i)
     rest = tl.load(rest_ptr + i)
     even = tl.zeros((1,), tl.float32)
-    if SMOOTH:
-        even += smoothing / V * tl.load(g_ptr + i)
-        if SCALE:
-            even *= tl.load(scale_ptr)
+    if terms.uniform_D is not None:
+        even += terms.smoothing / terms.vocab * tl.load(g_ptr + i)
+        if terms.scale is not None:
+            even *= tl.load(terms.scale)
     for d in range(0, D, BLOCK):
         at = d + tl.arange(0, BLOCK)
         grad = tl.load(product_ptr + i * D + at, mask=at < D, other=0.0)
         grad += rest * tl.load(w + at, mask=at < D, other=0.0).to(tl.float32)
         grad = tl.where(s == 0.0, 0.0, grad * s)
-        if SMOOTH:
-            grad -= even * tl.load(uniform_ptr + at, mask=at < D, other=0.0)
+        if terms.uniform_D is not None:
+            grad -= even * tl.load(terms.uniform_D + at, mask=at < D, other=0.0)
         tl.store(out_ptr + i * D + at, tl.where(kept, grad, 0.0).to(out_ptr.dtype.element_ty), mask=at < D)
 
 
@@ -269,42 +289,6 @@ def _add_column_sums(e_ptr, e_stride, s_ptr, out_ptr, C, V, ROWS: tl.constexpr, 
     tl.store(out_ptr + column, out, mask=column < V)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowTerms:
-    """The head and its loss as the rows' kernels read them, on the device; None or 0 where it is not asked for.
-
-    Where the vocabulary is sharded the bias and ``uniform`` are of this rank's classes.
-    """
-
-    vocab: int  # V, of all ranks
-    bias_V: Tensor | None  # float32
-    scale: Tensor | None  # 0-d float32
-    softcap: float | None
-    class_weight: Tensor | None  # float32 [V], or [C] of the rows' targets
-    by_row: bool = False  # whether it is the latter
-    total_class_weight: Tensor | None  # 0-d float32
-    smoothing: float
-    z_loss: float
-    uniform_D: Tensor | None  # float32, sum_v q_v w_v, with smoothing
-    uniform_bias: Tensor | None  # 0-d float32, sum_v q_v b_v, with smoothing
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reports:
-    """What is known of each row of a chunk [C], float32 but for the three integers."""
-
-    target_logit: Tensor
-    uniform_logit: Tensor  # sum_v q_v z_v, with smoothing
-    loss: Tensor
-    lse: Tensor
-    miss: Tensor  # lse - t
-    s: Tensor
-    rest: Tensor  # what the target's coefficient lost in rounding
-    highest: Tensor  # int32: see to_ordered
-    listed: Tensor  # int32: rows to be done again
-    count: Tensor  # int32 [1]: how many
-
-
 def target_logits(
     x_CD: Tensor, w_VD: Tensor, y_C: Tensor, terms: RowTerms, logit_C: Tensor, uniform_C: Tensor, count: Tensor
 ) -> None:
@@ -314,10 +298,8 @@ def target_logits(
     """
     C, D = x_CD.shape
     _target_logits[(C,)](
-        x_CD, w_VD, y_C, logit_C, _or(terms.bias_V, y_C), _or(terms.scale, y_C), terms.softcap or 1.0,
-        _or(terms.uniform_D, y_C), _or(terms.uniform_bias, y_C), uniform_C, count, D, w_VD.shape[0], x_CD.stride(0),
-        w_VD.stride(0), BIAS=terms.bias_V is not None, SCALE=terms.scale is not None, CAP=terms.softcap is not None,
-        SMOOTH=terms.uniform_D is not None, BLOCK=block_of(D), num_warps=4,
+        x_CD, x_CD.stride(0), w_VD, w_VD.stride(0), y_C, logit_C, uniform_C, count, terms, D, w_VD.shape[0],
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -331,10 +313,8 @@ def sum_rows(
     their highest logit.
     """
     C, P = sum_CP.shape
-    e = sums_2C if e_CV is None else e_CV
     _sum_rows[(C,)](
-        sum_CP, P, sum_CP.stride(0), y_C, rows.target_logit, e, e.stride(0), sums_2C, rows.highest, rows.listed,
-        rows.count, 0 if e_CV is None else e_CV.shape[1], C, SHIFTED=shifted, STORED=e_CV is not None,
+        matrix(sum_CP), y_C, None if e_CV is None else matrix(e_CV), sums_2C, rows, C, SHIFTED=shifted,
         BLOCK=block_of(P), num_warps=4,
     )  # fmt: skip
 
@@ -369,12 +349,9 @@ def finish_rows(
     """
     (C, D), several = x_CD.shape, sums.dim() == 3
     _finish_rows[(C,)](
-        sums, sums.shape[0 if several else 1], sums.stride(0), y_C, rows.target_logit, rows.uniform_logit,
-        _or(factor_C, y_C), x_CD, x_CD.stride(0), _or(scaled_CD, y_C), _or(e_CV, rows.loss),
-        0 if e_CV is None else e_CV.stride(0), rows.loss, rows.lse, rows.miss, rows.s, rows.rest, rows.highest,
-        rows.listed, rows.count, *_numbers(terms, y_C), D, terms.vocab, 0 if e_CV is None else e_CV.shape[1], C,
-        RANKS=several, SHIFTED=shifted, GRADIENT=factor_C is not None, SCALED=scaled_CD is not None,
-        SMOOTH=terms.smoothing != 0, **_which(terms), BLOCK=block_of(D), num_warps=4,
+        Matrix(sums, sums.stride(0), sums.shape[0 if several else 1]), y_C, factor_C, matrix(x_CD), scaled_CD,
+        None if e_CV is None else matrix(e_CV), rows, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -397,9 +374,8 @@ def prepare_rows(
     """
     C, D = x_CD.shape
     _prepare_rows[(C,)](
-        lse_C, miss_C, y_C, factor_C, x_CD, x_CD.stride(0), _or(scaled_CD, y_C), numbers_4C, numbers_4C.stride(0),
-        *_numbers(terms, y_C), D, terms.vocab, width, SCALED=scaled_CD is not None, **_which(terms), BLOCK=block_of(D),
-        num_warps=4,
+        lse_C, miss_C, y_C, factor_C, matrix(x_CD), scaled_CD, numbers_4C, numbers_4C.stride(0), terms, width,
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -416,9 +392,8 @@ def finish_input_grad(
     """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32)."""
     C, D = product_CD.shape
     _finish_input_grad[(C,)](
-        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, factor_C, _or(terms.scale, s_C),
-        _or(terms.uniform_D, s_C), terms.smoothing, D, terms.vocab, w_VD.shape[0],
-        SMOOTH=terms.uniform_D is not None, SCALE=terms.scale is not None, BLOCK=block_of(D), num_warps=4,
+        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, factor_C, terms, D, w_VD.shape[0],
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -430,21 +405,9 @@ def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor) -> None:
     )  # fmt: skip
 
 
-def _numbers(terms: RowTerms, nothing: Tensor) -> tuple[Any, ...]:
-    weights = _or(terms.class_weight, nothing), _or(terms.total_class_weight, nothing)
-    return *weights, _or(terms.scale, nothing), terms.softcap or 1.0, terms.smoothing, terms.z_loss
-
-
-def _which(terms: RowTerms) -> dict[str, bool]:
-    return {
-        "CLASS_WEIGHT": terms.class_weight is not None, "BY_ROW": terms.by_row, "SCALE": terms.scale is not None,
-        "CAP": terms.softcap is not None,
-    }  # fmt: skip
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return a tensor to stand where a kernel expects one that it will not touch."""
-    return other if tensor is None else tensor
+def matrix(x: Tensor) -> Matrix:
+    """Return a matrix as kernels read it."""
+    return Matrix(x, x.stride(0), x.shape[1])
 
 
 def block_of(D: int) -> int:

@@ -19,50 +19,48 @@ def dot(x_ptr, w_ptr, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.sum(total, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_weights(y, lse, q_ptr, total_ptr, V, smoothing, z_loss, CLASS_WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def row_weights(i, y, lse, terms):  # type: ignore[no-untyped-def]
     """((1 - a) q_y, a Q / V + 2 u lse, their sum k): what multiplies the target's share and the whole softmax.
 
     Where the two cancel, k is a small number in place of 0: the row's gradient is divided by it, and multiplied again.
     """
-    own = 1.0 - smoothing
-    spread = smoothing
-    if CLASS_WEIGHT:
-        own *= tl.load(q_ptr + y)
-        spread *= tl.load(total_ptr) / V
-    spread += 2.0 * z_loss * lse
+    own = 1.0 - terms.smoothing
+    spread = terms.smoothing
+    if terms.own_weight is not None:
+        own *= tl.load(terms.own_weight + i)
+    elif terms.class_weight is not None:
+        own *= tl.load(terms.class_weight + y)
+    if terms.total_class_weight is not None:
+        spread *= tl.load(terms.total_class_weight) / terms.vocab
+    spread += 2.0 * terms.z_loss * lse
     k = own + spread
     return own, spread, tl.where((k == 0.0) & (own != 0.0), own * 2.0**-24, k)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_loss(  # type: ignore[no-untyped-def]
-    i, own, miss, lse, uniform_logit_ptr, total_ptr, V, smoothing, z_loss, SMOOTH: tl.constexpr,
-    CLASS_WEIGHT: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def row_loss(i, own, miss, lse, uniform_logit_ptr, terms):  # type: ignore[no-untyped-def]
     """The loss, from what `row_weights` calls own, lse - t and lse."""
-    loss = tl.where(own == 0.0, 0.0, own * miss) + z_loss * lse * lse
-    if SMOOTH:
-        total = 1.0 * V
-        if CLASS_WEIGHT:
-            total = tl.load(total_ptr)
-        loss += smoothing / V * (total * lse - tl.load(uniform_logit_ptr + i))
+    loss = tl.where(own == 0.0, 0.0, own * miss) + terms.z_loss * lse * lse
+    if terms.uniform_D is not None:
+        total = 1.0 * terms.vocab
+        if terms.total_class_weight is not None:
+            total = tl.load(terms.total_class_weight)
+        loss += terms.smoothing / terms.vocab * (total * lse - tl.load(uniform_logit_ptr + i))
     return loss
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_gradient(  # type: ignore[no-untyped-def]
-    i, kept, t, r, e, own, spread, k, g_ptr, scale_ptr, cap, SCALE: tl.constexpr, CAP: tl.constexpr
-):  # fmt: skip
+@triton.jit
+def row_gradient(i, kept, t, r, e, own, spread, k, g_ptr, terms):  # type: ignore[no-untyped-def]
     """(s, the coefficient at the target, whether s is small beyond use, with the sum to blame)."""
     weight = tl.load(g_ptr + i) * k
-    if SCALE:
-        weight *= tl.load(scale_ptr)
+    if terms.scale is not None:
+        weight *= tl.load(terms.scale)
     s = tl.where(kept & (k != 0.0), weight / (r + e), 0.0)
     lost = (r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0)
     c = tl.where(k == 0.0, 0.0, (spread * e - own * r) / k)
-    if CAP:
-        c *= 1.0 - (t / cap) * (t / cap)
+    if terms.softcap is not None:
+        c *= 1.0 - (t / terms.softcap) * (t / terms.softcap)
     return s, c, lost
 
 
