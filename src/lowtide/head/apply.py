@@ -133,7 +133,7 @@ def linear_apply(
     n, V, device_bytes = leading.numel() if index is None else index.numel(), ranks.vocab, None
     if isinstance(ranks, Ranks):  # the same plan on each, made for the largest shard: a shard's logits, sent, received
         V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes
-        n = ranks.groups * ranks.tokens.length if ranks.spread else n
+        n = ranks.slots if ranks.spread else n
     weight = call.linear_weight
     plan = plan_head(
         n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
@@ -160,7 +160,8 @@ def linear_apply(
         ranks=ranks if isinstance(ranks, Ranks) else None,
     )
     *found, spec = _NODE.apply(*call.trained, index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
-    return pytree.tree_unflatten([x if x is None else ranks.result(x) for x in found], spec)
+    found = found if ranks.alone else [x if x is None else ranks.result(x) for x in found]
+    return pytree.tree_unflatten(found, spec)
 
 
 def _check_arguments(

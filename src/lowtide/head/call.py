@@ -152,7 +152,8 @@ def checked_call(
     if ranks.vocab == 0 and function != "linear_cross_entropy":
         raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
-        input, linear_bias, scale = with_trained_scale(input, linear_bias, *ranks.factors(scale))
+        factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
     call = HeadCall(
         input=input,
         linear_weight=linear_weight,

@@ -28,8 +28,8 @@ from lowtide.head.function.function import (
     vjp,
 )
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import narrow_view
+from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows, take_leading
 
 Totals = list[Tensor | None]

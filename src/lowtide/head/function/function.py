@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import node, undisturbed
-from lowtide.head.head_plan import HeadPlan
+from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks.parallel import Ranks
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
