@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 
 from lowtide.arguments import check_device, check_flag, check_index, check_number, check_real
 from lowtide.errors import ArgumentValueError, message
+from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.call import CrossEntropyArgs, check_per_token, check_reduction, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -112,6 +113,10 @@ def linear_cross_entropy(
         check_per_token("token_weight", token_weight, input)
     if shift and target.dim() == 0:
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
+    if options.backend != "auto" and ranks.alone:  # meta tensors too, which nothing is planned for
+        both = softcap is not None and label_smoothing != 0
+        exp = why_not_exp(input.device, head.dtype, input.shape[-1], V, capped_and_smoothed=both)
+        choose("cross entropy", options, exp=exp, row=why_not_row(input.device, head.dtype, V))
     ignore_index = check_index("ignore_index", ignore_index)
     target = ranks.whole(target).long()
     if token_weight is not None:
