@@ -5,10 +5,8 @@ C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. P
 unit stride within. `gathered_logits` computes single rows, for the few that are recomputed.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.elementary import tanh
-from lowtide.kernel_launch import Launcher
+from lowtide.kernel_launch import Launcher, multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -149,13 +147,5 @@ def descriptor(x: Tensor, rows: int, columns: int, kind: Any = TensorDescriptor,
 
 
 def tiles_across(V: int, config: GemmConfig) -> int:
-    """Return P, the row sums that each row gets."""
+    """Return P."""
     return -(-V // config.columns)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors ``device`` has; 2 in Triton's interpreter, which has none."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,7 +3,8 @@
 C rows of the chunk, V the student's vocabulary, U the teacher's. One program a row reads both sides once for their
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
 divergence's terms, the last two are one. Where other ranks hold classes too, a launch each: these sums are merged in
-between. s, t, a, b: see `pair_terms`. `terms/dense` has the same in plain PyTorch.
+between. s and t are the student's and the teacher's probabilities, a and b their logarithms. `terms/dense` has the same
+in plain PyTorch.
 """
 
 from typing import NamedTuple
@@ -13,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.elementary import log1p_near
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform
-from lowtide.head.kernels.pair_terms import pair_terms
 from lowtide.head.kernels.row_softmax import PAD, number, put_gradient, row_factor, row_logits
 from lowtide.kernel_launch import Launcher, power_of_2
 
@@ -22,6 +23,8 @@ from lowtide.kernel_launch import Launcher, power_of_2
 LONGEST_BLOCK = {"forward_kl": 2048, "reverse_kl": 1024, "jsd": 2048, "tv": 2048}
 COLUMNS_A_WARP = {"forward_kl": 256, "reverse_kl": 256, "jsd": 128, "tv": 128}
 LOWEST = tl.constexpr(-3.4028235e38)  # float32's lowest finite number
+TINY = tl.constexpr(2.0**-126)  # float32's smallest normal number
+NEAR = tl.constexpr(0.5)  # |a - b| below which a side is measured by the other: there the direct terms would cancel
 
 
 class Pair(NamedTuple):
@@ -39,6 +42,58 @@ class Pair(NamedTuple):
     student: LogitTransform = PLAIN
     teacher: LogitTransform = PLAIN
     longest_block: int | None = None  # columns handled at a time, a power of two from 8; None: what is fast
+
+
+@triton.jit
+def _times(p, x):  # type: ignore[no-untyped-def]
+    """p x, with 0 inf = 0."""
+    return tl.where(p == 0.0, 0.0, p * x)
+
+
+@triton.jit
+def _curve(x):  # type: ignore[no-untyped-def]
+    """exp(-x) - 1 + x of |x| < NEAR, by its series."""
+    high = 1.0 / 5040.0 - x * (1.0 / 40320.0 - x * (1.0 / 362880.0))
+    return x * x * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0 - x * (1.0 / 720.0 - x * high)))))
+
+
+@triton.jit
+def _kl_terms(p, q, x):  # type: ignore[no-untyped-def]
+    """p x + q - p for x = log p - log q, never negative but for rounding; q and p sum to the same over a row."""
+    return tl.where(tl.abs(x) < NEAR, p * _curve(x), _times(p, x) + q - p)
+
+
+@triton.jit
+def _above_mixture(a, b, s, t, beta):  # type: ignore[no-untyped-def]
+    """a - log m and b - log m, for m = beta t + (1 - beta) s."""
+    m = s + beta * (t - s)
+    log_m = tl.log(tl.where(m < TINY, TINY, m))
+    x = a - b
+    near = tl.abs(x) < NEAR
+    of_student = -log1p_near(tl.where(near, beta * (_curve(x) - x), 0.0))  # of m / s - 1
+    return tl.where(near, of_student, a - log_m), tl.where(near, of_student - x, b - log_m)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _terms(a, b, s, t, beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a class adds to the divergence, to its pivot's numerator, and x of the gradient s (x - pivot).
+
+    The gradient is but for a constant: 1 - beta for the jsd, 1/2 for tv. The forward KL's is s - t.
+    """
+    if KIND == "forward_kl":
+        value, c, x = _kl_terms(t, s, b - a), -t, a
+    elif KIND == "reverse_kl":
+        value, c, x = _kl_terms(s, t, a - b), _times(s, a - b), tl.where(s == 0.0, 0.0, a - b)
+    elif KIND == "jsd":
+        of_student, of_teacher = _above_mixture(a, b, s, t, beta)
+        c, x = _times(s, of_student), tl.where(s == 0.0, 0.0, of_student)
+        value = (1.0 - beta) * c + beta * _times(t, of_teacher)
+    else:
+        x = s - t
+        value = 0.5 * tl.abs(x)
+        x = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))  # NaN of NaN
+        c = s * x
+    return value, c, x
 
 
 @triton.jit
@@ -166,7 +221,7 @@ def _pair(  # type: ignore[no-untyped-def]
             # not z - lse, which would round as lse does
             a, b = (z - top) - log_total, (other - other_top) - other_log_total
             s, t = tl.exp(a), tl.exp(b)
-            term, c, _x = pair_terms(a, b, s, t, beta, KIND)
+            term, c, _x = _terms(a, b, s, t, beta, KIND)
             if KIND != "forward_kl":
                 pivots += c
                 mass += s
@@ -199,7 +254,7 @@ def _pair(  # type: ignore[no-untyped-def]
             s, t = tl.exp(a), tl.exp(b)
             g = s - t
             if KIND != "forward_kl":
-                _term, _c, x = pair_terms(a, b, s, t, beta, KIND)
+                _term, _c, x = _terms(a, b, s, t, beta, KIND)
                 g = s * (x - pivot)
             put_gradient(out_ptr, at, n, V, g * factor, raw, transform, softcap, IN_PLACE)
 
@@ -237,14 +292,9 @@ def pair_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Write the gradient of ``sum(factor * value)`` with respect to the student's products.
 
-    What lies between V and the next multiple of 8 becomes 0.
-
-    Args:
-        pair: Both sides' products.
-        out_CV: Takes the gradient: [C, V] in float32, which may be the student's products themselves, or in bfloat16 or
-            float16, which shares no memory with them; the row stride a multiple of 8.
-        known: Both logsumexps and the pivot from `pair_rows`; None: they are computed on the way.
-        factor_C: float32 [C], multiplied with a float32 gradient. A narrow one never is, as its range is not enough.
+    ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be the student's products themselves, or
+    bfloat16 or float16 and shares no memory with them: then without ``factor_C``, for which its range is not enough.
+    What lies between V and the next multiple of 8 becomes 0. ``known`` are both logsumexps and the pivot.
 
     Returns:
         tuple[Tensor | None, Tensor | None]: Each row's divergence [C] as from `pair_rows`, where nothing was known; of
