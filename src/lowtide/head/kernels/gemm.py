@@ -113,11 +113,8 @@ def gathered_logits(  # type: ignore[no-untyped-def]
     for k in range(0, D, DEPTH):
         d = k + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + rows[:, None] * x_stride + d[None, :], mask=listed[:, None] & (d < D)[None, :], other=0.0)
-        w = tl.load(
-            w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None],
-            mask=inside[None, :] & (d < D)[:, None],
-            other=0.0,
-        )
+        w_at = w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None]
+        w = tl.load(w_at, mask=inside[None, :] & (d < D)[:, None], other=0.0)
         z = tl.dot(x, w, z)
     return z
 

@@ -138,18 +138,6 @@ def merge_stats(
     )  # fmt: skip
 
 
-@triton.jit
-def _at_class(logprob, lse, own, others, h, a, entropy, even, transform):  # type: ignore[no-untyped-def]
-    """The gradient at classes whose log-probability is known, their ``own`` targets' part without cancellation."""
-    share = tl.exp(logprob)
-    gradient = share * (a - h * (tl.maximum(logprob, FLOOR) + entropy)) + even
-    gradient += -own * expm1(logprob) - others * share
-    if transform.softcap is not None:
-        z = (logprob + lse) / transform.softcap
-        gradient *= 1.0 - z * z
-    return gradient
-
-
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_stats(  # type: ignore[no-untyped-def]
@@ -199,7 +187,12 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
     same = y[:, None] == y[None, :]
     own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
     last = tl.max(tl.where(same, k[None, :], 0), 1)  # each class once: where it stands last, so a target if it is one
-    entry = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, transform)
+    p = tl.exp(logprob)  # the class's own targets' part without cancellation: 1 - p = -expm1(logprob)
+    entry = p * (a - h * (tl.maximum(logprob, FLOOR) + entropy)) + even
+    entry += -own * expm1(logprob) - (of_targets - own) * p
+    if transform.softcap is not None:
+        z = (logprob + lse) / transform.softcap
+        entry *= 1.0 - z * z
     place = tl.where(s == 0.0, -1, tl.where(last == k, y, -1))
     row = i * (K + 1) + k
     tl.store(entries.id + row, place, mask=k <= K)
