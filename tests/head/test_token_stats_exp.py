@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from lowtide.head.call import HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs, stats_logits, stats_rows
+from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import token_stats as terms
 from support import relative_error
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import stats_logits, stats_rows, stats_topk
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.kernels.stats_logits import Entries, Sums
 from lowtide.head.kernels.stats_rows import RowStats
+from lowtide.head.plan import HeadPlan
 
 SUMS = {"entropy": "heat", "sum_sq_prob": "squares", "mean": "total"}  # what each needs of `stats_logits.tile_stats`
 

@@ -19,9 +19,8 @@ from lowtide.head import exponentials
 from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.plan import plan_cross_entropy
+from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, Numbers, Terms, Upstream
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import column_blocks
+from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import row_sums
 

@@ -12,9 +12,8 @@ from lowtide.errors import TargetIndexError, message
 from lowtide.head.call import DivergenceArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape, head_flop
-from lowtide.head.plan import plan_both_sides
+from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
