@@ -1,7 +1,7 @@
 """Launching a compiled kernel again without asking Triton what it is: a third of the host's time."""
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,14 @@ def blocks_of(n: int, size: int) -> int:
 def power_of_2(n: int) -> int:
     """Return the least power of 2 that is no less than ``n``, 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors ``device`` has; 2 in Triton's interpreter, which has none."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Launcher:

@@ -248,7 +248,8 @@ def fastest(trials: Sequence[Trial]) -> Trial | None:
 def build_kernel(chunk: Chunk, config: GemmConfig) -> tuple[Callable[[], object], Tensor]:
     """Return what runs `exp_logits` with these tile sizes, and where it leaves the row sums."""
     from lowtide.head.kernels.exp_logits import exp_logits
-    from lowtide.head.kernels.gemm import multiprocessors, tiles_across
+    from lowtide.head.kernels.gemm import tiles_across
+    from lowtide.kernel_launch import multiprocessors
 
     sum_CP = torch.empty(len(chunk.x_CD), tiles_across(len(chunk.w_VD), config), device=chunk.x_CD.device)
     programs = multiprocessors(chunk.x_CD.device)

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.exp_logits import exp_logits, from_ordered, shifted_exp_logits, to_ordered
-from lowtide.head.kernels.gemm import LogitTransform, multiprocessors, tiles_across
+from lowtide.head.kernels.gemm import LogitTransform, tiles_across
+from lowtide.kernel_launch import multiprocessors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -22,7 +22,8 @@ from lowtide.head.kernels.exp_rows import (
     prepare_rows,
     target_logits,
 )
-from lowtide.head.kernels.gemm import LogitTransform, multiprocessors, tiles_across
+from lowtide.head.kernels.gemm import LogitTransform, tiles_across
+from lowtide.kernel_launch import multiprocessors
 from support import oracle, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

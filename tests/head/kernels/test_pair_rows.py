@@ -92,14 +92,14 @@ def run_one_way(
     )
     out = out_room[1:-1, :V]
     if at_once:
-        value, lift = pair_gradient(pair, out, factor_C=factor)
-        assert value is not None
+        value = torch.full((C,), torch.nan, device=DEVICE)
+        lift = pair_gradient(pair, out, {"value": value}, factor)
         rows = RowNumbers(value, value, value, value)
     else:
-        rows = RowNumbers(*pair_rows(pair))
+        numbers = pair_rows(pair)
+        rows = RowNumbers(**numbers)
         assert torch.equal(room.view(torch.int32), before.view(torch.int32))
-        value, lift = pair_gradient(pair, out, rows[1:], factor_C=factor)
-        assert value is None
+        lift = pair_gradient(pair, out, numbers, factor)
     assert torch.equal(other_room.view(torch.int32), other_before.view(torch.int32))
     assert out_room[[0, -1]].isnan().all()
     assert (out_room[1:-1, V:pad] == 0).all()
@@ -388,11 +388,9 @@ def test_no_rows() -> None:
     z, other = sides(3, 8)
     pair = Pair(z[:0], other[:0], *KINDS[0])
     rows = pair_rows(pair)
-    assert all(x.shape == (0,) for x in rows)
-    pair_gradient(pair, z[:0], rows[1:])
-    value, _ = pair_gradient(pair, z[:0])
-    assert value is not None
-    assert value.shape == (0,)
+    assert all(x.shape == (0,) for x in rows.values())
+    pair_gradient(pair, z[:0], rows)
+    assert pair_gradient(pair, z[:0], {"value": rows["value"]}) is None
 
 
 @pytest.mark.parametrize("edges", [(0, 16, 40, 61), (0, 0, 61, 61), (0, 8, 24, 24, 61)])
@@ -415,7 +413,7 @@ def test_classes_on_several_ranks(kind: Kind, with_options: bool, edges: tuple[i
         of_part = {name: x[first:stop] if "bias" in name else x for name, x in kwargs.items()}
         parts.append(pair_of(*rooms, kind, of_part))
     whole = pair_of(padded(z, 64)[1:-1, : edges[-1]], padded(other, 64)[1:-1, : edges[-1]], kind, kwargs)
-    value, *known = pair_rows(whole)
+    value, *known = pair_rows(whole).values()
     lse = torch.stack([pair_logsumexps(part) for part in parts]).logsumexp(0)
     sums = torch.stack([pair_sums(part, lse) for part in parts]).sum(0)
     kept = slice(None) if not with_options else kwargs["kept_C"]

@@ -11,27 +11,16 @@ from lowtide.measure.cached import CachedTable
 
 @dataclass(frozen=True, kw_only=True)
 class GemmConfig:
-    """How one program of the exponential GEMM works.
+    """How one program of the exponential GEMM works."""
 
-    Attributes:
-        rows: Rows of a tile, from the hidden states.
-        columns: Columns of a tile, from the vocabulary.
-        depth: Hidden sizes multiplied at a time.
-        group: Row tiles whose programs share a part of the weight in cache.
-        stages: Tiles in flight from memory.
-        warps: Warps of a program.
-        pieces: 1 or 2: in how many pieces a tile is stored. Two take half the shared memory.
-        per_multiprocessor: Programs on each multiprocessor.
-    """
-
-    rows: int = 128
-    columns: int = 256
-    depth: int = 64
-    group: int = 8
-    stages: int = 4
+    rows: int = 128  # of a tile, from the hidden states
+    columns: int = 256  # of a tile, from the vocabulary
+    depth: int = 64  # hidden sizes multiplied at a time
+    group: int = 8  # row tiles whose programs share a part of the weight in cache
+    stages: int = 4  # tiles in flight from memory
     warps: int = 8
-    pieces: int = 2
-    per_multiprocessor: int = 1
+    pieces: int = 2  # 1 or 2, in which a tile is stored: two take half the shared memory
+    per_multiprocessor: int = 1  # programs
 
 
 KEPT = CachedTable("gemm.json", lambda fields: GemmConfig(**fields))  # what tuning runs on this machine found
@@ -45,11 +34,7 @@ def of_device(device: torch.device) -> GemmConfig:
 
 
 def lookup(name: str) -> GemmConfig:
-    """Return the tile sizes for the GPU called ``name``: from a tuning run on this machine, the table, or the default.
-
-    Args:
-        name: As `torch.cuda.get_device_name` gives it.
-    """
+    """Return the tile sizes for the GPU of this name: what was tuned on this machine, the table's, or the default."""
     return tuned().get(name) or TABLE.get(name) or GemmConfig()
 
 
@@ -61,7 +46,7 @@ def topk_row_bytes(k: int, V: int, device: torch.device) -> int:
 
 @cache
 def tuned() -> dict[str, GemmConfig]:
-    """Return what tuning runs found, by the GPU's name; nothing where there is no such file or it cannot be read."""
+    """Return what tuning runs on this machine found, by the GPU's name."""
     return KEPT.read()
 
 

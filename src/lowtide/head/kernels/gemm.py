@@ -5,10 +5,8 @@ C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. P
 unit stride within. `gathered_logits` computes single rows, for the few that are recomputed.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.elementary import tanh
-from lowtide.kernel_launch import Launcher
+from lowtide.kernel_launch import Launcher, multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -115,11 +113,8 @@ def gathered_logits(  # type: ignore[no-untyped-def]
     for k in range(0, D, DEPTH):
         d = k + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + rows[:, None] * x_stride + d[None, :], mask=listed[:, None] & (d < D)[None, :], other=0.0)
-        w = tl.load(
-            w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None],
-            mask=inside[None, :] & (d < D)[:, None],
-            other=0.0,
-        )
+        w_at = w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None]
+        w = tl.load(w_at, mask=inside[None, :] & (d < D)[:, None], other=0.0)
         z = tl.dot(x, w, z)
     return z
 
@@ -149,13 +144,5 @@ def descriptor(x: Tensor, rows: int, columns: int, kind: Any = TensorDescriptor,
 
 
 def tiles_across(V: int, config: GemmConfig) -> int:
-    """Return P, the row sums that each row gets."""
+    """Return P."""
     return -(-V // config.columns)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors ``device`` has; 2 in Triton's interpreter, which has none."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,7 +3,8 @@
 C rows of the chunk, V the student's vocabulary, U the teacher's. One program a row reads both sides once for their
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
 divergence's terms, the last two are one. Where other ranks hold classes too, a launch each: these sums are merged in
-between. s, t, a, b: see `pair_terms`. `terms/dense` has the same in plain PyTorch.
+between. s and t are the student's and the teacher's probabilities, a and b their logarithms. `terms/dense` has the same
+in plain PyTorch.
 """
 
 from typing import NamedTuple
@@ -13,15 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.elementary import log1p_near
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform
-from lowtide.head.kernels.pair_terms import pair_terms
 from lowtide.head.kernels.row_softmax import PAD, number, put_gradient, row_factor, row_logits
 from lowtide.kernel_launch import Launcher, power_of_2
 
 # columns of each side that a program holds at a time, and a warp of it: the fastest on one H100 for rows of 128256
 LONGEST_BLOCK = {"forward_kl": 2048, "reverse_kl": 1024, "jsd": 2048, "tv": 2048}
 COLUMNS_A_WARP = {"forward_kl": 256, "reverse_kl": 256, "jsd": 128, "tv": 128}
+NUMBERS = ("value", "lse", "other_lse", "pivot")  # of each row
 LOWEST = tl.constexpr(-3.4028235e38)  # float32's lowest finite number
+TINY = tl.constexpr(2.0**-126)  # float32's smallest normal number
+NEAR = tl.constexpr(0.5)  # |a - b| below which a side is measured by the other: there the direct terms would cancel
 
 
 class Pair(NamedTuple):
@@ -39,6 +43,51 @@ class Pair(NamedTuple):
     student: LogitTransform = PLAIN
     teacher: LogitTransform = PLAIN
     longest_block: int | None = None  # columns handled at a time, a power of two from 8; None: what is fast
+
+
+@triton.jit
+def _times(p, x):  # type: ignore[no-untyped-def]
+    """p x, with 0 inf = 0."""
+    return tl.where(p == 0.0, 0.0, p * x)
+
+
+@triton.jit
+def _curve(x):  # type: ignore[no-untyped-def]
+    """exp(-x) - 1 + x of |x| < NEAR, by its series."""
+    high = 1.0 / 5040.0 - x * (1.0 / 40320.0 - x * (1.0 / 362880.0))
+    return x * x * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0 - x * (1.0 / 720.0 - x * high)))))
+
+
+@triton.jit
+def _kl_terms(p, q, x):  # type: ignore[no-untyped-def]
+    """p x + q - p for x = log p - log q, never negative but for rounding; q and p sum to the same over a row."""
+    return tl.where(tl.abs(x) < NEAR, p * _curve(x), _times(p, x) + q - p)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _terms(a, b, s, t, beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a class adds to the divergence, to its pivot's numerator, and x of the gradient s (x - pivot).
+
+    The gradient is but for a constant: 1 - beta for the jsd, 1/2 for tv. The forward KL's is s - t.
+    """
+    if KIND == "forward_kl":
+        value, c, x = _kl_terms(t, s, b - a), -t, a
+    elif KIND == "reverse_kl":
+        value, c, x = _kl_terms(s, t, a - b), _times(s, a - b), tl.where(s == 0.0, 0.0, a - b)
+    elif KIND == "jsd":
+        m = s + beta * (t - s)
+        log_m = tl.log(tl.where(m < TINY, TINY, m))
+        near = tl.abs(a - b) < NEAR
+        below = log1p_near(tl.where(near, beta * (_curve(a - b) - (a - b)), 0.0))  # log(m / s)
+        of_student = tl.where(near, -below, a - log_m)
+        c, x = _times(s, of_student), tl.where(s == 0.0, 0.0, of_student)
+        value = (1.0 - beta) * c + beta * _times(t, tl.where(near, -below - (a - b), b - log_m))
+    else:
+        x = s - t
+        value = 0.5 * tl.abs(x)
+        x = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))  # NaN of NaN
+        c = s * x
+    return value, c, x
 
 
 @triton.jit
@@ -166,7 +215,7 @@ def _pair(  # type: ignore[no-untyped-def]
             # not z - lse, which would round as lse does
             a, b = (z - top) - log_total, (other - other_top) - other_log_total
             s, t = tl.exp(a), tl.exp(b)
-            term, c, _x = pair_terms(a, b, s, t, beta, KIND)
+            term, c, _x = _terms(a, b, s, t, beta, KIND)
             if KIND != "forward_kl":
                 pivots += c
                 mass += s
@@ -199,25 +248,26 @@ def _pair(  # type: ignore[no-untyped-def]
             s, t = tl.exp(a), tl.exp(b)
             g = s - t
             if KIND != "forward_kl":
-                _term, _c, x = pair_terms(a, b, s, t, beta, KIND)
+                _term, _c, x = _terms(a, b, s, t, beta, KIND)
                 g = s * (x - pivot)
             put_gradient(out_ptr, at, n, V, g * factor, raw, transform, softcap, IN_PLACE)
 
 
-def pair_rows(pair: Pair) -> tuple[Tensor, ...]:
+def pair_rows(pair: Pair) -> dict[str, Tensor]:
     """Return each row's divergence [C], both logsumexps and the pivot of its gradient, as `terms/dense` has them.
 
     A row that holds NaN, or +inf, or nothing but -inf, on either side, comes out as NaN. The products are left as they
     are, and nothing of their size is allocated.
     """
-    numbers = tuple(_room(pair)[0] for _ in range(4))  # an operator returns no views of one memory
-    _launch(pair, (*numbers, None))
+    C = len(pair.z_CV)
+    numbers = {name: pair.z_CV.new_empty(C) for name in NUMBERS}  # an operator returns no views of one memory
+    _launch(pair, (*numbers.values(), None))
     return numbers
 
 
 def pair_logsumexps(pair: Pair) -> Tensor:
     """Return both sides' logsumexps [2, C] of these classes, some of all: -inf where none of them is possible."""
-    both = _room(pair, 2)
+    both = pair.z_CV.new_empty(2, len(pair.z_CV))
     _launch(pair, (None, *both, None, None))
     return both
 
@@ -227,41 +277,32 @@ def pair_sums(pair: Pair, both_lse: Tensor) -> Tensor:
 
     ``both_lse`` are the logsumexps [2, C] over all classes.
     """
-    value, pivot, mass = sums = _room(pair, 3)
+    value, pivot, mass = sums = pair.z_CV.new_empty(3, len(pair.z_CV))
     _launch(pair, (value, *both_lse, pivot, mass), known=True)
     return sums
 
 
 def pair_gradient(
-    pair: Pair, out_CV: Tensor, known: tuple[Tensor, Tensor, Tensor] | None = None, factor_C: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
+    pair: Pair, out_CV: Tensor, numbers: dict[str, Tensor], factor_C: Tensor | None = None
+) -> Tensor | None:
     """Write the gradient of ``sum(factor * value)`` with respect to the student's products.
 
-    What lies between V and the next multiple of 8 becomes 0.
-
-    Args:
-        pair: Both sides' products.
-        out_CV: Takes the gradient: [C, V] in float32, which may be the student's products themselves, or in bfloat16 or
-            float16, which shares no memory with them; the row stride a multiple of 8.
-        known: Both logsumexps and the pivot from `pair_rows`; None: they are computed on the way.
-        factor_C: float32 [C], multiplied with a float32 gradient. A narrow one never is, as its range is not enough.
+    ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be the student's products themselves, or
+    bfloat16 or float16 and shares no memory with them: then without ``factor_C``, for which its range is not enough.
+    What lies between V and the next multiple of 8 becomes 0. ``numbers`` are from `pair_rows`, or "value" alone, which
+    takes the rows' divergence: then the others are computed on the way.
 
     Returns:
-        tuple[Tensor | None, Tensor | None]: Each row's divergence [C] as from `pair_rows`, where nothing was known; of
-        a float16 gradient what each row is still to be multiplied with [C], a power of two such that its values in
-        memory are at most 2**14.
+        Tensor | None: Of a float16 gradient what each row is still to be multiplied with [C], a power of two such that
+        its values in memory are at most 2**14.
     """
     assert out_CV.shape == pair.z_CV.shape
     assert factor_C is None or out_CV.dtype == torch.float32
-    value = _room(pair)[0] if known is None else None
-    lift = _room(pair)[0] if out_CV.dtype == torch.float16 else None
-    numbers = (value, *(known or (None, None, None)), None)
-    _launch(pair, numbers, (*_rows(out_CV)[:2], factor_C, lift), known=known is not None)
-    return value, lift
-
-
-def _room(pair: Pair, numbers: int = 1) -> Tensor:
-    return pair.z_CV.new_empty(numbers, len(pair.z_CV))
+    known = "lse" in numbers
+    lift = pair.z_CV.new_empty(len(out_CV)) if out_CV.dtype == torch.float16 else None
+    value, *rest = (numbers.get(name) for name in NUMBERS)
+    _launch(pair, (None if known else value, *rest, None), (*_rows(out_CV)[:2], factor_C, lift), known=known)
+    return lift
 
 
 def _rows(x_CV: Tensor) -> tuple[Tensor, int, int]:

@@ -178,17 +178,17 @@ def softmax_rows(
     `torch.log_softmax`, and stay in their row. Nothing of the size of ``z_CV`` is allocated.
 
     Args:
-        z_CV: float32 [C, V], its row stride a multiple of 8. Overwritten if ``gradient`` is given. What lies between
-            V and the next multiple of 8 may be anything, and becomes 0 with the gradient.
-        target_C: int64 [C], from 0 to V - 1 in every row.
-        unit_C: float32 [C]; where it is NaN (the target was no class) so are the row's loss and gradient. No other
-            value matters here.
-        kept_C: bool [C]; rows where it is False are not read, their loss and gradient are 0. None: all are kept.
+        z_CV: float32, its row stride a multiple of 8. Overwritten if ``gradient`` is given. What lies between V and the
+            next multiple of 8 may be anything, and becomes 0 with the gradient.
+        target_C: int64, from 0 to V - 1 in every row.
+        unit_C: float32; where it is NaN (the target was no class) so are the row's loss and gradient. No other value
+            matters here.
+        kept_C: bool; rows where it is False are not read, their loss and gradient are 0. None: all are kept.
         transform: Bias, m and softcap.
         terms: q and Q (float32) or None, a and u.
         gradient: float32: in place of ``z_CV``. bfloat16, float16: narrowed, over the first half of each row's own
             bytes: ``z_CV.view(dtype)[:, :V]``. None: rows are read once, and left as they are.
-        factor_C: float32 [C], multiplied with a wide gradient. A narrow one never is: see `engine.run`.
+        factor_C: float32, multiplied with a wide gradient. A narrow one never is: see `engine.run`.
         longest_block: Columns handled at a time, a power of two from 8.
 
     Returns:

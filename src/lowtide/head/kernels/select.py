@@ -45,16 +45,10 @@ def select(
     class_weight_V: Tensor | None,
     shard: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return classes, what each token counts, and the parts of the mean's denominator.
+    """Return classes, what each token counts, and the parts of the mean's denominator, from contiguous int64 targets.
 
-    Args:
-        target_N: int64, contiguous.
-        V: Vocabulary.
-        ignore_index: Tokens with this target count for nothing.
-        token_weight_N: float32, or None for 1.
-        class_weight_V: float32, or None for 1.
-        shard: Where the vocabulary is sharded: this rank's first class, how many it has, and what stands in the place
-            of the others. Classes are then counted from its first one.
+    ``shard`` is, where the vocabulary is sharded, this rank's first class, how many it has, and what stands in the
+    place of the others; classes are then counted from its first one.
 
     Returns:
         tuple[Tensor, Tensor, Tensor]: int32 [N], -1 for ignored tokens, class 0 for those whose target is no class;
@@ -66,14 +60,6 @@ def select(
     y_N = torch.empty(N, dtype=torch.int32, device=target_N.device)
     floats = torch.empty(N + blocks, dtype=torch.float32, device=target_N.device)
     if N:
-        _select[(blocks,)](
-            target_N,
-            (token_weight_N, class_weight_V),
-            (y_N, floats, floats[N:]),
-            N,
-            V,
-            ignore_index,
-            shard,
-            BLOCK=BLOCK,
-        )
+        weights, out = (token_weight_N, class_weight_V), (y_N, floats, floats[N:])
+        _select[(blocks,)](target_N, weights, out, N, V, ignore_index, shard, BLOCK=BLOCK)
     return y_N, floats[:N], floats[N:]

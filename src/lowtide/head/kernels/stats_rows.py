@@ -119,13 +119,13 @@ def merge_stats(
     Args:
         parts: With the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob, total for the mean.
         out: Takes the numbers; those before ``logprob`` must be there, and with targets that too, contiguous. Or takes
-            the sums, the class of the highest logit among all, and the logits of the targets that are here.
+            the sums, and the logits of the targets that are here.
         V: Classes of all parts; there may be none of a rank's own.
         y_CK: Targets, int64, contiguous, all of them valid.
-        x_CD: Hidden states, where ``parts`` lack the targets' logits.
-        w_VD: This rank's weight, likewise.
-        transform: What makes logits of the products.
-        first_class: Class of ``w_VD``'s first row.
+        x_CD: Where ``parts`` lack the targets' logits, as are the rest: hidden states,
+        w_VD: this rank's weight,
+        transform: what makes logits of the products,
+        first_class: and the class of its first row.
     """
     (C, K), D = y_CK.shape, 1 if x_CD is None else x_CD.shape[1]
     numbers, told = (out, None) if isinstance(out, RowStats) else (None, out)
@@ -136,18 +136,6 @@ def merge_stats(
         parts, numbers, told, y_CK, (*matrix(x_CD), *matrix(w_VD), D), transform, first_class, V, K, BLOCK=block_of(D),
         WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
     )  # fmt: skip
-
-
-@triton.jit
-def _at_class(logprob, lse, own, others, h, a, entropy, even, transform):  # type: ignore[no-untyped-def]
-    """The gradient at classes whose log-probability is known, their ``own`` targets' part without cancellation."""
-    share = tl.exp(logprob)
-    gradient = share * (a - h * (tl.maximum(logprob, FLOOR) + entropy)) + even
-    gradient += -own * expm1(logprob) - others * share
-    if transform.softcap is not None:
-        z = (logprob + lse) / transform.softcap
-        gradient *= 1.0 - z * z
-    return gradient
 
 
 @Launcher
@@ -199,7 +187,12 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
     same = y[:, None] == y[None, :]
     own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
     last = tl.max(tl.where(same, k[None, :], 0), 1)  # each class once: where it stands last, so a target if it is one
-    entry = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, transform)
+    p = tl.exp(logprob)  # the class's own targets' part without cancellation: 1 - p = -expm1(logprob)
+    entry = p * (a - h * (tl.maximum(logprob, FLOOR) + entropy)) + even
+    entry += -own * expm1(logprob) - (of_targets - own) * p
+    if transform.softcap is not None:
+        z = (logprob + lse) / transform.softcap
+        entry *= 1.0 - z * z
     place = tl.where(s == 0.0, -1, tl.where(last == k, y, -1))
     row = i * (K + 1) + k
     tl.store(entries.id + row, place, mask=k <= K)
@@ -257,16 +250,9 @@ def prepare_stats(
 ) -> None:
     """From what forward found and the upstream gradients, write what `gradient_tile` and the functions below take.
 
-    Args:
-        known: lse, top and top_logprob; with an upstream gradient of it the entropy; with one of the log-probabilities
-            these, contiguous.
-        upstream: Any of logprob (contiguous, 0 where ignored), entropy, lse and mean.
-        y_CK: Targets, int32, contiguous, -1 where ignored; with an upstream gradient of the log-probabilities.
-        x_CD: Hidden states.
-        entries: Takes the entries; of no targets, where their log-probabilities have no upstream gradient.
-        V: Classes of all ranks.
-        transform: What makes logits of the products; the bias may be None.
-        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
+    ``upstream`` holds any of logprob (0 where ignored), entropy, lse and mean; ``known`` what has one of these, and
+    lse, top and top_logprob; ``y_CK`` (int32) targets, -1 where ignored, None and K 0 without logprob: all contiguous.
+    V counts all ranks' classes. ``scaled_CD`` (contiguous) takes s x, where the weight gets a gradient.
     """
     (C, D), K = x_CD.shape, entries.rest.shape[1]
     _prepare_stats[(C,)](

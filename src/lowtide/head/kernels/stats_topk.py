@@ -101,17 +101,11 @@ def highest_logits(
 
 
 def _select(
-    z_Cn: Tensor,
-    tile_CT: Tensor | None,
-    ids_Ck: Tensor,
-    values_Ck: Tensor | None,
-    columns: int = 1,
-    first_class: int = 0,
+    z_Cn: Tensor, tile_CT: Tensor | None, ids_Ck: Tensor, values_Ck: Tensor | None, columns: int = 1, first: int = 0
 ) -> None:
-    (C, n), k = z_Cn.shape, ids_Ck.shape[1]
-    width = power_of_2(n)
+    (C, n), width = z_Cn.shape, power_of_2(z_Cn.shape[1])
     _select_highest[(C,)](
-        matrix(z_Cn), tile_CT, matrix(ids_Ck), values_Ck, first_class, n, k, COLUMNS=columns, WIDTH=width,
+        matrix(z_Cn), tile_CT, matrix(ids_Ck), values_Ck, first, n, ids_Ck.shape[1], COLUMNS=columns, WIDTH=width,
         num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
     )  # fmt: skip
 

@@ -24,17 +24,7 @@ from lowtide.head.terms.statistics import row_sums
 
 
 class Dense(Terms):
-    """Divergence from a teacher's own head, in plain PyTorch.
-
-    Args:
-        head: The student's.
-        plan: Its plan.
-        teacher: The teacher's head.
-        teacher_plan: Its plan, for the same rows.
-        rows: Which tokens.
-        kind: "forward_kl", "reverse_kl", "jsd" (with ``beta`` above 0 and below 1) or "tv".
-        beta: The teacher's share of the jsd's mixture.
-    """
+    """Divergence of a student's head from a teacher's own, in plain PyTorch; ``beta`` is above 0 and below 1."""
 
     def __init__(
         self, head: Head, plan: HeadPlan, teacher: Head, teacher_plan: HeadPlan, rows: Rows, kind: str, beta: float
@@ -99,7 +89,7 @@ class Dense(Terms):
     def _gradient_(
         self, sides: Any, known: Numbers, factor_C: Tensor, _out: Tensor | None, normalised: bool
     ) -> Tensor | None:
-        """``normalised``: both sides are log-probabilities already."""
+        """See `gradient_`; ``normalised`` sides are log-probabilities already."""
         z_CV, t_CU, kept_C = sides
         head, lse, other_lse = self.head, known["lse"][:, None], known["other_lse"][:, None]
         if head.scale is not None:

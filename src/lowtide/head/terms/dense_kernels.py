@@ -28,9 +28,9 @@ class DenseKernels(Dense):
         """Return "value" and what `gradient_` does."""
         if not self.head.ranks.alone:
             return super().both_(z, part, upstream, out)
-        value, outside = self._write(self._sides(z, part), None, upstream({}, part), out)
-        assert value is not None
-        return {"value": value}, outside
+        factor_C = upstream({}, part)
+        known = {"value": torch.empty_like(factor_C)}
+        return known, self._gradient_(self._sides(z, part), known, factor_C, out, True)
 
     def _sides(self, z: Tensor, part: slice) -> Pair:
         z_CV, t_CU, kept_C = super()._sides(z, part)
@@ -38,9 +38,7 @@ class DenseKernels(Dense):
         return Pair(z_CV, t_CU, self.kind, self.beta, kept_C, student, teacher)
 
     def _numbers(self, sides: Pair) -> Numbers:
-        if not self.head.ranks.alone:
-            return super()._numbers(sides)
-        return dict(zip(("value", "lse", "other_lse", "pivot"), pair_rows(sides), strict=True))
+        return pair_rows(sides) if self.head.ranks.alone else super()._numbers(sides)
 
     def _logsumexps(self, sides: Pair) -> Tensor:
         return pair_logsumexps(sides)
@@ -51,12 +49,6 @@ class DenseKernels(Dense):
     def _gradient_(
         self, sides: Pair, known: Numbers, factor_C: Tensor, out: Tensor | None, _normalised: bool
     ) -> Tensor | None:
-        return self._write(sides, (known["lse"], known["other_lse"], known["pivot"]), factor_C, out)[1]
-
-    def _write(
-        self, pair: Pair, known: tuple[Tensor, Tensor, Tensor] | None, factor_C: Tensor, out: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return each row's divergence where nothing is known, and what its gradient lacks."""
         inside, outside = (None, factor_C) if self.apart else (factor_C, None)
-        value, lift_C = pair_gradient(pair, pair.z_CV if out is None else out, known, inside)
-        return value, outside if lift_C is None else factor_C * lift_C
+        lift_C = pair_gradient(sides, sides.z_CV if out is None else out, known, inside)
+        return outside if lift_C is None else factor_C * lift_C

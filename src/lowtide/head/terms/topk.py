@@ -17,14 +17,7 @@ from lowtide.head.terms.statistics import row_sums
 
 
 class TopK(Terms):
-    """Divergence from a teacher's top k, in plain PyTorch.
-
-    Args:
-        head: The student's.
-        plan: Its plan.
-        args: Kind, classes, their log-probabilities (-inf where there is none), and what becomes of the other classes.
-        rows: Which tokens.
-    """
+    """Divergence from a teacher's top k, in plain PyTorch; ``head`` is the student's."""
 
     spare = True
 
@@ -38,7 +31,7 @@ class TopK(Terms):
         own = z.gather(1, ids)
         chosen = ranks.highest_of(own)
         lse = of_chosen = chosen.logsumexp(1)
-        rest = torch.full_like(of_chosen, -torch.inf)
+        rest = torch.full_like(lse, -torch.inf)
         if self.tail != "renormalise":
             z.scatter_(1, ids, -torch.inf)
             rest = ranks.logsumexp_of(row_sums(z[:, :-1], self.columns).lse)
@@ -51,14 +44,7 @@ class TopK(Terms):
             value, pivot = value.clamp(min=0), pivot / s.sum(1)
         return {"value": value, "lse": lse, "other_lse": rest, "pivot": pivot}
 
-    def gradient_(
-        self,
-        z: Tensor,
-        part: slice,
-        known: Numbers,
-        g: Tensor,
-        out: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor | None:
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Tensor, _out: Tensor | None = None) -> Tensor | None:
         """Turn logits into the gradient: an outcome's is ``c - s pivot``, the bucket's is spread over its classes.
 
         Where other ranks hold classes, what is computed of theirs here is left out: the pivot is known from `numbers`.
@@ -68,8 +54,7 @@ class TopK(Terms):
         own = z.gather(1, ids)
         s, c = self._outcomes(own, b_CK, lse, rest)
         q = torch.addcmul(c, s, pivot[:, None], value=-1)
-        others = -pivot if tail == "drop" else q[:, -1]
-        others_lse = lse if tail == "drop" else rest.masked_fill(rest == -torch.inf, 0)
+        others, others_lse = (-pivot, lse) if tail == "drop" else (q[:, -1], rest.masked_fill(rest == -torch.inf, 0))
         factor_C = g if head.scale is None else g * head.scale
         if not self.narrow:
             q, others = q * factor_C[:, None], others * factor_C
@@ -78,10 +63,10 @@ class TopK(Terms):
         else:
             for cols in column_blocks(z.shape[1] - 1, self.columns):
                 block = z[:, cols]
-                slope = None if head.softcap is None else cap_slope(block, head.softcap)
-                block.sub_(others_lse[:, None]).exp_().mul_(others[:, None])
-                if slope is not None:
-                    block.mul_(slope)
+                weight = others[:, None]
+                if head.softcap is not None:
+                    weight = cap_slope(block, head.softcap).mul_(weight)
+                block.sub_(others_lse[:, None]).exp_().mul_(weight)
         at_ids = q[:, : ids.shape[1]]
         z.scatter_(1, ids, at_ids if head.softcap is None else at_ids * cap_slope(own, head.softcap))
         if self.rows.kept is not None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.kernel_launch import Launcher, blocks_of, power_of_2
+from lowtide.kernel_launch import Launcher, blocks_of, multiprocessors, power_of_2
 
 LONGEST = 32768  # columns: a row lies in the registers of one program
 TILE = 2048  # values of a tile: short rows are taken several at a time
@@ -139,7 +139,7 @@ def normalize_rows_backward(
     N, D = x_ND.shape
     tile = _tile(D)
     blocks = blocks_of(N, tile["ROWS"])
-    programs = min(blocks, PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(x_ND.device))
+    programs = min(blocks, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_ND.device))
     partial = None if dw_D is None else torch.empty((programs, D), dtype=torch.float32, device=x_ND.device)
     _backward[(programs,)](
         g_ND, g_ND.stride(0), g_sum_ND, 0 if g_sum_ND is None else g_sum_ND.stride(0), x_ND, x_ND.stride(0), weight_D,
@@ -147,9 +147,3 @@ def normalize_rows_backward(
     )  # fmt: skip
     if partial is not None and dw_D is not None:
         dw_D.copy_(partial.sum(0))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
