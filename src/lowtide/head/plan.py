@@ -144,6 +144,7 @@ def plan_of(work: Work) -> HeadPlan:
     )
 
 
+@lru_cache(maxsize=256)
 def plan_of_teacher(work: Work) -> HeadPlan:
     """Return the same chunks with the GEMMs of the second side, which gets no gradient."""
     return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
