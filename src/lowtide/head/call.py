@@ -134,8 +134,7 @@ def checked_call(
         input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
         scale = ranks.whole(scale)
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
-        factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
-        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *ranks.factors(scale))
     return HeadCall(
         input=input,
         linear_weight=linear_weight,
