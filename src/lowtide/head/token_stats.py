@@ -14,7 +14,7 @@ from lowtide.head.arguments import (
     check_target,
     refuse_transforms,
 )
-from lowtide.head.backends import choose, why_not_exp, why_not_exp_stats, why_not_row
+from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.call import CrossEntropyArgs, HeadCall, TokenStatsArgs, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -225,7 +225,7 @@ def _token_stats(
         if by_loss:
             choose("cross entropy", options, exp=why_not_exp(device, dtype, D, V), row=why_not_row(device, dtype, V))
         else:
-            choose("statistics", options, exp=why_not_exp_stats(device, dtype, D, V, targets=K, topk=topk))
+            choose("statistics", options, exp=why_not_exp(device, dtype, D, V, stats=(K, topk)))
     ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
     if by_loss and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
