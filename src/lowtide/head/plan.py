@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
+from lowtide.arguments import check_name
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.arguments import check_options, check_reduction
 from lowtide.head.backends import (
     NOT_OF_SHARDS,
     NOT_ON_EVERY_RANK,
@@ -19,9 +19,9 @@ from lowtide.head.backends import (
     why_not_exp,
     why_not_row,
 )
-from lowtide.head.call import CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
+from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.planner import (
     MIB,
     STATS_BYTES_PER_TARGET,
@@ -203,7 +203,7 @@ def plan_head(
         (103, 160)
     """
     _check_sizes(N=N, D=D, V=V)
-    check_reduction(reduction)
+    check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), torch.device(device)
     if function:
         choice = choose("linear_apply", options, " for linear_apply")
@@ -271,7 +271,7 @@ def plan_divergence(
     _check_sizes(N=N, D=D, V=V, **{name: size for name, size in given.items() if size is not None})
     if (teacher_D is None) == (topk is None):
         raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
-    check_reduction(reduction)
+    check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), torch.device(device)
     of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
     choice = choose("divergence", options, row=why_not_row(device, dtype, V, topk=topk is not None))

@@ -40,10 +40,6 @@ class Alone:
         """Return each class's row of the weight, and no mask: all are here."""
         return y, None
 
-    def factors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a trained scale as the factor of the hidden states and of the bias."""
-        return scale, scale
-
     def gather(self, x: Tensor) -> Tensor:
         """Return every rank's ``x`` [1, ...]."""
         return x[None]

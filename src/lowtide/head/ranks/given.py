@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.arguments import is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import is_dtensor
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard, shard_of_dtensor
 

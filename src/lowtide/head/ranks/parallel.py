@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from lowtide.arguments import is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import node
-from lowtide.head.arguments import is_dtensor
 from lowtide.head.gradients import Gradients
 from lowtide.head.ranks import exchange as exchange
 from lowtide.head.ranks.exchange import Exchange
