@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
-from lowtide.head.backends import choose, why_not_row_pair
+from lowtide.head.backends import choose, why_not_row
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.plan import HeadPlan, plan_of, plan_of_teacher
 from lowtide.head.planner import Work
@@ -258,7 +258,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_which_backend_runs(
     asked: Any, device: torch.device, dtype: torch.dtype, topk: bool, against: str | None
 ) -> None:
-    options, row = HeadOptions(backend=asked), why_not_row_pair(device, dtype, 100, topk=topk)
+    options, row = HeadOptions(backend=asked), why_not_row(device, dtype, 100, topk=topk)
     if asked == "row" and against:
         with pytest.raises(LowtideError, match=f"backend: expected 'auto' or 'torch', got 'row'.*{against}"):
             choose("divergence", options, row=row)

@@ -14,7 +14,7 @@ from torch import Tensor
 from head.test_cpu_work import wide_operators
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
-from lowtide.head.backends import choose, why_not_exp_stats
+from lowtide.head.backends import choose, why_not_exp
 from support import head, in_float64, relative_error, stats_oracle
 
 
@@ -148,10 +148,10 @@ def test_a_field_that_is_not_differentiated_costs_no_pass() -> None:
 )
 def test_what_the_exponential_path_takes(targets: int, topk: int, against: str | None) -> None:
     place: dict[str, Any] = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "D": 64, "V": 1000}
-    place |= {"targets": targets, "topk": topk}
+    place["stats"] = targets, topk
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("a GPU for which it is not")
-    exp = why_not_exp_stats(**place)
+    exp = why_not_exp(**place)
     backend, reason = choose("statistics", HeadOptions(), exp=exp)
     assert backend == ("torch" if against else "exp")
     with pytest.raises(LowtideError, match=against) if against else nullcontext():

@@ -62,6 +62,7 @@ def why_not_exp(
     *,
     capped_and_smoothed: bool = False,  # whether the loss has both a soft cap and label smoothing
     weight_fits: bool = True,  # whether the weight's rows lie one after another, at 16-byte addresses
+    stats: tuple[int, int] = (1, 0),  # how many targets a token has, and how many of its highest logits are wanted
     capability: tuple[int, int] | None = None,  # of the GPU being planned for, where it is not this machine's
 ) -> str | None:
     """Return why the exponential path cannot run, or None if it can."""
@@ -79,35 +80,26 @@ def why_not_exp(
         return "the vocabulary is empty"
     if not weight_fits:
         return "TMA takes rows that start at multiples of 16 bytes, and the weight's do not"
-    return "with a soft cap, label smoothing bears on every logit in another way" if capped_and_smoothed else None
-
-
-def why_not_exp_stats(
-    device: torch.device, dtype: torch.dtype, D: int, V: int, *, targets: int, topk: int, weight_fits: bool = True
-) -> str | None:
-    """Return the same of statistics, with so many targets a token, and of its highest logits."""
-    against = why_not_exp(device, dtype, D, V, weight_fits=weight_fits)
-    if against is None and targets > MOST_TARGETS:
+    if capped_and_smoothed:
+        return "with a soft cap, label smoothing bears on every logit in another way"
+    targets, topk = stats
+    if targets > MOST_TARGETS:
         return f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}"
-    if against is None and topk > MOST_HIGHEST:
+    if topk > MOST_HIGHEST:
         return f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted"
-    return against
+    return None
 
 
-def why_not_row(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
-    """Return why the row kernel cannot run, or None if it can."""
+def why_not_row(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool = False) -> str | None:
+    """Return why the row kernel cannot run, or None if it can; ``topk``: whether a teacher is known by its top k."""
     no_triton = why_no_triton(device)
     if no_triton:
         return no_triton
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernel computes in float32, and the operands are {dtype}"
-    return "the vocabulary is empty" if V < 1 else None
-
-
-def why_not_row_pair(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool) -> str | None:
-    """Return the same of two sides' logits; ``topk``: whether the teacher is known by its top k."""
-    known = "its kernels read a teacher's whole logits, and its top k is given" if topk else None
-    return why_not_row(device, dtype, V) or known
+    if V < 1:
+        return "the vocabulary is empty"
+    return "its kernels read a teacher's whole logits, and its top k is given" if topk else None
 
 
 def why_no_triton(device: torch.device) -> str | None:

@@ -117,13 +117,14 @@ class Chunks:
 
     def hidden(self, part: slice) -> Tensor:
         """Return a chunk's hidden states [C, D] in the operands' dtype, 0 in rows that do not count."""
-        head, index, kept = self.head, self.rows.index, self.rows.kept
+        head, kept = self.head, self.rows.kept
         if part.start == part.stop:
             return head.input.new_empty(0, head.input.shape[-1], dtype=head.dtype)
-        if head.ranks.alone:
+        index, ranks = self.rows.index, head.ranks
+        if ranks.alone:
             x_CD = take_rows(head.input, index, part, head.dtype)
         else:
-            x_CD = head.ranks.begin_rows(head.input, index, part, head.dtype).get()
+            x_CD = ranks.begin_rows(head.input, index, part, head.dtype).get()
         return x_CD if kept is None else x_CD.where(kept[part, None], 0)  # a NaN would reach the weight's gradient
 
     def logits(self, x_CD: Tensor) -> Tensor:

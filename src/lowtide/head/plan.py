@@ -17,9 +17,7 @@ from lowtide.head.backends import (
     NOT_ON_EVERY_RANK,
     choose,
     why_not_exp,
-    why_not_exp_stats,
     why_not_row,
-    why_not_row_pair,
 )
 from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
@@ -144,6 +142,7 @@ def plan_of(work: Work) -> HeadPlan:
     )
 
 
+@lru_cache(maxsize=256)
 def plan_of_teacher(work: Work) -> HeadPlan:
     """Return the same chunks with the GEMMs of the second side, which gets no gradient."""
     return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
@@ -275,7 +274,7 @@ def plan_divergence(
     check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), torch.device(device)
     of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
-    choice = choose("divergence", options, row=why_not_row_pair(device, dtype, V, topk=topk is not None))
+    choice = choose("divergence", options, row=why_not_row(device, dtype, V, topk=topk is not None))
     gradient = choose_gradient(options, reduction, weight_frozen, divergence=True)
     work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient)
     return plan_of(work._replace(teacher=(*of_teacher, teacher_dtype or dtype)))
@@ -300,7 +299,7 @@ def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wante
 def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -> HeadPlan:
     """Return the same for token statistics."""
     K, topk, V = args.target.shape[1], args.topk, head.ranks.most_rows
-    exp = why_not_exp_stats(**_facts(head), targets=K, topk=topk)
+    exp = why_not_exp(**_facts(head), stats=(K, topk))
     work = _work(head, n, wanted, "statistics", {"exp": exp})
     return plan_of(
         work._replace(
@@ -320,7 +319,7 @@ def plan_both_sides(
         teacher = (weight.shape[1], weight.shape[0] if head.ranks.alone else V + 1, args.teacher_dtype)
     elif args.topk_ids is not None:
         teacher = (0, args.topk_ids.shape[1], head.dtype)
-    row = why_not_row_pair(head.input.device, head.dtype, V, topk=weight is None)
+    row = why_not_row(head.input.device, head.dtype, V, topk=weight is None)
     work = _work(head, n, wanted, "divergence", {"row": row})
     gradient: When = "forward" if stored else "recompute"
     work = work._replace(gradient=gradient, teacher=teacher, values_only=not any(wanted))
