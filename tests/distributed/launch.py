@@ -5,6 +5,7 @@ A file of cases calls `main(cases)`. A test calls `outcomes(file, ranks)` and fi
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -100,10 +101,21 @@ def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device:
     assert found[case] == RIGHT, found[case]
 
 
-def check_all(file: Path, ranks: int, cases: Sequence[str]) -> None:
-    """Fail unless all ``cases`` came out right: one test, for test processes that share them would each run all."""
-    found = outcomes(file, ranks)
+def cases_of(file: Path) -> list[str]:
+    """Return the names of a file's cases, which is read and not imported."""
+    for line in ast.parse(file.read_text()).body:
+        match line:
+            case ast.Assign(targets=[ast.Name(id="CASES")], value=ast.Call(args=names)):
+                return [ast.unparse(name) for name in names]
+    raise AssertionError(f"{file} has no CASES")
+
+
+def check_all(file: Path, ranks: int, only: tuple[str, ...] = ()) -> None:
+    """Fail unless all cases came out right: one test, for test processes that share them would each run all."""
+    found = outcomes(file, ranks, only)
+    cases = only or cases_of(file)
     wrong = [f"{case}: {said}" for case in cases if (said := found.get(case, "was not reached")) != RIGHT]
+    assert cases, "nothing was run"
     assert not wrong, "\n".join(wrong)
 
 
