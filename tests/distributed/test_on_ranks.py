@@ -13,10 +13,12 @@ FOLDER = Path(__file__).parent
 RUNS = [  # a file's cases, how many ranks, and the package that they need; what takes long comes first
     ("zero", 2, "deepspeed"),
     ("vocab", 3, "torch"),
+    ("option", 3, "torch"),
     ("exp", 3, "triton"),
     ("tensor_parallel_models", 2, "transformers"),
     ("apply", 3, "torch"),
     ("apply", 2, "torch"),
+    ("option", 2, "torch"),
     ("fsdp", 2, "transformers"),
     ("vocab", 2, "torch"),
     ("pair", 3, "triton"),

@@ -55,7 +55,7 @@ def equal(got: Any, want: Any) -> bool:
 
 @every_mode
 def test_gradcheck(mode: Mode) -> None:
-    kwargs = mode.arguments((2, 5), 3, 7, **{"ignored": "some", **mode.function.busy, **mode.choice})
+    kwargs = mode.arguments((2, 4), 2, 5, **{"ignored": "some", **mode.function.busy, **mode.choice})
     names = trained(kwargs)
     torch.autograd.gradcheck(
         lambda *leaves: total(mode.run(kwargs | dict(zip(names, leaves, strict=True)))), [kwargs[n] for n in names]
@@ -167,7 +167,9 @@ def strided(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.float64, *NARROW])
 def test_strided_inputs(mode: Mode, dtype: torch.dtype) -> None:
     for ignored, (kind, (x, w)) in itertools.product(("none", "some"), strided(dtype).items()):
-        kwargs = small(mode.arguments(tuple(x.shape[:-1]), 8, 29, dtype=dtype, ignored=ignored))
+        kwargs = mode.arguments(tuple(x.shape[:-1]), 8, 29, dtype=dtype, ignored=ignored)
+        # chunks of a few rows, which begin and end inside a sequence
+        kwargs["options"] = HeadOptions(workspace_mib=0.008, gradient=kwargs["options"].gradient)
         results = []
         turned = {
             n: kwargs[n].mT.contiguous().mT

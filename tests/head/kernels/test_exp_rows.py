@@ -608,17 +608,7 @@ def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
     exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, transform=transform)
     finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled)
     shifted_exp_logits(
-        b.x,
-        b.w,
-        rows.listed,
-        rows.count,
-        rows.highest,
-        b.y,
-        CONFIG,
-        PROGRAMS,
-        sum_CP=sums,
-        e_CV=e,
-        transform=transform,
+        b.x, b.w, rows.listed, rows.count, rows.highest, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, transform=transform
     )
     finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled, shifted=True)
     finish_input_grad(e.float() @ b.w.float(), dx, b.w, b.y, rows.s, rows.rest, b.g, terms)
