@@ -12,9 +12,8 @@ from lowtide import distributed, errors, layers, losses, memory, nn
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.divergence import TeacherTopK, linear_divergence
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import plan_divergence, plan_head
+from lowtide.head.plan import HeadPlan, plan_divergence, plan_head
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
 from lowtide.mlp.swiglu import swiglu_mlp

@@ -238,10 +238,29 @@ def is_last_backward() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def freed(public: str) -> UnsupportedError:
-    """Return the error of a backward that comes after the one that has freed what forward stored."""
-    expected, got = "one backward through this graph", "a second after its gradients were freed"
-    return UnsupportedError(message(f"lowtide.{public}", expected, got, "Pass retain_graph=True to the first one."))
+def keep_stored(ctx: Any, stored: Sequence[Any], sources: Sequence[Tensor | None]) -> None:
+    """Keep gradients, and what they depend on, on a node of autograd's graph until `take_stored` is called there.
+
+    As attributes, not by save_for_backward: torch.utils.checkpoint would drop them there and compute everything a
+    second time, and they are the smaller thing to keep.
+    """
+    compiling = torch.compiler.is_compiling()
+    # for graphs of the gradients: no second derivative may pass by. In memory until backward, as the gradients are
+    ctx.stored, ctx.sources = tuple(stored), () if compiling else sources
+    # a dispatch mode, such as that of selective checkpointing, may have kept what forward made
+    ctx.shared = not compiling and torch._C._len_torch_dispatch_stack() > 0
+
+
+def take_stored(ctx: Any, public: str) -> tuple[tuple[Any, ...], Sequence[Tensor | None], bool]:
+    """Return what `keep_stored` kept, and whether it may be overwritten: in its last use, after which others raise."""
+    if ctx.stored is None:
+        expected, got = "one backward through this graph", "a second after its gradients were freed"
+        hint = "Pass retain_graph=True to the first one."
+        raise UnsupportedError(message(f"lowtide.{public}", expected, got, hint))
+    stored, sources, last = ctx.stored, ctx.sources, is_last_backward()
+    if last:
+        ctx.stored, ctx.sources = None, ()
+    return stored, sources, last and not ctx.shared
 
 
 class _DifferentiatedOnce(torch.autograd.Function):

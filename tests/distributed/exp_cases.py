@@ -22,11 +22,12 @@ from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
 from lowtide.head.exponentials import loops, losses
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import HeadMatmul, matmul_into
-from lowtide.head.ranks import exchange, tokens
+from lowtide.head.plan import HeadPlan
+from lowtide.head.ranks import tokens
 from lowtide.head.ranks.given import ranks_of
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import Limits
 from lowtide.head.rows import Rows
 from lowtide.head.terms import cross_entropy as terms
@@ -45,7 +46,7 @@ NEAR = 2e-5  # beside what plain PyTorch in float32 errs
 
 def small_plan(head: Any, *_: Any) -> HeadPlan:
     ranks, blocks = head.ranks, head.options.gradient == "recompute" or SCHEDULE == "blocks"
-    rows = ranks.tokens.groups * ranks.tokens.length
+    rows = ranks.slots
     return HeadPlan(
         backend="exp", reason="", gradient="forward", accumulate="input", rows=rows, chunks=-(-rows // 16),
         chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks" if blocks else "chunks",
@@ -190,7 +191,7 @@ def statistics() -> None:
             px.detach().to_local(), pw.detach().to_local(), pb.detach().to_local(), scale, softcap, torch.float32,
             None, "auto", "auto",
         ).head(ranks)  # fmt: skip
-        rows = ranks.groups * ranks.tokens.length
+        rows = ranks.slots
         plan = HeadPlan(
             backend="exp", reason="", gradient="recompute", accumulate="input", rows=rows, chunks=-(-rows // 16),
             chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks", block_columns=24,
@@ -292,9 +293,8 @@ def sums_beside_products() -> None:
             return call
 
         with pytest.MonkeyPatch.context() as patched:
-            for tokens_of in (tokens.SameTokens, tokens.SpreadTokens):
-                patched.setattr(tokens_of, "reduce", noted("begun", tokens_of.reduce))
-            patched.setattr(exchange.Reduced, "write", noted("waited", exchange.Reduced.write))
+            begin_sum = noted("begun", Ranks.begin_sum)
+            patched.setattr(Ranks, "begin_sum", lambda *args, begin=begin_sum: noted("waited", begin(*args)))
             for module in (loops, losses):
                 patched.setattr(module, "matmul_into", noted("product", matmul_into))
             patched.setattr(HeadMatmul, "weight_grad", noted("weight's", HeadMatmul.weight_grad))
@@ -349,7 +349,7 @@ def plans_of_what_is_fetched_ahead() -> None:
     for is_spread in (False, True):  # hidden states are copied also where autocast rounds them
         of_head.ranks = SimpleNamespace(
             most_rows=classes, limits=Limits(80 << 30, True), spread=is_spread, alone=False, groups=ranks,
-            tokens=SimpleNamespace(length=30000 // ranks),
+            slots=30000 // ranks * ranks,
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(planner, "why_not_exp", lambda *_, **__: None)

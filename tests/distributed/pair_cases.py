@@ -13,8 +13,8 @@ from torch import Tensor
 import lowtide
 from distributed.launch import DEVICE, main
 from distributed.vocab_cases import head, plain, shard_of, spread, whole
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
+from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import dense, divergence
 from support import divergence_of, relative_error
 

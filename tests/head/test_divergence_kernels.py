@@ -17,9 +17,9 @@ from distributed.pair_cases import input_grad, weight_grad
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_row_pair
-from lowtide.head.head_plan import HeadPlan, Work
 from lowtide.head.matmul import HeadMatmul
-from lowtide.head.planner import plan_of, plan_of_teacher
+from lowtide.head.plan import HeadPlan, plan_of, plan_of_teacher
+from lowtide.head.planner import Work
 from lowtide.head.terms import divergence as divergence_terms
 from support import divergence_of, divergence_oracle, head, relative_error
 
@@ -264,10 +264,9 @@ def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
     for backend in ("row", "torch"):
         work = Work(
             size=(65536, D, V), dtype=dtype, weight_dtype=dtype, device=CUDA, choice=(backend, ""), gradient="forward",
-            weight_frozen=False, teacher=(D, U, dtype),
+            weight_frozen=False, teacher=(D, U, dtype), options=HeadOptions(workspace_mib=600),
         )  # fmt: skip
-        options = HeadOptions(workspace_mib=600)
-        plans[backend], other = plan_of(work, options), plan_of_teacher(work, options)
+        plans[backend], other = plan_of(work), plan_of_teacher(work)
         assert other.backend == plans[backend].backend == backend
         assert plans[backend].scratch_bytes <= 600 * 2**20
     row = plans["row"]

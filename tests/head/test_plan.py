@@ -10,8 +10,8 @@ import torch
 from lowtide import HeadOptions, HeadPlan, plan_divergence, plan_head
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_exp, why_not_row
-from lowtide.head.head_plan import MIB, Work
-from lowtide.head.planner import plan_of
+from lowtide.head.plan import plan_of
+from lowtide.head.planner import MIB, Work
 
 SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 50257), (2**20, 64, 2**19), (100, 0, 9)]
 
@@ -19,7 +19,7 @@ SHAPES = [(16384, 2048, 131072), (8192, 2304, 256000), (1, 16, 2), (37, 896, 502
 def exponentials(N: int, D: int, V: int, mib: float | None = None, **kwargs: Any) -> HeadPlan:
     work: dict[str, Any] = {"gradient": "forward", "weight_frozen": False, "choice": ("exp", ""), **kwargs}
     bf16 = {"dtype": torch.bfloat16, "weight_dtype": torch.bfloat16, "device": torch.device("cuda")}
-    return plan_of(Work(size=(N, D, V), **bf16, **work), HeadOptions(workspace_mib=mib))
+    return plan_of(Work(size=(N, D, V), options=HeadOptions(workspace_mib=mib), **bf16, **work))
 
 
 def of_cross_entropy(

@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("triton")
 from distributed.pair_cases import input_grad, weight_grad
 from lowtide import HeadOptions, linear_cross_entropy, linear_logprobs
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import HeadMatmul
+from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
 

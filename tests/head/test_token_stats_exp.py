@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 from lowtide.head.call import HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
-from lowtide.head.kernels import configs, stats_entries, stats_rows
+from lowtide.head.kernels import configs, stats_logits, stats_rows
+from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import token_stats as terms
 from support import relative_error
 
@@ -44,15 +44,15 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def each_class_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU two entries for one class of a row would race; the interpreter, which has no threads, hides that."""
-    put = stats_entries.put_entries
+    put = stats_rows.put_entries
 
-    def checked(g_CV: Tensor, entries: stats_entries.Entries, first_class: int) -> None:
-        for row in entries.id.tolist():
+    def checked(g_CV: Tensor, entries: stats_logits.Entries, first_class: int) -> None:
+        for row in entries.id[: len(g_CV)].tolist():
             classes = [v for v in row if v >= 0]
             assert len(set(classes)) == len(classes)
         put(g_CV, entries, first_class)
 
-    monkeypatch.setattr(stats_entries, "put_entries", checked)
+    monkeypatch.setattr(stats_rows, "put_entries", checked)
 
 
 def plan(N: int, V: int, rows: int) -> HeadPlan:
@@ -245,21 +245,21 @@ def test_entries_are_rounded_once() -> None:
     ids[:, 2] = ids[:, 1]
     logp = (x.double() @ w.double().T).log_softmax(1)
     g = torch.randn(N, K)
-    entries, numbers = stats_entries.Entries.empty(N, K, x.device), torch.empty(5, N)
+    entries = stats_logits.Entries.empty(N, K, x.device, heat=False, even=False)
     known = stats_rows.RowStats(
         lse=(x.double() @ w.double().T).logsumexp(1).float(), top=logp.argmax(1), top_logprob=logp.amax(1).float(),
         logprob=logp.gather(1, ids).float(),
     )  # fmt: skip
-    stats_entries.prepare_stats(known, stats_rows.RowStats(logprob=g), ids.int(), x, numbers, entries, V)
-    softmax_part = (logp.exp() * -g.double().sum(1, keepdim=True)) / numbers[0][:, None]
+    stats_rows.prepare_stats(known, stats_rows.RowStats(logprob=g), ids.int(), x, entries, V)
+    softmax_part = (logp.exp() * -g.double().sum(1, keepdim=True)) / entries.s[:, None]
     e = softmax_part.bfloat16()
-    stats_entries.put_entries(e, entries, 0)
+    stats_rows.put_entries(e, entries, 0)
     dx = torch.empty(N, D)
-    stats_entries.finish_input_grad(e.float() @ w.float(), dx, w, entries, numbers[0])
-    exact = softmax_part.scatter_add(1, ids, g.double() / numbers[0][:, None])
+    stats_rows.finish_input_grad(e.float() @ w.float(), dx, w, entries)
+    exact = softmax_part.scatter_add(1, ids, g.double() / entries.s[:, None])
     torch.testing.assert_close(e.double(), exact, rtol=2**-7, atol=1e-6)  # the interpreter cuts digits off
     rounded = e.double().scatter(1, ids, exact.gather(1, ids))
-    want = numbers[0][:, None] * (rounded @ w.double())
+    want = entries.s[:, None] * (rounded @ w.double())
     assert relative_error(dx, want) < NEAR
 
 

@@ -21,9 +21,8 @@ from lowtide.bench.rows import reason_of, release
 from lowtide.bench.shapes import Shape
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import plan_head
+from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.measure import mib, peak_above, time_side_by_side
 
 NAIVE, TWO_CHUNKS, DEFAULT, TOKEN = "naive", "two chunks", "default", "default, per token"

@@ -14,8 +14,8 @@ from lowtide.bench.peers import LOWTIDE, CannotError
 from lowtide.bench.problem import blocks
 from lowtide.bench.tokens import Function, TokenPeer, by_name
 from lowtide.head.divergence import linear_divergence
-from lowtide.head.head_plan import MIB
 from lowtide.head.options import HeadOptions
+from lowtide.head.planner import MIB
 
 TRL_TILE = (4096, 32768)  # tokens and classes of each side's float32 logits that TRL 1.16 holds at a time
 CHECKPOINT_ROWS = 1024

@@ -18,7 +18,7 @@ from lowtide.bench.results import begin
 from lowtide.bench.rows import Bench, Row, ShapeResult, plan_of, release
 from lowtide.bench.shapes import Shape
 from lowtide.errors import UnsupportedError, message
-from lowtide.head.head_plan import MIB
+from lowtide.head.planner import MIB
 
 SWEEP_POINTS = 7
 SETTING_PEERS = (LOWTIDE, "compile", "liger-large", "cce-exact")

@@ -18,8 +18,8 @@ from torch import Tensor
 from lowtide.bench.problem import Problem
 from lowtide.bench.shapes import Shape
 from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.head_plan import MIB
 from lowtide.head.options import HeadOptions
+from lowtide.head.planner import MIB
 
 Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # x [N, D], w [V, D], y [N], reduction
 LIGER = "liger"

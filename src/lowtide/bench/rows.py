@@ -17,8 +17,7 @@ from lowtide.bench.peers import CannotError, Peer
 from lowtide.bench.problem import Problem, Setting
 from lowtide.bench.reference import Floor, Reference, reference, relative_error, rounding_floor
 from lowtide.bench.shapes import Shape
-from lowtide.head.head_plan import HeadPlan
-from lowtide.head.plan import plan_head
+from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.measure import mib, peak_above, time_side_by_side
 from lowtide.measure.failures import is_out_of_memory
 

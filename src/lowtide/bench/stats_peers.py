@@ -17,8 +17,8 @@ from lowtide.bench.peers import LOWTIDE, PEERS, CannotError
 from lowtide.bench.problem import blocks
 from lowtide.bench.stats import ENTROPY, LOGPROB, TOPK, StatsTask, values_of
 from lowtide.bench.tokens import Function, TokenPeer, Values, by_name
-from lowtide.head.head_plan import MIB
 from lowtide.head.options import HeadOptions
+from lowtide.head.planner import MIB
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
 
 TRL_TILE = (4096, 32768)  # tokens and classes of the logits that TRL 1.16 holds at a time

@@ -20,9 +20,9 @@ from lowtide.bench.rows import reason_of
 from lowtide.bench.shapes import Shape
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import why_not_exp
-from lowtide.head.head_plan import padded
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.planner import padded
 from lowtide.measure import Timing, time_side_by_side
 from lowtide.measure.failures import is_out_of_memory
 

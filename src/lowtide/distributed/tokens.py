@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.arguments import check_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import check_tensor
 
 
 def count_items(target: Tensor, *, ignore_index: int = -100, group: Any = None, averaged: bool = True) -> Tensor:

@@ -8,26 +8,25 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
+from lowtide.arguments import check_dense, check_device, check_flag, check_name, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.arguments import (
-    check_dense,
-    check_device,
-    check_options,
-    check_per_token,
-    check_tensor,
-    refuse_transforms,
-)
-from lowtide.head.call import Head, HeadCall, checked_call
-from lowtide.head.function import node
-from lowtide.head.function.function import TENSOR, UserFunction, compiled, current_autocast
-from lowtide.head.head_plan import HeadPlan
+from lowtide.graph import keep_stored, node, save_for_recompute, saved_for_recompute, take_stored
+from lowtide.head.call import check_mask, checked_call
+from lowtide.head.function.checks import check_rows_are_independent
+from lowtide.head.function.chunk import FunctionTerms
+from lowtide.head.function.function import UserFunction, compiled, current_autocast, isolated
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import plan_head
-from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
+from lowtide.head.scaling import scaled, times
 
-OUT = ("token", "sum")
+NAIVE = "fn(torch.nn.functional.linear(input, linear_weight, linear_bias).float(), *token_args, *params)"
+TWICE = (
+    "lowtide.linear_apply: expected to be differentiated once, got a second derivative. Its gradients are computed"
+    f" without a graph of their own; for second derivatives build the logits: {NAIVE}."
+)
+_TENSOR = object()  # stands where a tensor goes
 
 
 @_disable_dynamo  # torch.compiler.disable, without importing it: plan and loop are the host's, and in no graph
@@ -114,25 +113,38 @@ def linear_apply(
     if not isinstance(params, tuple | list):
         got = type(params).__name__
         raise ArgumentTypeError(message("params", "a tuple of what fn gets last", got, "Write params=(x,)."))
-    param_leaves, params_spec = pytree.tree_flatten(list(params))
-    tensors = [leaf for leaf in param_leaves if isinstance(leaf, Tensor)]
+    params = list(params)
+    tensors = [leaf for leaf in pytree.tree_leaves(params) if isinstance(leaf, Tensor)]
     for tensor in tensors:
         if tensor.requires_grad:  # the others are handed to fn as they are, whatever they are
             check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
-    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=node.NAIVE)
-    options = check_options(options)
-    call, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+    refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=NAIVE)
+    call, ranks, options = checked_call(
+        "linear_apply", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    )
     leading = input.shape[:-1]
-    if ranks.vocab == 0:
-        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
     _check_arguments(fn, input, token_args, mask, out, compile)
     if options.gradient == "forward" and out == "token":
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' with out='token'", "'forward'", hint))
     token_args, tensors, mask = tuple(map(ranks.whole, token_args)), list(map(ranks.whole, tensors)), ranks.whole(mask)
     index = None if mask is None else mask.reshape(-1).nonzero()[:, 0]
-    plan = _plan(leading.numel() if index is None else index.numel(), call, options, ranks)
+    n, V, device_bytes = leading.numel() if index is None else index.numel(), ranks.vocab, None
+    if isinstance(ranks, Ranks):  # the same plan on each, made for the largest shard: a shard's logits, sent, received
+        V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes
+        n = ranks.slots if ranks.spread else n
+    weight = call.linear_weight
+    plan = plan_head(
+        n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
+        weight_frozen=call.frozen, function=True, device_bytes=device_bytes,
+    )  # fmt: skip
+    rest = pytree.tree_map_only(Tensor, lambda _: _TENSOR, params)
+
+    def with_params(given: Sequence[Tensor]) -> Any:
+        left = iter(given)
+        return pytree.tree_map(lambda leaf: next(left) if leaf is _TENSOR else leaf, rest)
+
     function = UserFunction(
         plain=fn,
         run=compiled(fn) if compile else fn,
@@ -140,39 +152,16 @@ def linear_apply(
         graph=torch.is_grad_enabled(),
         autocast=current_autocast(call.input.device),
         token_args=len(token_args),
-        params_spec=params_spec,
-        params_rest=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in param_leaves),
+        with_params=with_params,
         leading=leading,
         plan=plan,
         gradient=options.gradient,
-        head=_head_of(call, ranks if isinstance(ranks, Ranks) else None),
+        settings=call[len(call.trained) :],
+        ranks=ranks if isinstance(ranks, Ranks) else None,
     )
-    given = (*call.trained, index, *token_args, *tensors)
-    found = node.apply(function, given)
-    return found if ranks.alone else pytree.tree_map_only(Tensor, ranks.result, found)
-
-
-def _head_of(call: HeadCall, ranks: Ranks | None) -> Callable[[Tensor, Tensor, Tensor | None], Head]:
-    """Return what makes a head of tensors like those of a call, which it does not hold on to."""
-    settings: Any = call._asdict().items()
-    rest = {name: value for name, value in settings if name not in ("input", "linear_weight", "linear_bias")}
-
-    def head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Head:
-        return HeadCall(input=input, linear_weight=linear_weight, linear_bias=linear_bias, **rest).head(ranks)
-
-    return head
-
-
-def _plan(n: int, call: HeadCall, options: HeadOptions, ranks: Ranks | Alone) -> HeadPlan:
-    """Return the plan for ``n`` rows; across ranks the same on each, made for the largest shard."""
-    V, device_bytes, weight = ranks.vocab, None, call.linear_weight
-    if isinstance(ranks, Ranks):
-        V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes  # a shard's, sent, and received
-        n = ranks.groups * ranks.tokens.length if ranks.spread else n
-    return plan_head(
-        n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
-        weight_frozen=call.frozen, function=True, device_bytes=device_bytes,
-    )  # fmt: skip
+    *found, spec = _NODE.apply(*call.trained, index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
+    found = found if ranks.alone else [x if x is None else ranks.result(x) for x in found]
+    return pytree.tree_unflatten(found, spec)
 
 
 def _check_arguments(
@@ -180,10 +169,8 @@ def _check_arguments(
 ) -> None:
     if not callable(fn):
         raise ArgumentTypeError(message("fn", "a function of logits [C, V]", type(fn).__name__))
-    if out not in OUT:
-        raise ArgumentValueError(message("out", "'token' or 'sum'", f"{out!r}"))
-    if not isinstance(compile, bool):
-        raise ArgumentTypeError(message("compile", "True or False", f"{compile!r}"))
+    check_name("out", out, ("token", "sum"))
+    check_flag("compile", compile)
     leading = input.shape[:-1]
     for i, value in enumerate(token_args):
         name = f"token_args[{i}]"
@@ -194,7 +181,52 @@ def _check_arguments(
             expected = f"first axes {list(leading)}, as input is {list(input.shape)}"
             raise ArgumentValueError(message(name, expected, str(list(value.shape)), "Whole tensors go into params."))
         check_device(name, value, input)
-    if mask is not None:
-        if check_tensor("mask", mask).dtype != torch.bool:
-            raise ArgumentTypeError(message("mask", "a bool tensor, True where fn runs", str(mask.dtype)))
-        check_per_token("mask", mask, input)
+    check_mask(mask, input, "a bool tensor, True where fn runs")
+
+
+def _forward(ctx: Any, *args: Any) -> Any:
+    """One scalar to differentiate: store its gradients. Else backward runs the function once more."""
+    *tensors, function = args
+    needed = [function.graph and need for need in ctx.needs_input_grad[:-1]]
+    store = any(needed) and not function.per_token and function.gradient != "recompute"
+    with isolated(tensors[0].device):
+        terms = FunctionTerms(function, tensors, needed)
+        check_rows_are_independent(terms)
+        ctx.stores = terms.forward(store=store)
+        stored = terms.gradients() if ctx.stores else []
+    ctx.function, ctx.states = function, terms.states
+    if ctx.stores:
+        ctx.forms = [None if t is None else (t.dtype, t.shape) for t in tensors]
+        keep_stored(ctx, stored, tensors)
+    elif any(needed):
+        if function.gradient == "forward" and function.plan.rows:
+            got = f"{sum(terms.differentiable)} that need a gradient"
+            raise UnsupportedError(message("gradient", "'auto' or 'recompute' unless fn returns one scalar", got))
+        save_for_recompute(ctx, *tensors)
+    leaves = terms.results()
+    flags = zip(leaves, terms.differentiable, strict=True)
+    ctx.mark_non_differentiable(*(leaf for leaf, flag in flags if leaf is not None and not flag))
+    return *leaves, terms.spec
+
+
+def _backward(ctx: Any, *upstream: Tensor | None) -> Any:
+    """Scale stored gradients: what is 0 stays 0, as of tokens that are masked, or that the function leaves out."""
+    needed = ctx.needs_input_grad[:-1]
+    if not ctx.stores:
+        tensors = saved_for_recompute(ctx, "linear_apply")
+        with isolated(tensors[0].device):
+            terms = FunctionTerms(ctx.function, tensors, needed)
+            terms.backward(upstream[:-1], ctx.states)
+            pairs = zip(terms.gradients(), tensors, strict=True)
+            return [None if g is None else g.to(t.dtype).view(t.shape) for g, t in pairs], tensors
+    factor = next(u for u in upstream if u is not None)
+    stored, sources, in_place = take_stored(ctx, "linear_apply")
+    grads: list[Tensor | None] = [None] * len(stored)
+    for i, (grad, form) in enumerate(zip(stored, ctx.forms, strict=True)):
+        if grad is not None and needed[i]:  # the first two are as large as hidden states and weight
+            product = times(grad, factor) if i > 1 else scaled(grad, factor, in_place, zeros_stay=True)
+            grads[i] = product.to(form[0]).view(form[1])
+    return grads, sources
+
+
+_NODE = node("Applied", "linear_apply", _forward, _backward, TWICE)

@@ -34,11 +34,8 @@ _WORK: dict[str, tuple[str, dict[str, str]]] = {
 def choose(work: str, options: HeadOptions, where: str = "", **why_not: str | None) -> tuple[str, str]:
     """Return the implementation that runs, "exp", "row" or "torch", and why.
 
-    Args:
-        work: "cross entropy", "statistics", "divergence" or "linear_apply".
-        options: ``backend`` forces one.
-        where: What an error says after the accepted names.
-        why_not: Why each implementation that exists for this work cannot run, or None, the fastest first; "torch" can.
+    ``why_not`` says why each implementation that exists for this work cannot run, or None, the fastest first; "torch"
+    can. ``where`` stands in an error after the accepted names.
 
     Raises:
         UnsupportedError: The one asked for by name cannot run.
@@ -63,21 +60,11 @@ def why_not_exp(
     D: int,
     V: int,
     *,
-    capped_and_smoothed: bool = False,
-    weight_fits: bool = True,
-    capability: tuple[int, int] | None = None,
+    capped_and_smoothed: bool = False,  # whether the loss has both a soft cap and label smoothing
+    weight_fits: bool = True,  # whether the weight's rows lie one after another, at 16-byte addresses
+    capability: tuple[int, int] | None = None,  # of the GPU being planned for, where it is not this machine's
 ) -> str | None:
-    """Return why the exponential path cannot run, or None if it can.
-
-    Args:
-        device: Where the tensors are.
-        dtype: Of the GEMMs' operands.
-        D: Hidden size.
-        V: Vocabulary.
-        capped_and_smoothed: Whether the loss has both a soft cap and label smoothing.
-        weight_fits: Whether the weight's rows lie one after another, at 16-byte addresses.
-        capability: Compute capability of the GPU being planned for, where it is not this machine's.
-    """
+    """Return why the exponential path cannot run, or None if it can."""
     no_triton = why_no_triton(device)
     if no_triton:
         return no_triton
@@ -92,9 +79,7 @@ def why_not_exp(
         return "the vocabulary is empty"
     if not weight_fits:
         return "TMA takes rows that start at multiples of 16 bytes, and the weight's do not"
-    if capped_and_smoothed:
-        return "with a soft cap, label smoothing bears on every logit in another way"
-    return None
+    return "with a soft cap, label smoothing bears on every logit in another way" if capped_and_smoothed else None
 
 
 def why_not_exp_stats(
@@ -103,14 +88,14 @@ def why_not_exp_stats(
     """Return the same of statistics, with so many targets a token, and of its highest logits."""
     against = why_not_exp(device, dtype, D, V, weight_fits=weight_fits)
     if against is None and targets > MOST_TARGETS:
-        against = f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}"
+        return f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}"
     if against is None and topk > MOST_HIGHEST:
-        against = f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted"
+        return f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted"
     return against
 
 
 def why_not_row(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
-    """Return why the row kernel cannot run, or None if it can. Arguments as in `why_not_exp`."""
+    """Return why the row kernel cannot run, or None if it can."""
     no_triton = why_no_triton(device)
     if no_triton:
         return no_triton
@@ -121,10 +106,8 @@ def why_not_row(device: torch.device, dtype: torch.dtype, V: int) -> str | None:
 
 def why_not_row_pair(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool) -> str | None:
     """Return the same of two sides' logits; ``topk``: whether the teacher is known by its top k."""
-    against = why_not_row(device, dtype, V)
-    if against is None and topk:
-        against = "its kernels read a teacher's whole logits, and its top k is given"
-    return against
+    known = "its kernels read a teacher's whole logits, and its top k is given" if topk else None
+    return why_not_row(device, dtype, V) or known
 
 
 def why_no_triton(device: torch.device) -> str | None:

@@ -11,12 +11,29 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.arguments import check_head, logit_scale_tensor, softcap_number
-from lowtide.head.options import HeadOptions
+from lowtide.arguments import (
+    check_device,
+    check_name,
+    check_number,
+    check_real,
+    check_tensor,
+    is_dtensor,
+    operand_dtype,
+    positive_scalar,
+    refuse_transforms,
+    scalar_tensor,
+)
+from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
+from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.given import ranks_of
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.scaling import with_trained_scale
+
+NAMES = ("input", "linear_weight", "linear_bias")
+REDUCTIONS = ("mean", "sum", "none")
+NAIVE = "torch.nn.functional.cross_entropy(torch.nn.functional.linear(input, linear_weight, linear_bias), target)"
+SWAPPED = "Are {} and {} swapped? The hidden states come first here; Liger's functions take the weight first."
 
 
 class Wanted(NamedTuple):
@@ -95,8 +112,6 @@ class HeadCall(NamedTuple):
             ranks: The ranks that share the classes; None: this one has all.
             gradient: "recompute" for a pass whose upstream gradient is not that of its own loss.
         """
-        accumulate: Any = self.accumulate
-        backend: Any = self.backend
         return Head(
             input=self.input,
             weight_VD=self.linear_weight,
@@ -106,44 +121,160 @@ class HeadCall(NamedTuple):
             dtype=self.dtype,
             wide=self.wide,
             ranks=Alone(self.linear_weight.shape[0]) if ranks is None else ranks,
-            options=_options(self.workspace_mib, accumulate, backend, gradient),
+            options=_options(self.workspace_mib, self.accumulate, self.backend, gradient),
         )
 
 
+Call = tuple[HeadCall, Ranks | Alone, HeadOptions]
+
+
 def checked_call(
+    function: str,
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     logit_scale: float | Tensor,
     softcap: float | None,
-    options: HeadOptions,
+    options: HeadOptions | None,
     vocab_shard: object,
-) -> tuple[HeadCall, Ranks | Alone]:
-    """Check what all functions of the logits get; return it local to this rank, with a scale ready to be trained.
-
-    Raises:
-        ArgumentTypeError: As `check_head`, `ranks_of`, `logit_scale_tensor` and `softcap_number` say.
-        ArgumentValueError: The same.
-        UnsupportedError: As `check_head` says.
-    """
+) -> Call:
+    """Check what all functions of the logits get; return it local to this rank, with a scale ready to be trained."""
+    refuse_transforms(function, input, linear_weight, linear_bias, logit_scale, instead=NAIVE)
+    options = check_options(options)
     dtype = check_head(input, linear_weight, linear_bias)
-    scale = logit_scale_tensor(logit_scale)
-    ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
-    input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
-    scale = ranks.whole(scale)
+    is_one = isinstance(logit_scale, int | float) and not isinstance(logit_scale, bool) and logit_scale == 1
+    scale = None if is_one else scalar_tensor("logit_scale", logit_scale, torch.float64)
+    ranks: Ranks | Alone = Alone(linear_weight.shape[0])
+    if vocab_shard is not None or is_dtensor(input) or is_dtensor(linear_weight):
+        ranks = ranks_of(input, linear_weight, linear_bias, vocab_shard, scale=scale)
+        input, linear_weight, linear_bias = ranks.local(input), ranks.local(linear_weight), ranks.local(linear_bias)
+        scale = ranks.whole(scale)
+    if ranks.vocab == 0 and function != "linear_cross_entropy":
+        raise ArgumentValueError(message("linear_weight", "at least one class", _shape(linear_weight)))
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
-        input, linear_bias, scale = with_trained_scale(input, linear_bias, *ranks.factors(scale))
-    return HeadCall(
+        factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
+        input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
+    call = HeadCall(
         input=input,
         linear_weight=linear_weight,
         linear_bias=linear_bias,
         logit_scale=scale,
-        softcap=softcap_number("softcap", softcap),
+        softcap=check_softcap("softcap", softcap),
         dtype=dtype,
         workspace_mib=options.workspace_mib,
         accumulate=options.accumulate,
         backend=options.backend,
-    ), ranks
+    )
+    return call, ranks, options
+
+
+def check_head(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, names: tuple[str, str, str] = NAMES
+) -> torch.dtype:
+    """Check hidden states [..., D], weight [V, D] and bias [V]; return the dtype that the GEMMs' operands take."""
+    input_name, weight_name, bias_name = names
+    if torch._C._get_tracing_state() is not None:
+        hint = "Use torch.compile, which takes the function as one operator."
+        raise UnsupportedError(message(input_name, "a call that runs", "one inside torch.jit.trace", hint))
+    check_tensor(input_name, input)
+    check_tensor(weight_name, linear_weight)
+    if is_dtensor(linear_weight) and not is_dtensor(input):
+        # With FSDP2 each rank has tokens of its own, and the weight's gradient is a sum over all of them; under tensor
+        # parallelism all have the same. A plain tensor does not tell which.
+        mesh: Any = linear_weight
+        got = f"a DTensor {mesh.placements} on {mesh.device_mesh}"
+        hint = (
+            "Where fully_shard shards it: use it inside the forward of the module that was sharded, or gather that"
+            " unit first with .unshard(). full_tensor() would give wrong gradients in silence. Where the vocabulary"
+            " is sharded for tensor parallelism: make input a DTensor on the same mesh, Replicate() or Shard of an"
+            " axis of tokens."
+        )
+        raise ArgumentTypeError(message(weight_name, "a plain tensor, as input is", got, hint))
+    if linear_weight.dim() != 2:
+        swapped = input.dim() == 2 and linear_weight.shape[-1:] == input.shape[-1:]
+        hint = SWAPPED.format(*names) if swapped else ""
+        raise ArgumentValueError(message(weight_name, "shape [V, D]", _shape(linear_weight), hint))
+    V, D = linear_weight.shape
+    if input.dim() == 0 or input.shape[-1] != D:
+        expected = f"shape [..., {D}], as {weight_name} is [{V}, {D}]"
+        raise ArgumentValueError(message(input_name, expected, _shape(input)))
+    dtype = operand_dtype(input)
+    for name, tensor in zip(names, (input, linear_weight, linear_bias), strict=True):
+        if tensor is None:
+            continue
+        if not check_tensor(name, tensor).is_floating_point():
+            raise ArgumentTypeError(message(name, "a floating-point dtype", str(tensor.dtype)))
+        check_device(name, tensor, input)
+        if operand_dtype(tensor) != dtype:
+            hint = "Cast one of them, or run under torch.autocast."
+            raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as {input_name} has", str(tensor.dtype), hint))
+    if linear_bias is not None and linear_bias.shape != (V,):
+        expected = f"shape [{V}], as {weight_name} is [{V}, {D}]"
+        raise ArgumentValueError(message(bias_name, expected, _shape(linear_bias)))
+    return dtype
+
+
+def check_target(input: Tensor, target: Tensor, linear_weight: Tensor, *, several: bool = False) -> None:
+    """Check class indices [...] against hidden states [..., D]; with ``several`` also [..., K], K of them a token."""
+    check_tensor("target", target)
+    if target.is_floating_point() or target.is_complex():
+        expected = f"class indices, an integer tensor of shape {list(input.shape[:-1])}"
+        hint = (
+            "For class probabilities use lowtide.linear_apply with your own function of the logits,"
+            " or lowtide.linear_divergence with a teacher."
+        )
+        raise ArgumentTypeError(message("target", expected, f"{target.dtype} of shape {_shape(target)}", hint))
+    if target.dtype == torch.bool:
+        raise ArgumentTypeError(message("target", "class indices, an integer tensor", "torch.bool"))
+    several &= target.dim() == input.dim()
+    if (target.shape[:-1] if several else target.shape) != input.shape[:-1] or (several and target.shape[-1] == 0):
+        expected, K = f"shape {list(input.shape[:-1])}", axes_and(input, "K")
+        expected = f"{expected} or {K} with K above 0" if several else expected
+        swapped = target.dim() > 0 and target.shape[0] == linear_weight.shape[0]
+        hint = SWAPPED.format(*NAMES) if swapped else ""
+        raise ArgumentValueError(message("target", f"{expected}, as input is {_shape(input)}", _shape(target), hint))
+    check_device("target", target, input)
+
+
+def check_per_token(name: str, value: Tensor, input: Tensor) -> None:
+    """Check a tensor [...] with one real number for each of the hidden states [..., D]."""
+    if check_real(name, value).shape != input.shape[:-1]:
+        expected = f"shape {list(input.shape[:-1])}, as input is {_shape(input)}"
+        raise ArgumentValueError(message(name, expected, _shape(value)))
+    check_device(name, value, input)
+
+
+def check_mask(mask: Tensor | None, input: Tensor, expected: str) -> None:
+    """Check a mask of the tokens, bool [...] or None."""
+    if mask is not None:
+        if check_tensor("mask", mask).dtype != torch.bool:
+            raise ArgumentTypeError(message("mask", expected, str(mask.dtype)))
+        check_per_token("mask", mask, input)
+
+
+def check_reduction(reduction: str, num_items: float | Tensor | None) -> Tensor | None:
+    """Check a reduction; return what a mean is divided by as a 0-d tensor without a gradient, None for None."""
+    check_name("reduction", reduction, REDUCTIONS)
+    if num_items is None:
+        return None
+    if reduction != "mean":
+        expected = f"None with reduction={reduction!r}"
+        raise ArgumentValueError(message("num_items", expected, f"{num_items!r}", "Only a mean is divided."))
+    return positive_scalar("num_items", num_items, torch.float64).detach()
+
+
+def check_softcap(name: str, softcap: object) -> float | None:
+    """Return a soft cap, a finite number above 0, or None."""
+    return None if softcap is None else check_number(name, softcap, 0, math.inf, above=True)
+
+
+def axes_and(input: Tensor, last: object) -> str:
+    """Return in words the shape of what has ``last`` numbers for each of the hidden states."""
+    return f"[{''.join(f'{size}, ' for size in input.shape[:-1])}{last}]"
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
 
 
 class CrossEntropyArgs(NamedTuple):

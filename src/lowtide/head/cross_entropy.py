@@ -5,22 +5,9 @@ import math
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import (
-    check_device,
-    check_index,
-    check_number,
-    check_options,
-    check_per_token,
-    check_real,
-    check_reduction,
-    check_target,
-    detached,
-    num_items_tensor,
-    refuse_transforms,
-)
-from lowtide.head.backends import choose, why_not_exp, why_not_row
-from lowtide.head.call import CrossEntropyArgs, checked_call
+from lowtide.arguments import check_device, check_flag, check_index, check_number, check_real
+from lowtide.errors import ArgumentValueError, message
+from lowtide.head.call import CrossEntropyArgs, check_per_token, check_reduction, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.shard import VocabShard
@@ -110,14 +97,12 @@ def linear_cross_entropy(
         >>> head.weight.grad.shape
         torch.Size([1000, 16])
     """
-    refuse_transforms("linear_cross_entropy", input, linear_weight, linear_bias, logit_scale)
-    options = check_options(options)
-    head, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+    head, ranks, options = checked_call(
+        "linear_cross_entropy", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    )
     check_target(input, target, linear_weight)
-    check_reduction(reduction)
-    if not isinstance(shift, bool):
-        raise ArgumentTypeError(message("shift", "True or False", f"{shift!r}"))
-    V = ranks.vocab
+    denominator, V = check_reduction(reduction, num_items), ranks.vocab
+    check_flag("shift", shift)
     if weight is not None:
         if check_real("weight", weight).shape not in ((V,), (ranks.rows,)):
             got = f"shape {list(weight.shape)}"
@@ -127,20 +112,18 @@ def linear_cross_entropy(
         check_per_token("token_weight", token_weight, input)
     if shift and target.dim() == 0:
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
-    if options.backend != "auto" and ranks.alone:
-        both = softcap is not None and label_smoothing != 0
-        exp = why_not_exp(input.device, head.dtype, input.shape[-1], V, capped_and_smoothed=both)
-        choose("cross entropy", options, exp=exp, row=why_not_row(input.device, head.dtype, V))
     ignore_index = check_index("ignore_index", ignore_index)
-    target, token_weight = ranks.whole(target).long(), detached(ranks.whole(token_weight))
+    target = ranks.whole(target).long()
+    if token_weight is not None:
+        token_weight = ranks.whole(token_weight.detach())
     if shift:
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
     args = CrossEntropyArgs(
         target=target,
-        weight=detached(ranks.class_weight(ranks.whole(weight))),
+        weight=None if weight is None else ranks.class_weight(ranks.whole(weight.detach())),
         token_weight=token_weight,
-        num_items=num_items_tensor(num_items, reduction),
+        num_items=denominator,
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),

@@ -6,23 +6,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_device, check_name, check_number, check_tensor, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import (
-    check_device,
+from lowtide.head.call import (
+    DivergenceArgs,
+    axes_and,
     check_head,
-    check_number,
-    check_options,
-    check_per_token,
+    check_mask,
     check_reduction,
-    check_tensor,
-    detached,
-    num_items_tensor,
-    refuse_transforms,
-    scalar_tensor,
-    softcap_number,
+    check_softcap,
+    checked_call,
 )
-from lowtide.head.backends import choose, why_not_row_pair
-from lowtide.head.call import DivergenceArgs, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
 from lowtide.head.ranks.alone import Alone
@@ -146,21 +140,15 @@ def linear_divergence(
         ... )
         >>> (2.0**2 * kl).backward()
     """
-    refuse_transforms("linear_divergence", input, linear_weight, linear_bias)
-    options = check_options(options)
-    head, ranks = checked_call(input, linear_weight, linear_bias, 1, softcap, options, vocab_shard)
-    if ranks.vocab == 0:
-        raise ArgumentValueError(message("linear_weight", "at least one class", str(list(linear_weight.shape))))
-    if kind not in KINDS:
-        raise ArgumentValueError(message("kind", "'forward_kl', 'reverse_kl', 'jsd' or 'tv'", f"{kind!r}"))
-    check_reduction(reduction)
+    head, ranks, options = checked_call(
+        "linear_divergence", input, linear_weight, linear_bias, 1, softcap, options, vocab_shard
+    )
+    check_name("kind", kind, KINDS)
+    denominator = check_reduction(reduction, num_items)
     beta = check_number("beta", beta, 0, 1)
     if kind == "jsd" and beta in (0, 1):
         kind = "forward_kl" if beta == 0 else "reverse_kl"
-    if mask is not None:
-        check_per_token("mask", mask, input)
-        if mask.dtype != torch.bool:
-            raise ArgumentTypeError(message("mask", "dtype torch.bool, True where computed", str(mask.dtype)))
+    check_mask(mask, input, "dtype torch.bool, True where computed")
     ids = logprobs = None
     tail, teacher_dtype = "", head.dtype
     if teacher_topk is None:
@@ -172,24 +160,21 @@ def linear_divergence(
                 got = f"a {type(value).__name__}"
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
         ids, logprobs, tail = _check_topk(input, teacher_topk)
-    if options.backend != "auto" and ranks.alone:
-        V, given = linear_weight.shape[0], teacher_topk is not None
-        choose("divergence", options, row=why_not_row_pair(input.device, head.dtype, V, topk=given))
     gradient = choose_gradient(options, reduction, head.frozen and ranks.alone, divergence=True)
     if isinstance(ranks, Ranks) and ranks.spread:
         whole, ranks = ranks.gathered(input)
         head = head._replace(input=whole)
     mask = ranks.whole(mask)
     args = DivergenceArgs(
-        teacher_input=detached(ranks.whole(teacher_input)),
-        teacher_weight=detached(ranks.local(teacher_weight)),
-        teacher_bias=detached(ranks.local(teacher_bias)),
+        teacher_input=None if teacher_input is None else ranks.whole(teacher_input.detach()),
+        teacher_weight=None if teacher_weight is None else ranks.local(teacher_weight.detach()),
+        teacher_bias=None if teacher_bias is None else ranks.local(teacher_bias.detach()),
         topk_ids=ranks.whole(ids),
         topk_logprobs=ranks.whole(logprobs),
         mask=None if mask is None else mask.reshape(-1),
         temperature=_check_temperature(temperature),
-        num_items=num_items_tensor(num_items, reduction),
-        teacher_softcap=softcap_number("teacher_softcap", teacher_softcap),
+        num_items=denominator,
+        teacher_softcap=check_softcap("teacher_softcap", teacher_softcap),
         teacher_dtype=teacher_dtype,
         kind=kind,
         beta=beta,
@@ -223,8 +208,7 @@ def _check_teacher(
     elif weight.shape[0] == 0:
         raise ArgumentValueError(message("teacher_weight", "at least one class", str(list(weight.shape))))
     if hidden.shape[:-1] != input.shape[:-1]:
-        leading = "".join(f"{size}, " for size in input.shape[:-1])
-        expected = f"shape [{leading}{hidden.shape[-1]}], as input is {list(input.shape)}"
+        expected = f"shape {axes_and(input, hidden.shape[-1])}, as input is {list(input.shape)}"
         raise ArgumentValueError(message("teacher_input", expected, str(list(hidden.shape))))
     check_device("teacher_input", hidden, input)
     if (teacher_dtype == torch.float64) != (dtype == torch.float64):
@@ -240,35 +224,27 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
         expected = "lowtide.TeacherTopK, or a tuple (ids, logprobs) or (ids, logprobs, tail)"
         raise ArgumentTypeError(message("teacher_topk", expected, got))
     ids, logprobs, tail = TeacherTopK(*teacher_topk)
-    check_tensor("teacher_topk.ids", ids)
-    check_tensor("teacher_topk.logprobs", logprobs)
-    if tail not in TAILS:
-        raise ArgumentValueError(message("teacher_topk.tail", "'bucket', 'renormalise' or 'drop'", f"{tail!r}"))
+    for name, tensor in (("teacher_topk.ids", ids), ("teacher_topk.logprobs", logprobs)):
+        check_device(name, check_tensor(name, tensor), input)
+    check_name("teacher_topk.tail", tail, TAILS)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ArgumentTypeError(message("teacher_topk.ids", "an integer dtype", str(ids.dtype)))
     if not logprobs.is_floating_point():
         raise ArgumentTypeError(message("teacher_topk.logprobs", "a floating-point dtype", str(logprobs.dtype)))
     if ids.dim() != input.dim() or ids.shape[:-1] != input.shape[:-1] or ids.shape[-1] == 0:
-        leading = "".join(f"{size}, " for size in input.shape[:-1])
-        expected = f"shape [{leading}K] with K above 0, as input is {list(input.shape)}"
+        expected = f"shape {axes_and(input, 'K')} with K above 0, as input is {list(input.shape)}"
         raise ArgumentValueError(message("teacher_topk.ids", expected, str(list(ids.shape))))
     if logprobs.shape != ids.shape:
         expected = f"shape {list(ids.shape)}, as the ids have"
         raise ArgumentValueError(message("teacher_topk.logprobs", expected, str(list(logprobs.shape))))
-    check_device("teacher_topk.ids", ids, input)
-    check_device("teacher_topk.logprobs", logprobs, input)
     N, K = math.prod(input.shape[:-1]), ids.shape[-1]
     return ids.long().reshape(N, K), logprobs.detach().reshape(N, K), tail
 
 
 def _check_temperature(temperature: float | Tensor) -> Tensor | None:
     """Return the temperature as a 0-d tensor, None for 1."""
-    if isinstance(temperature, Tensor):
-        if temperature.requires_grad:
-            expected = "a number, or a 0-d tensor that requires no gradient"
-            raise ArgumentValueError(message("temperature", expected, "one that does", "Pass temperature.detach()."))
-    else:
-        check_number("temperature", temperature, 0, math.inf, above=True)
-        if isinstance(temperature, int | float) and temperature == 1:
-            return None
-    return scalar_tensor("temperature", temperature, torch.float64)
+    if isinstance(temperature, Tensor) and temperature.requires_grad:
+        expected = "a number, or a 0-d tensor that requires no gradient"
+        raise ArgumentValueError(message("temperature", expected, "one that does", "Pass temperature.detach()."))
+    found = positive_scalar("temperature", temperature, torch.float64)
+    return None if isinstance(temperature, int | float) and temperature == 1 else found

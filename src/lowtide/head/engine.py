@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.matmul import HeadMatmul, finish_logits_, narrow_view
-from lowtide.head.rows import Rows
+from lowtide.head.plan import HeadPlan
+from lowtide.head.planner import padded
+from lowtide.head.rows import Rows, take_rows
 
 Numbers = dict[str, Tensor]
 Upstream = Callable[[Numbers, slice], Any]
@@ -116,10 +117,13 @@ class Chunks:
 
     def hidden(self, part: slice) -> Tensor:
         """Return a chunk's hidden states [C, D] in the operands' dtype, 0 in rows that do not count."""
-        head, kept = self.head, self.rows.kept
+        head, index, kept = self.head, self.rows.index, self.rows.kept
         if part.start == part.stop:
             return head.input.new_empty(0, head.input.shape[-1], dtype=head.dtype)
-        x_CD = head.ranks.begin_rows(head.input, self.rows.index, part, head.dtype).get()
+        if head.ranks.alone:
+            x_CD = take_rows(head.input, index, part, head.dtype)
+        else:
+            x_CD = head.ranks.begin_rows(head.input, index, part, head.dtype).get()
         return x_CD if kept is None else x_CD.where(kept[part, None], 0)  # a NaN would reach the weight's gradient
 
     def logits(self, x_CD: Tensor) -> Tensor:

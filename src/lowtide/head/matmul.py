@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowtide.head.head_plan import HeadPlan, padded
+from lowtide.head.plan import HeadPlan
+from lowtide.head.planner import padded
 
 BIAS_FIRST = 2048  # hidden size from which a GPU's product hides that it reads what it adds to
 

@@ -1,6 +1,7 @@
 """Several outputs a token, each with its own weight: what `torch.nn.LinearCrossEntropyLoss` calls out_features."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,20 +46,12 @@ def multi_output_cross_entropy(
     rows, D = linear_weight.shape
     weights = linear_weight.view(rows // K, K, D).unbind(1)
     biases = [None] * K if linear_bias is None else linear_bias.view(rows // K, K).unbind(1)
-    targets = target.reshape((*input.shape[:-1], K))
+    targets = target.reshape((*input.shape[:-1], K)).unbind(-1)
+    settings: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    settings |= {"reduction": "none" if reduction == "none" else "sum", "options": options}
     losses = [
-        linear_cross_entropy(
-            input,
-            weights[k],
-            targets[..., k],
-            linear_bias=biases[k],
-            weight=weight,
-            reduction="none" if reduction == "none" else "sum",
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            options=options,
-        )
-        for k in range(K)
+        linear_cross_entropy(input, w, y, linear_bias=b, **settings)
+        for w, y, b in zip(weights, targets, biases, strict=True)
     ]
     if reduction == "none":
         return torch.stack(losses, -1).view(expected)

@@ -54,3 +54,10 @@ class HeadOptions:
             allowed, got = get_args(kind), getattr(self, name)
             if got not in allowed:
                 raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{got!r}"))
+
+
+def check_options(options: HeadOptions | None) -> HeadOptions:
+    """Return the options, the defaults for None."""
+    if options is not None and not isinstance(options, HeadOptions):
+        raise ArgumentTypeError(message("options", "lowtide.HeadOptions or None", type(options).__name__))
+    return options or HeadOptions()

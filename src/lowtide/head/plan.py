@@ -1,14 +1,17 @@
-"""Who asks the planner: what will run, in chunks of how many rows, and the bytes it takes.
+"""What the head will do: in chunks of how many rows, by which implementation, and the bytes it takes.
 
-N tokens, D hidden size, V vocabulary.
+N tokens, D hidden size, V vocabulary, C rows of a chunk.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 
+from lowtide.arguments import check_name
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.arguments import check_options, check_reduction
 from lowtide.head.backends import (
     NOT_OF_SHARDS,
     NOT_ON_EVERY_RANK,
@@ -18,13 +21,132 @@ from lowtide.head.backends import (
     why_not_row,
     why_not_row_pair,
 )
-from lowtide.head.call import CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
-from lowtide.head.head_plan import HeadPlan, When, Work
+from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
-from lowtide.head.options import HeadOptions
-from lowtide.head.planner import STATS_BYTES_PER_TARGET, STATS_BYTES_PER_TOKEN, plan_of, plan_of_teacher
+from lowtide.head.options import HeadOptions, check_options
+from lowtide.head.planner import (
+    MIB,
+    STATS_BYTES_PER_TARGET,
+    STATS_BYTES_PER_TOKEN,
+    When,
+    Work,
+    accumulate_in,
+    cut,
+    gemms_of,
+)
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import input_is_copied, rows_are_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan:
+    """What one call of the head will do. All sizes are upper bounds in bytes.
+
+    Attributes:
+        backend: The implementation that runs.
+        reason: Why it does, and why not one before it.
+        gradient: ``"forward"`` or ``"recompute"``, as in `HeadOptions`.
+        accumulate: ``"float32"`` or ``"input"``, as in `HeadOptions`.
+        rows: Tokens that are computed.
+        chunks: The number of chunks in which they are.
+        chunk_rows: Tokens of a chunk; the last one may have fewer.
+        scratch_bytes: Workspace: logits of one chunk, row sums, [C, D] buffers and blocks of the weight.
+        accumulator_bytes: The float32 sum of the weight's gradient, where the gradient itself is narrower.
+        cast_bytes: The weight's low-precision copy under autocast.
+        logits_gemm: How the logits come about: ``"same"`` (operands and result share a dtype), ``"out_dtype"``
+            (narrow operands, float32 result, on the device), ``"blocks"`` (a block of the weight at a time is cast).
+        backward_gemm: The same for the two gradient GEMMs; ``"narrow"`` casts the logits' gradient to the operands'
+            dtype instead.
+        block_rows: Rows of the weight cast at a time (0: none are).
+        columns: Width of the blocks in which a chunk's logits are turned into their gradient.
+        note: What else the reader should know, such as a workspace that was too small; empty if nothing.
+        schedule: ``"chunks"``: a chunk's logits (or exponentials) over the whole vocabulary at once. ``"blocks"``, on
+            the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
+        block_columns: See there.
+        sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
+        product_rows: Rows of a chunk whose product with the weight exists at a time, on the exponential path and in
+            `linear_divergence`.
+        piece_rows: Rows of a chunk that `linear_apply` hands to its function at a time; 0 elsewhere.
+        bias_column: Whether a bias becomes one more column of a copy of the weight, which is in the scratch.
+    """
+
+    backend: str
+    reason: str
+    gradient: When
+    accumulate: Literal["float32", "input"]
+    rows: int
+    chunks: int
+    chunk_rows: int
+    scratch_bytes: int
+    accumulator_bytes: int
+    cast_bytes: int
+    logits_gemm: Literal["same", "out_dtype", "blocks"] = "out_dtype"
+    backward_gemm: Literal["same", "narrow", "blocks"] = "narrow"
+    block_rows: int = 0
+    columns: int = 0
+    note: str = ""
+    schedule: Literal["chunks", "blocks"] = "chunks"
+    block_columns: int = 0
+    sum_rows: int = 0
+    product_rows: int = 0
+    piece_rows: int = 0
+    bias_column: bool = False
+
+    def slices(self) -> Iterator[slice]:
+        """Yield each chunk's rows."""
+        for start in range(0, self.rows, self.chunk_rows):
+            yield slice(start, min(start + self.chunk_rows, self.rows))
+
+    def __str__(self) -> str:
+        lines = [
+            f"backend {self.backend}: {self.reason}",
+            f"{self.rows} rows in {self.chunks} chunks of {self.chunk_rows}; gradients"
+            f" {'in forward' if self.gradient == 'forward' else 'recomputed in backward'}, weight gradient summed in"
+            f" {'float32' if self.accumulate == 'float32' else 'its own dtype'}",
+            f"scratch {self.scratch_bytes / MIB:.1f} MiB, accumulator {self.accumulator_bytes / MIB:.1f} MiB,"
+            f" weight copy {self.cast_bytes / MIB:.1f} MiB",
+        ]
+        if self.schedule == "blocks":
+            lines.append(f"exponentials built twice, the second time in blocks of {self.block_columns} classes")
+        if self.backend == "row" and 0 < self.product_rows < self.chunk_rows:
+            lines.append(f"both sides' logits exist of {self.product_rows} rows at a time, their gradient of a chunk's")
+        if self.piece_rows:
+            lines.append(f"the function gets {self.piece_rows} rows of logits at a time")
+        return "\n".join([*lines, self.note] if self.note else lines)
+
+
+@lru_cache(maxsize=256)
+def plan_of(work: Work) -> HeadPlan:
+    """Return the plan of a pass."""
+    (N, D, V), (backend, reason), mib = work.size, work.choice, work.options.workspace_mib
+    rows, scratch, more = cut(work)
+    accumulate = accumulate_in(work, -(-N // rows))
+    cast = more.get("backward_gemm") != "blocks" or more.get("logits_gemm") == "out_dtype"
+    note = ""
+    if mib is not None and scratch > mib * MIB:
+        note = (
+            f"workspace_mib={mib} is less than one row of logits and the numbers kept for each of {N} tokens take: one"
+            f" row is computed at a time, in {scratch / MIB:.2f} MiB"
+        )
+    return HeadPlan(
+        backend=backend,
+        reason=reason,
+        gradient=work.gradient,
+        accumulate=accumulate,
+        rows=N,
+        chunks=-(-N // rows),
+        chunk_rows=rows,
+        scratch_bytes=scratch,
+        accumulator_bytes=V * D * work.wide.itemsize if accumulate == "float32" and not work.weight_frozen else 0,
+        cast_bytes=V * D * work.dtype.itemsize if work.weight_dtype != work.dtype and cast else 0,
+        note=note,
+        **more,
+    )
+
+
+def plan_of_teacher(work: Work) -> HeadPlan:
+    """Return the same chunks with the GEMMs of the second side, which gets no gradient."""
+    return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
 
 
 def plan_head(
@@ -82,28 +204,18 @@ def plan_head(
         (103, 160)
     """
     _check_sizes(N=N, D=D, V=V)
-    check_reduction(reduction)
+    check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), torch.device(device)
     if function:
         choice = choose("linear_apply", options, " for linear_apply")
     else:
-        against = why_not_exp(
+        exp = why_not_exp(
             device, dtype, D, V, capped_and_smoothed=capped_and_smoothed, weight_fits=weight_fits, capability=capability
         )
-        choice = choose("cross entropy", options, exp=against, row=why_not_row(device, dtype, V))
-    work = Work(
-        size=(N, D, V),
-        dtype=dtype,
-        weight_dtype=weight_dtype or dtype,
-        device=device,
-        choice=choice,
-        gradient=choose_gradient(options, reduction, weight_frozen),
-        weight_frozen=weight_frozen,
-        device_bytes=device_bytes,
-        function=function,
-        input_is_copied=input_is_copied,
-    )
-    return plan_of(work, options)
+        choice = choose("cross entropy", options, exp=exp, row=why_not_row(device, dtype, V))
+    gradient = choose_gradient(options, reduction, weight_frozen)
+    work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient, device_bytes)
+    return plan_of(work._replace(function=function, input_is_copied=input_is_copied))
 
 
 def plan_divergence(
@@ -160,20 +272,13 @@ def plan_divergence(
     _check_sizes(N=N, D=D, V=V, **{name: size for name, size in given.items() if size is not None})
     if (teacher_D is None) == (topk is None):
         raise ArgumentValueError(message("teacher_D", "a size without topk, None with it", str(teacher_D)))
-    check_reduction(reduction)
+    check_name("reduction", reduction, REDUCTIONS)
     options, device = check_options(options), torch.device(device)
     of_teacher = (0, topk or 0) if teacher_D is None else (teacher_D, V if teacher_V is None else teacher_V)
-    work = Work(
-        size=(N, D, V),
-        dtype=dtype,
-        weight_dtype=weight_dtype or dtype,
-        device=device,
-        choice=choose("divergence", options, row=why_not_row_pair(device, dtype, V, topk=topk is not None)),
-        gradient=choose_gradient(options, reduction, weight_frozen, divergence=True),
-        weight_frozen=weight_frozen,
-        teacher=(*of_teacher, teacher_dtype or dtype),
-    )
-    return plan_of(work, options)
+    choice = choose("divergence", options, row=why_not_row_pair(device, dtype, V, topk=topk is not None))
+    gradient = choose_gradient(options, reduction, weight_frozen, divergence=True)
+    work = Work((N, D, V), dtype, weight_dtype or dtype, device, options, choice, weight_frozen, gradient)
+    return plan_of(work._replace(teacher=(*of_teacher, teacher_dtype or dtype)))
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -184,85 +289,69 @@ def _check_sizes(**sizes: int) -> None:
 
 def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted) -> HeadPlan:
     """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
-    V, capped = head.ranks.most_rows, head.softcap is not None and args.label_smoothing != 0
-    exp = why_not_exp(*_place(head), capped_and_smoothed=capped, weight_fits=_weight_fits(head))
-    row = why_not_row(head.input.device, head.dtype, V) if head.ranks.alone else NOT_OF_SHARDS
-    choice = choose("cross entropy", head.options, _where(head), exp=_of_all_ranks(head, exp), row=row)
-    gradient = choose_gradient(head.options, args.reduction, head.ranks.alone and not wanted.head)
-    return plan_of(_work(head, n, wanted, choice, gradient), head.options)
+    alone, capped = head.ranks.alone, head.softcap is not None and args.label_smoothing != 0
+    exp = why_not_exp(**_facts(head), capped_and_smoothed=capped)
+    row = why_not_row(head.input.device, head.dtype, head.ranks.most_rows) if alone else NOT_OF_SHARDS
+    work = _work(head, n, wanted, "cross entropy", {"exp": exp, "row": row})
+    gradient = choose_gradient(head.options, args.reduction, alone and not wanted.head)
+    return plan_of(work._replace(gradient=gradient))
 
 
 def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -> HeadPlan:
     """Return the same for token statistics."""
-    (device, _, _, V), K, topk = _place(head), args.target.shape[1], args.topk
-    exp = why_not_exp_stats(*_place(head), targets=K, topk=topk, weight_fits=_weight_fits(head))
-    choice = choose("statistics", head.options, _where(head), exp=_of_all_ranks(head, exp))
-    more = {
-        "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, K - 1),
-        "tile_numbers": 3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
-        "sum_row_bytes": topk_row_bytes(topk, V, device),
-    }
-    return plan_of(_work(head, n, wanted, choice, "recompute", **more), head.options)
+    K, topk, V = args.target.shape[1], args.topk, head.ranks.most_rows
+    exp = why_not_exp_stats(**_facts(head), targets=K, topk=topk)
+    work = _work(head, n, wanted, "statistics", {"exp": exp})
+    return plan_of(
+        work._replace(
+            token_bytes=STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, K - 1),
+            tile_numbers=3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
+            sum_row_bytes=work.sum_row_bytes + topk_row_bytes(topk, V, head.input.device),
+        )
+    )
 
 
 def plan_both_sides(
     head: Head, args: DivergenceArgs, n: int, wanted: Wanted, *, stored: bool
 ) -> tuple[HeadPlan, HeadPlan]:
     """Return the same for a divergence: the student's plan, and the teacher's, for the same chunks."""
-    weight, V = args.teacher_weight, head.ranks.most_rows
-    if weight is None:
-        assert args.topk_ids is not None
-        teacher = (0, args.topk_ids.shape[1], head.dtype)
-    else:
+    weight, V, teacher = args.teacher_weight, head.ranks.most_rows, (0, 0, head.dtype)
+    if weight is not None:
         teacher = (weight.shape[1], weight.shape[0] if head.ranks.alone else V + 1, args.teacher_dtype)
-    choice = choose(
-        "divergence", head.options, row=why_not_row_pair(head.input.device, head.dtype, V, topk=weight is None)
-    )
+    elif args.topk_ids is not None:
+        teacher = (0, args.topk_ids.shape[1], head.dtype)
+    row = why_not_row_pair(head.input.device, head.dtype, V, topk=weight is None)
+    work = _work(head, n, wanted, "divergence", {"row": row})
     gradient: When = "forward" if stored else "recompute"
-    work = _work(head, n, wanted, choice, gradient, teacher=teacher, values_only=not any(wanted))
-    return plan_of(work, head.options), plan_of_teacher(work, head.options)
+    work = work._replace(gradient=gradient, teacher=teacher, values_only=not any(wanted))
+    return plan_of(work), plan_of_teacher(work)
 
 
-def _place(head: Head) -> tuple[torch.device, torch.dtype, int, int]:
-    return head.input.device, head.dtype, head.weight_VD.shape[1], head.ranks.most_rows
+def _facts(head: Head) -> dict[str, Any]:
+    """Return what `why_not_exp` asks of every head; a shard's rows are copied where they do not fit."""
+    w, ranks = head.weight_VD, head.ranks
+    fits = not ranks.alone or w.dtype != head.dtype or rows_are_aligned(w)
+    of_weight = {"D": w.shape[1], "V": ranks.most_rows, "weight_fits": fits}
+    return {"device": head.input.device, "dtype": head.dtype, **of_weight}
 
 
-def _where(head: Head) -> str:
-    return "" if head.ranks.alone else " where the vocabulary is sharded"
-
-
-def _weight_fits(head: Head) -> bool:
-    """Return whether the weight's rows lie as TMA takes them; a shard's are copied where they do not."""
-    return not head.ranks.alone or head.weight_VD.dtype != head.dtype or rows_are_aligned(head.weight_VD)
-
-
-def _of_all_ranks(head: Head, exp: str | None) -> str | None:
-    """Return why exponentials cannot run on some rank, where ``exp`` is why not on this one."""
-    return exp if isinstance(head.ranks, Alone) or head.ranks.limits.exponentials else NOT_ON_EVERY_RANK
-
-
-def _work(head: Head, n: int, wanted: Wanted, choice: tuple[str, str], gradient: When, **more: Any) -> Work:
+def _work(head: Head, n: int, wanted: Wanted, name: str, why_not: dict[str, str | None]) -> Work:
     """Return what a pass over n tokens is, on every rank alike: by the largest shard and the smallest GPU."""
-    ranks, D, V = head.ranks, head.weight_VD.shape[1], head.ranks.most_rows
+    ranks, weight, D, where = head.ranks, head.weight_VD, head.weight_VD.shape[1], ""
     if isinstance(ranks, Alone):
-        more["input_is_copied"] = n != head.tokens or input_is_copied(head.input, head.dtype)
+        more: dict[str, Any] = {"input_is_copied": n != head.tokens or input_is_copied(head.input, head.dtype)}
     else:
-        n = ranks.groups * ranks.tokens.length
-        V += choice[0] != "exp"  # the column of other ranks' classes
         # Hidden states are gathered ahead, or rounded, in which a rank must not differ: of sums alone four pieces live
         # at once, of gradients three; with these the product too, in float32, whose sum over the ranks is under way.
-        more |= {"sum_row_bytes": 3 * 2 * D + more.get("sum_row_bytes", 0), "row_bytes": (2 * 2 + 4) * D}
-        more |= {"device_bytes": ranks.limits.gpu_bytes, "input_is_copied": True, "pieces": 2}
-    return Work(
-        size=(n, D, V),
-        dtype=head.dtype,
-        weight_dtype=head.weight_VD.dtype,
-        device=head.input.device,
-        choice=choice,
-        gradient=gradient,
-        weight_frozen=not wanted.head,
-        **more,
-    )
+        more = {"sum_row_bytes": 3 * 2 * D, "row_bytes": (2 * 2 + 4) * D, "input_is_copied": True, "pieces": 2}
+        n, more["device_bytes"] = ranks.slots, ranks.limits.gpu_bytes
+        if "exp" in why_not:
+            where = " where the vocabulary is sharded"
+            why_not["exp"] = why_not["exp"] if ranks.limits.exponentials else NOT_ON_EVERY_RANK
+    choice = choose(name, head.options, where, **why_not)
+    size = n, D, ranks.most_rows + (choice[0] != "exp" and not ranks.alone)  # a column for other ranks' classes
+    device, frozen = head.input.device, not wanted.head
+    return Work(size, head.dtype, weight.dtype, device, head.options, choice, frozen, **more)
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:

@@ -4,14 +4,15 @@ N tokens, D hidden size, V vocabulary, C rows of a chunk. Figures: benchmarks/re
 """
 
 import math
-from dataclasses import replace
-from functools import cache, lru_cache
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lowtide.head.head_plan import MIB, HeadPlan, Work, padded
 from lowtide.head.options import HeadOptions
+
+MIB = 2**20
+When = Literal["forward", "recompute"]
 
 GPU_TILE = 128  # rows
 BYTES_PER_TOKEN = 48  # loss, lse, row factor, valid mask and index: what is held for all N tokens, not a chunk's
@@ -60,70 +61,74 @@ FEW_CHUNKS = 8  # it may be rounded this often
 FEW_ASKED_CHUNKS = 48  # likewise where the user bounds the memory, and would not have V * D * 4 bytes more
 
 
-@lru_cache(maxsize=256)
-def plan_of(work: Work, options: HeadOptions) -> HeadPlan:
-    """Return the plan of a pass: chunks as long as its workspace allows, or as is fast where nobody bounds it."""
-    (N, D, V), budget = work.size, workspace_bytes(work, options)
+class Work(NamedTuple):
+    """What one pass computes, the same on every rank: all that a plan depends on."""
+
+    size: tuple[int, int, int]  # N that are computed, D, V: of the largest shard, with a column for others' classes
+    dtype: torch.dtype  # of the GEMMs' operands
+    weight_dtype: torch.dtype
+    device: torch.device
+    options: HeadOptions
+    choice: tuple[str, str]  # the implementation, and why
+    weight_frozen: bool  # neither weight nor bias gets a gradient
+    gradient: When = "recompute"
+    device_bytes: int | None = None  # memory of the GPU that is planned for; None: the one that is there
+    function: bool = False  # a user's function gets the logits
+    teacher: tuple[int, int, torch.dtype] | None = None  # a second side's D, V and dtype; of its top k 0 and k
+    values_only: bool = False  # no gradient is computed
+    # exponentials' own, beside what all take:
+    input_is_copied: bool = False  # a chunk's hidden states are, for another dtype or layout
+    token_bytes: int = 0  # for each of the N
+    row_bytes: int = 0  # for each row of a chunk
+    sum_row_bytes: int = 0  # for each where nothing but sums is computed
+    tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
+    pieces: int = 0  # that a chunk has at least, so that one's exchanges run beside another's GEMMs
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of logits and sums."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def automatic(self) -> bool:
+        """Return whether nobody bounds the workspace."""
+        return self.options.workspace_mib is None
+
+    @property
+    def narrow_pair(self) -> bool:
+        """Return whether kernels turn two sides' logits into a gradient that is narrower than they are."""
+        by_kernels = self.teacher is not None and self.choice[0] == "row" and not self.values_only
+        return by_kernels and self.dtype.itemsize < self.wide.itemsize
+
+    def budget(self) -> int:
+        """Return how much scratch memory the pass may take."""
+        if self.options.workspace_mib is not None:
+            return int(self.options.workspace_mib * MIB)
+        if self.device.type == "cpu":
+            return CPU_WORKSPACE
+        most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if self.function else (GPU_WORKSPACE, MOST_OF_A_GPU)
+        device_bytes = self.device_bytes
+        if device_bytes is None and self.device.type == "cuda" and torch.cuda.is_available():
+            device_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        return most if device_bytes is None else min(most, int(device_bytes * share))
+
+
+Cut = tuple[int, int, dict[str, Any]]  # rows of a chunk, bytes of scratch, more of the plan
+
+
+def cut(work: Work) -> Cut:
+    """Return chunks as long as the workspace allows, or as is fast where nobody bounds it."""
     if work.choice[0] == "exp":
-        rows, scratch, more = _cut_exponentials(work, options, budget)
-    else:
-        gemms = gemms_of(work, D, V, work.dtype, budget)
-        if work.narrow_pair:
-            rows, scratch, more = _cut_narrow_pair(work, options, budget)
-        else:
-            rows, scratch, more = _cut_logits(work, options, budget, gemms)
-        # of two sides in plain PyTorch up to four blocks of columns are beside the logits
-        columns = max(1, columns_of(work, rows, V) // (1 if work.teacher is None else 2))
-        more |= {**gemms, "columns": columns}
-    chunks = -(-N // rows)
-    accumulate = accumulate_in(work, options, chunks)
-    cast = more.get("backward_gemm") != "blocks" or more.get("logits_gemm") == "out_dtype"
-    note = ""
-    if options.workspace_mib is not None and scratch > options.workspace_mib * MIB:
-        note = (
-            f"workspace_mib={options.workspace_mib} is less than one row of logits and the numbers kept for each of"
-            f" {N} tokens take: one row is computed at a time, in {scratch / MIB:.2f} MiB"
-        )
-    return HeadPlan(
-        backend=work.choice[0],
-        reason=work.choice[1],
-        gradient=work.gradient,
-        accumulate=accumulate,
-        rows=N,
-        chunks=chunks,
-        chunk_rows=rows,
-        scratch_bytes=scratch,
-        accumulator_bytes=V * D * work.wide.itemsize if accumulate == "float32" and not work.weight_frozen else 0,
-        cast_bytes=V * D * work.dtype.itemsize if work.weight_dtype != work.dtype and cast else 0,
-        note=note,
-        **more,
-    )
+        return _cut_exponentials(work)
+    rows, scratch, more = _cut_narrow_pair(work) if work.narrow_pair else _cut_logits(work)
+    # of two sides in plain PyTorch up to four blocks of columns are beside the logits
+    columns = max(1, _columns_of(work, rows, work.size[2]) // (1 if work.teacher is None else 2))
+    return rows, scratch, {**more, **gemms_of(work), "columns": columns}
 
 
-@lru_cache(maxsize=256)
-def plan_of_teacher(work: Work, options: HeadOptions) -> HeadPlan:
-    """Return the same chunks with the GEMMs of the second side, which gets no gradient."""
-    assert work.teacher is not None
-    gemms = gemms_of(work, *work.teacher, workspace_bytes(work, options), backward=False)
-    return replace(plan_of(work, options), accumulator_bytes=0, **gemms)
-
-
-def workspace_bytes(work: Work, options: HeadOptions) -> int:
-    """Return how much scratch memory a pass may take."""
-    if options.workspace_mib is not None:
-        return int(options.workspace_mib * MIB)
-    if work.device.type == "cpu":
-        return CPU_WORKSPACE
-    most, share = (GPU_FUNCTION_WORKSPACE, MOST_FOR_A_FUNCTION) if work.function else (GPU_WORKSPACE, MOST_OF_A_GPU)
-    device_bytes = work.device_bytes
-    if device_bytes is None and work.device.type == "cuda" and torch.cuda.is_available():
-        device_bytes = torch.cuda.get_device_properties(work.device).total_memory
-    return most if device_bytes is None else min(most, int(device_bytes * share))
-
-
-def accumulate_in(work: Work, options: HeadOptions, chunks: int) -> Literal["float32", "input"]:
+def accumulate_in(work: Work, chunks: int) -> Literal["float32", "input"]:
     """Return where the weight's gradient is summed over so many chunks: see `HeadOptions`."""
-    dtype, exp, few = work.weight_dtype, work.choice[0] == "exp", 1
+    dtype, asked, exp, few = work.weight_dtype, work.options.accumulate, work.choice[0] == "exp", 1
     if dtype == torch.float16:
         return "float32"
     if not exp and work.device.type != "cpu" and dtype not in (work.dtype, work.wide):
@@ -131,30 +136,33 @@ def accumulate_in(work: Work, options: HeadOptions, chunks: int) -> Literal["flo
     if dtype.itemsize >= work.wide.itemsize:
         return "input"
     if exp or work.narrow_pair:
-        few = FEW_CHUNKS if options.workspace_mib is None else FEW_ASKED_CHUNKS
-    return "float32" if options.accumulate == "float32" or (options.accumulate == "auto" and chunks > few) else "input"
+        few = FEW_CHUNKS if work.automatic else FEW_ASKED_CHUNKS
+    return "float32" if asked == "float32" or (asked == "auto" and chunks > few) else "input"
 
 
-def gemms_of(work: Work, D: int, V: int, dtype: torch.dtype, budget: int, *, backward: bool = True) -> dict[str, Any]:
+def gemms_of(work: Work, *, of_teacher: bool = False) -> dict[str, Any]:
     """Return how logits and gradients of one side are multiplied, and how many rows of its weight are cast at a time.
 
     float32 logits come from narrow operands without a float32 copy of the weight. On CPUs a bf16 GEMM rounds its
     result, and without AVX-512-BF16 or AMX it runs up to 20 times slower than a float32 one; fp16 is slower still,
     and its range too small for the gradient of the logits.
     """
-    device, bf16, gemms = work.device.type, dtype == torch.bfloat16, ("blocks", "blocks")
+    D, V, dtype = work.teacher if of_teacher and work.teacher else (*work.size[1:], work.dtype)
+    device, bf16, budget = work.device.type, dtype == torch.bfloat16, work.budget()
+    logits, backward = "blocks", "blocks"
     if dtype in (torch.float32, torch.float64):
-        gemms = ("same", "same")
+        logits, backward = "same", "same"
     elif work.choice[0] == "row":
-        gemms = ("out_dtype", "narrow")  # fp16 too: the kernel lifts its gradients to where fp16 is precise
+        logits, backward = "out_dtype", "narrow"  # fp16 too: the kernel lifts its gradients to where fp16 is precise
     elif device == "cuda" and torch.version.hip is None:
-        gemms = ("out_dtype", "narrow" if bf16 else "blocks")
+        logits, backward = "out_dtype", "narrow" if bf16 else "blocks"
     elif device == "cpu" and bf16 and cpu_multiplies_bf16() and budget >= ONEDNN_LEAST_WORKSPACE:
-        gemms = ("blocks", "narrow")
-    if not backward:
-        gemms = (gemms[0], "blocks" if gemms[0] == "blocks" else "same")
-    block_rows = max(1, min(V, MOST_BLOCK_ROWS, budget // BLOCK_SHARE // max(1, 4 * D))) if "blocks" in gemms else 0
-    return {"logits_gemm": gemms[0], "backward_gemm": gemms[1], "block_rows": block_rows}
+        backward = "narrow"
+    if of_teacher:
+        backward = "blocks" if logits == "blocks" else "same"
+    fitting = max(1, min(V, MOST_BLOCK_ROWS, budget // BLOCK_SHARE // max(1, 4 * D)))
+    block_rows = fitting if "blocks" in (logits, backward) else 0
+    return {"logits_gemm": logits, "backward_gemm": backward, "block_rows": block_rows}
 
 
 @cache
@@ -166,38 +174,37 @@ def cpu_multiplies_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-_Cut = tuple[int, int, dict[str, Any]]  # rows of a chunk, bytes of scratch, more of the plan
-
-
-def _cut_logits(work: Work, options: HeadOptions, budget: int, gemms: dict[str, Any]) -> _Cut:
+def _cut_logits(work: Work) -> Cut:
     """Cut where a chunk's logits exist, and of two sides both."""
     (N, D, V), cpu, by_kernel = work.size, work.device.type == "cpu", work.choice[0] == "row"
-    wide, narrow, automatic = work.wide.itemsize, work.dtype.itemsize, options.workspace_mib is None
+    wide, narrow, budget, gemms = work.wide.itemsize, work.dtype.itemsize, work.budget(), gemms_of(work)
     fixed = N * BYTES_PER_TOKEN + gemms["block_rows"] * D * (wide + narrow) + 16 * V
     row = wide * padded(V) + D * (2 * wide + narrow) + (D * narrow + 64 if by_kernel else 24 * wide)
     more: dict[str, Any] = {}
-    enough = _enough_rows(work)
+    least, most = (FUNCTION_ROWS[cpu], FUNCTION_CHUNKS[cpu]) if work.function else (FEWEST_ROWS, FEWEST_CHUNKS)
+    if cpu and not work.function:
+        least = max(least, CPU_CHUNK_BYTES // (4 * max(1, V)))
+    enough = max(least, -(-N // most)) if work.automatic else math.inf
     if work.teacher is not None:
-        of_teacher, row_of_teacher = _bytes_of_teacher(work, budget)
+        of_teacher, row_of_teacher = _bytes_of_teacher(work)
         fixed, row = fixed + of_teacher, row + row_of_teacher
     if work.function:
         copied = V * padded(D + 1) * narrow
         more["bias_column"] = gemms["logits_gemm"] == "out_dtype" and copied <= budget // BIAS_COLUMN_SHARE
         fixed += copied * more["bias_column"]
-        left = budget - fixed - enough * row if automatic else 0  # by chunks that are as large as they should be
+        left = budget - fixed - enough * row  # by chunks that are as large as they should be
         piece_bytes = FUNCTION_COPIES * wide * max(1, V)
-        piece_rows = min(N, max(left, (budget - fixed) // 2) // piece_bytes, max(2, PIECE_ELEMENTS[cpu] // max(1, V)))
-        if automatic and not cpu:
-            piece_rows = min(piece_rows, max(FEWEST_ROWS, N // FUNCTION_PIECES))
-        piece_rows = max(1, piece_rows)
+        pieces = [N, max(left, (budget - fixed) // 2) // piece_bytes, max(2, PIECE_ELEMENTS[cpu] // max(1, V))]
+        if work.automatic and not cpu:
+            pieces.append(max(FEWEST_ROWS, N // FUNCTION_PIECES))
+        piece_rows = max(1, int(min(pieces)))
         fixed += piece_rows * piece_bytes
     else:
         fixed += wide * padded(V)  # a soft cap's block is a row at least
-        row += 0 if by_kernel else wide * 2 * columns_of(work, 1, V)
+        row += 0 if by_kernel else wide * 2 * _columns_of(work, 1, V)
     if cpu and gemms["backward_gemm"] == "narrow":
         fixed, row = fixed + ONEDNN_BYTES, row + ONEDNN_ROW_BYTES
-    rows = max(1, (budget - fixed) // max(1, row))
-    rows = min(rows, enough) if automatic else rows
+    rows = int(min(max(1, (budget - fixed) // max(1, row)), enough))
     if cpu:
         rows = evenly(N, rows)
     else:
@@ -210,21 +217,21 @@ def _cut_logits(work: Work, options: HeadOptions, budget: int, gemms: dict[str, 
     return rows, fixed + rows * row, more
 
 
-def _bytes_of_teacher(work: Work, budget: int) -> tuple[int, int]:
+def _bytes_of_teacher(work: Work) -> tuple[int, int]:
     """Return what a second side takes, and what it takes for each row of a chunk."""
     assert work.teacher is not None
     (D, V, dtype), wide, of_student = work.teacher, work.wide.itemsize, padded(work.size[2])
     operands = D * (wide + dtype.itemsize)
-    fixed = gemms_of(work, D, V, dtype, budget, backward=False)["block_rows"] * operands + 8 * V
+    fixed = gemms_of(work, of_teacher=True)["block_rows"] * operands + 8 * V
     if work.choice[0] == "row":
         return fixed, wide * padded(V) + operands + 16 * wide
     if D:
         longer = max(of_student, padded(V))  # both sides' logits are as long, and both have blocks of columns beside
-        return fixed, wide * (2 * longer - of_student + 2 * columns_of(work, 1, longer)) + operands + 16 * wide
+        return fixed, wide * (2 * longer - of_student + 2 * _columns_of(work, 1, longer)) + operands + 16 * wide
     return fixed, wide * (padded(work.size[2] + 1) - of_student) + V * (8 + 16 * wide)  # ids, both sides' outcomes
 
 
-def _cut_narrow_pair(work: Work, options: HeadOptions, budget: int) -> _Cut:
+def _cut_narrow_pair(work: Work) -> Cut:
     """Cut where both sides' float32 logits exist of a few rows, and the narrow gradient of more.
 
     The weight's gradient is read and written once a chunk, and in its own dtype rounded as often: rows of the gradient,
@@ -232,12 +239,12 @@ def _cut_narrow_pair(work: Work, options: HeadOptions, budget: int) -> _Cut:
     """
     assert work.teacher is not None
     (N, D, V), wide, narrow = work.size, work.wide.itemsize, work.dtype.itemsize
-    logits = wide * padded(V) + _bytes_of_teacher(work, budget)[1]
+    logits = wide * padded(V) + _bytes_of_teacher(work)[1]
     gradient = narrow * padded(V) + D * 2 * (wide + narrow) + 16 * wide
     fixed = N * BYTES_PER_TOKEN + 16 * (V + work.teacher[1])
-    room = max(0, budget - fixed)
+    room = max(0, work.budget() - fixed)
     few, rows = room // 2 // logits, N
-    if options.workspace_mib is None:
+    if work.automatic:
         few = min(few, max(PAIR_LOGITS, N // (6 * PAIR_CHUNKS)))
         rows = min(rows, max(PAIR_ROWS, -(-N // PAIR_CHUNKS // GPU_TILE) * GPU_TILE))
     few = max(1, min(whole_tiles(few), rows))
@@ -245,59 +252,37 @@ def _cut_narrow_pair(work: Work, options: HeadOptions, budget: int) -> _Cut:
     return rows, fixed + few * logits + rows * gradient, {"product_rows": few}
 
 
-def _cut_exponentials(work: Work, options: HeadOptions, budget: int) -> _Cut:
+def _cut_exponentials(work: Work) -> Cut:
     """Cut chunks of exponentials, or blocks of the vocabulary where these are too short."""
-    (N, D, V), automatic = work.size, options.workspace_mib is None
+    (N, D, V), budget, recompute = work.size, work.budget(), work.gradient == "recompute"
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
     thin = D * (2 + 4 + 2 * work.input_is_copied) + 64 + work.row_bytes  # s x, E W, hidden states, a row's numbers
     sums = 4 * work.tile_numbers * -(-V // GPU_TILE)
     room = max(0, budget - fixed)
-    product_rows = _rows_between_exchanges(N, D, V) if work.pieces else _rows_of_a_wave(D)
+    product_rows = 1 << round(math.log2(EXP_WAVE / max(1, D)))  # the power of two nearest to a wave of tiles
+    if work.pieces:  # more between two exchanges, where few classes are little work
+        product_rows = max(product_rows, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
     rows = room // (thin + sums + 2 * padded(V))
-    if automatic:
-        rows = min(rows, max(_enough_rows_of_exponentials(N, D, V), work.pieces * product_rows))
+    if work.automatic:  # few enough to be small beside N, enough to be fast
+        fast = max(N // EXP_CHUNKS, -(-EXP_WORK // max(1, D)), -(-EXP_CHUNK_WORK // max(1, D * V)))
+        rows = min(rows, max(1, min(_next_power(fast), max(N // 4, EXP_ROWS)), work.pieces * product_rows))
     rows = level(N, max(1, min(whole_tiles(rows, tile_of(rows)), N)))
     chunks, columns = -(-N // rows), V
     light = chunks > FEW_CHUNKS and rows * D * V < EXP_LIGHT_CHUNK
-    short = rows < min(N, EXP_BLOCKS_BELOW[accumulate_in(work, options, chunks)])
-    if work.gradient == "recompute" or light or short:
-        if automatic:
+    if recompute or light or rows < min(N, EXP_BLOCKS_BELOW[accumulate_in(work, chunks)]):
+        if work.automatic:
             room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
         rows, columns = _rows_and_columns_of_blocks(N, V, room, thin) or (rows, V)
     sum_row = sums + 64 + 2 * D * work.input_is_copied + work.sum_row_bytes
     sum_rows = room // sum_row
     sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
     more = {"schedule": "chunks", "block_columns": columns, "sum_rows": sum_rows}
-    if work.gradient == "recompute" or columns < V:
+    if recompute or columns < V:
         scratch = max(fixed + rows * (thin + 2 * padded(columns)), fixed + sum_rows * sum_row)
         return rows, scratch, {**more, "schedule": "blocks", "product_rows": rows}
     product_rows = min(rows, product_rows)
     more["product_rows"] = level(rows, product_rows) if work.pieces else product_rows
     return rows, fixed + rows * (thin + 2 * padded(V) + sums), more
-
-
-def _enough_rows(work: Work) -> int:
-    """Return the rows of a chunk of logits where memory is no matter."""
-    (N, _, V), cpu = work.size, work.device.type == "cpu"
-    if work.function:
-        return max(FUNCTION_ROWS[cpu], -(-N // FUNCTION_CHUNKS[cpu]))
-    return max(FEWEST_ROWS, -(-N // FEWEST_CHUNKS), CPU_CHUNK_BYTES // (4 * max(1, V)) if cpu else 0)
-
-
-def _enough_rows_of_exponentials(N: int, D: int, V: int) -> int:
-    """Return the same of exponentials: few enough to be small beside N, enough to be fast."""
-    fast = max(N // EXP_CHUNKS, -(-EXP_WORK // max(1, D)), -(-EXP_CHUNK_WORK // max(1, D * V)))
-    return max(1, min(_next_power(fast), max(N // 4, EXP_ROWS)))
-
-
-def _rows_of_a_wave(D: int) -> int:
-    """Return the power of two nearest to the rows of one wave of tiles: beyond it a second one would begin."""
-    return 1 << round(math.log2(EXP_WAVE / max(1, D)))
-
-
-def _rows_between_exchanges(N: int, D: int, V: int) -> int:
-    """Return the rows of a piece between two exchanges: a wave of tiles, more where few classes are little work."""
-    return max(_rows_of_a_wave(D), min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
 
 
 def _rows_and_columns_of_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
@@ -314,11 +299,16 @@ def _next_power(rows: int) -> int:
     return 1 << max(0, rows - 1).bit_length()
 
 
-def columns_of(work: Work, rows: int, V: int) -> int:
+def _columns_of(work: Work, rows: int, V: int) -> int:
     """Return the columns handled at a time: few launches on a GPU; on a CPU 2 MiB, which stay in cache."""
     if work.device.type != "cpu":
         return max(1, -(-V // 4))
     return max(1, min(V, max(64, min(-(-V // 16), 2**19 // rows))))
+
+
+def padded(V: int) -> int:
+    """Return the row length of a chunk's logits: 16-byte rows for the GEMMs, also when narrowed to two bytes."""
+    return -(-V // 8) * 8
 
 
 def tile_of(rows: int) -> int:

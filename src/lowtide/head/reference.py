@@ -59,39 +59,14 @@ def linear_cross_entropy(
     loss = (1 - label_smoothing) * nll + label_smoothing * uniform + z_loss * lse**2
     if token_weight is not None:
         loss = loss * token_weight.detach().to(z.dtype)
-    loss = loss.where(kept, 0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    if num_items is not None:
-        return loss.sum() / num_items
-    return loss.sum() / (q[y] * kept).sum()
+    return _reduced(loss.where(kept, 0), reduction, (q[y] * kept).sum() if num_items is None else num_items)
 
 
-def linear_logprobs(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float | Tensor = 1.0,
-    ignore_index: int = -100,
-) -> Tensor:
-    """The twin of `lowtide.linear_logprobs`: same arguments, same meaning, with the logits in memory."""
-    stats = linear_token_stats(
-        input,
-        linear_weight,
-        target,
-        want=("logprob",),
-        linear_bias=linear_bias,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        ignore_index=ignore_index,
-    )
-    assert stats.logprob is not None
-    return stats.logprob
+def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
+    """The twin of `lowtide.linear_logprobs`, whose arguments `linear_token_stats` takes too."""
+    logprob = linear_token_stats(input, linear_weight, target, want=("logprob",), **kwargs).logprob
+    assert logprob is not None
+    return logprob
 
 
 def linear_token_stats(
@@ -154,11 +129,8 @@ def linear_divergence(
     else:
         assert teacher_input is not None
         assert teacher_weight is not None
-        b = (
-            (logits(teacher_input, teacher_weight, teacher_bias, teacher_softcap) / temperature)
-            .log_softmax(-1)
-            .detach()
-        )
+        b = logits(teacher_input, teacher_weight, teacher_bias, teacher_softcap)
+        b = (b / temperature).log_softmax(-1).detach()
         V = max(a.shape[-1], b.shape[-1])
         a, b = (pad(side, (0, V - side.shape[-1]), value=-math.inf) for side in (a, b))
     s, t = a.exp(), b.exp()
@@ -171,13 +143,14 @@ def linear_divergence(
         value = beta * _kl(t, b, log_m) + (1 - beta) * _kl(s, a, log_m)
     else:
         value = (s - t).abs().sum(-1) / 2
-    value = value if mask is None else value.where(mask, 0)
+    kept = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
+    return _reduced(value.where(kept, 0), reduction, kept.sum() if num_items is None else num_items)
+
+
+def _reduced(value: Tensor, reduction: str, items: float | Tensor) -> Tensor:
     if reduction == "none":
         return value
-    if reduction == "sum":
-        return value.sum()
-    kept = value.new_tensor(value.numel()) if mask is None else mask.sum()
-    return value.sum() / (kept if num_items is None else num_items)
+    return value.sum() / (items if reduction == "mean" else 1)
 
 
 def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -4,12 +4,13 @@ A scalar loss's upstream gradient is one factor of all of them; with a value for
 factor for each row of the input's.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.graph import freed, is_last_backward
+from lowtide.graph import keep_stored, take_stored
 from lowtide.head.call import Head, HeadCall, Wanted
 from lowtide.head.gradients import Gradients
 from lowtide.head.scaling import lift_of, lift_of_rows, scaled
@@ -114,36 +115,20 @@ def fake_stored_gradients(call: HeadCall, wanted: Wanted, *, per_token: bool, ig
 
 
 def keep(ctx: Any, stored: StoredGradients, wanted: Wanted, call: HeadCall, *, per_token: bool) -> None:
-    """Keep gradients on a node of autograd's graph until `multiplied` is called there.
-
-    As attributes, not by save_for_backward: torch.utils.checkpoint would drop them there and compute everything a
-    second time, and they are the smaller thing to keep.
-    """
-    ctx.stored, ctx.wanted, ctx.per_token, ctx.no_tokens = tuple(stored), wanted, per_token, not call.tokens
+    """Keep gradients on a node of autograd's graph until `multiplied` is called there."""
+    keep_stored(ctx, stored, call.trained)
+    ctx.wanted, ctx.per_token, ctx.no_tokens = wanted, per_token, not call.tokens
     ctx.factored = per_token or lacks_denominator(call.input, call.linear_weight)
     ctx.bias_dtype = None if call.linear_bias is None else call.linear_bias.dtype
-    # for graphs of the gradients: no second derivative may pass by. In memory until backward, as the gradients are
-    ctx.sources = () if torch.compiler.is_compiling() else call.trained
-    # a dispatch mode, such as that of selective checkpointing, may have kept what the operator returned
-    ctx.shared = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
-def multiplied(ctx: Any, upstream: Tensor, function: str) -> tuple[list[Tensor | None], tuple[Tensor | None, ...]]:
-    """Return the kept gradients times the upstream one, a scalar or [N], and what they depend on beside it.
-
-    Raises:
-        UnsupportedError: They were freed by an earlier backward.
-    """
-    if ctx.stored is None:
-        raise freed(function)
-    dx, dw, db, input_factor, weight_factor, kept_tokens, kept_any = ctx.stored
+def multiplied(ctx: Any, upstream: Tensor, function: str) -> tuple[list[Tensor | None], Sequence[Tensor | None]]:
+    """Return the kept gradients times the upstream one, a scalar or [N], and what they depend on beside it."""
+    stored, sources, in_place = take_stored(ctx, function)
+    dx, dw, db, input_factor, weight_factor, kept_tokens, kept_any = stored
     ignores = kept_any.dim() == 0
     if ctx.no_tokens and not ignores:  # as a sum of no rows, 0 whatever comes from upstream
         upstream = torch.zeros_like(upstream)
-    last = is_last_backward()
-    in_place, sources = last and not ctx.shared, ctx.sources
-    if last:
-        ctx.stored, ctx.sources = None, ()
     needed = [wanted and need for wanted, need in zip(ctx.wanted, ctx.needs_input_grad, strict=False)]
     grads: list[Tensor | None] = [None, None, None]
     if needed[0]:

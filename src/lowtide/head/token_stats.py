@@ -7,19 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.arguments import (
-    check_index,
-    check_options,
-    check_target,
-    refuse_transforms,
-)
-from lowtide.head.backends import choose, why_not_exp, why_not_exp_stats, why_not_row
-from lowtide.head.call import CrossEntropyArgs, HeadCall, TokenStatsArgs, checked_call
+from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
-from lowtide.head.ranks.alone import Alone
-from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard
 from lowtide.head.terms.cross_entropy import CROSS_ENTROPY
 from lowtide.head.terms.token_stats import DIFFERENTIABLE, OF_TARGETS, TOKEN_STATS
@@ -108,12 +100,11 @@ def linear_logprobs(
         >>> linear_logprobs(hidden, head.weight, labels, logit_scale=1 / 0.7).shape
         torch.Size([2, 5])
     """
-    refuse_transforms("linear_logprobs", input, linear_weight, linear_bias, logit_scale)
-    options = check_options(options)
-    head, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
+    call = checked_call(
+        "linear_logprobs", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+    )
     check_target(input, target, linear_weight, several=True)
-    names = frozenset({"logprob"})
-    logprob = _token_stats(head, ranks, options, input.shape[:-1], target, names, 0, ignore_index).logprob
+    logprob = _token_stats(call, input.shape[:-1], target, frozenset({"logprob"}), 0, ignore_index).logprob
     assert logprob is not None
     return logprob
 
@@ -181,51 +172,37 @@ def linear_token_stats(
         >>> (-stats.logprob - 0.01 * stats.entropy).mean().backward()
         >>> accuracy = stats.is_top1.float().mean()
     """
-    refuse_transforms("linear_token_stats", input, linear_weight, linear_bias, logit_scale)
-    options, names = check_options(options), _check_want(want)
+    names = _check_want(want)
     if topk is not None:
         names |= {"topk"}
     elif "topk" in names:
         raise ArgumentValueError(message("topk", "an int, as want names 'topk'", "None", "Say how many: topk=5."))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not names.isdisjoint(DIFFERENTIABLE)):
-        head, ranks = checked_call(input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard)
-        highest = 0 if topk is None else check_index("topk", topk)
-        if topk is not None and not 1 <= highest <= ranks.vocab:
-            raise ArgumentValueError(message("topk", f"an int from 1 to {ranks.vocab}, the vocabulary", str(topk)))
+        call = checked_call(
+            "linear_token_stats", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
+        )
+        highest, V = 0 if topk is None else check_index("topk", topk), call[1].vocab
+        if topk is not None and not 1 <= highest <= V:
+            raise ArgumentValueError(message("topk", f"an int from 1 to {V}, the vocabulary", str(topk)))
         if target is not None:
             check_target(input, target, linear_weight, several=True)
         elif not names.isdisjoint(OF_TARGETS):
             needed = " and ".join(repr(name) for name in OF_TARGETS if name in names)
             hint = "Pass the targets, or a want without these."
             raise ArgumentValueError(message("target", f"class indices, as want names {needed}", "None", hint))
-        return _token_stats(head, ranks, options, input.shape[:-1], target, names, highest, ignore_index)
+        return _token_stats(call, input.shape[:-1], target, names, highest, ignore_index)
 
 
 def _token_stats(
-    head: HeadCall,
-    ranks: Ranks | Alone,
-    options: HeadOptions,
-    leading: torch.Size,
-    target: Tensor | None,
-    names: frozenset[str],
-    topk: int,
-    ignore_index: int,
+    call: Call, leading: torch.Size, target: Tensor | None, names: frozenset[str], topk: int, ignore_index: int
 ) -> TokenStats:
     """Return fields ``names`` for tokens [*leading]."""
-    V, D = head.linear_weight.shape
-    if ranks.vocab == 0:
-        raise ArgumentValueError(message("linear_weight", "at least one class", f"[0, {D}]"))
+    head, ranks, options = call
     K = 0 if target is None else target.shape[-1] if target.dim() > len(leading) else 1
     by_loss = names == {"logprob"} and target is not None and target.dim() == len(leading)
     if options.gradient == "forward" and not (by_loss and head.frozen):
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
-    if options.backend != "auto" and ranks.alone:
-        device, dtype = head.input.device, head.dtype
-        if by_loss:
-            choose("cross entropy", options, exp=why_not_exp(device, dtype, D, V), row=why_not_row(device, dtype, V))
-        else:
-            choose("statistics", options, exp=why_not_exp_stats(device, dtype, D, V, targets=K, topk=topk))
     ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
     if by_loss and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
@@ -240,15 +217,13 @@ def _token_stats(
     y_NK = head.input.new_zeros((N, 0), dtype=torch.long) if target is None else target.long().reshape(N, K)
     args = TokenStatsArgs(target=y_NK, want=",".join(sorted(names)), topk=topk, ignore_index=ignore_index)
     found = dict(zip(TOKEN_STATS.returned, TOKEN_STATS(head, args, ranks, recompute=True), strict=True))
-
-    def shaped(name: str) -> Tensor:
-        x = found[name]
-        shape = leading if target is None or name not in OF_TARGETS else target.shape
-        return ranks.result(x.view(*shape, *x.shape[1:]) if name.startswith("topk") else x.view(shape))
-
-    fields: dict[str, Any] = {name: shaped(name) for name in names - {"topk"}}
+    shapes = {} if target is None else dict.fromkeys(OF_TARGETS, target.shape)
+    fields: dict[str, Any] = {}
+    for name in (*names - {"topk"}, *(("topk_values", "topk_ids") if "topk" in names else ())):
+        shape = shapes.get(name, leading + found[name].shape[1:])
+        fields[name] = ranks.result(found[name].view(shape))
     if "topk" in names:
-        fields["topk"] = TopK(shaped("topk_values"), shaped("topk_ids"))
+        fields["topk"] = TopK(fields.pop("topk_values"), fields.pop("topk_ids"))
     return TokenStats(**fields)
 
 

@@ -1,7 +1,7 @@
 """The check that the functions of this room share."""
 
+from lowtide.arguments import check_tensor, is_dtensor
 from lowtide.errors import ArgumentTypeError, message
-from lowtide.head.arguments import check_tensor, is_dtensor
 
 
 def why_not_taken(name: str, value: object) -> ArgumentTypeError | None:

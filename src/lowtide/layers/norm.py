@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_number, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
-from lowtide.head.arguments import check_number, refuse_transforms
 from lowtide.head.backends import why_not_row
 from lowtide.layers.arguments import why_not_taken
 

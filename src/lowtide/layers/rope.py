@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.arguments import refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, LowtideError, UnsupportedError, message
 from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
-from lowtide.head.arguments import refuse_transforms
 from lowtide.head.backends import why_not_row
 from lowtide.layers.arguments import why_not_taken
 

@@ -6,8 +6,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_number, check_tensor, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import check_number, check_tensor, scalar_tensor
 
 LARGEST_EXPONENT = 80.0  # exp(80) = 5.5e34: finite in float32 even after a sum over a batch or a product with rewards
 
@@ -129,9 +129,7 @@ def check_count(name: str, value: object, dtype: torch.dtype) -> Tensor:
         ArgumentTypeError: Neither.
         ArgumentValueError: A number that is not above 0, or a tensor with axes.
     """
-    if not isinstance(value, Tensor):
-        check_positive(name, value)
-    return scalar_tensor(name, value, dtype).detach().to(dtype)
+    return positive_scalar(name, value, dtype).detach().to(dtype)
 
 
 def bounded_exp(x: Tensor) -> Tensor:

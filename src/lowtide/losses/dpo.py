@@ -8,8 +8,8 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lowtide.arguments import check_number
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.arguments import check_number
 from lowtide.losses.checks import bounded_expm1, check_choice, check_floats, check_like, check_positive
 from lowtide.losses.reduction import SequenceReduction, reduce_sequences
 

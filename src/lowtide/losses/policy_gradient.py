@@ -4,8 +4,8 @@ from typing import Unpack
 
 from torch import Tensor
 
+from lowtide.arguments import check_index
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.arguments import check_index
 from lowtide.losses.checks import check_floats, check_mask, check_not_negative, check_positive, check_tokens
 from lowtide.losses.policy_terms import PolicyTerms, policy_loss
 from lowtide.losses.ratios import RatioLevel, clipped_surrogate, importance_ratio, per_token_advantage

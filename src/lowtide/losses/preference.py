@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lowtide.arguments import check_number, scalar_tensor
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.arguments import check_number, scalar_tensor
 from lowtide.losses.checks import (
     check_bool,
     check_choice,

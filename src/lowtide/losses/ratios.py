@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_index, check_number
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.arguments import check_index, check_number
 from lowtide.losses.checks import (
     bounded_exp,
     bounded_expm1,

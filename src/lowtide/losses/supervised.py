@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowtide.head.arguments import check_number
+from lowtide.arguments import check_number
 from lowtide.losses.checks import check_like, check_mask, check_not_negative, check_tokens
 from lowtide.losses.reduction import TokenReduction, reduce_tokens
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.head.arguments import operand_dtype
+from lowtide.arguments import operand_dtype
 from lowtide.mlp.call import SwigluCall
 from lowtide.mlp.operators import run
 from lowtide.mlp.swiglu import check_level, check_tile

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_device, check_index, check_tensor, operand_dtype, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import check_device, check_index, check_tensor, operand_dtype, refuse_transforms
 from lowtide.mlp.call import SwigluCall
 from lowtide.mlp.operators import WRITTEN_OUT, run
 

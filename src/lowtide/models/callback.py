@@ -8,8 +8,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
-from lowtide.head.arguments import check_options
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, check_options
 from lowtide.models.patch import patch, unpatch
 from lowtide.models.report import PatchReport
 from lowtide.trl.patch import patch_trl, unpatch_trl

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.arguments import is_dtensor
+from lowtide.arguments import is_dtensor
 from lowtide.head.backends import why_no_triton
 from lowtide.samples import INTEGERS
 

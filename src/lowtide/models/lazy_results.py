@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import TensorBase
 
+from lowtide.arguments import is_dtensor
 from lowtide.head.apply import linear_apply
-from lowtide.head.arguments import is_dtensor
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats

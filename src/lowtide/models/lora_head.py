@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.arguments import is_dtensor
 from lowtide.distributed.zero import gather_for
-from lowtide.head.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.models.adapters import AdaptedLinear, adapted_linear, is_lora, saved_module
 from lowtide.models.eligibility import why_not_class, why_not_lazy

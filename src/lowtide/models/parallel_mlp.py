@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.head.arguments import is_dtensor
+from lowtide.arguments import is_dtensor
 from lowtide.mlp.swiglu import swiglu_mlp
 from lowtide.models.adapters import AdaptedLinear
 from lowtide.models.eligibility import own_hooks

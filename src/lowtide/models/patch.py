@@ -18,8 +18,7 @@ from torch import nn
 from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.distributed.zero import Kept
 from lowtide.errors import ArgumentTypeError, message
-from lowtide.head.arguments import check_options
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, check_options
 from lowtide.models.agreement import forget, why_not_agreed
 from lowtide.models.compiled import Counter, count_when_run
 from lowtide.models.eligibility import (

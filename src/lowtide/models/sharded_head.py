@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.head.arguments import is_dtensor
+from lowtide.arguments import is_dtensor
 from lowtide.head.options import HeadOptions
 from lowtide.head.ranks import exchange
 from lowtide.head.ranks.shard import shard_of_dtensor

@@ -4,8 +4,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from lowtide.head.arguments import check_options
-from lowtide.head.options import HeadOptions
+from lowtide.head.options import HeadOptions, check_options
 from lowtide.trl.report import TrlReport
 from lowtide.trl.seam import SEAMS, stock_function, trl_version
 from lowtide.trl.stand_in import StandIn

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.kernels.pair_rows import Pair, Side, pair_gradient, pair_logsumexps, pair_rows, pair_sums
+from lowtide.head.kernels.gemm import LogitTransform
+from lowtide.head.kernels.pair_rows import Pair, pair_gradient, pair_logsumexps, pair_rows, pair_sums
 from support import divergence_of, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,19 +83,19 @@ def run_one_way(
     before, other_before = room.clone(), other_room.clone()
     pair = pair_of(room[1:-1, :V], other_room[1:-1, :U], kind, kwargs)
     factor, pad = kwargs.get("factor_C"), room.shape[1]
-    lift = torch.full((C,), torch.nan, device=DEVICE) if gradient == "float16" else None
     out_room = (
         room if gradient == "wide" else torch.full((C + 2, pad + 8), torch.nan, device=DEVICE).to(NARROW[gradient])
     )
     out = out_room[1:-1, :V]
     if at_once:
-        value = pair_gradient(pair, out, factor_C=factor, lift_C=lift)
+        value, lift = pair_gradient(pair, out, factor_C=factor)
         assert value is not None
         rows = RowNumbers(value, value, value, value)
     else:
         rows = RowNumbers(*pair_rows(pair))
         assert torch.equal(room.view(torch.int32), before.view(torch.int32))
-        assert pair_gradient(pair, out, rows[1:], factor_C=factor, lift_C=lift) is None
+        value, lift = pair_gradient(pair, out, rows[1:], factor_C=factor)
+        assert value is None
     assert torch.equal(other_room.view(torch.int32), other_before.view(torch.int32))
     assert out_room[[0, -1]].isnan().all()
     assert (out_room[1:-1, V:pad] == 0).all()
@@ -116,13 +117,9 @@ def pair_of(z: Tensor, other: Tensor, kind: Kind, kwargs: dict[str, Any]) -> Pai
     for name in ("softcap", "teacher_softcap"):
         cap = kwargs.get(name)
         caps.append(None if cap is None else torch.tensor(float(cap), device=DEVICE) * (1 if scale is None else scale))
-    return Pair(
-        Side.of(z, kwargs.get("bias_V"), scale, caps[0]),
-        Side.of(other, kwargs.get("teacher_bias_U"), scale, caps[1]),
-        *kind,
-        kwargs.get("kept_C"),
-        kwargs.get("longest_block"),
-    )
+    student = LogitTransform(kwargs.get("bias_V"), scale, caps[0])
+    teacher = LogitTransform(kwargs.get("teacher_bias_U"), scale, caps[1])
+    return Pair(z, other, *kind, kwargs.get("kept_C"), student, teacher, kwargs.get("longest_block"))
 
 
 def logprobs(z: Tensor, bias: Tensor | None, scale: Tensor | None, width: int, softcap: float | None = None) -> Tensor:
@@ -385,11 +382,11 @@ def test_no_thread_writes_over_what_another_still_reads(C: int, V: int) -> None:
 
 def test_no_rows() -> None:
     z, other = sides(3, 8)
-    pair = Pair(Side.of(z[:0]), Side.of(other[:0]), *KINDS[0])
+    pair = Pair(z[:0], other[:0], *KINDS[0])
     rows = pair_rows(pair)
     assert all(x.shape == (0,) for x in rows)
     pair_gradient(pair, z[:0], rows[1:])
-    value = pair_gradient(pair, z[:0])
+    value, _ = pair_gradient(pair, z[:0])
     assert value is not None
     assert value.shape == (0,)
 

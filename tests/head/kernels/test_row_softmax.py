@@ -11,11 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head.kernels.gemm import LogitTransform
-from lowtide.head.kernels.row_softmax import LossTerms, softmax_rows
+from lowtide.head.kernels.row_softmax import softmax_rows
 from support import oracle, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"wide": torch.float32, **NARROW}
 LOOSE = {"wide": 2e-6, "bfloat16": 2**-8 if DEVICE == "cuda" else 2**-7, "float16": 2**-11}  # see `rounded`
 OPTIONS = ["bias_V", "logit_scale", "softcap", "class_weight_V", "label_smoothing", "z_loss"]
 PLAIN, ALL = (), tuple(OPTIONS)
@@ -43,7 +44,8 @@ def launched(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a launcher's arguments, the options of logits and of the loss in their records."""
     given = dict(kwargs)
     transform = LogitTransform(*(given.pop(name, None) for name in ("bias_V", "logit_scale", "softcap")))
-    terms = LossTerms(**{name: given.pop(name) for name in LossTerms._fields if name in given})
+    names = {"class_weight_V": None, "total_class_weight": None, "label_smoothing": 0.0, "z_loss": 0.0}
+    terms = tuple(given.pop(name, default) for name, default in names.items())
     return given | {"transform": transform, "terms": terms}
 
 
@@ -69,11 +71,8 @@ def run(
     """Return the loss and the gradient, an fp16 one lifted, of logits that are left alone."""
     C, V = z_CV.shape
     whole = padded(z_CV)
-    loss, lift = torch.full((C,), torch.nan, device=DEVICE), None
     unit = torch.ones(C, device=DEVICE) if unit_C is None else unit_C
-    if gradient == "float16":
-        lift = kwargs["lift_C"] = torch.full((C,), torch.nan, device=DEVICE)
-    softmax_rows(whole[:, :V], y_C, unit, loss_C=loss, gradient=gradient, **launched(kwargs))
+    loss, lift = softmax_rows(whole[:, :V], y_C, unit, gradient=DTYPES[gradient], **launched(kwargs))
     if gradient in NARROW:
         narrow = whole.view(NARROW[gradient])[:, :V].float()
         return loss, narrow if lift is None else narrow * lift[:, None]
@@ -147,12 +146,9 @@ def test_narrow_values_are_the_wide_ones_rounded(names: tuple[str, ...]) -> None
     z, y = batch(C, V)
     kwargs = options(V, names) | {"longest_block": 32}
     loss, wide = run(z, y, **kwargs)
-    for gradient, dtype in NARROW.items():
-        whole, lift = padded(z), None if gradient == "bfloat16" else torch.zeros(C, device=DEVICE)
-        again = torch.zeros(C, device=DEVICE)
-        softmax_rows(
-            whole[:, :V], y, torch.ones_like(again), loss_C=again, gradient=gradient, lift_C=lift, **launched(kwargs)
-        )
+    for dtype in NARROW.values():
+        whole = padded(z)
+        again, lift = softmax_rows(whole[:, :V], y, torch.ones_like(loss), gradient=dtype, **launched(kwargs))
         expected = wide if lift is None else wide / lift[:, None]
         assert torch.equal(whole.view(dtype)[:, :V], rounded(expected, dtype))
         torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
@@ -177,8 +173,8 @@ def test_a_row_writes_to_its_own_memory(V: int, stride: int, gradient: Any) -> N
     z, y = batch(4, V)
     room = torch.full((6, stride), torch.nan, device=DEVICE)
     room[1:5, :V] = z
-    lift = torch.zeros(4, device=DEVICE) if gradient == "float16" else None
-    softmax_rows(room[1:5, :V], y, torch.ones(4, device=DEVICE), gradient=gradient, lift_C=lift, longest_block=16)
+    ones = torch.ones(4, device=DEVICE)
+    _, lift = softmax_rows(room[1:5, :V], y, ones, gradient=DTYPES[gradient], longest_block=16)
     out = room if gradient == "wide" else room.view(NARROW[gradient])
     got = out[1:5, :V].float() * (1 if lift is None else lift[:, None])
     assert relative_error(got, truth(z, y)[1]) < LOOSE[gradient]
@@ -193,21 +189,21 @@ def test_a_row_writes_to_its_own_memory(V: int, stride: int, gradient: Any) -> N
 
 def test_the_loss_alone_leaves_the_row_alone() -> None:
     z, y = batch(3, 37)
-    whole, loss = padded(z), torch.zeros(3, device=DEVICE)
+    whole = padded(z)
     before = whole.clone()
-    softmax_rows(whole[:, :37], y, torch.ones_like(loss), loss_C=loss, **launched(options(37)))
+    loss, _ = softmax_rows(whole[:, :37], y, torch.ones(3, device=DEVICE), **launched(options(37)))
     assert torch.equal(whole.view(torch.int32), before.view(torch.int32))
     torch.testing.assert_close(loss, run(z, y, **options(37))[0], rtol=1e-6, atol=0)
 
 
-def test_the_gradient_alone_and_nothing_at_all() -> None:
+def test_no_options_and_no_rows() -> None:
     z, y = batch(3, 37)
     whole, ones = padded(z), torch.ones(3, device=DEVICE)
-    softmax_rows(whole[:, :37], y, ones)
-    assert torch.equal(whole[:, :37], z)
-    softmax_rows(whole[:, :37], y, ones, gradient="wide")
+    softmax_rows(whole[:, :37], y, ones, gradient=torch.float32)
     torch.testing.assert_close(whole[:, :37], run(z, y)[1], rtol=1e-6, atol=0)
-    softmax_rows(whole[:0, :37], y[:0], ones[:0], loss_C=ones[:0], gradient="wide")
+    loss, lift = softmax_rows(whole[:0, :37], y[:0], ones[:0], gradient=torch.float32)
+    assert loss.shape == (0,)
+    assert lift is None
 
 
 def test_the_factor_is_in_a_wide_gradient_and_not_in_the_loss() -> None:
@@ -336,8 +332,9 @@ def test_a_cap_far_above_the_logits_takes_nothing_from_them() -> None:
 
 def lifted(z: Tensor, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return what an fp16 gradient leaves in memory, and its lift."""
-    (C, V), whole, lift = z.shape, padded(z), torch.zeros(len(z), device=DEVICE)
-    softmax_rows(whole[:, :V], y, torch.ones(C, device=DEVICE), gradient="float16", lift_C=lift, **launched(kwargs))
+    (C, V), whole = z.shape, padded(z)
+    _, lift = softmax_rows(whole[:, :V], y, torch.ones(C, device=DEVICE), gradient=torch.float16, **launched(kwargs))
+    assert lift is not None
     return whole.view(torch.float16)[:, :V], lift
 
 
@@ -414,5 +411,5 @@ def test_rows_lie_further_apart_than_32_bits_count() -> None:
         pytest.skip("needs 8 GiB of addresses")
     z, y = batch(3, 37)
     far = room.as_strided((3, 37), (stride, 1)).copy_(z)
-    softmax_rows(far, y, torch.ones(3, device=DEVICE), gradient="wide")
+    softmax_rows(far, y, torch.ones(3, device=DEVICE), gradient=torch.float32)
     torch.testing.assert_close(far.clone(), run(z, y)[1], rtol=1e-6, atol=0)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.gemm import LogitTransform, multiprocessors, tiles_across
-from lowtide.head.kernels.stats_entries import Entries, finish_input_grad, prepare_stats, put_entries
-from lowtide.head.kernels.stats_logits import stats_gradient, tile_stats
-from lowtide.head.kernels.stats_rows import RowStats, finish_stats, merge_stats, shard_stats, told_stats
+from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
+from lowtide.head.kernels.stats_logits import Entries, Sums, gradient_tile, tile_stats
+from lowtide.head.kernels.stats_rows import RowStats, finish_input_grad, merge_stats, prepare_stats, put_entries
 from lowtide.head.kernels.stats_topk import highest_logits, merge_highest, shard_highest
 from support import relative_error
 
@@ -21,10 +20,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 SMALL = GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
 CONFIG = GemmConfig() if DEVICE == "cuda" else SMALL
-PROGRAMS = multiprocessors(torch.device(DEVICE))
 NEAR = 2e-4 if DEVICE == "cuda" else 5e-6
 N, D, K = 19, 32, 3
 SHARDS = [[61], [40, 33], [8, 0, 96, 7]]
+ASKED = ("heat", "squares", "total")
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"bias": True, "scale": -0.7, "softcap": 9.0}}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
@@ -54,24 +53,24 @@ class Case:
         z = (z if bias is None else z + bias.double()) * (1.0 if scale is None else scale.double())
         return z if cap is None else cap * torch.tanh(z / cap)
 
-    def tiles(self, part: slice) -> tuple[Tensor, Tensor]:
+    def tiles(self, part: slice) -> Sums:
         w, P = self.w[part], tiles_across(part.stop - part.start, CONFIG)
-        sums, ids = torch.empty(5, N, P, device=DEVICE), torch.empty(N, P, dtype=torch.int32, device=DEVICE)
+        tiles = Sums.of(torch.empty(6, N, P, device=DEVICE), ASKED)
         if len(w):
-            transform = self.transform.of_classes(part)
-            tile_stats(self.x, w, sums, ids, CONFIG, PROGRAMS, transform=transform, heat=True, squares=True, total=True)
-        return sums, ids
+            gemm_tiles(tile_stats, self.x, w, None, tiles, self.transform.of_classes(part), CONFIG)
+        return tiles
 
     def merged(self) -> RowStats:
         told = []
         for part in self.parts:
-            told.append(told_stats(5, N, K, self.x.device))
-            shard_stats(
-                *self.tiles(part), self.x, self.w[part], told[-1], asked=(True, True, True), first_class=part.start,
-                y_CK=self.y, transform=self.transform.of_classes(part),
+            new = torch.empty if part.stop > part.start else torch.zeros
+            told.append(new(6 + K, N, device=DEVICE))
+            merge_stats(
+                self.tiles(part), Sums.of(told[-1][..., None], ASKED), part.stop - part.start, self.y, self.x,
+                self.w[part], transform=self.transform.of_classes(part), first_class=part.start,
             )  # fmt: skip
         out = blank()
-        merge_stats(torch.stack(told), out, self.V, y_CK=self.y)
+        merge_stats(Sums.of(torch.stack(told).permute(1, 2, 0), ASKED), out, self.V, self.y)
         return out
 
 
@@ -95,9 +94,7 @@ def test_ranks_together_find_what_one_pass_does(shards: list[int], name: str) ->
     z = case.logits(case.x, case.w)
     logp = z.log_softmax(1)
     got, whole = case.merged(), blank()
-    finish_stats(
-        *case.tiles(slice(0, case.V)), case.x, case.w, whole, y_CK=case.y, transform=case.transform
-    )  # fmt: skip
+    merge_stats(case.tiles(slice(0, case.V)), whole, case.V, case.y, case.x, case.w, transform=case.transform)
     for found in (got, whole):
         assert found.top is not None
         assert torch.equal(found.top, z.argmax(1))
@@ -168,11 +165,9 @@ def test_gradients_of_all_ranks_add_up(shards: list[int], name: str) -> None:
 
     dx, dw = torch.zeros(N, D, device=DEVICE), torch.empty(case.V, D, device=DEVICE)
     for part in case.parts:
-        entries, numbers = Entries.empty(N, K, case.x.device), torch.empty(5, N, device=DEVICE)
+        entries = Entries.empty(N, K, case.x.device, heat=True, even=True)
         scaled, out = torch.empty_like(case.x), torch.empty(N, D, device=DEVICE)
-        prepare_stats(
-            got, upstream, y, case.x, numbers, entries, case.V, transform=case.transform, scaled_CD=scaled
-        )  # fmt: skip
+        prepare_stats(got, upstream, y, case.x, entries, case.V, transform=case.transform, scaled_CD=scaled)
         V = part.stop - part.start
         e = torch.full((N, V), torch.nan, dtype=DTYPE, device=DEVICE)
         for block in (slice(0, V // 2), slice(V // 2, V)) if V else ():
@@ -181,13 +176,11 @@ def test_gradients_of_all_ranks_add_up(shards: list[int], name: str) -> None:
             of_block = torch.full((N, -(-V // 8) * 8 + 8), torch.nan, dtype=DTYPE, device=DEVICE)[
                 :, : len(case.w[classes])
             ]
-            stats_gradient(
-                case.x, case.w[classes], of_block, numbers, CONFIG, PROGRAMS,
-                transform=case.transform.of_classes(classes), heat=True, even=True,
-            )  # fmt: skip
+            transform = case.transform.of_classes(classes)
+            gemm_tiles(gradient_tile, case.x, case.w[classes], of_block, entries, transform, CONFIG)
             put_entries(of_block, entries, first)
             e[:, block] = of_block
-        finish_input_grad(e.float() @ case.w[part].float(), out, case.w[part], entries, numbers[0], part.start)
+        finish_input_grad(e.float() @ case.w[part].float(), out, case.w[part], entries, part.start)
         dx += out
         dw[part] = e.float().T @ scaled.float()
     assert relative_error(dx, want_x) < (4 * NEAR if DEVICE == "cpu" else 1e-2)
@@ -201,16 +194,13 @@ def test_highest_logits_of_all_ranks(shards: list[int], name: str, k: int) -> No
     values, ids = torch.empty(N, k, device=DEVICE), torch.empty(N, k, dtype=torch.int64, device=DEVICE)
     told = [
         shard_highest(
-            case.x, case.w[part], case.tiles(part)[0][0], CONFIG.columns, k, part.start,
-            case.transform.of_classes(part),
+            case.x, case.w[part], case.tiles(part), CONFIG, k, part.start, case.transform.of_classes(part)
         )
         for part in case.parts
     ]  # fmt: skip
     merge_highest(torch.stack(told), values, ids)
     alone, alone_ids = torch.empty_like(values), torch.empty_like(ids)
-    highest_logits(
-        case.x, case.w, case.tiles(slice(0, case.V))[0][0], CONFIG.columns, alone, alone_ids, transform=case.transform
-    )
+    highest_logits(case.x, case.w, case.tiles(slice(0, case.V)), CONFIG, alone, alone_ids, transform=case.transform)
     assert_close(values, case.logits(case.x, case.w).topk(k, 1).values)
     if DEVICE == "cpu":  # the same products, whoever computes them
         assert torch.equal(ids, alone_ids)
@@ -225,8 +215,7 @@ def test_equal_and_impossible_logits_are_chosen_in_the_order_of_their_classes() 
     values, ids = torch.empty(N, 9, device=DEVICE), torch.empty(N, 9, dtype=torch.int64, device=DEVICE)
     told = [
         shard_highest(
-            case.x, case.w[part], case.tiles(part)[0][0], CONFIG.columns, 9, part.start,
-            case.transform.of_classes(part),
+            case.x, case.w[part], case.tiles(part), CONFIG, 9, part.start, case.transform.of_classes(part)
         )
         for part in case.parts
     ]  # fmt: skip

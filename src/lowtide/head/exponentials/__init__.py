@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
+from lowtide.head.plan import HeadPlan
 from lowtide.head.terms.loss import Loss
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.exp_rows import add_column_sums
 from lowtide.head.kernels.gemm import multiprocessors
 from lowtide.head.matmul import matmul_into
+from lowtide.head.plan import HeadPlan
+from lowtide.head.planner import padded
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import rows_are_aligned
 

@@ -21,11 +21,12 @@ from lowtide.head.call import Head
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows, slices
 from lowtide.head.exponentials.smoothing import EvenPart, weighted_sum
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan, padded
 from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
 from lowtide.head.kernels.exp_rows import Reports, RowTerms
 from lowtide.head.kernels.gemm import LogitTransform, tiles_across
 from lowtide.head.matmul import matmul_into
+from lowtide.head.plan import HeadPlan
+from lowtide.head.planner import padded
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import input_is_copied
 from lowtide.head.terms.loss import Loss

@@ -4,18 +4,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head import engine
-from lowtide.head.engine import Numbers, Terms
+from lowtide.head.call import NAMES
+from lowtide.head.engine import Chunks, Terms
 from lowtide.head.function.chunk import FunctionTerms, has_numbers
-from lowtide.head.function.function import evaluate
-from lowtide.head.function.random import RandomState, random_state, same_state, set_random_state
+from lowtide.head.function.function import RandomState, evaluate, random_state, same_state, set_random_state
 from lowtide.head.options import Gradient
 
 # Which of the rows go into the second part, and which are replaced: for any number of rows from the start, one of the
@@ -31,7 +30,6 @@ AGAIN = 2.0**-9  # likewise, for the second comparison of two that must both dif
 DRAWS = 32  # of random results, for all rows and for two parts of them
 MOST_RANK = 0.66  # rank correlation, 4.5 standard deviations: by chance once in 1.5e5 comparisons, and twice in a row
 REMEMBERED = 256
-NAMES = ("input", "linear_weight", "linear_bias")
 NOT_THE_SAME_TWICE = message(
     "fn",
     "the same results from the same logits and the same state of PyTorch's default generators",
@@ -39,6 +37,7 @@ NOT_THE_SAME_TWICE = message(
     "Backward may run it once more. Draw random numbers from the default generators alone, and keep no state.",
 )
 
+Pair = tuple[Tensor, Tensor]  # what should be the same
 _passed: OrderedDict[Any, None] = OrderedDict()
 
 
@@ -51,9 +50,6 @@ def check_rows_are_independent(terms: FunctionTerms) -> None:
 
     On a GPU comparing makes the host wait, so that it is done once for a function's code and the shapes of what it
     gets; so are, on any device, the draws that show a distribution. Ranks that share a vocabulary get the same rows.
-
-    Raises:
-        ArgumentValueError: It couples rows, or with out="sum" its result does not add up, or it is not the same twice.
     """
     ranks, device, key = terms.head.ranks, terms.device, _key_of(terms)
     # ranks must not differ in what they exchange, or in whether they compare
@@ -98,118 +94,103 @@ def _to_be_alike(terms: FunctionTerms) -> dict[str, int]:
     }
 
 
-class Comparison(Terms):
+class Comparison:
     """Of a call's function with itself, on a few of its rows; what is compared by number begins at one random state."""
 
-    def __init__(self, run: FunctionTerms, state: RandomState) -> None:
-        self.run, self.state, self.per_token = run, state, run.function.per_token
-        n, ranks = run.plan.rows, run.head.ranks
-        count = min(n, ROWS, max(2, run.plan.piece_rows))
+    def __init__(self, terms: FunctionTerms, state: RandomState) -> None:
+        self.terms, self.state, self.per_token = terms, state, terms.function.per_token
+        n, ranks = terms.plan.rows, terms.head.ranks
+        count = min(n, ROWS, max(2, terms.plan.piece_rows))
         if ranks.spread:  # the first rows of each rank's tokens
             count = min(n, ROWS // ranks.groups * ranks.groups or ranks.groups)
-        plan = replace(run.plan, rows=count, chunks=1, chunk_rows=count, bias_column=False)
-        rows = run.rows_of(plan)
-        if ranks.spread:
-            chosen = torch.arange(count, device=run.device)
-        else:
-            chosen = torch.tensor([i * (n - 1) // (count - 1) for i in range(count)], device=run.device)
-        rows = replace(
-            rows,
-            index=chosen if rows.index is None else rows.index[chosen],
-            kept=None if rows.kept is None else rows.kept[chosen],
-        )
-        self.z = run.head.input.new_empty(0)
-        engine.run(run.head, rows, plan, self)
-        assert rows.index is not None
-        self.index = rows.index
-        if rows.kept is not None:
-            self.z, self.index = self.z[rows.kept], self.index[rows.kept]
+        plan = replace(terms.plan, rows=count, chunks=1, chunk_rows=count, bias_column=False)
+        rows, chosen = terms.rows_of(plan), torch.arange(count, device=terms.device)
+        if not ranks.spread:
+            chosen = chosen * (n - 1) // (count - 1)
+        self.index = chosen if rows.index is None else rows.index[chosen]
+        kept = None if rows.kept is None else rows.kept[chosen]
+        chunks = Chunks(terms.head, replace(rows, index=self.index, kept=kept), plan, Terms())
+        self.z = chunks.logits(chunks.hidden(slice(0, count)))
+        if not ranks.alone:
+            self.z = ranks.whole_rows(self.z[:, : ranks.rows].repeat(ranks.size, 1))
+        if kept is not None:
+            self.z, self.index = self.z[kept], self.index[kept]
         self.rows = min(len(self.z), ROWS)
         self.all = range(self.rows)
         self.parts = [[i for i in self.all if SPLIT[i] == part] for part in "01"]
         self.replaced = [[i for i in self.all if REPLACED[i] == part] for part in "10"]
 
-    def numbers(self, z: Tensor, part: slice) -> Numbers:  # noqa: ARG002
-        """Hold the rows' logits, with a sharded vocabulary whole ones on every rank."""
-        ranks = self.run.head.ranks
-        self.z = z if ranks.alone else ranks.whole_rows(z[:, : ranks.rows].repeat(ranks.size, 1))
-        return {}
-
     def shift(self, share: float) -> None:
         """Shift the logits, one up, one down, by a share of the largest."""
-        largest = self.z.where(self.z.isfinite(), 0).abs().amax()
-        self.z += share * largest * (1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2))
+        signs = 1 - 2 * (torch.arange(self.z.shape[1], device=self.z.device) % 2)
+        self.z += share * self.z.nan_to_num(0, 0, 0).abs().amax() * signs
 
-    def results(self, rows: Sequence[int], others: Sequence[int] = ()) -> list[Tensor]:
+    def results(self, rows: Sequence[int], others: Sequence[int] = (), *, again: bool = True) -> list[Tensor]:
         """Return the function's results for some of the rows, with ``others`` among them replaced.
 
-        Each of those gets the token arguments of the row after it, and logits made from that one's.
+        Each of those gets the token arguments of the row after it, and logits made from that one's. With ``again`` the
+        same random numbers are drawn as each time.
         """
-        where = torch.tensor([(row + 1) % self.rows if row in others else row for row in rows], device=self.z.device)
+        terms, device = self.terms, self.z.device
+        if again:
+            set_random_state(self.state, terms.device)
+        where = torch.tensor([(row + 1) % self.rows if row in others else row for row in rows], device=device)
         z = self.z[where]
         if others:
-            replaced = torch.tensor([row in others for row in rows], device=z.device)[:, None]
-            slope = torch.linspace(1, -1, z.shape[1], dtype=z.dtype, device=z.device)
+            replaced = torch.tensor([row in others for row in rows], device=device)[:, None]
+            slope = torch.linspace(1, -1, z.shape[1], dtype=z.dtype, device=device)
             z = torch.where(replaced, PULL * z + slope, z)
-        run = self.run
-        args = run.args_of(self.index[where], slice(0, len(where)))
-        leaves = evaluate(run.function, z, args, run.params, run.anchor, compiled=False).leaves
+        args = terms.args_of(self.index[where], slice(0, len(where)))
+        leaves, *_ = evaluate(terms.function, z, args, terms.params, terms.anchor, compiled=False)
         found = [leaf.detach() for leaf in leaves if leaf is not None]
         return [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in found]
 
     def difference(self, *, draw: bool) -> str | None:
         """Return in words how results differ that should not, with ``draw`` in their distributions too; or None."""
-        whole = self._again(self.all) if self.rows > 1 else []
+        whole = self.results(self.all) if self.rows > 1 else []
         if not whole:
             return None
-        if same_state(self.state, random_state(self.run.device)):
+        if same_state(self.state, random_state(self.terms.device)):
             return self._in_parts(whole) or (self._beside_others(whole) if self.per_token else None)
         return self._beside_others(whole) or (self._in_draws(whole) if draw else None)
 
-    def _again(self, rows: Sequence[int], others: Sequence[int] = ()) -> list[Tensor]:
-        set_random_state(self.state, self.run.device)
-        return self.results(rows, others)
-
     def _in_parts(self, whole: list[Tensor]) -> str | None:
-        parts = [self._again(rows) for rows in self.parts]
-        if (form := _forms(whole, *parts)) is not None:
-            return form
-        if self.per_token:
-            order = torch.tensor([*self.parts[0], *self.parts[1]], device=self.run.device)
-            pairs = [(w[order], torch.cat(split)) for w, *split in zip(whole, *parts, strict=True)]
-        else:
-            pairs = [(w, one + two) for w, one, two in zip(whole, *parts, strict=True)]
-        return self._first_difference(whole, pairs, parts, "when rows come in two parts")
+        order = [*self.parts[0], *self.parts[1]]
+
+        def pair(w: Tensor, one: Tensor, two: Tensor) -> Pair:
+            return (w[order], torch.cat((one, two))) if self.per_token else (w, one + two)
+
+        runs = [self.results(rows) for rows in self.parts]
+        return self._first_difference(whole, runs, pair, "when rows come in two parts")
 
     def _beside_others(self, whole: list[Tensor]) -> str | None:
         """Compare results of rows beside others; of sums, how much some rows matter must not depend on the others."""
-        after = random_state(self.run.device)
+        after = random_state(self.terms.device)
         runs = []
         for others in self.replaced if self.per_token else (*self.replaced, self.all):
-            runs.append(self._again(self.all, others))
-            if not same_state(after, random_state(self.run.device)):
+            runs.append(self.results(self.all, others))
+            if not same_state(after, random_state(self.terms.device)):
                 return None  # how many numbers are drawn depends on the logits: which are whose cannot be told
-        if (form := _forms(whole, *runs)) is not None:
-            return form
-        if self.per_token:
-            kept = [torch.tensor(rows, device=self.run.device) for rows in reversed(self.replaced)]
-            order = torch.cat(kept)
-            same = [
-                torch.cat([o[rows] for o, rows in zip(each, kept, strict=True)]) for each in zip(*runs, strict=True)
-            ]
-            pairs = [(w[order], s) for w, s in zip(whole, same, strict=True)]
-        else:
-            pairs = [(w + both, one + two) for w, one, two, both in zip(whole, *runs, strict=True)]
-        return self._first_difference(whole, pairs, runs, "beside other tokens")
+        second, first = self.replaced
+
+        def pair(w: Tensor, one: Tensor, two: Tensor, *both: Tensor) -> Pair:
+            if self.per_token:
+                return w[first + second], torch.cat((one[first], two[second]))
+            return w + both[0], one + two
+
+        return self._first_difference(whole, runs, pair, "beside other tokens")
 
     def _first_difference(
-        self, whole: list[Tensor], pairs: list[tuple[Tensor, Tensor]], runs: list[list[Tensor]], when: str
+        self, whole: list[Tensor], runs: list[list[Tensor]], pair: Callable[..., Pair], when: str
     ) -> str | None:
-        """Return in words which of the ``pairs`` differ by more than rounding explains, given all results at hand."""
-        allowed = [self._rounding(values) for values in zip(whole, *runs, strict=True)]
-        if all(_agree(*pair, most) for pair, most in zip(pairs, allowed, strict=True)):
+        """Return in words which results differ by more than rounding explains, as `pair` sets them side by side."""
+        if (form := _forms(whole, *runs)) is not None:
+            return form
+        pairs = [pair(*results) for results in zip(whole, *runs, strict=True)]
+        allowed = [self._rounding(values[0].dtype, _largest(*values)) for values in zip(whole, *runs, strict=True)]
+        if all(_agree(*both, most) for both, most in zip(pairs, allowed, strict=True)):
             return None
-        for same, again, most in zip(whole, self._again(self.all), allowed, strict=True):
+        for same, again, most in zip(whole, self.results(self.all), allowed, strict=True):
             if not _agree(same, again, most):
                 return NOT_THE_SAME_TWICE
         for i, ((one, two), most, noise) in enumerate(zip(pairs, allowed, self._noise(whole), strict=True)):
@@ -223,9 +204,8 @@ class Comparison(Terms):
     def _refusal(self, i: int, how: str) -> str:
         if self.per_token:
             hint = "It sees one chunk of the tokens at a time: reduce over the vocabulary only, and over tokens"
-            hint = f"{hint} afterwards, on what linear_apply returns."
-            expected = "results for a token that do not depend on the other tokens"
-            return message("fn", expected, f"result {i}, which {how}", hint)
+            hint, got = f"{hint} afterwards, on what linear_apply returns.", f"result {i}, which {how}"
+            return message("fn", "results for a token that do not depend on the other tokens", got, hint)
         hint = "A mean does not add up, nor does a constant: return the sum and divide by the number of all tokens"
         hint = f'{hint} afterwards, or take out="token". What one token gets must not depend on the others.'
         return message("fn", 'scalars that add up over tokens with out="sum"', f"result {i}: {how}", hint)
@@ -233,17 +213,17 @@ class Comparison(Terms):
     def _in_draws(self, whole: list[Tensor]) -> str | None:
         """Compare totals over all rows and over two parts, drawn anew each time: they must rank alike."""
         most = [
-            self._rounding([leaf], leaf.double().abs().nan_to_num(0, 0, 0).sum().item()) + noise * leaf.numel()
+            self._rounding(leaf.dtype, leaf.double().abs().nan_to_num(0, 0, 0).sum()) + noise * leaf.numel()
             for leaf, noise in zip(whole, self._noise(whole), strict=True)
         ]
-        sums: list[list[Tensor]] = [[], [], []]  # of results, which may be as wide as the logits: not kept
-        for _ in range(DRAWS):
-            for into, rows in zip(sums, (self.all, *self.parts), strict=True):
-                drawn = self.results(rows)
-                if (form := _forms(whole, drawn)) is not None:
-                    return form
-                into.append(torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in drawn]))
-        at_once, split = torch.stack(sums[0]), torch.stack(sums[1]) + torch.stack(sums[2])
+        sums: list[Tensor] = []  # of results, which may be as wide as the logits: not kept
+        for rows in (self.all, *self.parts) * DRAWS:
+            drawn = self.results(rows, again=False)
+            if (form := _forms(whole, drawn)) is not None:
+                return form
+            sums.append(torch.stack([leaf.double().nan_to_num(0, 0, 0).sum() for leaf in drawn]))
+        at_once, one, two = torch.stack(sums).view(DRAWS, 3, -1).unbind(1)
+        split = one + two
         for i, allowed in enumerate(most):
             above = at_once[:, i, None] - split[:, i]
             rank = (above > allowed).double().mean() - (above < -allowed).double().mean()  # 0 on average; 1: all above
@@ -257,24 +237,23 @@ class Comparison(Terms):
         """Return how far rounding may carry each result, from what it does where the logits are a little off."""
         kept = self.z.clone()
         self.shift(NOISE)
-        shifted = self._again(self.all)
+        shifted = self.results(self.all)
         self.z = kept
-        found = []
-        for w, near in zip(whole, shifted, strict=True):
-            noise = (near.double() - w.double()).abs().nan_to_num(0, 0, 0).flatten()
-            found.append(NOISE_MARGIN * torch.cat((noise, noise.new_zeros(1))).amax().item())
-        return found
+        pairs = zip(whole, shifted, strict=True)
+        return [NOISE_MARGIN * _largest(near.double() - w.double()).item() for w, near in pairs]
 
-    def _rounding(self, values: Sequence[Tensor], largest: float | None = None) -> float:
-        """Return by how much results may differ for rounding: a share of the largest of them all, if not given."""
-        first = values[0]
-        if not first.is_floating_point():
+    def _rounding(self, dtype: torch.dtype, largest: Tensor) -> float:
+        """Return by how much results of a dtype may differ for rounding: a share of the largest of them."""
+        if not dtype.is_floating_point:
             return 0.0
-        if largest is None:
-            every = torch.cat([t.double().reshape(-1).abs() for t in (*values, first.new_zeros(1))])
-            largest = every.where(every.isfinite(), 0).amax().item()
-        narrow = first.dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.run.function.autocast)
-        return largest * (AUTOCAST_ROUNDING if narrow else ROUNDING)
+        narrow = dtype.itemsize < 4 or any(enabled for _, enabled, _ in self.terms.function.autocast)
+        return largest.item() * (AUTOCAST_ROUNDING if narrow else ROUNDING)
+
+
+def _largest(*values: Tensor) -> Tensor:
+    """Return the largest finite magnitude, 0 where there is none."""
+    every = torch.cat([x.double().reshape(-1) for x in (*values, values[0].new_zeros(1))])
+    return every.abs().nan_to_num(0, 0, 0).amax()
 
 
 def _forms(*results: Sequence[Tensor]) -> str | None:
@@ -286,9 +265,8 @@ def _forms(*results: Sequence[Tensor]) -> str | None:
 
 
 def _agree(one: Tensor, two: Tensor, allowed: float) -> bool:
-    if one.shape != two.shape:
-        return False
-    return torch.allclose(one.double(), two.double(), rtol=0, atol=allowed, equal_nan=True)
+    same = one.shape == two.shape
+    return same and torch.allclose(one.double(), two.double(), rtol=0, atol=allowed, equal_nan=True)
 
 
 def _key_of(terms: FunctionTerms) -> Any:
@@ -309,13 +287,8 @@ def code_of(fn: Callable[..., Any]) -> Any:
     if isinstance(fn, MethodType):
         return code_of(fn.__func__), type(fn.__self__)
     if isinstance(fn, FunctionType):
-        cells = []
-        for cell in fn.__closure__ or ():
-            try:
-                cells.append(_word(cell.cell_contents))
-            except ValueError:  # not filled yet
-                cells.append(None)
-        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(cells)
+        cells = [cell for cell in fn.__closure__ or () if cell != CellType()]  # others are not filled yet
+        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(_word(cell.cell_contents) for cell in cells)
     return type(fn)
 
 

@@ -5,7 +5,7 @@ V_r classes of it on this rank. Where the vocabulary is sharded, ranks exchange 
 rows of its share of them, and only that rank calls the function on these; the gradient goes back the same way.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,36 +15,46 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.backends import why_not_row
-from lowtide.head.call import Wanted
-from lowtide.head.engine import Numbers, Terms, Upstream, gradient_buffers, run
-from lowtide.head.function.function import Results, UserFunction, evaluate, vjp
-from lowtide.head.function.random import RandomState, random_state, same_state, set_random_state
+from lowtide.head.call import HeadCall, Wanted
+from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
+from lowtide.head.function.function import (
+    RandomState,
+    Results,
+    UserFunction,
+    evaluate,
+    random_state,
+    same_state,
+    set_random_state,
+    vjp,
+)
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import narrow_view
+from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows, take_leading
 
-Tensors = Sequence[Tensor | None]  # input, weight, bias, index of rows, token arguments and params, in this order
-INDEX, FIRST_ARG = 3, 4  # where among these
-UpstreamOf = Callable[[Results, Tensor | None, slice], Sequence[Tensor | None] | None]
+Totals = list[Tensor | None]
 
 
 class FunctionTerms(Terms):
-    """One pass over the tokens, of forward or of backward; ``needed`` tensors get a gradient, now or later."""
+    """One pass over the tokens, of forward or of backward.
 
-    def __init__(self, function: UserFunction, tensors: Tensors, needed: Sequence[bool]) -> None:
-        x, w, b, index, *rest = tensors
+    ``tensors`` are input, weight, bias, index of rows, token arguments and params; the ``needed`` ones get a gradient.
+    """
+
+    def __init__(self, function: UserFunction, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
+        x, w, b, self._index, *rest = tensors
         assert x is not None
         assert w is not None
-        self.function, self.head = function, function.head(x, w, b)
-        self.wanted = Wanted(*needed[:INDEX])
+        self.device = x.device
+        self.function, self.head = function, HeadCall(x, w, b, *function.settings).head(function.ranks)
+        self.wanted = Wanted(*needed[:3])
         leaves = [
             t.detach().requires_grad_(function.graph and need)
-            for t, need in zip(rest, needed[FIRST_ARG:], strict=True)
+            for t, need in zip(rest, needed[4:], strict=True)
             if t is not None
         ]
         self.args, self.params = leaves[: function.token_args], leaves[function.token_args :]
-        self._index = index
+        self._rowwise = [i < len(self.args) for i in range(len(leaves))]
         fits = b is not None and b.dtype == self.head.dtype
         self.plan = replace(function.plan, bias_column=function.plan.bias_column and fits)
         self.rows = self.rows_of(self.plan)
@@ -60,31 +70,20 @@ class FunctionTerms(Terms):
         self.differentiable: list[bool] = []
         self.states: list[RandomState | None] = []  # before each piece that draws random numbers
         self._into: Gradients | None = None
-        self._of_args: list[Tensor | None] = []
-        self._of_params: list[Tensor | None] = []
+        self._of_leaves: list[Tensor | None] = []
         self._bias_PV: Tensor | None = None  # the bias's gradient in parts, where the kernel sums it
-        self._capped: Tensor | None = None
         self._ones: list[Tensor | None] = []
         self._state: RandomState | None = None  # of the generators, where each piece's is recorded
         self._replayed: Iterator[RandomState | None] = iter(())
 
     def rows_of(self, plan: HeadPlan) -> Rows:
         """Return the rows that are computed, in the order of a plan's chunks."""
-        N, ranks, index = self.function.leading.numel(), self.head.ranks, self._index
-        if not ranks.spread:
+        N, index, order = self.function.leading.numel(), self._index, self.head.ranks.order(plan)
+        if order is None:
             return Rows(tokens=N, index=index)
-        order = ranks.order(plan)
-        assert order is not None
-        valid = torch.full((N + 1,), index is None, device=order.device)
-        if index is not None:
-            valid[index] = True
-        valid[N] = False
-        return Rows(tokens=N, index=order, filled=True, kept=valid[order])
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self.head.input.device
+        valid = torch.full((N,), index is None, device=self.device)
+        rows = Rows(tokens=N, index=order, filled=True)
+        return replace(rows, kept=rows.of(valid if index is None else valid.index_fill_(0, index, True)))
 
     def forward(self, *, store: bool) -> bool:
         """Compute the results; with ``store`` and one derivative to take, return True: the gradients are there too."""
@@ -92,7 +91,7 @@ class FunctionTerms(Terms):
             self._state = random_state(self.device)
         if store:
             self._begin(stored=True)
-        run(self.head, self.rows, self.plan, self, self._into, upstream=_one if store else None)
+        run(self.head, self.rows, self.plan, self, self._into, upstream=(lambda *_: None) if store else None)
         return self._into is not None
 
     def backward(self, upstream: Sequence[Tensor | None], states: Sequence[RandomState | None]) -> None:
@@ -117,46 +116,23 @@ class FunctionTerms(Terms):
 
             into.bias_V, self._bias_PV = None, bias_sums(self.plan.piece_rows, len(head.weight_VD), self.device)
         self._into = into
-        self._of_args = [a.new_zeros(a.shape) if a.requires_grad else None for a in self.args]
-        self._of_params = [
-            p.new_zeros(p.shape, dtype=summed_in(p.dtype)) if p.requires_grad else None for p in self.params
+        self._of_leaves = [
+            t.new_zeros(t.shape, dtype=t.dtype if rowwise else summed_in(t.dtype)) if t.requires_grad else None
+            for t, rowwise in zip((*self.args, *self.params), self._rowwise, strict=True)
         ]
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
-        """Add a chunk's results to those of the pass; as they have any structure, none are returned."""
-        self._run(z, part, self._collect)
+        """Add a chunk's results, of any structure, to the pass; where gradients are stored, leave them in ``z``."""
+        self._run(z, part, None)
         return {}
 
-    def both_(
-        self,
-        z: Tensor,
-        part: slice,
-        upstream: Upstream,  # noqa: ARG002
-        out: Tensor | None = None,  # noqa: ARG002
-    ) -> tuple[Numbers, None]:
-        """The same; and with one derivative to take, leave the gradient for an upstream gradient of 1."""
-        self._run(z, part, self._collect)
-        return {}, None
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any, out: Tensor | None = None) -> None:  # noqa: ARG002
+        """Leave the gradient for ``g``, the upstream ones of all results; None: `numbers` has, for the only one, 1."""
+        if g is not None:
+            self._run(z, part, g)
 
-    def gradient_(
-        self,
-        z: Tensor,
-        part: slice,
-        known: Numbers,  # noqa: ARG002
-        g: Any,
-        out: Tensor | None = None,  # noqa: ARG002
-    ) -> None:
-        """Replace a chunk's logits by their gradient; ``g`` are the upstream ones of all results."""
-
-        def of_rows(_: Results, index: Tensor | None, rows: slice) -> Sequence[Tensor | None]:
-            if not self.function.per_token:
-                return g  # type: ignore[no-any-return]
-            return [None if u is None else take_leading(u, len(self.function.leading), index, rows) for u in g]
-
-        self._run(z, part, of_rows)
-
-    def _run(self, z: Tensor, part: slice, upstream: UpstreamOf) -> None:
-        """Call the function on a chunk's rows; where ``upstream`` returns any, leave their gradient in the logits."""
+    def _run(self, z: Tensor, part: slice, given: Sequence[Tensor | None] | None) -> None:
+        """Call the function on a chunk's rows, for its results or the gradient that ``given`` upstream ones make."""
         own_cV, index, chosen, start = self._own_rows(z, part)
         pieces = spans(len(own_cV), self.plan.piece_rows)
         if not pieces and self.spec is None:
@@ -166,15 +142,22 @@ class FunctionTerms(Terms):
             if len(own_cV) and (state := next(self._replayed, None)) is not None:
                 set_random_state(state, self.device)
             # the slope of a cap is computed from what it returned, and the function may change its logits
-            self._capped = None if self.head.softcap is None or self.anchor is None else own_cV[piece].clone()
+            capped = None if self.head.softcap is None or self.anchor is None else own_cV[piece].clone()
             args = self.args_of(index, rows)
             results = evaluate(self.function, own_cV[piece], args, self.params, self.anchor)
             if self._state is not None and len(own_cV):
                 before, self._state = self._state, random_state(self.device)
                 self.states.append(None if same_state(before, self._state) else before)
-            g = upstream(results, index, rows)
+            g = self._collect(results, index, rows) if given is None else given
+            if given is not None and self.function.per_token:
+                leading = len(self.function.leading)
+                g = [None if u is None else take_leading(u, leading, index, rows) for u in given]
             if g is not None and len(own_cV):
-                self._pull_back(results, g, own_cV, piece, index, rows)
+                dz, of_leaves = vjp(results, g, [*args, *self.params])
+                put_or_add(self._of_leaves, of_leaves, self._rowwise, index, rows)
+                if self.anchor is not None:
+                    self._put(dz, own_cV, piece, capped)
+                del dz, of_leaves
             del results
         ranks = self.head.ranks
         if self._into is not None and self.anchor is not None and not ranks.alone:
@@ -204,34 +187,17 @@ class FunctionTerms(Terms):
         axes = len(self.function.leading)
         return [take_leading(a.detach(), axes, index, rows).requires_grad_(a.requires_grad) for a in self.args]
 
-    def _pull_back(
-        self,
-        results: Results,
-        upstream: Sequence[Tensor | None],
-        z_CV: Tensor,
-        piece: slice,
-        index: Tensor | None,
-        rows: slice,
-    ) -> None:
-        """Add the gradients of a piece of ``z_CV``, and leave that of the product ``x @ w.T`` in its place."""
-        dz, args, params = vjp(results, upstream, self.params)
-        for total, grad in zip(self._of_args, args, strict=True):
-            if total is not None and grad is not None:
-                put_rows(total, grad, index, rows)
-        for total, grad in zip(self._of_params, params, strict=True):
-            if total is not None and grad is not None:
-                total += grad
-        if self.anchor is None:
-            return
+    def _put(self, dz: Tensor | None, z_CV: Tensor, piece: slice, capped: Tensor | None) -> None:
+        """Leave the gradient of the product ``x @ w.T`` in a piece of ``z_CV``, from that of the logits."""
         target, scale = (narrow_view(z_CV, self.head.dtype) if self.narrowed else z_CV)[piece], self.head.scale
         if dz is None:
             target.zero_()
             return
         if dz.layout != torch.strided:
             dz = dz.to_dense()  # of gather(sparse_grad=True)
-        if self._capped is not None:
+        if capped is not None:
             assert isinstance(self.head.softcap, float)
-            dz = torch.addcmul(dz, self._capped * dz, self._capped, value=-(self.head.softcap**-2))
+            dz = torch.addcmul(dz, capped * dz, capped, value=-(self.head.softcap**-2))
         elif dz.untyped_storage()._cdata == z_CV.untyped_storage()._cdata:
             dz = dz.clone()  # an autograd.Function that hands its input on: what is written would change what is read
         if self._by_kernel:
@@ -245,24 +211,21 @@ class FunctionTerms(Terms):
 
     def _collect(self, results: Results, index: Tensor | None, rows: slice) -> Sequence[Tensor | None] | None:
         """Take the results of some rows, like those before; return upstream gradients, 1, if gradients are stored."""
-        got, first = [None if leaf is None else leaf.dtype for leaf in results.leaves], self.spec is None
+        leaves, spec, _ = results
+        got, first = [None if leaf is None else leaf.dtype for leaf in leaves], self.spec is None
         if first:
-            self.spec, self._dtypes, self.differentiable = results.spec, got, [False] * len(got)
-            self._leaves = [None if leaf is None else self._total_of(leaf) for leaf in results.leaves]
-        if results.spec != self.spec or got != self._dtypes:
+            self.spec, self._dtypes, self.differentiable = spec, got, [False] * len(got)
+            self._leaves = [None if leaf is None else self._total_of(leaf) for leaf in leaves]
+        if spec != self.spec or got != self._dtypes:
             expected = f"the same structure and dtypes for all rows: {self.spec} of {self._dtypes}"
-            raise ArgumentValueError(message("fn", expected, f"{results.spec} of {got}"))
-        for i, (total, leaf) in enumerate(zip(self._leaves, results.leaves, strict=True)):
-            if total is None or leaf is None:
-                continue
-            self.differentiable[i] |= leaf.requires_grad
-            if not self.function.per_token:
-                total += leaf.detach()
-            elif leaf.shape[1:] != total.shape[1:]:
-                expected = f"rows of one shape, {list(total.shape[1:])}"
-                raise ArgumentValueError(message("fn", expected, f"{list(leaf.shape[1:])} for other rows"))
-            else:
-                put_rows(total, leaf.detach(), index, rows)
+            raise ArgumentValueError(message("fn", expected, f"{spec} of {got}"))
+        for i, (total, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if total is not None and leaf is not None:
+                self.differentiable[i] |= leaf.requires_grad
+                if leaf.shape[1:] != total.shape[1:]:
+                    expected = f"rows of one shape, {list(total.shape[1:])}"
+                    raise ArgumentValueError(message("fn", expected, f"{list(leaf.shape[1:])} for other rows"))
+        put_or_add(self._leaves, leaves, [self.function.per_token] * len(got), index, rows)
         one, into = sum(self.differentiable) == 1, self._into
         if into is None:
             return None
@@ -271,36 +234,34 @@ class FunctionTerms(Terms):
             raise ArgumentValueError(message("fn", expected, "others for later rows"))
         if not one:  # left to backward
             into.input_ND = into.weight_VD = into.bias_V = self._into = None
-        elif first:
-            self._ones = [None if leaf is None else torch.ones_like(leaf) for leaf in results.leaves]
-        return self._ones if one else None
+            return None
+        if first:
+            self._ones = [None if leaf is None else torch.ones_like(leaf) for leaf in leaves]
+        return self._ones
 
     def _total_of(self, leaf: Tensor) -> Tensor:
         if not self.function.per_token:
             return torch.zeros_like(leaf, dtype=summed_in(leaf.dtype))
-        make = torch.empty if self.head.ranks.alone and self.rows.index is None else torch.zeros
-        return make(self.rows.tokens, *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device)
+        make = leaf.new_empty if self.head.ranks.alone and self.rows.index is None else leaf.new_zeros
+        return make(self.rows.tokens, *leaf.shape[1:])
 
     def results(self) -> list[Tensor | None]:
         """Return all results, with the leading axes of the hidden states and in the function's own dtypes."""
-        ranks, leading = self.head.ranks, self.function.leading
-        if not self.function.per_token:
-            pairs = zip(self._leaves, self._dtypes, strict=True)
-            return [None if x is None else ranks.add_up_(x).to(d) for x, d in pairs]
-        return [None if x is None else ranks.put_together_(x).view((*leading, *x.shape[1:])) for x in self._leaves]
+        per_token, leading = self.function.per_token, self.function.leading
+        found = zip(self._of_all(self._leaves, [per_token] * len(self._leaves)), self._dtypes, strict=True)
+        return [None if x is None else x.to(d).view(leading + x.shape[1:] if per_token else ()) for x, d in found]
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients in the order of the tensors, the same of token arguments and params on every rank."""
-        into, ranks = self._into, self.head.ranks
+        into = self._into
         assert into is not None
         bias_V = into.bias_V if self._bias_PV is None else self._bias_PV.sum(0)
-        args = (None if total is None else ranks.put_together_(total) for total in self._of_args)
-        params = (None if total is None else ranks.add_up_(total) for total in self._of_params)
-        return [into.input_ND, into.weight_VD, bias_V, None, *args, *params]
+        return [into.input_ND, into.weight_VD, bias_V, None, *self._of_all(self._of_leaves, self._rowwise)]
 
-
-def _one(*_: Any) -> None:
-    """Stand for an upstream gradient of 1, which `FunctionTerms.both_` takes it to be."""
+    def _of_all(self, totals: Totals, rowwise: Sequence[bool]) -> Totals:
+        """Return what all ranks have added up, each its own rows or sums."""
+        ways = {True: self.head.ranks.put_together_, False: self.head.ranks.add_up_}
+        return [None if x is None else ways[by_row](x) for x, by_row in zip(totals, rowwise, strict=True)]
 
 
 def spans(total: int, most: int) -> list[slice]:
@@ -309,15 +270,17 @@ def spans(total: int, most: int) -> list[slice]:
     return [slice(i * total // count, (i + 1) * total // count) for i in range(count)]
 
 
-def put_rows(total: Tensor, rows_c: Tensor, index: Tensor | None, part: slice) -> None:
-    """Write rows [c, ...] to their places in ``total``, contiguous [N, ...] or [..., *]."""
-    if not rows_c.numel():
-        return  # a view of nothing has no one shape
-    flat = total.view(-1, *rows_c.shape[1:])
-    if index is None:
-        flat[part].copy_(rows_c)
-    else:
-        flat.index_copy_(0, index[part], rows_c.to(total.dtype))
+def put_or_add(totals: Totals, values: Totals, rowwise: Sequence[bool], index: Tensor | None, part: slice) -> None:
+    """Write the ``rowwise`` ones, rows [c, ...], to their places in totals [N, ...] or [..., *]; add the others."""
+    for total, value, by_row in zip(totals, values, rowwise, strict=True):
+        if total is None or value is None or not value.numel():  # a view of nothing has no one shape
+            continue
+        if not by_row:
+            total += value.detach()
+        elif index is None:
+            total.view(-1, *value.shape[1:])[part].copy_(value.detach())
+        else:
+            total.view(-1, *value.shape[1:]).index_copy_(0, index[part], value.detach().to(total.dtype))
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:

@@ -5,10 +5,10 @@ c rows of a piece of a chunk, V vocabulary.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,11 +17,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.call import Head
-from lowtide.head.head_plan import HeadPlan
+from lowtide.graph import node, undisturbed
+from lowtide.head.plan import HeadPlan
+from lowtide.head.ranks.parallel import Ranks
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-TENSOR = object()  # stands in `UserFunction.params_rest` where a tensor goes
+Results = tuple[list[Tensor | None], pytree.TreeSpec, GradientEdge | None]  # flattened; the logits they depend on
+RandomState = list[Tensor]  # the CPU's, and a GPU's, which is a tensor on the host too
+
+# Gives the function its logits in the chunk's own memory, as the result of an operator and not as a leaf: so
+# ``logits /= temperature`` is allowed, as it is on the output of a linear layer. Nothing goes back beyond them.
+_LOGITS = node("Logits", "linear_apply", lambda _, anchor, held: held[0].detach(), lambda *_: ([], None))  # noqa: ARG005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,44 +40,12 @@ class UserFunction:
     graph: bool  # whether results are connected to what they come from
     autocast: Autocast  # in which it runs, in backward too
     token_args: int  # how many
-    params_spec: (
-        pytree.TreeSpec
-    )  # how its last arguments are made of ``params_rest``, with tensors in place of `TENSOR`
-    params_rest: tuple[Any, ...]
+    with_params: Callable[[Sequence[Tensor]], Any]  # its last arguments, of the tensors among them
     leading: torch.Size  # axes of all tokens
     plan: HeadPlan
     gradient: str  # HeadOptions.gradient
-    head: Callable[[Tensor, Tensor, Tensor | None], Head]  # of hidden states, weight and bias
-
-    def with_params(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the arguments after the token arguments, with these tensors in their places."""
-        left = iter(tensors)
-        leaves = [next(left) if rest is TENSOR else rest for rest in self.params_rest]
-        return list(pytree.tree_unflatten(leaves, self.params_spec))
-
-
-class Results(NamedTuple):
-    """What the function returned for one piece, flattened, and where its derivatives are asked for."""
-
-    leaves: list[Tensor | None]
-    spec: pytree.TreeSpec
-    logits: GradientEdge | None
-    args: list[Tensor]
-
-
-class _Logits(torch.autograd.Function):
-    """Gives the function its logits in the chunk's own memory, as the result of an operator and not as a leaf.
-
-    So ``logits /= temperature`` is allowed, as it is on the output of a linear layer.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, held: list[Tensor]) -> Tensor:  # noqa: ARG004
-        return held[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:  # noqa: ARG004
-        return None, None
+    settings: tuple[Any, ...]  # of the `HeadCall`, after its tensors
+    ranks: Ranks | None
 
 
 def evaluate(
@@ -86,12 +60,12 @@ def evaluate(
     """Call the function on a piece of logits, which it sees in their own memory; check results, and what they reach.
 
     Token arguments [c, ...] and params are leaves where they get a gradient; the logits' graph begins at ``anchor``,
-    None: they get none. To be used inside `own_saved_tensors`.
+    None: they get none. To be used inside `isolated`.
     """
     edge, z, rows = None, z_cV, z_cV.shape[0]
     with torch.set_grad_enabled(function.graph):
         if anchor is not None:
-            z = _Logits.apply(anchor, [z_cV])  # type: ignore[no-untyped-call]
+            z = _LOGITS.apply(anchor, [z_cV])  # type: ignore[no-untyped-call]
             edge = get_gradient_edge(z)
         # dynamo compiles once more for a single row, and a result for one row is no work worth compiling
         run = function.run if compiled and rows > 1 else function.plain
@@ -99,12 +73,14 @@ def evaluate(
             for tensor in (z, *args):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         began = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        watched = [t for t in (*params, *args, z_cV) if not t.is_inference()]
+        watched = [t for t in (*params, *args) if not t.is_inference()]
         versions = [t._version for t in watched]
         states = (*function.autocast, *current_autocast(z_cV.device))
-        autocast = _in(function.autocast) if any(on for _, on, _ in states) else nullcontext()
         try:
-            with autocast:
+            with ExitStack() as stack:
+                # without autocast's cache of casts, whose graphs are freed with the first piece's
+                for kind, enabled, dtype in function.autocast if any(on for _, on, _ in states) else ():
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
                 returned = run(z, *args, *function.with_params(params))
         except Exception as error:
             error.add_note(
@@ -112,18 +88,18 @@ def evaluate(
                 " number of rows."
             )
             raise
-    if any(t._version != v for t, v in zip(watched, versions, strict=True) if t is not z_cV):
+    if [t._version for t in watched] != versions:
         raise ArgumentValueError(
             message("fn", "its arguments left as they are", "one changed in place", "Work on a copy: x.clone().")
         )
     leaves, spec = pytree.tree_flatten(returned)
-    leaves = [_checked(leaf, rows, z_cV, function.per_token) for leaf in leaves]
+    leaves = [_checked(leaf, z_cV, function.per_token) for leaf in leaves]
     if function.graph:
         _refuse_strangers(leaves, {id(t) for t in (*params, *args)}, edge, began)
-    return Results(leaves, spec, edge, list(args))
+    return leaves, spec, edge
 
 
-def _checked(leaf: object, rows: int, z_cV: Tensor, per_token: bool) -> Tensor | None:
+def _checked(leaf: object, z_cV: Tensor, per_token: bool) -> Tensor | None:
     """Return one result as a tensor of the right shape; None stays None."""
     if leaf is None:
         return None
@@ -135,9 +111,9 @@ def _checked(leaf: object, rows: int, z_cV: Tensor, per_token: bool) -> Tensor |
     if leaf.device != z_cV.device:
         raise ArgumentValueError(message("fn", f"results on {z_cV.device}, as input is", str(leaf.device)))
     got = f"shape {list(leaf.shape)} for logits {list(z_cV.shape)}"
-    if per_token and (leaf.dim() == 0 or leaf.shape[0] != rows):
+    if per_token and (leaf.dim() == 0 or leaf.shape[0] != len(z_cV)):
         hint = 'Return one row for each row of logits, or scalars that add up, with out="sum".'
-        raise ArgumentValueError(message("fn", f"results of shape [{rows}, ...]", got, hint))
+        raise ArgumentValueError(message("fn", f"results of shape [{len(z_cV)}, ...]", got, hint))
     if not per_token and leaf.dim() != 0:
         hint = 'Sum over the tokens, or keep them with out="token".'
         raise ArgumentValueError(message("fn", 'results of shape [] with out="sum"', got, hint))
@@ -154,58 +130,51 @@ def _refuse_strangers(
 
     The call made the nodes from number ``began`` on; numbers count up within a thread.
     """
-    todo: list[Any] = [_edge(leaf) for leaf in leaves if leaf is not None and leaf.requires_grad]
+    todo: list[Any] = [
+        get_gradient_edge(leaf)[:2] if leaf.grad_fn is None else (leaf.grad_fn, leaf.output_nr)
+        for leaf in leaves
+        if leaf is not None and leaf.requires_grad
+    ]
     seen: set[Any] = set() if logits is None else {logits.node}
     while todo:
-        node, output = todo.pop()
-        if node in seen:
+        at, output = todo.pop()
+        if at in seen:
             continue
-        seen.add(node)
-        before = node.next_functions
-        if not before and node.name().endswith("AccumulateGrad"):
-            if id(node.variable) not in known:
-                raise ArgumentValueError(_stranger(node.variable.shape))
-        elif node._sequence_nr() < began:
-            raise ArgumentValueError(_stranger(node._input_metadata[output].shape))
+        seen.add(at)
+        before, stranger = at.next_functions, None
+        if not before and at.name().endswith("AccumulateGrad"):
+            stranger = None if id(at.variable) in known else at.variable
+        elif at._sequence_nr() < began:
+            stranger = at._input_metadata[output]
         else:
             todo += [edge for edge in before if edge[0] is not None]
-
-
-def _edge(tensor: Tensor) -> tuple[Any, int]:
-    """Return where a tensor stands in the graph: the node and which of its outputs."""
-    node = tensor.grad_fn
-    return get_gradient_edge(tensor)[:2] if node is None else (node, tensor.output_nr)
-
-
-def _stranger(shape: Any) -> str:
-    return message(
-        "fn",
-        "tensors that need a gradient to come in as arguments",
-        f"one of shape {list(shape)} from outside, whose gradient would be lost",
-        "Pass it in params=(...,), or in token_args if it has a row for each token; fn gets it as an argument."
-        " Detach it if it needs no gradient.",
-    )
+        if stranger is not None:
+            got = f"one of shape {list(stranger.shape)} from outside, whose gradient would be lost"
+            hint = (
+                "Pass it in params=(...,), or in token_args if it has a row for each token; fn gets it as an argument."
+                " Detach it if it needs no gradient."
+            )
+            raise ArgumentValueError(message("fn", "tensors that need a gradient to come in as arguments", got, hint))
 
 
 def vjp(
-    results: Results, upstream: Sequence[Tensor | None], params: Sequence[Tensor]
-) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients of logits, token arguments and params of `evaluate`, None where there is none."""
+    results: Results, upstream: Sequence[Tensor | None], sources: Sequence[Tensor]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradients of the logits and of token arguments and params, None where there is none."""
+    leaves, _, logits = results
     used = [
         (leaf, g.to(leaf.dtype))
-        for leaf, g in zip(results.leaves, upstream, strict=True)
+        for leaf, g in zip(leaves, upstream, strict=True)
         if leaf is not None and g is not None and leaf.requires_grad
     ]
-    sources: list[Any] = [] if results.logits is None else [results.logits]
-    where = [t for t in (*results.args, *params) if t.requires_grad]
-    if not used or not (sources or where):
-        return None, [None] * len(results.args), [None] * len(params)
+    where: list[Any] = [t for t in sources if t.requires_grad]
+    if not used or (logits is None and not where):
+        return None, [None] * len(sources)
     outputs, grads = zip(*used, strict=True)
-    found = list(torch.autograd.grad(outputs, [*sources, *where], grads, allow_unused=True))
-    dz = found.pop(0) if sources else None
-    rest = iter(found)
-    by_tensor = [next(rest) if t.requires_grad else None for t in (*results.args, *params)]
-    return dz, by_tensor[: len(results.args)], by_tensor[len(results.args) :]
+    inputs = where if logits is None else [*where, logits]
+    found = iter(torch.autograd.grad(outputs, inputs, grads, allow_unused=True))
+    of_sources = [next(found) if t.requires_grad else None for t in sources]
+    return next(found, None), of_sources
 
 
 def current_autocast(device: torch.device) -> Autocast:
@@ -215,19 +184,11 @@ def current_autocast(device: torch.device) -> Autocast:
 
 
 @contextmanager
-def _in(autocast: Autocast) -> Iterator[None]:
-    """Restore autocast; without its cache of casts, whose graphs are freed with the first piece's."""
-    with ExitStack() as stack:
-        for kind, enabled, dtype in autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-        yield
+def isolated(device: torch.device) -> Iterator[None]:
+    """Keep autocast away from the GEMMs, and outer hooks on saved tensors from the function's graphs.
 
-
-@contextmanager
-def own_saved_tensors() -> Iterator[None]:
-    """Keep outer hooks on saved tensors away from the function's graphs, each of which lives for one piece.
-
-    torch.utils.checkpoint's would drop what it saves and compute the whole checkpointed block again to get it back.
+    Each of these lives for one piece. torch.utils.checkpoint's hooks would drop what it saves and compute the whole
+    checkpointed block again to get it back.
     """
     hooks: Any = torch._C._autograd
     outer = []
@@ -235,7 +196,8 @@ def own_saved_tensors() -> Iterator[None]:
         outer.append(top)
         hooks._pop_saved_tensors_default_hooks()
     try:
-        yield
+        with undisturbed(device):
+            yield
     finally:
         for pack, unpack in reversed(outer):
             hooks._push_saved_tensors_default_hooks(pack, unpack)
@@ -261,3 +223,20 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
             return run
     _COMPILED_OBJECTS.append((fn, torch.compile(fn)))
     return _COMPILED_OBJECTS[-1][1]
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return where the generators stand that a function of tensors on ``device`` draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Put the generators there."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def same_state(a: RandomState, b: RandomState) -> bool:
+    """Return whether no random number was drawn between two states."""
+    return all(map(torch.equal, a, b))

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.elementary import tanh
+from lowtide.kernel_launch import Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -25,7 +26,7 @@ class LogitTransform(NamedTuple):
 
     bias_V: Tensor | None = None  # float32
     scale: Tensor | None = None  # 0-d float32 on the device
-    softcap: float | None = None  # above 0
+    softcap: float | Tensor | None = None  # above 0
 
     @property
     def is_plain(self) -> bool:
@@ -42,9 +43,9 @@ PLAIN = LogitTransform()
 
 @triton.jit
 def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
-    """Apply a `LogitTransform` to products of the classes ``columns``."""
+    """Apply a `LogitTransform` to products [..., columns] of these classes."""
     if transform.bias_V is not None:
-        z += tl.load(transform.bias_V + columns, mask=columns < V, other=0.0)[None, :]
+        z += tl.load(transform.bias_V + columns, mask=columns < V, other=0.0)
     if transform.scale is not None:
         z *= tl.load(transform.scale)
     if transform.softcap is not None:
@@ -52,7 +53,7 @@ def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
     return z
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def each_tile(  # type: ignore[no-untyped-def]
     x_d, w_d, out_d, rows, transform, C, V, D, epilogue: tl.constexpr, ASKED: tl.constexpr, CONFIG: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -78,6 +79,28 @@ def each_tile(  # type: ignore[no-untyped-def]
         for k in range(steps):
             z = tl.dot(x_d.load([row, k * CONFIG.depth]), w_d.load([p * COLUMNS, k * CONFIG.depth]).T, z)
         epilogue(z, row, p, C, V, out_d, rows, transform, ASKED, CONFIG)
+
+
+_each_tile = Launcher(each_tile)
+
+
+def gemm_tiles(
+    epilogue: Any,
+    x_CD: Tensor,
+    w_VD: Tensor,
+    out_CV: Tensor | None,
+    rows: tuple[Any, ...],
+    transform: LogitTransform,
+    config: GemmConfig,
+) -> None:
+    """Launch `each_tile`, ASKED whether the last tile is cut off at V."""
+    V, D = w_VD.shape
+    programs = multiprocessors(x_CD.device) * config.per_multiprocessor
+    _each_tile[(programs,)](
+        *descriptors(x_CD, w_VD, out_CV, config), rows, transform, len(x_CD), V, D, epilogue=epilogue,
+        ASKED=V % config.columns != 0, CONFIG=config, PROGRAMS=programs, num_stages=config.stages,
+        num_warps=config.warps,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]

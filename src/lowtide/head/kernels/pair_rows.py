@@ -3,8 +3,7 @@
 C rows of the chunk, V the student's vocabulary, U the teacher's. One program a row reads both sides once for their
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
 divergence's terms, the last two are one. Where other ranks hold classes too, a launch each: these sums are merged in
-between. s and t are the student's and the teacher's probabilities, a and b their logarithms, x = a - b.
-`terms/dense` has the same in plain PyTorch.
+between. s, t, a, b: see `pair_terms`. `terms/dense` has the same in plain PyTorch.
 """
 
 from typing import NamedTuple
@@ -14,63 +13,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.elementary import tanh
-from lowtide.head.kernels.pair_terms import above_mixture, gradient_terms, kl_terms, signs, times
-from lowtide.head.kernels.row_softmax import FP16_TOP, PAD, power_of_two_above, scaled_columns, tanh_slope
-from lowtide.kernel_launch import Launcher
+from lowtide.head.kernels.gemm import PLAIN, LogitTransform
+from lowtide.head.kernels.pair_terms import pair_terms
+from lowtide.head.kernels.row_softmax import PAD, number, put_gradient, row_factor, row_logits
+from lowtide.kernel_launch import Launcher, power_of_2
 
 # columns of each side that a program holds at a time, and a warp of it: the fastest on one H100 for rows of 128256
 LONGEST_BLOCK = {"forward_kl": 2048, "reverse_kl": 1024, "jsd": 2048, "tv": 2048}
 COLUMNS_A_WARP = {"forward_kl": 256, "reverse_kl": 256, "jsd": 128, "tv": 128}
 LOWEST = tl.constexpr(-3.4028235e38)  # float32's lowest finite number
-_OUT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-class Side(NamedTuple):
-    """One side's products ``x @ w.T``, whose logits are ``softcap * tanh((z + bias) * scale / softcap)``."""
-
-    z_CV: Tensor  # float32; what lies between V and the next multiple of 8 may be anything, and is read
-    pads: int  # the row stride, in multiples of 8
-    V: int
-    bias_V: Tensor | None = None  # float32
-    scale: Tensor | None = None  # a float32 scalar above 0; None: 1
-    softcap: Tensor | None = None  # likewise; None: not capped
-
-    @classmethod
-    def of(cls, z_CV: Tensor, *options: Tensor | None) -> "Side":
-        """Return it from products [C, V], and bias, scale and soft cap."""
-        _check_rows(z_CV)
-        assert z_CV.dtype == torch.float32
-        return cls(z_CV, z_CV.stride(0) // PAD.value, z_CV.shape[1], *options)
 
 
 class Pair(NamedTuple):
-    """Both sides of a divergence, see `terms/dense`. Classes that one side lacks have probability 0 there."""
+    """Both sides of a divergence, see `terms/dense`. Classes that one side lacks have probability 0 there.
 
-    student: Side
-    teacher: Side
+    The products are float32, of row strides that are multiples of 8; what lies between a side's last class and the next
+    multiple of 8 may be anything, and is read. Scales are above 0, soft caps tensors.
+    """
+
+    z_CV: Tensor
+    t_CU: Tensor
     kind: str
     beta: float = 0.5
     kept_C: Tensor | None = None  # bool; rows where it is False are not read, and become 0. None: all are kept
+    student: LogitTransform = PLAIN
+    teacher: LogitTransform = PLAIN
     longest_block: int | None = None  # columns handled at a time, a power of two from 8; None: what is fast
 
 
 @triton.jit
-def _number(ptr):  # type: ignore[no-untyped-def]
-    """A scalar, 1 where there is none."""
-    x = tl.full((), 1.0, tl.float32)
-    if ptr is not None:
-        x = tl.load(ptr)
-    return x
-
-
-@triton.jit
-def _logits(side, row_ptr, at, n, scale, softcap):  # type: ignore[no-untyped-def]
-    """One side's logits in columns ``at``; from n on, -inf."""
-    z = scaled_columns(row_ptr, at, n, side.bias_V, scale)
-    if side.softcap is not None:
-        z = softcap * tanh(z / softcap)
-    return tl.where(at < n, z, float("-inf"))
+def _logits(row_ptr, at, n, transform, scale, softcap):  # type: ignore[no-untyped-def]
+    """One side's logits before and after the cap, in columns ``at``; the latter are -inf from n on."""
+    x, z = row_logits(row_ptr, at, n, transform, scale, softcap)
+    return x, tl.where(at < n, z, float("-inf"))
 
 
 @triton.jit
@@ -93,19 +68,12 @@ def _log_sum(top, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_factor(factor_ptr, lift_ptr, row, pivot, beta, scale, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `gradient_terms` are multiplied with in this row; an fp16 row's lift is stored."""
-    factor = 1.0
-    if lift_ptr is not None:
-        bound = 1.0
-        if KIND == "reverse_kl" or KIND == "jsd":
-            bound = tl.abs(pivot) + 0.5  # s log(s / t) is at least -t / e, so that one of them is at most pivot + 1 / e
-        bound = power_of_two_above(bound * tl.abs(scale))
-        factor = FP16_TOP / bound
-        tl.store(lift_ptr + row, bound / FP16_TOP)
-    if factor_ptr is not None:
-        factor = tl.load(factor_ptr + row)
-    factor *= scale
+def _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What this row's gradient terms are multiplied with, see `row_factor`."""
+    bound = 1.0
+    if KIND == "reverse_kl" or KIND == "jsd":
+        bound = tl.abs(pivot) + 0.5  # s log(s / t) is at least -t / e, so that one of them is at most pivot + 1 / e
+    factor = row_factor(bound, row, scale, factor_ptr, lift_ptr)
     if KIND == "jsd":
         factor *= 1.0 - beta
     elif KIND == "tv":
@@ -113,41 +81,33 @@ def _row_factor(factor_ptr, lift_ptr, row, pivot, beta, scale, KIND: tl.constexp
     return factor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _put(out_ptr, at, n, g, factor, side, row_ptr, scale, softcap, OUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a block of a row's gradient, 0 from n to the end of V's last PAD."""
-    if side.softcap is not None:
-        factor *= tanh_slope(scaled_columns(row_ptr, at, n, side.bias_V, scale) / softcap)
-    g = tl.where(at < n, g * factor, 0.0)
-    if tl.float32 == OUT:  # in place of the logits, of which this block's may still be to be read by another thread
-        tl.debug_barrier()
-    tl.store(out_ptr + at, g.to(OUT), mask=at < tl.cdiv(side.V, PAD) * PAD)
-
-
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _pair(  # type: ignore[no-untyped-def]
-    student, teacher, kept_ptr, beta, numbers, out, KIND: tl.constexpr, KNOWN: tl.constexpr, OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    student, teacher, transform, other_transform, kept_ptr, beta, numbers, out, KIND: tl.constexpr,
+    KNOWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See the functions below. A row that is not kept is one of no columns: it is not read.
 
     With KNOWN the logsumexps are read, else computed and, where there is room for them, stored.
     """
+    row_ptr, pads, V = student
+    other_ptr, other_pads, U = teacher
     value_ptr, lse_ptr, other_lse_ptr, pivot_ptr, mass_ptr = numbers
     out_ptr, out_pads, factor_ptr, lift_ptr = out
     VALUES: tl.constexpr = value_ptr is not None
-    BOTH: tl.constexpr = OUT is not None and VALUES and (KIND == "forward_kl" or KIND == "reverse_kl")
+    BOTH: tl.constexpr = out_ptr is not None and VALUES and (KIND == "forward_kl" or KIND == "reverse_kl")
     MEAN: tl.constexpr = BOTH and KIND == "reverse_kl"
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = student.z_CV + row * student.pads * PAD
-    other_ptr = teacher.z_CV + row * teacher.pads * PAD
-    if OUT is not None:
+    row_ptr += row * pads * PAD
+    other_ptr += row * other_pads * PAD
+    if out_ptr is not None:
         out_ptr += row * out_pads * PAD
+        IN_PLACE: tl.constexpr = out_ptr.dtype.element_ty == tl.float32  # in the logits' place
     beta = tl.cast(beta, tl.float32)  # under inductor a float argument comes as float64
-    scale, softcap = _number(student.scale), _number(student.softcap)
-    other_scale, other_softcap = _number(teacher.scale), _number(teacher.softcap)
-    n, k = student.V, teacher.V
+    scale, softcap = number(transform.scale), number(transform.softcap)
+    other_scale, other_softcap = number(other_transform.scale), number(other_transform.softcap)
+    n, k = V, U
     if kept_ptr is not None:
         kept = tl.load(kept_ptr + row)
         n, k = tl.where(kept, n, 0), tl.where(kept, k, 0)
@@ -167,10 +127,10 @@ def _pair(  # type: ignore[no-untyped-def]
         gaps, lacking = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), LOWEST, tl.float32)
         for start in range(0, width, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            z = _logits(student, row_ptr, at, n, scale, softcap)
-            other = _logits(teacher, other_ptr, at, k, other_scale, other_softcap)
+            _raw, z = _logits(row_ptr, at, n, transform, scale, softcap)
+            _, other = _logits(other_ptr, at, k, other_transform, other_scale, other_softcap)
             tops, totals, e, higher = _add_exponential(z, tops, totals)
-            other_tops, other_totals, _, _ = _add_exponential(other, other_tops, other_totals)
+            other_tops, other_totals, _scale, _below = _add_exponential(other, other_tops, other_totals)
             if MEAN:  # of z - other over s, from which alone the gradient's pivot follows
                 gap = tl.where((z == float("-inf")) | (other == float("-inf")), 0.0, z - other)
                 gaps = tl.where(higher, gaps * e + gap, gaps + e * gap)
@@ -191,43 +151,31 @@ def _pair(  # type: ignore[no-untyped-def]
             tl.store(lse_ptr + row, tl.where(counts | (not VALUES), lse, 0.0))
             tl.store(other_lse_ptr + row, tl.where(counts | (not VALUES), other_lse, 0.0))
 
-    factor = 1.0
-    if BOTH:
-        factor = _row_factor(factor_ptr, lift_ptr, row, pivot, beta, scale, KIND)
     if VALUES:
         value, mass = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         pivots = tl.zeros((BLOCK,), tl.float32)
         extent = width
         if BOTH:
-            extent = tl.maximum(width, student.V)
+            extent = tl.maximum(width, V)
+            factor = _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND)
         last = tl.cdiv(extent, BLOCK) * BLOCK - BLOCK
         for start in range(0, extent, BLOCK):
             at = last - start + tl.arange(0, BLOCK)  # from the end: what was read last is still in cache
-            z = _logits(student, row_ptr, at, n, scale, softcap)
-            other = _logits(teacher, other_ptr, at, k, other_scale, other_softcap)
+            raw, z = _logits(row_ptr, at, n, transform, scale, softcap)
+            _, other = _logits(other_ptr, at, k, other_transform, other_scale, other_softcap)
             # not z - lse, which would round as lse does
             a, b = (z - top) - log_total, (other - other_top) - other_log_total
             s, t = tl.exp(a), tl.exp(b)
-            if KIND == "forward_kl":
-                value += kl_terms(t, s, b - a)
-            elif KIND == "reverse_kl":
-                value += kl_terms(s, t, a - b)
-                pivots += times(s, a - b)
-            elif KIND == "jsd":
-                of_student, of_teacher = above_mixture(a, b, s, t, beta)
-                from_student = times(s, of_student)
-                pivots += from_student
-                value += (1.0 - beta) * from_student + beta * times(t, of_teacher)
-            else:
-                value += 0.5 * tl.abs(s - t)
-                pivots += s * signs(s - t)
+            term, c, _x = pair_terms(a, b, s, t, beta, KIND)
             if KIND != "forward_kl":
+                pivots += c
                 mass += s
+            value += term
             if BOTH:
                 g = s - t
                 if MEAN:
                     g = s * (tl.where(s == 0.0, 0.0, z - other) - mean_gap)
-                _put(out_ptr, at, n, g, factor, student, row_ptr, scale, softcap, OUT)
+                put_gradient(out_ptr, at, n, V, g * factor, raw, transform, softcap, IN_PLACE)
         found = tl.sum(value, 0)
         if mass_ptr is not None:  # what other ranks' classes have is still to be added
             tl.store(value_ptr + row, found)
@@ -241,55 +189,52 @@ def _pair(  # type: ignore[no-untyped-def]
             if pivot_ptr is not None:
                 tl.store(pivot_ptr + row, tl.where(counts, pivot, 0.0))
 
-    if OUT is not None and not BOTH:
-        factor = _row_factor(factor_ptr, lift_ptr, row, pivot, beta, scale, KIND)
-        for start in range(0, student.V, BLOCK):
+    if out_ptr is not None and not BOTH:
+        factor = _factor(pivot, beta, row, scale, factor_ptr, lift_ptr, KIND)
+        for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            z = _logits(student, row_ptr, at, n, scale, softcap)
-            other = _logits(teacher, other_ptr, at, k, other_scale, other_softcap)
+            raw, z = _logits(row_ptr, at, n, transform, scale, softcap)
+            _, other = _logits(other_ptr, at, k, other_transform, other_scale, other_softcap)
             a, b = (z - top) - log_total, (other - other_top) - other_log_total
-            g = gradient_terms(a, b, tl.exp(a), tl.exp(b), pivot, beta, KIND)
-            _put(out_ptr, at, n, g, factor, student, row_ptr, scale, softcap, OUT)
+            s, t = tl.exp(a), tl.exp(b)
+            g = s - t
+            if KIND != "forward_kl":
+                _term, _c, x = pair_terms(a, b, s, t, beta, KIND)
+                g = s * (x - pivot)
+            put_gradient(out_ptr, at, n, V, g * factor, raw, transform, softcap, IN_PLACE)
 
 
-def pair_rows(pair: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pair_rows(pair: Pair) -> tuple[Tensor, ...]:
     """Return each row's divergence [C], both logsumexps and the pivot of its gradient, as `terms/dense` has them.
 
     A row that holds NaN, or +inf, or nothing but -inf, on either side, comes out as NaN. The products are left as they
     are, and nothing of their size is allocated.
     """
-    value, lse, other_lse, pivot = (_room(pair)[0] for _ in range(4))  # an operator returns no views of one memory
-    _launch(pair, (value, lse, other_lse, pivot, None))
-    return value, lse, other_lse, pivot
+    numbers = tuple(_room(pair)[0] for _ in range(4))  # an operator returns no views of one memory
+    _launch(pair, (*numbers, None))
+    return numbers
 
 
 def pair_logsumexps(pair: Pair) -> Tensor:
     """Return both sides' logsumexps [2, C] of these classes, some of all: -inf where none of them is possible."""
     both = _room(pair, 2)
-    _launch(pair, (None, *both.unbind(), None, None))
+    _launch(pair, (None, *both, None, None))
     return both
 
 
 def pair_sums(pair: Pair, both_lse: Tensor) -> Tensor:
     """Return what these classes add to each row's divergence, to its pivot's numerator and to its denominator [3, C].
 
-    Args:
-        pair: Both sides' products.
-        both_lse: The logsumexps [2, C] over all classes.
+    ``both_lse`` are the logsumexps [2, C] over all classes.
     """
-    value, pivot, mass = (sums := _room(pair, 3)).unbind()
-    _launch(pair, (value, *both_lse.unbind(), pivot, mass), known=True)
+    value, pivot, mass = sums = _room(pair, 3)
+    _launch(pair, (value, *both_lse, pivot, mass), known=True)
     return sums
 
 
 def pair_gradient(
-    pair: Pair,
-    out_CV: Tensor,
-    known: tuple[Tensor, Tensor, Tensor] | None = None,
-    *,
-    factor_C: Tensor | None = None,
-    lift_C: Tensor | None = None,
-) -> Tensor | None:
+    pair: Pair, out_CV: Tensor, known: tuple[Tensor, Tensor, Tensor] | None = None, factor_C: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """Write the gradient of ``sum(factor * value)`` with respect to the student's products.
 
     What lies between V and the next multiple of 8 becomes 0.
@@ -300,31 +245,30 @@ def pair_gradient(
             float16, which shares no memory with them; the row stride a multiple of 8.
         known: Both logsumexps and the pivot from `pair_rows`; None: they are computed on the way.
         factor_C: float32 [C], multiplied with a float32 gradient. A narrow one never is, as its range is not enough.
-        lift_C: float32 [C], required with and only with float16: takes what each row is still to be multiplied with.
-            It is a power of two such that the row's values in memory are at most 2**14.
 
     Returns:
-        Tensor | None: Each row's divergence [C] as from `pair_rows`, where nothing was known.
+        tuple[Tensor | None, Tensor | None]: Each row's divergence [C] as from `pair_rows`, where nothing was known; of
+        a float16 gradient what each row is still to be multiplied with [C], a power of two such that its values in
+        memory are at most 2**14.
     """
-    assert out_CV.shape == pair.student.z_CV.shape
-    assert (lift_C is not None) == (out_CV.dtype == torch.float16)
+    assert out_CV.shape == pair.z_CV.shape
     assert factor_C is None or out_CV.dtype == torch.float32
-    _check_rows(out_CV)
-    value = None if known is not None else _room(pair)[0]
-    numbers = (value, None, None, None, None) if known is None else (None, *known, None)
-    _launch(pair, numbers, (out_CV, out_CV.stride(0) // PAD.value, factor_C, lift_C), known=known is not None)
-    return value
+    value = _room(pair)[0] if known is None else None
+    lift = _room(pair)[0] if out_CV.dtype == torch.float16 else None
+    numbers = (value, *(known or (None, None, None)), None)
+    _launch(pair, numbers, (*_rows(out_CV)[:2], factor_C, lift), known=known is not None)
+    return value, lift
 
 
 def _room(pair: Pair, numbers: int = 1) -> Tensor:
-    z_CV = pair.student.z_CV
-    return z_CV.new_empty(numbers, z_CV.shape[0])
+    return pair.z_CV.new_empty(numbers, len(pair.z_CV))
 
 
-def _check_rows(x_CV: Tensor) -> None:
-    """The kernel reads rows as they lie in memory, whatever strides say."""
+def _rows(x_CV: Tensor) -> tuple[Tensor, int, int]:
+    """Return rows as the kernel reads them: as they lie in memory, whatever strides say."""
     assert x_CV.stride(0) % PAD.value == 0
     assert x_CV.stride(1) == 1 or x_CV.shape[1] == 1
+    return x_CV, x_CV.stride(0) // PAD.value, x_CV.shape[1]
 
 
 def _launch(
@@ -334,16 +278,15 @@ def _launch(
     *,
     known: bool = False,
 ) -> None:
-    student, teacher, kind, beta, kept_C, longest = pair
-    C = student.z_CV.shape[0]
-    assert teacher.z_CV.shape[0] == C
+    z_CV, t_CU, kind, beta, kept_C, student, teacher, longest = pair
+    (C, V), U = z_CV.shape, t_CU.shape[1]
+    assert len(t_CU) == C
+    assert z_CV.dtype == t_CU.dtype == torch.float32
     assert all(x is None or x.is_contiguous() for x in (student.bias_V, teacher.bias_V, kept_C, out[2], *numbers))
     if not C:
         return
-    columns = student.V if numbers[0] is None and known else max(student.V, teacher.V)
-    block = min(max(triton.next_power_of_2(columns), 8), longest or LONGEST_BLOCK[kind])
+    block = min(max(power_of_2(V if numbers[0] is None and known else max(V, U)), 8), longest or LONGEST_BLOCK[kind])
     _pair[(C,)](
-        student, teacher, kept_C, float(beta), numbers, out, KIND=kind, KNOWN=known,
-        OUT=None if out[0] is None else _OUT[out[0].dtype], BLOCK=block,
-        num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
+        _rows(z_CV), _rows(t_CU), student, teacher, kept_C, float(beta), numbers, out, KIND=kind, KNOWN=known,
+        BLOCK=block, num_warps=max(1, min(16, block // COLUMNS_A_WARP[kind])),
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""What one class adds to a divergence, and the derivative of it by the student's logit.
+"""What one class adds to a divergence, and to its gradient by the student's logits.
 
-s and t are the student's and the teacher's probabilities of the class, a and b their logarithms, x = a - b.
+s and t are the student's and the teacher's probabilities of the class, a and b their logarithms.
 """
 
 import triton
@@ -9,11 +9,11 @@ import triton.language as tl
 from lowtide.head.kernels.elementary import log1p_near
 
 TINY = tl.constexpr(2.0**-126)  # float32's smallest normal number
-NEAR = tl.constexpr(0.5)  # |x| below which a side is measured by the other: there the direct terms would cancel
+NEAR = tl.constexpr(0.5)  # |a - b| below which a side is measured by the other: there the direct terms would cancel
 
 
 @triton.jit
-def times(p, x):  # type: ignore[no-untyped-def]
+def _times(p, x):  # type: ignore[no-untyped-def]
     """p x, with 0 inf = 0."""
     return tl.where(p == 0.0, 0.0, p * x)
 
@@ -26,13 +26,13 @@ def _curve(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def kl_terms(p, q, x):  # type: ignore[no-untyped-def]
+def _kl_terms(p, q, x):  # type: ignore[no-untyped-def]
     """p x + q - p for x = log p - log q, never negative but for rounding; q and p sum to the same over a row."""
-    return tl.where(tl.abs(x) < NEAR, p * _curve(x), times(p, x) + q - p)
+    return tl.where(tl.abs(x) < NEAR, p * _curve(x), _times(p, x) + q - p)
 
 
 @triton.jit
-def above_mixture(a, b, s, t, beta):  # type: ignore[no-untyped-def]
+def _above_mixture(a, b, s, t, beta):  # type: ignore[no-untyped-def]
     """a - log m and b - log m, for m = beta t + (1 - beta) s."""
     m = s + beta * (t - s)
     log_m = tl.log(tl.where(m < TINY, TINY, m))
@@ -42,22 +42,23 @@ def above_mixture(a, b, s, t, beta):  # type: ignore[no-untyped-def]
     return tl.where(near, of_student, a - log_m), tl.where(near, of_student - x, b - log_m)
 
 
-@triton.jit
-def signs(x):  # type: ignore[no-untyped-def]
-    """1, 0 or -1, or NaN."""
-    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
-
-
 @triton.jit  # type: ignore[untyped-decorator]
-def gradient_terms(a, b, s, t, pivot, beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The divergence's derivative by the student's logits, but for a constant: 1 - beta for the jsd, 1/2 for tv."""
+def pair_terms(a, b, s, t, beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a class adds to the divergence, to its pivot's numerator, and x of the gradient s (x - pivot).
+
+    The gradient is but for a constant: 1 - beta for the jsd, 1/2 for tv. The forward KL's is s - t.
+    """
     if KIND == "forward_kl":
-        g = s - t
+        value, c, x = _kl_terms(t, s, b - a), -t, a
     elif KIND == "reverse_kl":
-        g = s * (tl.where(s == 0.0, 0.0, a - b) - pivot)
+        value, c, x = _kl_terms(s, t, a - b), _times(s, a - b), tl.where(s == 0.0, 0.0, a - b)
     elif KIND == "jsd":
-        of_student, _ = above_mixture(a, b, s, t, beta)
-        g = s * (tl.where(s == 0.0, 0.0, of_student) - pivot)
+        of_student, of_teacher = _above_mixture(a, b, s, t, beta)
+        c, x = _times(s, of_student), tl.where(s == 0.0, 0.0, of_student)
+        value = (1.0 - beta) * c + beta * _times(t, of_teacher)
     else:
-        g = s * (signs(s - t) - pivot)
-    return g
+        x = s - t
+        value = 0.5 * tl.abs(x)
+        x = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))  # NaN of NaN
+        c = s * x
+    return value, c, x

@@ -3,8 +3,6 @@
 C rows of the chunk, V vocabulary. One program a row reads it once for the loss and once more for the gradient.
 """
 
-from typing import Literal, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -14,44 +12,66 @@ from lowtide.head.kernels.elementary import log1p, tanh
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform
 from lowtide.kernel_launch import Launcher, power_of_2
 
-Gradient = Literal["wide", "bfloat16", "float16"]
-
 PAD = tl.constexpr(8)  # float32 values: rows are whole numbers of 32 bytes long
 FP16_TOP = tl.constexpr(2.0**14)  # where a row's largest fp16 value is put at most, a factor of four below the largest
 LONGEST_BLOCK = 4096
-OUT_DTYPE = {"wide": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+OUT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def tanh_slope(x):  # type: ignore[no-untyped-def]
-    """1 - tanh(x)**2, which would cancel where the cap is reached."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    return 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-@triton.jit
-def power_of_two_above(bound):  # type: ignore[no-untyped-def]
-    """The least power of two that is no less than ``bound``; 1 where there is none: of 0, infinity or NaN."""
-    bits = tl.maximum(bound, 2.0**-100).to(tl.int32, bitcast=True)
-    power = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where((bound > 0.0) & (bound < 2.0**127), power, 1.0)
-
-
-@triton.jit
-def scaled_columns(row_ptr, at, n, bias_ptr, scale):  # type: ignore[no-untyped-def]
-    """(z + bias) * scale in columns ``at``; from n on anything, and nothing is read beyond n rounded up to PAD."""
-    z = tl.load(row_ptr + at, mask=at < tl.cdiv(n, PAD) * PAD, other=0.0)  # a mask in PADs keeps the load wide
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + at, mask=at < n, other=0.0)
-    return z * scale
-
-
-@triton.jit
-def _capped(x, softcap):  # type: ignore[no-untyped-def]
-    """softcap * tanh(x / softcap), where there is a cap."""
-    if softcap is not None:
-        x = softcap * tanh(x / softcap)
+def number(ptr):  # type: ignore[no-untyped-def]
+    """A scalar, 1 where there is none."""
+    x = tl.full((), 1.0, tl.float32)
+    if ptr is not None:
+        x = tl.load(ptr)
     return x
+
+
+@triton.jit
+def row_logits(row_ptr, at, n, transform, scale, softcap):  # type: ignore[no-untyped-def]
+    """A row's (z + bias) * scale in columns ``at``, and these capped; from n on anything.
+
+    Nothing is read beyond n rounded up to PAD: a mask in PADs keeps the load wide.
+    """
+    z = tl.load(row_ptr + at, mask=at < tl.cdiv(n, PAD) * PAD, other=0.0)
+    if transform.bias_V is not None:
+        z += tl.load(transform.bias_V + at, mask=at < n, other=0.0)
+    z *= scale
+    capped = z
+    if transform.softcap is not None:
+        capped = softcap * tanh(z / softcap)
+    return z, capped
+
+
+@triton.jit
+def row_factor(bound, row, scale, factor_ptr, lift_ptr):  # type: ignore[no-untyped-def]
+    """What a row's gradient is multiplied with. In fp16, where none is above ``bound``, its lift is stored."""
+    factor = 1.0
+    if lift_ptr is not None:
+        bound *= tl.abs(scale)
+        # the least power of two that is no less; 1 where there is none: of 0, infinity or NaN
+        bits = tl.maximum(bound, 2.0**-100).to(tl.int32, bitcast=True)
+        power = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        power = tl.where((bound > 0.0) & (bound < 2.0**127), power, 1.0)
+        factor = FP16_TOP / power
+        tl.store(lift_ptr + row, power / FP16_TOP)
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr + row)
+    return factor * scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def put_gradient(out_ptr, at, n, V, g, z, transform, softcap, IN_PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a block of a row's gradient by what `row_logits` caps, 0 from n to the end of V's last PAD."""
+    if transform.softcap is not None:
+        e = tl.exp(-2.0 * tl.abs(z / softcap))
+        g *= 4.0 * e / ((1.0 + e) * (1.0 + e))  # 1 - tanh**2, which would cancel where the cap is reached
+    g = tl.where(at < n, g, 0.0)
+    if IN_PLACE:
+        # What is written here may still be to be read by another thread: narrow values lie where wide ones of this
+        # block (the first) or of an earlier one (any other) were. All reads up to here come first.
+        tl.debug_barrier()
+    tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty), mask=at < tl.cdiv(V, PAD) * PAD)
 
 
 @Launcher
@@ -61,7 +81,6 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """See `softmax_rows`. An ignored row is one of no columns (n = 0): nothing of it is read."""
     target_ptr, unit_ptr, kept_ptr = rows
-    bias_ptr, scale_ptr, softcap = transform
     class_weight_ptr, total_class_weight_ptr, label_smoothing, z_loss, largest_class_weight_ptr = terms
     loss_ptr, factor_ptr, lift_ptr = out
     row = tl.program_id(0).to(tl.int64)
@@ -70,16 +89,14 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     n = V
     if kept_ptr is not None:
         n = tl.where(tl.load(kept_ptr + row), V, 0)
-    scale = tl.full((), 1.0, tl.float32)
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
+    scale, softcap = number(transform.scale), transform.softcap
     q_y = 1.0
     Q = V * 1.0
     if class_weight_ptr is not None:
         q_y = tl.load(class_weight_ptr + y)
         Q = tl.load(total_class_weight_ptr)
 
-    t = _capped(scaled_columns(row_ptr, y, n, bias_ptr, scale), softcap)
+    _, t = row_logits(row_ptr, y, n, transform, scale, softcap)
     t = tl.where(unit == unit, t, unit)
     pivot = tl.where(tl.abs(t) < float("inf"), t, 0.0)  # sums of z - t do not cancel where logits share an offset
     highest = t
@@ -87,7 +104,7 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     weighted = tl.zeros((BLOCK,), tl.float32)  # of q (z - pivot)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        z = _capped(scaled_columns(row_ptr, at, n, bias_ptr, scale), softcap)
+        x, z = row_logits(row_ptr, at, n, transform, scale, softcap)
         if SMOOTHED:
             above = z - pivot
             if class_weight_ptr is not None:
@@ -103,80 +120,52 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
     total = e_t + e_others
     lse = highest + tl.log(total)
     share = (1.0 - label_smoothing) * q_y
-    if loss_ptr is not None:
-        odds = e_others / e_t
-        nll = tl.where(odds <= 1.0, log1p(odds), (highest - t) + tl.log(total))
-        loss = share * nll + z_loss * lse * lse
-        if SMOOTHED:
-            loss += label_smoothing / V * (Q * nll - tl.sum(weighted, 0))
-        tl.store(loss_ptr + row, tl.where(n > 0, loss, 0.0))
+    odds = e_others / e_t
+    nll = tl.where(odds <= 1.0, log1p(odds), (highest - t) + tl.log(total))
+    loss = share * nll + z_loss * lse * lse
+    if SMOOTHED:
+        loss += label_smoothing / V * (Q * nll - tl.sum(weighted, 0))
+    tl.store(loss_ptr + row, tl.where(n > 0, loss, 0.0))
 
     if OUT is not None:
         rest = label_smoothing / V * Q + 2.0 * z_loss * lse
         even = label_smoothing / V
-        factor = 1.0
-        if lift_ptr is not None:
-            largest = tl.maximum(tl.abs(share + rest), tl.maximum(tl.abs(share), tl.abs(rest)))
-            if SMOOTHED:
-                heaviest = 1.0
-                if class_weight_ptr is not None:
-                    heaviest = tl.load(largest_class_weight_ptr)
-                largest += even * heaviest
-            bound = power_of_two_above(largest * tl.abs(scale))
-            factor = FP16_TOP / bound
-            tl.store(lift_ptr + row, bound / FP16_TOP)
-        if factor_ptr is not None:
-            factor = tl.load(factor_ptr + row)
-        factor *= scale
+        largest = tl.maximum(tl.abs(share + rest), tl.maximum(tl.abs(share), tl.abs(rest)))
+        if SMOOTHED:
+            heaviest = 1.0
+            if largest_class_weight_ptr is not None:
+                heaviest = tl.load(largest_class_weight_ptr)
+            largest += even * heaviest
+        factor = row_factor(largest, row, scale, factor_ptr, lift_ptr)
         at_target = (rest * (e_t / total) - share * (e_others / total) - even * q_y) * factor
         k = (share + rest) * factor / total  # with exp(z - highest): z - lse would round as lse does
         even *= factor
         out_ptr = row_ptr.to(tl.pointer_type(OUT))
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x = scaled_columns(row_ptr, at, n, bias_ptr, scale)
-            g = k * tl.exp(_capped(x, softcap) - highest)
+            x, z = row_logits(row_ptr, at, n, transform, scale, softcap)
+            g = k * tl.exp(z - highest)
             if SMOOTHED:
                 if class_weight_ptr is not None:
                     g -= even * tl.load(class_weight_ptr + at, mask=at < n, other=0.0)
                 else:
                     g -= even
             g = tl.where(at == y, at_target, g)
-            if softcap is not None:
-                g *= tanh_slope(x / softcap)
-            g = tl.where(at < n, g, 0.0)
-            # What is written here may still be to be read by another thread: narrow values lie where wide ones of
-            # this block (the first) or of an earlier one (any other) were. All reads up to here come first.
-            tl.debug_barrier()
-            tl.store(out_ptr + at, g.to(OUT), mask=at < tl.cdiv(V, PAD) * PAD)
-
-
-class LossTerms(NamedTuple):
-    """What cross entropy is asked for beside the targets."""
-
-    class_weight_V: Tensor | None = None  # float32
-    total_class_weight: Tensor | None = None  # their sum, a float32 scalar tensor
-    label_smoothing: float = 0.0  # from 0 to 1
-    z_loss: float = 0.0
-
-
-NO_TERMS = LossTerms()
+            put_gradient(out_ptr, at, n, V, g, x, transform, softcap, True)
 
 
 def softmax_rows(
     z_CV: Tensor,
     target_C: Tensor,
     unit_C: Tensor,
-    *,
     kept_C: Tensor | None = None,
+    *,
     transform: LogitTransform = PLAIN,
-    terms: LossTerms = NO_TERMS,
-    loss_C: Tensor | None = None,
-    gradient: Gradient | None = None,
+    terms: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 0.0),
+    gradient: torch.dtype | None = None,
     factor_C: Tensor | None = None,
-    lift_C: Tensor | None = None,
     longest_block: int = LONGEST_BLOCK,
-) -> None:
+) -> tuple[Tensor, Tensor | None]:
     """Turn products ``x @ w.T`` into each row's loss and, in their place, the loss's gradient with respect to them.
 
     With z = ``softcap * tanh((x @ w.T + bias) * m / softcap)``, m = logit_scale, p the softmax of z, y the target,
@@ -196,28 +185,32 @@ def softmax_rows(
             value matters here.
         kept_C: bool [C]; rows where it is False are not read, their loss and gradient are 0. None: all are kept.
         transform: Bias, m and softcap.
-        terms: q, Q, a and u.
-        loss_C: float32 [C], takes the losses. None: they are not wanted.
-        gradient: ``"wide"``: float32, in place of ``z_CV``. ``"bfloat16"``, ``"float16"``: narrowed, over the first
-            half of each row's own bytes: ``z_CV.view(dtype)[:, :V]``. None: rows are read once, and left as they are.
-        factor_C: float32 [C], multiplied with a wide gradient. A narrow one never is: see `schedules.run_chunks`.
-        lift_C: float32 [C], required with and only with ``"float16"``: takes what each row is still to be multiplied
-            with. It is a power of two such that the row's values in memory are at most 2**14.
+        terms: q and Q (float32) or None, a and u.
+        gradient: float32: in place of ``z_CV``. bfloat16, float16: narrowed, over the first half of each row's own
+            bytes: ``z_CV.view(dtype)[:, :V]``. None: rows are read once, and left as they are.
+        factor_C: float32 [C], multiplied with a wide gradient. A narrow one never is: see `engine.run`.
         longest_block: Columns handled at a time, a power of two from 8.
+
+    Returns:
+        tuple[Tensor, Tensor | None]: The losses [C]; of a float16 gradient what each row is still to be multiplied
+        with [C], a power of two such that its values in memory are at most 2**14.
     """
     C, V = z_CV.shape
+    class_weight_V, _, label_smoothing, _ = terms
     assert z_CV.dtype == torch.float32
     assert z_CV.stride(0) % PAD.value == 0
-    assert (lift_C is not None) == (gradient == "float16")
-    assert factor_C is None or gradient == "wide"
-    if C == 0 or (loss_C is None and gradient is None):
-        return
+    assert factor_C is None or gradient == torch.float32
+    loss_C = torch.empty_like(unit_C)
+    lift_C = torch.empty_like(unit_C) if gradient == torch.float16 else None
+    if C == 0:
+        return loss_C, lift_C
     largest = None
-    if lift_C is not None and terms.label_smoothing and terms.class_weight_V is not None:
-        largest = torch.linalg.vector_norm(terms.class_weight_V, torch.inf)
+    if lift_C is not None and label_smoothing and class_weight_V is not None:
+        largest = torch.linalg.vector_norm(class_weight_V, torch.inf)
     block = min(max(power_of_2(V), PAD.value), longest_block)
     _softmax_rows[(C,)](
         z_CV, z_CV.stride(0) // PAD.value, V, (target_C, unit_C, kept_C), transform, (*terms, largest),
-        (loss_C, factor_C, lift_C), SMOOTHED=terms.label_smoothing != 0,
-        OUT=None if gradient is None else OUT_DTYPE[gradient], BLOCK=block, num_warps=max(1, min(8, block // 512)),
+        (loss_C, factor_C, lift_C), SMOOTHED=label_smoothing != 0, OUT=None if gradient is None else OUT[gradient],
+        BLOCK=block, num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
+    return loss_C, lift_C

@@ -1,18 +1,7 @@
-"""What stands behind the GEMM of `stats_logits.tile_stats`: a program a row, over [C, P], [C, D] or [C, K].
+"""What stands behind the GEMMs of `stats_logits`: a program a row, over [C, P], [C, D] or [C, K].
 
-C rows of a chunk, D hidden size, V vocabulary, P tiles across it, K targets a row. With M the highest logit and R the
-sum of exp(z - M) over the other classes, H that of exp(z - M) (z - M), S that of exp(z - M)**2:
-
-    lse = M + log1p(R)    entropy = log1p(R) - H / (1 + R)    sum p^2 = (1 + S) / (1 + R)^2    log p_y = t - lse
-
-Where one rank has all classes, `finish_stats` turns the tiles' sums into these. Where the vocabulary is sharded, each
-rank brings its tiles' sums to those about its own highest logit, and all ranks' are merged as tiles are:
-
-    tile_stats(x, w, sums, id)                                               this rank's classes
-    shard_stats(sums, id, x, w, told, first_class=..., y_CK=...)             told [F, C] of this rank
-    told_WFC = ranks.gather(told)                                            one exchange
-    merge_stats(told_WFC, out, V, y_CK=...)                                  the same numbers on every rank
-    merge_highest(ranks.gather(shard_highest(...)), values, ids)             of `stats_topk`
+C rows of a chunk, D hidden size, V vocabulary, P parts of it, tiles or ranks, K targets a row. Classes count among
+those of all ranks.
 """
 
 from typing import NamedTuple
@@ -22,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.head.kernels.elementary import log1p, tanh
+from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_rows import block_of
-from lowtide.head.kernels.exp_terms import dot
-from lowtide.head.kernels.gemm import PLAIN, LogitTransform, matrix
-from lowtide.head.kernels.stats_logits import FLOOR
+from lowtide.head.kernels.exp_terms import dot, scaled_row
+from lowtide.head.kernels.gemm import PLAIN, LogitTransform, finish_logits, matrix
+from lowtide.head.kernels.stats_logits import FLOOR, Entries, Sums, put_sums
 from lowtide.kernel_launch import Launcher, power_of_2
 
 
@@ -46,219 +35,261 @@ class RowStats(NamedTuple):
         return RowStats(*(None if x is None else x[part] for x in self))
 
 
-class Parts(NamedTuple):
-    """A row's sums over parts of its classes, tiles or ranks: see `stats_logits.tile_stats`."""
-
-    sums: Tensor  # float32: top, rest and, where they are there, heat, squares, total
-    id: Tensor  # int32, of the highest logit in each part
-    P: int  # parts
-    plane: int  # strides, from one sum to the next,
-    row: int
-    part: int
-
-
+@Launcher
 @triton.jit  # type: ignore[untyped-decorator]
-def _merged(parts, i, V, HEAT: tl.constexpr, SQUARES: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row i's sums over all parts, about the highest logit of all: top, its class, rest, heat, squares, total."""
+def _merge_stats(  # type: ignore[no-untyped-def]
+    parts, out, told, y_ptr, operands, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """See `merge_stats`: sums about the highest logit of all parts; ``out`` or ``told`` is written."""
+    x_ptr, x_stride, w_ptr, w_stride, D = operands
+    i = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, WIDTH)
     inside = p < parts.P
-    at = parts.sums + i * parts.row + p * parts.part
-    ids = tl.load(parts.id + i * parts.row + p * parts.part, mask=inside, other=V)
-    tops = tl.load(at, mask=inside, other=float("-inf"))
+    at = i * parts.row + p * parts.part
+    ids = tl.load(parts.id + at, mask=inside, other=V)
+    tops = tl.load(parts.top + at, mask=inside, other=float("-inf"))
     top = tl.max(tops, 0)
     top_id = tl.min(tl.where(tops == top, ids, V), 0)
     winner = tl.min(tl.where(tops == top, p, WIDTH), 0)
     below = tops - tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp(below)
     own = tl.where(p == winner, 0.0, 1.0)  # each other part's highest class is one of the rest
-    at += parts.plane
-    in_part = tl.load(at, mask=inside, other=0.0) + own
+    in_part = tl.load(parts.rest + at, mask=inside, other=0.0) + own
     rest = tl.sum(tl.where(inside, weight * in_part, 0.0), 0)
     heat, squares, total = rest, rest, rest
-    if HEAT:
-        at += parts.plane
-        terms = weight * (tl.load(at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_part)
+    if parts.heat is not None:
+        terms = weight * (tl.load(parts.heat + at, mask=inside, other=0.0) + tl.maximum(below, FLOOR) * in_part)
         heat = tl.sum(tl.where(inside & (weight > 0.0), terms, 0.0), 0)
-    if SQUARES:
-        at += parts.plane
-        terms = weight * weight * (tl.load(at, mask=inside, other=0.0) + own)
+    if parts.squares is not None:
+        terms = weight * weight * (tl.load(parts.squares + at, mask=inside, other=0.0) + own)
         squares = tl.sum(tl.where(inside, terms, 0.0), 0)
-    if TOTAL:
-        at += parts.plane
-        total = tl.sum(tl.load(at, mask=inside, other=0.0), 0)
-    return top, top_id, rest, heat, squares, total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _logit(x_ptr, w, y, transform, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row's logit of the class in row y of the weight."""
-    w_ptr, w_stride = w
-    t = dot(x_ptr, w_ptr + y * w_stride, D, BLOCK)
-    if transform.bias_V is not None:
-        t += tl.load(transform.bias_V + y)
-    if transform.scale is not None:
-        t *= tl.load(transform.scale)
-    if transform.softcap is not None:
-        t = transform.softcap * tanh(t / transform.softcap)
-    return t
-
-
-@Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _shard_stats(  # type: ignore[no-untyped-def]
-    parts, x, w, y_ptr, told, transform, shard, D, K, ASKED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """See `shard_stats`."""
-    x_ptr, x_stride = x
-    told_ptr, id_ptr, plane = told
-    first_class, V = shard
-    HEAT: tl.constexpr = ASKED[0]
-    SQUARES: tl.constexpr = ASKED[1]
-    TOTAL: tl.constexpr = ASKED[2]
-    i = tl.program_id(0).to(tl.int64)
-    top, top_id, rest, heat, squares, total = _merged(parts, i, V, HEAT, SQUARES, TOTAL, WIDTH)
-    out = told_ptr + i
-    tl.store(id_ptr + i, first_class + top_id)
-    tl.store(out, top)
-    out += plane
-    tl.store(out, rest)
-    if HEAT:
-        out += plane
-        tl.store(out, heat)
-    if SQUARES:
-        out += plane
-        tl.store(out, squares)
-    if TOTAL:
-        out += plane
-        tl.store(out, total)
-    out += plane  # the class has its place here
-    for k in range(K):
-        out += plane
-        y = tl.load(y_ptr + i * K + k).to(tl.int64) - first_class
-        here = (y >= 0) & (y < V)
-        t = _logit(x_ptr + i * x_stride, w, tl.where(here, y, 0), transform, D, BLOCK)
-        tl.store(out, tl.where(here, t, 0.0))
-
-
-@Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish_stats(  # type: ignore[no-untyped-def]
-    parts, out, targets, x, w, transform, D, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """See `finish_stats` and `merge_stats`: a target's logit is the sum of what the ranks have of it, or computed."""
-    y_ptr, logit_ptr = targets
-    HEAT: tl.constexpr = out.entropy is not None
-    SQUARES: tl.constexpr = out.sum_sq_prob is not None
-    TOTAL: tl.constexpr = out.mean is not None
-    i = tl.program_id(0).to(tl.int64)
-    highest, top_id, rest, heat, squares, total = _merged(parts, i, V, HEAT, SQUARES, TOTAL, WIDTH)
-    rest += highest - highest  # NaN where that is not finite
-    spread = log1p(rest)
-    tl.store(out.lse + i, tl.where(tl.abs(highest) == float("inf"), highest, highest + spread))
-    tl.store(out.top + i, tl.minimum(top_id, V - 1).to(tl.int64))
-    tl.store(out.top_logprob + i, -spread)
-    if HEAT:
-        tl.store(out.entropy + i, spread - heat / (1.0 + rest))
-    if SQUARES:
-        tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
-    if TOTAL:
-        tl.store(out.mean + i, total / V)
+    if parts.total is not None:
+        total = tl.sum(tl.load(parts.total + at, mask=inside, other=0.0), 0)
+    if told is not None:
+        put_sums(told, i * told.row, top, first_class + top_id, rest, heat, squares, total, None)
+    else:
+        rest += top - top  # NaN where that is not finite
+        spread = log1p(rest)
+        tl.store(out.lse + i, tl.where(tl.abs(top) == float("inf"), top, top + spread))
+        tl.store(out.top + i, tl.minimum(top_id, V - 1).to(tl.int64))
+        tl.store(out.top_logprob + i, -spread)
+        if out.entropy is not None:
+            tl.store(out.entropy + i, spread - heat / (1.0 + rest))
+        if out.sum_sq_prob is not None:
+            tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
+        if out.mean is not None:
+            tl.store(out.mean + i, total / V)
     for k in range(K):
         y = tl.load(y_ptr + i * K + k).to(tl.int64)
-        if logit_ptr is None:
-            x_ptr, x_stride = x
-            t = _logit(x_ptr + i * x_stride, w, y, transform, D, BLOCK)
+        if parts.logit is not None:  # the sum of what the parts have of it
+            t = tl.sum(tl.load(parts.logit + k * parts.plane + at, mask=inside, other=0.0), 0)
         else:
-            p = tl.arange(0, WIDTH)
-            at = logit_ptr + k * parts.plane + i * parts.row + p * parts.part
-            t = tl.sum(tl.load(at, mask=p < parts.P, other=0.0), 0)
-        tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - highest) - spread))
+            if told is not None:
+                y -= first_class
+                here = (y >= 0) & (y < V)
+                y = tl.where(here, y, 0)
+            t = finish_logits(dot(x_ptr + i * x_stride, w_ptr + y * w_stride, D, BLOCK), y, V, transform)
+        if told is not None:
+            tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
+        else:
+            tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - top) - spread))
 
 
-def finish_stats(
-    sums_FCP: Tensor,
-    id_CP: Tensor,
-    x_CD: Tensor,
-    w_VD: Tensor,
-    out: RowStats,
+def merge_stats(
+    parts: Sums,
+    out: RowStats | Sums,
+    V: int,
+    y_CK: Tensor,
+    x_CD: Tensor | None = None,
+    w_VD: Tensor | None = None,
     *,
-    y_CK: Tensor | None = None,
     transform: LogitTransform = PLAIN,
+    first_class: int = 0,
 ) -> None:
-    """Turn tiles' sums into the numbers of each row, where this rank has all classes.
+    """Turn sums over tiles or ranks into the numbers of each row, or into sums of one part: what a rank tells others.
+
+    With M the highest logit and over the other classes R the sum of exp(z - M), H of exp(z - M) (z - M), S of
+    exp(z - M)**2:
+
+        lse = M + log1p(R)    entropy = log1p(R) - H / (1 + R)   sum p^2 = (1 + S) / (1 + R)^2    log p_y = t - lse
+
+    Where the vocabulary is sharded, each rank merges its tiles into a `Sums` of one part; all ranks' are gathered, and
+    merged as tiles are.
 
     Args:
-        sums_FCP: From `tile_stats`, with the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob,
-            total for the mean.
-        id_CP: From `tile_stats`.
-        x_CD: Hidden states.
-        w_VD: Weight.
-        out: Takes the numbers; those before ``logprob`` must be there, and with ``y_CK`` that too, contiguous.
-        y_CK: Classes, int64, contiguous, all of them valid; or None.
+        parts: With the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob, total for the mean.
+        out: Takes the numbers; those before ``logprob`` must be there, and with targets that too, contiguous. Or takes
+            the sums, the class of the highest logit among all, and the logits of the targets that are here.
+        V: Classes of all parts; there may be none of a rank's own.
+        y_CK: Targets, int64, contiguous, all of them valid.
+        x_CD: Hidden states, where ``parts`` lack the targets' logits.
+        w_VD: This rank's weight, likewise.
         transform: What makes logits of the products.
-    """
-    (C, D), K = x_CD.shape, 0 if y_CK is None else y_CK.shape[1]
-    parts = Parts(sums_FCP, id_CP, sums_FCP.shape[2], *sums_FCP.stride())
-    _finish_stats[(C,)](
-        parts, out, (y_CK, None), matrix(x_CD), matrix(w_VD), transform, D, w_VD.shape[0], K, BLOCK=block_of(D),
-        WIDTH=power_of_2(parts.P), num_warps=4,
-    )  # fmt: skip
-
-
-def told_stats(F: int, C: int, K: int, device: torch.device) -> Tensor:
-    """Return room for what a rank tells the others in `shard_stats`: its F sums, the class, K targets' logits."""
-    return torch.empty(F + 1 + K, C, dtype=torch.float32, device=device)
-
-
-def shard_stats(
-    sums_FCP: Tensor,
-    id_CP: Tensor,
-    x_CD: Tensor,
-    w_VD: Tensor,
-    told_FC: Tensor,
-    *,
-    asked: tuple[bool, bool, bool],
-    first_class: int,
-    y_CK: Tensor | None = None,
-    transform: LogitTransform = PLAIN,
-) -> None:
-    """Turn tiles' sums into what this rank tells the others of its classes; `merge_stats` goes on from there.
-
-    Args:
-        sums_FCP: From `tile_stats`.
-        id_CP: From `tile_stats`.
-        x_CD: Hidden states.
-        w_VD: This rank's rows of the weight; there may be none.
-        told_FC: From `told_stats`: takes this rank's sums about its own highest logit, the class of that among all
-            classes (the bits of an int32), and the logits of the targets that are here, 0 for the others.
-        asked: Whether heat, squares and total are among the sums.
         first_class: Class of ``w_VD``'s first row.
-        y_CK: Classes among all of them, int64, contiguous, all of them valid; or None.
-        transform: What makes logits of the products.
     """
-    (C, D), V, F = x_CD.shape, w_VD.shape[0], len(sums_FCP)
-    if not V:
-        told_FC.zero_()
-        told_FC[0] = -torch.inf
+    (C, K), D = y_CK.shape, 1 if x_CD is None else x_CD.shape[1]
+    numbers, told = (out, None) if isinstance(out, RowStats) else (None, out)
+    if told is not None and not V:
+        told.top.fill_(-torch.inf)  # the others are 0
         return
-    parts = Parts(sums_FCP, id_CP, sums_FCP.shape[2], *sums_FCP.stride())
-    told = (told_FC, told_FC[F].view(torch.int32), told_FC.stride(0))
-    _shard_stats[(C,)](
-        parts, matrix(x_CD), matrix(w_VD), y_CK, told, transform, (first_class, V), D, len(told_FC) - F - 1,
-        ASKED=asked, BLOCK=block_of(D), WIDTH=power_of_2(parts.P), num_warps=4,
+    _merge_stats[(C,)](
+        parts, numbers, told, y_CK, (*matrix(x_CD), *matrix(w_VD), D), transform, first_class, V, K, BLOCK=block_of(D),
+        WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
     )  # fmt: skip
 
 
-def merge_stats(told_WFC: Tensor, out: RowStats, V: int, *, y_CK: Tensor | None = None) -> None:
-    """Turn every rank's from `shard_stats` into the numbers of each row (see `finish_stats`), the same on every rank.
+@triton.jit
+def _at_class(logprob, lse, own, others, h, a, entropy, even, transform):  # type: ignore[no-untyped-def]
+    """The gradient at classes whose log-probability is known, their ``own`` targets' part without cancellation."""
+    share = tl.exp(logprob)
+    gradient = share * (a - h * (tl.maximum(logprob, FLOOR) + entropy)) + even
+    gradient += -own * expm1(logprob) - others * share
+    if transform.softcap is not None:
+        z = (logprob + lse) / transform.softcap
+        gradient *= 1.0 - z * z
+    return gradient
 
-    V counts the classes of all ranks.
+
+@Launcher
+@triton.jit  # type: ignore[untyped-decorator]
+def _prepare_stats(  # type: ignore[no-untyped-def]
+    known, upstream, y_ptr, x, scaled_ptr, entries, transform, D, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """See `prepare_stats`."""
+    x_ptr, x_stride = x
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, CLASSES)  # the highest class, and the targets
+    is_target = (k > 0) & (k <= K)
+    of_target = i * K + k - 1
+    zero = tl.full((), 0.0, tl.float32)
+    h, a, even, entropy = zero, zero, zero, zero
+    y = tl.where(k == 0, tl.load(known.top + i).to(tl.int32), -1)
+    logprob = tl.where(k == 0, tl.load(known.top_logprob + i), 0.0)
+    g = tl.zeros((CLASSES,), tl.float32)
+    if upstream.logprob is not None:
+        y = tl.load(y_ptr + of_target, mask=is_target, other=y)
+        logprob = tl.load(known.logprob + of_target, mask=is_target, other=logprob)
+        g = tl.load(upstream.logprob + of_target, mask=is_target, other=0.0)
+    if upstream.entropy is not None:
+        h = tl.load(upstream.entropy + i)
+        entropy = tl.load(known.entropy + i)
+    if upstream.lse is not None:
+        a = tl.load(upstream.lse + i)
+    if upstream.mean is not None:
+        even = tl.load(upstream.mean + i) / V
+    largest = tl.maximum(tl.maximum(tl.max(tl.abs(g), 0), tl.abs(h)), tl.maximum(tl.abs(a), tl.abs(even)))
+    largest += tl.sum(g - g, 0) + (h - h) + (a - a) + (even - even)  # NaN where one of them is no number
+    scale = zero + 1.0
+    if transform.scale is not None:
+        scale = tl.load(transform.scale)
+        largest *= tl.abs(scale)
+    s = (largest.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)  # the power of two below it
+    s = tl.where(s < float("inf"), s, largest)
+    share = scale / tl.where(s == 0.0, 1.0, s)
+    g, h, a, even = g * share, h * share, a * share, even * share
+    of_targets = tl.sum(g, 0)
+    lse = tl.load(known.lse + i)
+    tl.store(entries.s + i, s)
+    tl.store(entries.lse + i, lse)
+    tl.store(entries.slope + i, a - of_targets - h * entropy)
+    if entries.heat is not None:
+        tl.store(entries.heat + i, h)
+    if entries.even is not None:
+        tl.store(entries.even + i, even)
+    same = y[:, None] == y[None, :]
+    own = tl.sum(tl.where(same, g[None, :], 0.0), 1)
+    last = tl.max(tl.where(same, k[None, :], 0), 1)  # each class once: where it stands last, so a target if it is one
+    entry = _at_class(logprob, lse, own, of_targets - own, h, a, entropy, even, transform)
+    place = tl.where(s == 0.0, -1, tl.where(last == k, y, -1))
+    row = i * (K + 1) + k
+    tl.store(entries.id + row, place, mask=k <= K)
+    tl.store(entries.entry + row, entry, mask=k <= K)
+    if upstream.logprob is not None:
+        rest = entry - entry.to(x_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(entries.rest + of_target, tl.where(place < 0, 0.0, rest), mask=is_target)
+    if scaled_ptr is not None:
+        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+def _put_entries(g_ptr, g_stride, id_ptr, entry_ptr, first_class, columns, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """See `put_entries`."""
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, WIDTH)
+    column = tl.load(id_ptr + i * count + k, mask=k < count, other=-1)
+    here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
+    entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
+    tl.store(g_ptr + i * g_stride + column - first_class, entry.to(g_ptr.dtype.element_ty), mask=here)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, D, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k), of the classes that are here."""
+    w_ptr, w_stride = w
+    i = tl.program_id(0).to(tl.int64)
+    s = tl.load(entries.s + i)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        inside = at < D
+        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
+        for k in range(K):
+            y = tl.load(entries.id + i * (K + 1) + 1 + k).to(tl.int64) - first_class
+            here = (y >= 0) & (y < V)
+            rest = tl.where(here, tl.load(entries.rest + i * K + k), 0.0)
+            w_row = tl.load(w_ptr + tl.where(here, y, 0) * w_stride + at, mask=inside, other=0.0)
+            grad += tl.where(rest == 0.0, 0.0, rest * w_row.to(tl.float32))
+        grad = tl.where(s == 0.0, 0.0, grad * s)
+        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def prepare_stats(
+    known: RowStats,
+    upstream: RowStats,
+    y_CK: Tensor | None,
+    x_CD: Tensor,
+    entries: Entries,
+    V: int,
+    *,
+    transform: LogitTransform = PLAIN,
+    scaled_CD: Tensor | None = None,
+) -> None:
+    """From what forward found and the upstream gradients, write what `gradient_tile` and the functions below take.
+
+    Args:
+        known: lse, top and top_logprob; with an upstream gradient of it the entropy; with one of the log-probabilities
+            these, contiguous.
+        upstream: Any of logprob (contiguous, 0 where ignored), entropy, lse and mean.
+        y_CK: Targets, int32, contiguous, -1 where ignored; with an upstream gradient of the log-probabilities.
+        x_CD: Hidden states.
+        entries: Takes the entries; of no targets, where their log-probabilities have no upstream gradient.
+        V: Classes of all ranks.
+        transform: What makes logits of the products; the bias may be None.
+        scaled_CD: Takes s x, contiguous; None where the weight gets no gradient.
     """
-    K = 0 if y_CK is None else y_CK.shape[1]
-    F, C = told_WFC.shape[1] - K - 1, told_WFC.shape[2]
-    rank, plane, row = told_WFC.stride()
-    parts = Parts(told_WFC, told_WFC.view(torch.int32)[:, F:], len(told_WFC), plane, row, rank)
-    _finish_stats[(C,)](
-        parts, out, (y_CK, told_WFC[:, F + 1 :]), (None, 0), (None, 0), PLAIN, 0, V, K, BLOCK=1,
-        WIDTH=power_of_2(parts.P), num_warps=1,
+    (C, D), K = x_CD.shape, entries.rest.shape[1]
+    _prepare_stats[(C,)](
+        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, D, V, K, CLASSES=power_of_2(1 + K),
+        BLOCK=block_of(D), num_warps=4,
+    )  # fmt: skip
+
+
+def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
+    """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
+    (C, V), count = g_CV.shape, entries.id.shape[1]
+    _put_entries[(C,)](
+        *matrix(g_CV), entries.id, entries.entry, first_class, V, count, WIDTH=power_of_2(count), num_warps=1
+    )
+
+
+def finish_input_grad(product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, first_class: int = 0) -> None:
+    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous), E rounded.
+
+    ``w_VD`` holds the classes from ``first_class`` on; what entries of other ranks' classes lose is added there.
+    """
+    (C, D), V = product_CD.shape, len(w_VD)
+    _finish_input_grad[(C,)](
+        product_CD, out_CD, matrix(w_VD), entries, first_class, V, D, entries.rest.shape[1] if V else 0,
+        BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.head.gradients import Gradients
-
 
 def size_of(group: Any) -> int:
     """Return the number of ranks."""
@@ -36,11 +34,11 @@ def numbers_of_all(numbers: list[int], group: Any, device: torch.device) -> list
     return of_ranks
 
 
-class Told(NamedTuple):
-    """Every rank's tensor [W, ...], under way: what comes next on the device need not wait until `get`."""
+class Exchange(NamedTuple):
+    """What is exchanged, under way: the host goes on, and what comes next on the device need not wait until `get`."""
 
     value: Tensor
-    work: Any
+    work: Any = None  # None: nothing is
 
     def get(self) -> Tensor:
         """Return it, to be used by what comes next."""
@@ -49,37 +47,14 @@ class Told(NamedTuple):
         return self.value
 
 
-def begin_gather(x: Tensor, group: Any) -> Told:
-    """Begin to gather every rank's ``x``."""
+def begin_gather(x: Tensor, group: Any) -> Exchange:
+    """Begin to gather every rank's ``x`` [W, ...]."""
     out = x.new_empty(size_of(group), *x.shape)
     if not out.numel():
-        return Told(out, None)
+        return Exchange(out)
     # torch 2.13's name for what was all_gather_into_tensor
     all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return Told(out, all_gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True))
-
-
-class Reduced(NamedTuple):
-    """A sum over the ranks that is under way: the host goes on, and what comes next on the device need not wait."""
-
-    value: Tensor
-    work: Any
-
-    def get(self) -> Tensor:
-        """Return it, to be used by what comes next."""
-        self.work.wait()
-        return self.value
-
-    def write(self, into: Gradients, start: int | Tensor) -> None:
-        """Write the sum to these rows of the input's gradient, or to those from ``start`` on, as many as there are."""
-        self.work.wait()
-        assert into.input_ND is not None
-        if isinstance(start, Tensor):
-            into.put_input(start, self.value)
-            return
-        rows = min(self.value.shape[0], into.input_ND.shape[0] - start)
-        if rows > 0:
-            into.put_input(slice(start, start + rows), self.value[:rows])
+    return Exchange(out, all_gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True))
 
 
 def rows_of_all_classes(z_CV: Tensor, rows: list[int], classes: list[int], group: Any) -> Tensor:
@@ -110,14 +85,14 @@ def _swapped(x: Tensor, sent: list[int], received: list[int], group: Any) -> Ten
     return out
 
 
-def begin_sum(part: Tensor, group: Any) -> Reduced:
+def begin_sum(part: Tensor, group: Any) -> Exchange:
     """Begin to add up all ranks' ``part``, in its memory."""
-    return Reduced(part, dist.all_reduce(part, group=group, async_op=True))
+    return Exchange(part, dist.all_reduce(part, group=group, async_op=True))
 
 
-def begin_scattered_sum(part_CD: Tensor, group: Any) -> Reduced:
+def begin_scattered_sum(part_CD: Tensor, group: Any) -> Exchange:
     """Begin to add up all ranks' ``part_CD``; each rank gets its own rows of the sum."""
     out = part_CD.new_empty(part_CD.shape[0] // size_of(group), part_CD.shape[1])
     # torch 2.13's name for what was reduce_scatter_tensor
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return Reduced(out, reduce_scatter(out, part_CD, group=group, async_op=True))
+    return Exchange(out, reduce_scatter(out, part_CD, group=group, async_op=True))

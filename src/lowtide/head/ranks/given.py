@@ -5,53 +5,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.arguments import is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import is_dtensor
-from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import VocabShard, shard_of_dtensor
 
 
 def ranks_of(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    shard: object,
-    *,
-    scale: Tensor | None = None,
-) -> Ranks | Alone:
-    """Return how the ranks share the head.
-
-    Args:
-        input: Hidden states, perhaps a DTensor.
-        linear_weight: The weight: a DTensor, or with ``shard`` this rank's rows.
-        linear_bias: Likewise.
-        shard: What the user gave as ``ranks/shard``.
-        scale: ``logit_scale`` where it is a tensor.
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object, *, scale: Tensor | None = None
+) -> Ranks:
+    """Return how the ranks share a head of DTensors, or with ``shard`` of this rank's rows.
 
     Raises:
         ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.
         ArgumentValueError: A mesh or placements that are not those of tensor parallelism, or other sizes.
     """
-    if shard is None and not (is_dtensor(input) or is_dtensor(linear_weight)):
-        return Alone(linear_weight.shape[0])
     recorded = torch.is_grad_enabled()
     scale_trained = recorded and scale is not None and scale.requires_grad
     trained = scale_trained or (recorded and input.requires_grad)
-    leading, device = input.shape[:-1], input.device
+    tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    mesh = axis = None
     if shard is not None:
-        shard = _given_shard(input, linear_weight, linear_bias, shard)
-        return Ranks(shard, leading, device, None, None, trained=trained, scale_trained=scale_trained)
-    placed: Any = input if is_dtensor(input) else linear_weight
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is not None and not is_dtensor(tensor):
-            hint = "Wrap it with DTensor.from_local or distribute_tensor, or take to_local() of the others."
-            raise ArgumentTypeError(message(name, "a DTensor, as others of this call are", "a plain tensor", hint))
-    mesh = placed.device_mesh
-    shard = shard_of_dtensor("linear_weight", linear_weight, mesh)
-    if linear_bias is not None:
-        shard_of_dtensor("linear_bias", linear_bias, mesh)
-    return Ranks(shard, leading, device, _axis_of(input), mesh, trained=trained, scale_trained=scale_trained)
+        shard = _given_shard(tensors, shard)
+    else:
+        placed: Any = input if is_dtensor(input) else linear_weight
+        for name, tensor in tensors.items():
+            if tensor is not None and not is_dtensor(tensor):
+                hint = "Wrap it with DTensor.from_local or distribute_tensor, or take to_local() of the others."
+                raise ArgumentTypeError(message(name, "a DTensor, as others of this call are", "a plain tensor", hint))
+        mesh = placed.device_mesh
+        shard = shard_of_dtensor("linear_weight", linear_weight, mesh)
+        if linear_bias is not None:
+            shard_of_dtensor("linear_bias", linear_bias, mesh)
+        axis = _axis_of(input)
+    return Ranks(shard, input.shape[:-1], input.device, axis, mesh, trained=trained, scale_trained=scale_trained)
 
 
 def _axis_of(input: Any) -> int | None:
@@ -64,14 +51,15 @@ def _axis_of(input: Any) -> int | None:
     raise ArgumentValueError(message("input", expected, str(input.placements), "Redistribute it first."))
 
 
-def _given_shard(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object) -> VocabShard:
+def _given_shard(tensors: dict[str, Tensor | None], shard: object) -> VocabShard:
     if not isinstance(shard, VocabShard):
         raise ArgumentTypeError(message("vocab_shard", "lowtide.VocabShard or None", type(shard).__name__))
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+    for name, tensor in tensors.items():
         if is_dtensor(tensor):
             hint = "A DTensor says itself what it holds."
             raise ArgumentTypeError(message(name, "a plain tensor with vocab_shard", "a DTensor", hint))
-    if linear_weight.dim() and linear_weight.shape[0] != shard.rows:
+    weight = tensors["linear_weight"]
+    if weight is not None and weight.dim() and weight.shape[0] != shard.rows:
         expected = f"shape [{shard.rows}, D], as vocab_shard says"
-        raise ArgumentValueError(message("linear_weight", expected, str(list(linear_weight.shape))))
+        raise ArgumentValueError(message("linear_weight", expected, str(list(weight.shape))))
     return shard

@@ -1,15 +1,12 @@
 """The vocabulary in parts, one a rank: what the ranks of a call have of its tensors, and what they exchange.
 
-W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk. Everything that is exchanged has the shape
-of the tokens, never that of the vocabulary: no logits are gathered. What is exchanged, and how often, follows from
-shapes and options alone, never from numbers: a rank whose tokens are all ignored, or that holds no target, still takes
-part. What is computed from gathered numbers is the same on every rank, bit for bit.
-
-The hidden states are the same on every rank, or each rank holds its part of the sequence. Their gradient then is the
-whole one on every rank, summed here, or each rank's part of it: never a part of the sum.
+W ranks, V classes of which this one holds V_r, N tokens, C rows of a chunk. What is exchanged has the shape of tokens,
+never of the vocabulary, and how often follows from shapes and options alone: a rank whose tokens are all ignored, or
+that holds no target, takes part. What is computed from gathered numbers is the same on every rank, bit for bit. Hidden
+states are the same on every rank, or each holds its part of the sequence; so is their gradient, never a part of a sum.
 """
 
-import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -17,83 +14,46 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from lowtide.arguments import is_dtensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.arguments import is_dtensor
+from lowtide.graph import node
 from lowtide.head.gradients import Gradients
 from lowtide.head.ranks import exchange as exchange
-from lowtide.head.ranks.alone import Maybe
+from lowtide.head.ranks.exchange import Exchange
 from lowtide.head.ranks.shard import Limits, VocabShard, limits_of, shard_of_dtensor
-from lowtide.head.ranks.tokens import SameTokens, SpreadTokens
+from lowtide.head.ranks.tokens import SpreadTokens
+from lowtide.head.rows import take_rows
 
 _Result = TypeVar("_Result")
+_Held = TypeVar("_Held", Tensor, Tensor | None)
 
 
 class Ranks:
-    """One call's view of the ranks: this rank's classes, how tokens lie, and what is exchanged.
+    """One call's view of the ranks: this rank's classes, how tokens lie, and what is exchanged."""
 
-    Args:
-        shard: This rank's classes.
-        leading: Sizes of the axes of tokens, all of them.
-        device: Of the tensors.
-        axis: Which of these axes the hidden states are sharded on; None: none.
-        mesh: Of the DTensors; None where there are none.
-        trained: Whether the hidden states get a gradient, or their product with a trained scale: it is summed over
-            the ranks.
-        scale_trained: Whether ``logit_scale`` gets one, of which backward sums parts.
-    """
+    alone = False
 
     def __init__(
         self,
         shard: VocabShard,
-        leading: Sequence[int],
+        leading: Sequence[int],  # sizes of the axes of tokens, all of them
         device: torch.device,
-        axis: int | None,
-        mesh: Any,
+        axis: int | None,  # which of these the hidden states are sharded on
+        mesh: Any,  # of the DTensors; None where there are none
         *,
-        trained: bool = False,
-        scale_trained: bool = False,
+        trained: bool = False,  # the hidden states get a gradient, or their product with a trained scale
+        scale_trained: bool = False,  # logit_scale gets one, of which backward sums parts
     ) -> None:
-        self.shard, self.mesh = shard, mesh
+        self.shard, self.mesh, self._group = shard, mesh, shard.group
+        self.first, self.rows, self.vocab, self.most_rows = shard.first, shard.rows, shard.vocab, shard.most_rows
+        self.size = exchange.size_of(shard.group)
         self._device, self._checked = device, device.type != "cpu"
         self._classes: list[int] = []  # of each rank, known after `compare`
         self._exchanges = trained + scale_trained  # a trained scale makes ``trained`` true as well
-        self.tokens: SameTokens | SpreadTokens
-        if axis is None:
-            self.tokens = SameTokens(shard.group, leading)
-        else:
-            self.tokens = SpreadTokens(shard.group, leading, axis, device)
-
-    alone = False
-
-    @property
-    def spread(self) -> bool:
-        """Return whether each rank holds a part of the tokens."""
-        return isinstance(self.tokens, SpreadTokens)
-
-    @property
-    def groups(self) -> int:
-        """Return how many groups of rows a chunk has: one for each rank where tokens are spread, else one."""
-        return self.tokens.groups
-
-    @property
-    def first(self) -> int:
-        """Return this rank's first class."""
-        return self.shard.first
-
-    @property
-    def rows(self) -> int:
-        """Return V_r."""
-        return self.shard.rows
-
-    @property
-    def vocab(self) -> int:
-        """Return V."""
-        return self.shard.vocab
-
-    @property
-    def most_rows(self) -> int:
-        """Return the most classes that any rank holds: plans are made by it."""
-        return self.shard.most_rows
+        self._tokens = None if axis is None else SpreadTokens(shard.group, leading, axis, device)
+        self.spread = self._tokens is not None  # whether each rank holds a part of the tokens
+        self.groups = self.size if self.spread else 1  # of rows in a chunk: one for each rank's tokens
+        self.slots = math.prod(leading) if self._tokens is None else self.size * self._tokens.length  # all chunks' rows
 
     def chunks(self, plan: Any) -> Iterator[slice]:
         """Yield each chunk's rows in the order of `order`: whole groups of them, the same on every rank."""
@@ -103,11 +63,11 @@ class Ranks:
 
     def order(self, plan: Any) -> Tensor | None:
         """Return where the rows of all chunks stand among the N tokens, N where a rank has none; None: in order."""
-        return self.tokens.order(*self._steps(plan))
+        return None if self._tokens is None else self._tokens.order(*self._steps(plan))
 
     def reordered(self, plan: Any, rows: int) -> Tensor | None:
         """Return where chunks of another number of ``rows`` have theirs in the order of `order`; None: in the same."""
-        return self.tokens.reordered(*self._steps(plan), self._step(rows))
+        return None if self._tokens is None else self._tokens.reordered(*self._steps(plan), self._step(rows))
 
     def _steps(self, plan: Any) -> tuple[int, int]:
         """Return a group's rows of a chunk, and of the pieces in which the exponential path computes it."""
@@ -117,22 +77,30 @@ class Ranks:
     def _step(self, rows: int) -> int:
         return max(1, rows // self.groups)
 
-    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> exchange.Told:
+    def begin_rows(self, input: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Exchange:
         """Begin to gather a chunk's hidden states [C, D], the rows ``part`` in the order of `order`.
 
         Where all tokens are on every rank, ``index`` may be of some of them, the same on each.
         """
-        return self.tokens.begin_rows(input, self._within(part), dtype, index)
-
-    def _within(self, part: slice) -> slice:
-        """Return a chunk's rows within each group."""
-        return slice(part.start // self.groups, part.stop // self.groups)
+        if self._tokens is None:
+            return Exchange(take_rows(input, index, part, dtype))
+        return self._tokens.begin_rows(input, slice(part.start // self.groups, part.stop // self.groups), dtype)
 
     def begin_sum(self, product_CD: Tensor, part: slice, index: Tensor | None = None) -> Callable[[Gradients], None]:
         """Begin to add up all ranks' gradients of a chunk's hidden states; return what waits, and writes them."""
-        reduced = self.tokens.reduce(product_CD)
-        rows = self._within(part).start if index is None or self.spread else index[part]
-        return lambda into: reduced.write(into, rows)
+        begin = exchange.begin_scattered_sum if self.spread else exchange.begin_sum
+        under_way, start = begin(product_CD, self._group), part.start // self.groups
+
+        def write(into: Gradients) -> None:
+            summed, input_ND = under_way.get(), into.input_ND
+            assert input_ND is not None
+            rows = min(len(summed), len(input_ND) - start)  # of the last chunk a rank may have fewer
+            if index is not None and not self.spread:
+                into.put_input(index[part], summed)
+            elif rows > 0:
+                into.put_input(slice(start, start + rows), summed[:rows])
+
+        return write
 
     def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:
         """Check numbers that must be the same on every rank, and learn how many classes each holds; the host waits.
@@ -145,7 +113,7 @@ class Ranks:
                 the order of the ranks.
         """
         mine = [self.first, self.rows, known, *numbers.values()]
-        told = exchange.numbers_of_all(mine, self.shard.group, self._device)
+        told = exchange.numbers_of_all(mine, self._group, self._device)
         firsts, self._classes = ([rank[i] for rank in told] for i in range(2))
         for i, name in enumerate(numbers):
             seen = [rank[3 + i] for rank in told]
@@ -157,32 +125,26 @@ class Ranks:
             raise ArgumentValueError(message("vocab_shard", expected, got))
         return all(rank[2] for rank in told)
 
-    @property
-    def size(self) -> int:
-        """Return W."""
-        return exchange.size_of(self.shard.group)
-
     def share_of(self, part: slice) -> slice:
         """Return the rows of a chunk that are this rank's share: where tokens are spread, its own."""
-        return self._shares(part)[exchange.rank_in(self.shard.group)]
+        rows, rank = self._shares(part.stop - part.start), exchange.rank_in(self._group)
+        start = part.start + sum(rows[:rank])
+        return slice(start, start + rows[rank])
 
-    def _shares(self, part: slice) -> list[slice]:
-        edges = [part.start + i * (part.stop - part.start) // self.size for i in range(self.size + 1)]
-        return [slice(a, b) for a, b in itertools.pairwise(edges)]
+    def _shares(self, C: int) -> list[int]:
+        return [(i + 1) * C // self.size - i * C // self.size for i in range(self.size)]
 
     def whole_rows(self, z_CV: Tensor) -> Tensor:
         """Return logits of this rank's share of a chunk's rows and of all classes; after `compare`."""
-        shares = [share.stop - share.start for share in self._shares(slice(0, len(z_CV)))]
-        return exchange.rows_of_all_classes(z_CV, shares, self._classes, self.shard.group)
+        return exchange.rows_of_all_classes(z_CV, self._shares(len(z_CV)), self._classes, self._group)
 
     def own_classes(self, g_cV: Tensor, C: int) -> Tensor:
         """Undo `whole_rows` for a gradient: return it for all ``C`` rows of the chunk and this rank's classes."""
-        shares = [share.stop - share.start for share in self._shares(slice(0, C))]
-        return exchange.classes_of_all_rows(g_cV, shares, self._classes, self.shard.group)
+        return exchange.classes_of_all_rows(g_cV, self._shares(C), self._classes, self._group)
 
     def add_up_(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' ``x``, in its memory."""
-        return exchange.begin_sum(x, self.shard.group).get()
+        return exchange.begin_sum(x, self._group).get()
 
     def put_together_(self, x: Tensor) -> Tensor:
         """Return ``x``, contiguous, whose entries one rank has and the others 0, of any dtype, in its memory."""
@@ -192,20 +154,25 @@ class Ranks:
 
     def mine(self, x: Tensor) -> Tensor:
         """Return of values [...] of all tokens those of the hidden states on this rank."""
-        return self.tokens.mine(x)
+        return x if self._tokens is None else self._tokens.mine(x)
 
-    def keep(self) -> None:
-        """Gather each chunk once from here on: a second pass finds it here. See `SpreadTokens.keep`."""
-        self.tokens.keep()
+    def keep(self, *, kept: bool = True) -> None:
+        """Gather each chunk once from here on: a second pass over them finds them here.
+
+        Where nobody trains the hidden states, some ranks may train their weights and others not. These have no second
+        pass, and would not come to a second gathering.
+        """
+        if self._tokens is not None:
+            self._tokens.kept = [] if kept else None
 
     def let_go(self) -> None:
         """Undo `keep`."""
-        self.tokens.let_go()
+        self.keep(kept=False)
 
     @property
     def limits(self) -> Limits:
         """Return what all of them can do: plans are made by it."""
-        return limits_of(self.shard.group, self._device)
+        return limits_of(self._group, self._device)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return every rank's ``x`` [W, ...]."""
@@ -216,7 +183,7 @@ class Ranks:
         told = self.begin_gather(x)
         return lambda: told.get().sum(0)
 
-    def begin_gather(self, x: Tensor) -> exchange.Told:
+    def begin_gather(self, x: Tensor) -> Exchange:
         """Begin to gather it.
 
         Raises:
@@ -225,19 +192,17 @@ class Ranks:
                 do wait.
         """
         if self._checked or not x.numel():
-            return exchange.begin_gather(x, self.shard.group)
+            return exchange.begin_gather(x, self._group)
         self._checked = True  # beside the call's first numbers: no exchange is made for it
-        told = exchange.begin_gather(torch.cat((x.reshape(-1), x.new_full((1,), self._exchanges))), self.shard.group)
-        both = told.get()
+        both = exchange.begin_gather(torch.cat((x.reshape(-1), x.new_full((1,), self._exchanges))), self._group).get()
         for name, least in (("logit_scale", 2), ("input", 1)):
             trained = [rank for rank, number in enumerate(both[:, -1].tolist()) if number >= least]
             if 0 < len(trained) < len(both):
-                expected = (
-                    "to require a gradient, with gradients recorded, on every rank that shares the head or on none"
-                )
+                where = "on every rank that shares the head or on none"
+                expected = f"to require a gradient, with gradients recorded, {where}"
                 hint = f"Enter torch.no_grad, or detach {name}, on all of them alike."
                 raise ArgumentValueError(message(name, expected, f"it on ranks {trained} of {len(both)}", hint))
-        return exchange.Told(both[:, :-1].reshape(-1, *x.shape), None)
+        return Exchange(both[:, :-1].reshape(-1, *x.shape))
 
     def sum_of(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' ``x``, in the order of the ranks: the same on each."""
@@ -253,15 +218,15 @@ class Ranks:
 
     def here(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return each class's row of this rank's weight, ``rows`` for those of others, and which are here."""
-        here = (y >= self.shard.first) & (y < self.shard.first + self.shard.rows)
-        return (y - self.shard.first).where(here, self.shard.rows), here
+        here = (y >= self.first) & (y < self.first + self.rows)
+        return (y - self.first).where(here, self.rows), here
 
-    def local(self, tensor: Maybe) -> Maybe:
+    def local(self, tensor: _Held) -> _Held:
         """Return what this rank holds of a tensor, in autograd's graph."""
         held: Any = tensor
         return held.to_local() if is_dtensor(tensor) else tensor
 
-    def whole(self, tensor: Maybe) -> Maybe:
+    def whole(self, tensor: _Held) -> _Held:
         """Return a tensor as a plain one that is whole; one that is plain is so already."""
         held: Any = tensor
         return held.full_tensor() if is_dtensor(tensor) else tensor
@@ -281,22 +246,17 @@ class Ranks:
             ArgumentValueError: Other classes.
         """
         if is_dtensor(weight) != (self.mesh is not None):
-            kinds = ("a plain tensor", "a DTensor")
-            raise ArgumentTypeError(
-                message(name, f"{kinds[self.mesh is not None]}, as input is", kinds[is_dtensor(weight)])
-            )
-        vocab, rows = self.shard.vocab, self.shard.rows
+            own, other = ("a plain tensor", "a DTensor")[:: 1 if self.mesh is None else -1]
+            raise ArgumentTypeError(message(name, f"{own}, as input is", other))
         if self.mesh is not None:
             shard_of_dtensor(name, weight, self.mesh)
-        if weight.shape[0] != (rows if self.mesh is None else vocab):
-            expected = f"the student's classes: {rows} of {vocab} on this rank"
+        if weight.shape[0] != (self.rows if self.mesh is None else self.vocab):
+            expected = f"the student's classes: {self.rows} of {self.vocab} on this rank"
             raise ArgumentValueError(message(name, expected, f"shape {list(weight.shape)}"))
 
     def class_weight(self, weight: Tensor | None) -> Tensor | None:
         """Return this rank's of the class weights, which may be all ranks'."""
-        if weight is None or weight.shape[0] == self.shard.rows:
-            return weight
-        return weight[self.shard.first : self.shard.first + self.shard.rows]
+        return weight if weight is None or len(weight) == self.rows else weight[self.first : self.first + self.rows]
 
     def factors(self, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return a trained scale as the factor of the hidden states and of the bias, its gradient's parts summed.
@@ -304,9 +264,9 @@ class Ranks:
         The bias's part, and with spread tokens the hidden states', is of what this rank holds. Of no tokens all parts
         are 0: forward, which exchanges nothing then, could not have seen a rank that has no backward.
         """
-        if not self.tokens.N:
+        if not self.slots:
             return scale, scale
-        summed: Tensor = _SummedGradient.apply(scale, self)  # type: ignore[no-untyped-call]
+        summed: Tensor = _SUMMED_GRADIENT.apply(scale, self)  # type: ignore[no-untyped-call]
         return summed if self.spread else scale, summed
 
     def result(self, value: Tensor) -> Tensor:
@@ -331,12 +291,9 @@ def _replicate() -> Any:
     return Replicate()
 
 
-class _SummedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+def _pass_on(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+    ctx.ranks = ranks
+    return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.sum_of(upstream), None
+
+_SUMMED_GRADIENT = node("SummedGradient", "logit_scale", _pass_on, lambda ctx, g: ([ctx.ranks.sum_of(g)], ()))

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from lowtide.arguments import check_tensor
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.arguments import check_tensor
 from lowtide.head.backends import why_not_exp
 from lowtide.head.ranks import exchange as exchange
 

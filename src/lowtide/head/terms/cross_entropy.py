@@ -9,7 +9,6 @@ a = label_smoothing and u = z_loss, the loss of a row is
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +19,8 @@ from lowtide.head import exponentials
 from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.plan import plan_cross_entropy
+from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
@@ -30,11 +28,6 @@ from lowtide.head.terms.loss import Loss
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
-KERNEL_GRADIENT: dict[torch.dtype, Literal["wide", "bfloat16", "float16"]] = {
-    torch.float32: "wide",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,27 +77,21 @@ class RowLoss(Terms):
 
     def _turn(self, z: Tensor, part: slice, factor_C: Tensor | None) -> tuple[Numbers, Tensor | None]:
         from lowtide.head.kernels.gemm import LogitTransform
-        from lowtide.head.kernels.row_softmax import LossTerms, softmax_rows
+        from lowtide.head.kernels.row_softmax import softmax_rows
 
         head, targets, loss = self.head, self.targets, self.targets.loss
         assert not isinstance(head.softcap, Tensor)
-        narrow, half = head.dtype != head.wide, head.dtype == torch.float16
-        unit = targets.unit[part]
-        loss_C = torch.empty_like(unit)
-        lift_C = torch.empty_like(unit) if half and factor_C is not None else None
-        softmax_rows(
+        outside = factor_C if head.dtype != head.wide else None
+        loss_C, lift_C = softmax_rows(
             z,
             targets.y[part],
-            unit,
-            kept_C=None if targets.rows.kept is None else targets.rows.kept[part],
+            targets.unit[part],
+            None if targets.rows.kept is None else targets.rows.kept[part],
             transform=LogitTransform(head.bias_V, head.scale, head.softcap),
-            terms=LossTerms(loss.class_weight, loss.total, float(loss.label_smoothing), float(loss.z_loss)),
-            loss_C=loss_C,
-            gradient=None if factor_C is None else KERNEL_GRADIENT[head.dtype],
-            factor_C=None if narrow else factor_C,
-            lift_C=lift_C,
+            terms=(loss.class_weight, loss.total, float(loss.label_smoothing), float(loss.z_loss)),
+            gradient=None if factor_C is None else head.dtype,
+            factor_C=factor_C if outside is None else None,
         )
-        outside = factor_C if narrow else None
         return {"loss": loss_C}, outside if lift_C is None or outside is None else outside * lift_C
 
 

@@ -1,4 +1,4 @@
-"""A row's divergence from a teacher's logits, and its gradient in the student's place: plain PyTorch, and by kernels.
+"""A row's divergence from a teacher's logits, and its gradient in the student's place: plain PyTorch.
 
 C rows of a chunk, V and U the student's and the teacher's classes on this rank. s and t are the probabilities, a and b
 their logarithms. With m = beta t + (1 - beta) s a row's value is
@@ -10,20 +10,17 @@ A class that only one side has is one of probability 0 on the other, and what ha
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, Numbers, Terms, Upstream
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import column_blocks
+from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import row_sums
-
-if TYPE_CHECKING:
-    from lowtide.head.kernels.pair_rows import Pair
 
 
 class Dense(Terms):
@@ -44,6 +41,7 @@ class Dense(Terms):
     ) -> None:
         self.head, self.kind, self.beta, self.columns, self.kept = head, kind, beta, plan.columns, rows.kept
         self.narrow, self.teacher = plan.backward_gemm == "narrow", teacher
+        self.apart = self.raw and head.dtype != head.wide
         self._of_teacher = Chunks(teacher, rows, teacher_plan, self)
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
@@ -51,58 +49,58 @@ class Dense(Terms):
 
         The logits become log-probabilities.
         """
-        return self._numbers(*self._both_sides(z, part))
+        return self._numbers(self._sides(z, part))
 
-    def gradient_(
-        self,
-        z: Tensor,
-        part: slice,
-        known: Numbers,
-        g: Tensor,
-        out: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor | None:
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Turn the student's logits into the gradient: with c a class's derivative by a, ``c - s (sum c / sum s)``.
 
         The quotient is the pivot: an error in a logsumexp, which shifts all of a row's a or b, moves it along with c.
         """
-        return self._gradient_(*self._both_sides(z, part), part, known, g, normalised=False)
+        return self._gradient_(self._sides(z, part), known, g, out, False)
 
     def both_(
-        self,
-        z: Tensor,
-        part: slice,
-        upstream: Upstream,
-        out: Tensor | None = None,  # noqa: ARG002
+        self, z: Tensor, part: slice, upstream: Upstream, out: Tensor | None = None
     ) -> tuple[Numbers, Tensor | None]:
         """Return `numbers` and what `gradient_` does, from one product with each side's weight."""
-        z, t = self._both_sides(z, part)
-        known = self._numbers(z, t)
-        return known, self._gradient_(z, t, part, known, upstream(known, part), normalised=True)
+        sides = self._sides(z, part)
+        known = self._numbers(sides)
+        return known, self._gradient_(sides, known, upstream(known, part), out, True)
 
-    def _both_sides(self, z: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def _sides(self, z: Tensor, part: slice) -> Any:
+        """Return both sides of a chunk, and which rows count."""
         t = self._of_teacher.logits(self._of_teacher.hidden(part))
-        return z[:, : self.head.ranks.rows], t[:, : self.teacher.ranks.rows]
+        kept_C = None if self.kept is None else self.kept[part]
+        return z[:, : self.head.ranks.rows], t[:, : self.teacher.ranks.rows], kept_C
 
-    def _numbers(self, z_CV: Tensor, t_CU: Tensor) -> Numbers:
+    def _numbers(self, sides: Any) -> Numbers:
         ranks = self.head.ranks
-        both_lse = ranks.logsumexp_of(torch.stack([row_sums(x, self.columns).lse for x in (z_CV, t_CU)]))
+        both_lse = ranks.logsumexp_of(self._logsumexps(sides))
+        value, pivot, mass = ranks.sum_of(self._sums(sides, both_lse))
+        pivot = pivot / mass.where(mass != 0, 1)  # 0 in a row that does not count, and of the forward KL
         lse, other_lse = (x.clone() for x in both_lse)  # an operator returns no two views of one memory
-        value, pivot, mass = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
-        for a, b in _blocks(z_CV, t_CU, self.columns):
-            a.sub_(lse[:, None])
-            b.sub_(other_lse[:, None])
+        return {"value": value.clamp(min=0), "lse": lse, "other_lse": other_lse, "pivot": pivot}
+
+    def _logsumexps(self, sides: Any) -> Tensor:
+        """Return both sides' logsumexps [2, C] of the classes here."""
+        return torch.stack([row_sums(x, self.columns).lse for x in sides[:2]])
+
+    def _sums(self, sides: Any, both_lse: Tensor) -> Tensor:
+        """Return what the classes here add to the value, and to the pivot's numerator and denominator [3, C]."""
+        value, pivot, mass = sums = both_lse.new_zeros(3, both_lse.shape[1])
+        for a, b in _blocks(sides[0], sides[1], self.columns):
+            a.sub_(both_lse[0][:, None])
+            b.sub_(both_lse[1][:, None])
             s, c = outcomes(a, b, self.kind, self.beta, value)
             if self.kind != "forward_kl":  # whose pivot is -1
                 pivot += c.sum(1)
                 mass += s.sum(1)
-        value, pivot, mass = ranks.sum_of(torch.stack((value, pivot, mass)))
-        pivot = pivot if self.kind == "forward_kl" else pivot / mass
-        return {"value": value.clamp(min=0), "lse": lse, "other_lse": other_lse, "pivot": pivot}
+        return sums
 
     def _gradient_(
-        self, z_CV: Tensor, t_CU: Tensor, part: slice, known: Numbers, factor_C: Tensor, *, normalised: bool
+        self, sides: Any, known: Numbers, factor_C: Tensor, _out: Tensor | None, normalised: bool
     ) -> Tensor | None:
         """``normalised``: both sides are log-probabilities already."""
+        z_CV, t_CU, kept_C = sides
         head, lse, other_lse = self.head, known["lse"][:, None], known["other_lse"][:, None]
         if head.scale is not None:
             factor_C = factor_C * head.scale
@@ -120,75 +118,9 @@ class Dense(Terms):
                 a.mul_(slope)
             if not self.narrow:
                 a.mul_(factor_C[:, None])
-        if self.kept is not None:
-            z_CV.masked_fill_(~self.kept[part, None], 0)  # infinities and NaN of a row that does not count, times 0
+        if kept_C is not None:
+            z_CV.masked_fill_(~kept_C[:, None], 0)  # infinities and NaN of a row that does not count, times 0
         return factor_C if self.narrow else None
-
-
-class DenseKernels(Dense):
-    """The same by kernels over rows of both sides' products; with the whole vocabulary here one kernel a direction."""
-
-    raw = True
-
-    def __init__(
-        self, head: Head, plan: HeadPlan, teacher: Head, teacher_plan: HeadPlan, rows: Rows, kind: str, beta: float
-    ) -> None:
-        super().__init__(head, plan, teacher, teacher_plan, rows, kind, beta)
-        self.apart = head.dtype != head.wide
-        self._caps = [_as_tensor(side.softcap, head) for side in (head, teacher)]
-
-    def numbers(self, z: Tensor, part: slice) -> Numbers:
-        """Return the same numbers; the products are left unmodified."""
-        return self._of_pair(self._pair(z, part))
-
-    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Tensor, out: Tensor | None = None) -> Tensor | None:
-        """Write the gradient over the products, or to ``out`` where it is narrower."""
-        return self._write(self._pair(z, part), known, g, out)[1]
-
-    def both_(
-        self, z: Tensor, part: slice, upstream: Upstream, out: Tensor | None = None
-    ) -> tuple[Numbers, Tensor | None]:
-        """Return "value" and what `gradient_` does."""
-        pair = self._pair(z, part)
-        known = None if self.head.ranks.alone else self._of_pair(pair)
-        return self._write(pair, known, upstream(known or {}, part), out)
-
-    def _pair(self, z: Tensor, part: slice) -> "Pair":
-        from lowtide.head.kernels.pair_rows import Pair, Side
-
-        heads = zip((self.head, self.teacher), self._both_sides(z, part), self._caps, strict=True)
-        sides = (Side.of(products, head.bias_V, head.scale, cap) for head, products, cap in heads)
-        return Pair(next(sides), next(sides), self.kind, self.beta, None if self.kept is None else self.kept[part])
-
-    def _of_pair(self, pair: "Pair") -> Numbers:
-        from lowtide.head.kernels.pair_rows import pair_logsumexps, pair_rows, pair_sums
-
-        ranks = self.head.ranks
-        if ranks.alone:
-            return dict(zip(("value", "lse", "other_lse", "pivot"), pair_rows(pair), strict=True))
-        both_lse = ranks.logsumexp_of(pair_logsumexps(pair))
-        value, pivot, mass = ranks.sum_of(pair_sums(pair, both_lse))
-        pivot = pivot / mass.where(mass != 0, 1)  # 0 in a row that does not count
-        return {"value": value.clamp(min=0), "lse": both_lse[0], "other_lse": both_lse[1], "pivot": pivot}
-
-    def _write(
-        self, pair: "Pair", known: Numbers | None, factor_C: Tensor, out: Tensor | None
-    ) -> tuple[Numbers, Tensor | None]:
-        from lowtide.head.kernels.pair_rows import pair_gradient
-
-        rows = None if known is None else (known["lse"], known["other_lse"], known["pivot"])
-        lift_C = torch.empty_like(factor_C) if self.head.dtype == torch.float16 else None
-        inside, outside = (None, factor_C) if self.apart else (factor_C, None)
-        value = pair_gradient(pair, pair.student.z_CV if out is None else out, rows, factor_C=inside, lift_C=lift_C)
-        if lift_C is not None:
-            outside = factor_C * lift_C
-        return known or {} if value is None else {"value": value}, outside
-
-
-def _as_tensor(softcap: float | Tensor | None, head: Head) -> Tensor | None:
-    if softcap is None or isinstance(softcap, Tensor):
-        return softcap
-    return torch.full((), softcap, dtype=head.wide, device=head.input.device)
 
 
 def _blocks(z_CV: Tensor, t_CU: Tensor, columns: int) -> Iterator[tuple[Tensor, Tensor]]:

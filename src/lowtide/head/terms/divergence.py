@@ -12,14 +12,13 @@ from lowtide.errors import TargetIndexError, message
 from lowtide.head.call import DivergenceArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape, head_flop
-from lowtide.head.plan import plan_both_sides
+from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
-from lowtide.head.terms.dense import Dense, DenseKernels
+from lowtide.head.terms.dense import Dense
 from lowtide.head.terms.topk import TopK
 
 KNOWN = ("lse", "other_lse", "pivot")  # of each token, what backward needs
@@ -148,7 +147,9 @@ def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stor
         ranks=Alone(len(args.teacher_weight)) if head.ranks.alone else head.ranks,
         options=head.options,
     )
-    form = DenseKernels if plan.backend == "row" else Dense
+    form = Dense
+    if plan.backend == "row":
+        from lowtide.head.terms.dense_kernels import DenseKernels as form
     return plan, form(head, plan, _scaled(teacher, head.scale), teacher_plan, rows, args.kind, args.beta)
 
 

@@ -13,9 +13,8 @@ from lowtide.head import exponentials
 from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.plan import plan_token_stats
+from lowtide.head.plan import HeadPlan, plan_token_stats
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lowtide.head.call import DivergenceArgs, Head
 from lowtide.head.engine import Numbers, Terms
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.matmul import column_blocks
+from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 from lowtide.head.terms.dense import cap_slope, outcomes
 from lowtide.head.terms.statistics import row_sums

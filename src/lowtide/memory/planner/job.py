@@ -7,9 +7,8 @@ from functools import cached_property
 
 import torch
 
-from lowtide.head.head_plan import HeadPlan
 from lowtide.head.options import HeadOptions
-from lowtide.head.plan import plan_head
+from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.gpus import Gpu
 from lowtide.memory.planner.shapes import ModelShape
