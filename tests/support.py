@@ -13,6 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+class Sharded(Tensor):
+    """What a DTensor shows of itself."""
+
+    device_mesh = "a mesh"
+
+
 def alone() -> bool:
     """Return whether no other worker of pytest uses the machine: only then are times a test's own."""
     return os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
@@ -43,6 +49,11 @@ def head(
     w = (2 * torch.randn(V, D, generator=g, dtype=torch.float64) / max(D, 1) ** 0.5).to(dtype).requires_grad_()
     b = torch.randn(V, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
     return x, w, b, torch.randint(0, V, shape, generator=g)
+
+
+def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
+    """As `head`, on the GPU."""
+    return [t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in head(*args, **kwargs)]
 
 
 def logits_of(

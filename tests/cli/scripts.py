@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +22,10 @@ def run_script(name: str, *arguments: object) -> int:
     code = ended.value.code
     assert isinstance(code, int)
     return code
+
+
+def result(folder: Path, pattern: str = "*.json") -> dict[str, Any]:
+    """Return the one result that was written."""
+    (file,) = folder.glob(pattern)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found

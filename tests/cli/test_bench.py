@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cli.scripts import result
 from lowtide.bench import head as benchmark
 from lowtide.bench import pictures
 from lowtide.bench import tune as tuning
@@ -28,11 +28,6 @@ QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 
 def head(*arguments: object) -> int:
     return main(["bench", "head", *map(str, arguments)])
-
-
-def result(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*.json")
-    return json.loads(file.read_text())
 
 
 def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cli.scripts import run_script
+from cli.scripts import result, run_script
 from lowtide.bench import mlp_peers
 from lowtide.bench.config import MlpBenchConfig
 from lowtide.bench.mlp_peers import MLP_PEERS, MLP_SHAPES, bare_products, make_stack, parse_mlp
@@ -22,11 +21,6 @@ QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 
 def bench(*arguments: object) -> int:
     return main(["bench", "mlp", *map(str, arguments)])
-
-
-def result(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*.json")
-    return json.loads(file.read_text())
 
 
 def test_rows_and_their_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

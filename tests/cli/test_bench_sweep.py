@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 import torch
 
-from cli.scripts import run_script
+from cli.scripts import result, run_script
 from lowtide.bench import pictures, sweep
 from lowtide.bench.peers import PEERS, Peer
 from lowtide.bench.rows import Bench
@@ -29,11 +28,6 @@ SIZES = [(20, 6, 90), (5, 6, 90), (20, 6, 33), (20, 12, 90)]  # where the lines 
 
 def bench(*arguments: object) -> int:
     return main(["bench", "sweep", *map(str, arguments)])
-
-
-def result(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*.json")
-    return json.loads(file.read_text())
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.scripts import run_script
+from cli.scripts import result, run_script
 from lowtide.bench import config as configs
 from lowtide.bench import token_run
 from lowtide.bench.config import DivergenceBenchConfig, StatsBenchConfig
@@ -21,11 +20,6 @@ SHAPES = {"stats": "32,8,64", "divergence": "32,8,64,12"}
 
 def bench(*arguments: object) -> int:
     return main(["bench", *map(str, arguments)])
-
-
-def result(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*.json")
-    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize(

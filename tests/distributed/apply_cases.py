@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from distributed.launch import DEVICE, main, named
+from distributed.launch import DEVICE, main
 from distributed.vocab_cases import (
     LEADING,
     WAYS,
@@ -21,12 +21,10 @@ from distributed.vocab_cases import (
     V,
     exchanged,
     head,
-    in_ways,
     mesh,
     near,
     part_of,
     plain,
-    rand,
     shard_of,
     sizes,
     spread,
@@ -36,99 +34,12 @@ from lowtide.errors import ArgumentValueError
 from lowtide.measure import peak_above, track_allocations
 
 TINY = 0.03  # MiB: several chunks, and several pieces of each
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"out": "sum", "bias": True},
-    {"bias": True, "softcap": 2.0, "logit_scale": 0.7, "params": True},
-    {"out": "sum", "softcap": 1.5, "params": True, "token_args": True},
-    {"out": "sum", "gradient": "recompute", "mask": True, "token_args": True, "params": True},
-    {"mask": True, "bias": True, "token_args": True},
-    {"out": "sum", "mask": True, "logit_scale": "trained", "bias": True},
-    {"logit_scale": "trained", "params": True, "softcap": 3.0},
-    {"out": "sum", "several": True, "token_args": True},
-    {"frozen": "xw", "params": True, "token_args": True},
-    {"frozen": "w", "out": "sum", "bias": True},
-    {"frozen": "xwbap", "bias": True},
-]
 
 
 def loss(z: Tensor, y: Tensor, a: Tensor, p: Tensor) -> Any:
-    """Return a loss, and what is not differentiable or none."""
+    """Return a loss, and what is not differentiable."""
     z = z + p[0] * z.square()
-    each = a * p[1] * F.cross_entropy(z, y, reduction="none") + z.log_softmax(-1).exp().square().sum(-1)
-    return {"loss": each, "right": z.argmax(-1) == y, "none": None}
-
-
-def summed(z: Tensor, y: Tensor, a: Tensor, p: Tensor) -> Any:
-    found = loss(z, y, a, p)
-    return {"loss": found["loss"].sum(), "right": found["right"].sum(), "none": None}
-
-
-def two_sums(z: Tensor, y: Tensor, a: Tensor, p: Tensor) -> Any:
-    return summed(z, y, a, p) | {"other": z.logsumexp(-1).square().sum()}
-
-
-def function_of(options: dict[str, Any]) -> Any:
-    if options.get("several"):
-        return two_sums
-    return summed if options.get("out") == "sum" else loss
-
-
-def every_option() -> None:
-    """Every option in every way: values, and the gradients of all that can have one."""
-    for i, options, way in in_ways(OPTIONS):
-        x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=i, bias="bias" in options)
-        a, p = rand(*LEADING, seed=20 + i).requires_grad_(), rand(2, seed=30 + i).requires_grad_()
-        a.requires_grad_("token_args" in options)
-        p.requires_grad_("params" in options)
-        for name, tensor in zip("xwbap", (x, w, b, a, p), strict=True):
-            if tensor is not None and name in options.get("frozen", ""):
-                tensor.requires_grad_(False)
-        scales: list[Any] = [options.get("logit_scale", 1.0)] * 2
-        if scales[0] == "trained":
-            scales = [torch.tensor(0.8, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(2)]
-        mask = rand(*LEADING, seed=40 + i) < 0.6 if "mask" in options else None
-        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-        pa, pp = (t.detach().clone().requires_grad_(t.requires_grad) for t in (a, p))
-        got = lowtide.linear_apply(
-            function_of(options), px, pw, y, pa, linear_bias=pb, params=(pp,), mask=mask,
-            out=options.get("out", "token"), softcap=options.get("softcap"), logit_scale=scales[0],
-            options=lowtide.HeadOptions(workspace_mib=TINY, gradient=options.get("gradient", "auto")),
-            **shard_of(way, pw),
-        )  # fmt: skip
-        want = in_full(options, x, w, b, scales[1], mask, y, a, p)
-        what = (options, way)
-        assert got["none"] is None
-        assert torch.equal(plain(got["right"]), want["right"]), what
-        outputs = [name for name in want if want[name] is not None and want[name].is_floating_point()]
-        for name in outputs:
-            near(got[name], want[name], (name, what))
-            assert plain(got[name]).requires_grad == want[name].requires_grad, (name, what)
-        if not want["loss"].requires_grad:
-            continue
-        factors = {name: rand(*want[name].shape, seed=50 + i) for name in outputs}
-        sum((plain(got[name]) * factors[name]).sum() for name in outputs).backward()
-        sum((want[name] * factors[name]).sum() for name in outputs).backward()
-        for k, (ours, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
-            if true is not None and true.requires_grad:
-                near(whole(way, ours.grad, of_vocab=k > 0), true.grad, ("xwb"[k], what))
-        for name, ours, true in (("a", pa, a), ("p", pp, p), ("scale", *scales)):
-            if isinstance(true, Tensor) and true.requires_grad:
-                near(ours.grad, true.grad, (name, what))
-
-
-def in_full(options: dict[str, Any], x: Any, w: Any, b: Any, scale: Any, mask: Any, *args: Any) -> Any:
-    """The same by plain autograd, every rank the whole."""
-    z = F.linear(x, w, b) * scale
-    if "softcap" in options:
-        z = options["softcap"] * torch.tanh(z / options["softcap"])
-    leading = z.shape[:-1]
-    y, a, p = args
-    kept = torch.ones(leading, dtype=torch.bool, device=DEVICE) if mask is None else mask
-    found = function_of(options)(z[kept], y[kept], a[kept], p)
-    if options.get("out") == "sum":
-        return found
-    return {k: v if v is None else v.new_zeros(leading).masked_scatter(kept, v) for k, v in found.items()}
+    return a * p[1] * F.cross_entropy(z, y, reduction="none") + z.softmax(-1).square().sum(-1), z.argmax(-1) == y
 
 
 def random_numbers() -> None:
@@ -162,32 +73,6 @@ def random_numbers() -> None:
             )
             plain(total).backward()
             near((whole(way, px.grad, of_vocab=False) * x).sum(), plain(total).detach(), (way, gradient))
-
-
-def few_tokens() -> None:
-    """Fewer tokens than ranks, none, and masks that leave a rank or all ranks without."""
-    masks = (None, [True] + [False] * 4, [False] * 4 + [True], [False] * 5)
-    for way in WAYS:
-        for N, mask, out in ((N, m, o) for N in (0, 1, 5) for m in masks for o in ("token", "sum")):
-            x, w, b, y = head((1, N), D, V, dtype=torch.float64)
-            px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-            p = torch.ones(2, dtype=torch.float64, device=DEVICE, requires_grad=True)
-            kept = None if mask is None else torch.tensor(mask[:N], dtype=torch.bool, device=DEVICE).view(1, N)
-            a = torch.ones(1, N, dtype=torch.float64, device=DEVICE)
-            fn = function_of({"out": out})
-            found = lowtide.linear_apply(
-                fn, px, pw, y, a, linear_bias=pb, params=(p,), mask=kept, out=out,
-                options=lowtide.HeadOptions(workspace_mib=TINY), **shard_of(way, pw),
-            )  # fmt: skip
-            q = p.detach().clone().requires_grad_()
-            want = in_full({"out": out}, x, w, b, 1.0, kept, y, a, q)
-            what = (way, N, mask, out)
-            near(found["loss"], want["loss"], what)
-            plain(found["loss"]).sum().backward()
-            want["loss"].sum().backward()
-            near(p.grad, q.grad, what)
-            for k, (ours, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
-                near(whole(way, ours.grad, of_vocab=k > 0), true.grad, ("xwb"[k], what))
 
 
 def results_of_any_kind() -> None:
@@ -242,7 +127,7 @@ def the_same_exchanges_whatever_the_numbers() -> None:
                 loss, x.detach() * factor, pw, y, a, params=(p,), vocab_shard=shard,
                 options=lowtide.HeadOptions(workspace_mib=0.2),
             )  # fmt: skip
-            found["loss"].sum().backward()
+            found[0].sum().backward()
         seen.append(list(made))
     assert seen[0] == seen[1]
     others: list[Any] = [None] * dist.get_world_size()
@@ -312,16 +197,5 @@ def errors() -> None:
     near(found, F.linear(x, w).gather(-1, y[..., None]), "labels as a DTensor")
 
 
-CASES = named(
-    every_option,
-    random_numbers,
-    few_tokens,
-    results_of_any_kind,
-    checkpointed_and_compiled,
-    the_same_exchanges_whatever_the_numbers,
-    memory,
-    errors,
-)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

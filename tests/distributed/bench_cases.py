@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.launch import main, named
+from distributed.launch import main
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -71,7 +71,5 @@ def which_of_ligers() -> None:
     assert peers_of_ranks.liger_implementation(x.exp().exp()) == "fallback"
 
 
-CASES = named(a_rank_that_fails_alone, which_of_ligers)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from distributed.launch import DEVICE, main, named
+from distributed.launch import DEVICE, main
 from lowtide.distributed import count_items, shift_labels
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
 from lowtide.measure import peak_above
@@ -243,7 +243,5 @@ def pipeline() -> None:
         assert peaks["ScheduleGPipe", "recompute"] < 3.5 * weight, "the gradient, what is added to it, and a chunk"
 
 
-CASES = named(ddp, no_tokens, sequence_in_parts, parts_without_positions, pipeline)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

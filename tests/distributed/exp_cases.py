@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lowtide
-from distributed.launch import THOROUGH, main, named
+from distributed.launch import THOROUGH, main
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head import exponentials
 from lowtide.head import plan as planner
@@ -57,7 +57,7 @@ def small_plan(head: Any, *_: Any) -> HeadPlan:
 SCHEDULE = "chunks"
 
 
-def with_small_plans() -> None:
+def _with_small_plans() -> None:
     vars(terms)["plan_cross_entropy"] = small_plan
     vars(configs)["of_device"] = lambda device: SMALL
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
@@ -66,7 +66,7 @@ def with_small_plans() -> None:
 def values_and_gradients() -> None:
     """Ordinary and huge logits, each option, both schedules, forward and recompute."""
     global SCHEDULE
-    with_small_plans()
+    _with_small_plans()
     ways = itertools.product(OPTIONS, (False, True))
     for i, (options, huge) in enumerate(ways):
         way = ("replicated", "sequence", "local")[i % 3]
@@ -111,7 +111,7 @@ def values_and_gradients() -> None:
 def edges() -> None:
     """Few tokens or none, ranks without a class or a token, all ignored, unlike requires_grad, a graph used twice."""
     global SCHEDULE
-    with_small_plans()
+    _with_small_plans()
     cases: list[tuple[int, int, dict[str, Any]]] = [
         (0, 20, {"reduction": "sum"}),
         (1, 20, {"label_smoothing": 0.1}),  # two ranks have no token of the sequence
@@ -236,7 +236,7 @@ def trained_on_one_rank() -> None:
     The others may compute under no_grad, and have no backward. Nobody exchanges anything twice.
     """
     global SCHEDULE
-    with_small_plans()
+    _with_small_plans()
     ways: Any = [
         ("replicated", "chunks", 0.0, "auto"),
         ("replicated", "blocks", 0.1, "auto"),
@@ -277,7 +277,7 @@ def trained_on_one_rank() -> None:
 def sums_beside_products() -> None:
     """The hidden states' gradient begins to be summed before a product of the weight's, and is waited for after it."""
     global SCHEDULE
-    with_small_plans()
+    _with_small_plans()
     x, w, _, y = head((1, N), D, V, seed=0, bias=False)
     for way, kind in itertools.product(("replicated", "sequence"), ("chunks", "blocks", "logits")):
         SCHEDULE = kind
@@ -314,7 +314,7 @@ def sums_beside_products() -> None:
 def plans_of_what_is_fetched_ahead() -> None:
     """As many pieces of hidden states live at once as plans count, with sums alone and with gradients."""
     global SCHEDULE
-    with_small_plans()
+    _with_small_plans()
     SCHEDULE = "blocks"
     ranks = dist.get_world_size()
     x, w, _, y = head((1, 84), D, V, seed=0, bias=False)
@@ -377,9 +377,5 @@ def of_tokens(seen: list[tuple[str, int]], n: int, way: str, options: dict[str, 
     assert max((size for _, size in seen), default=0) <= max(2, D) * max(count, 1)
 
 
-CASES = named(
-    values_and_gradients, edges, statistics, trained_on_one_rank, sums_beside_products, plans_of_what_is_fetched_ahead
-)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

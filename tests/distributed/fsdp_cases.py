@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lowtide
-from distributed.launch import DEVICE, THOROUGH, main, named
+from distributed.launch import DEVICE, THOROUGH, main
 from lowtide.measure.collectives import counted_collectives
 from support import relative_error
 
@@ -311,15 +311,5 @@ def a_loss_that_never_comes() -> None:
         loss_of.backward()
 
 
-CASES = named(
-    patched_models,
-    functional_head,
-    a_sharded_weight_is_refused,
-    mixed_precision,
-    accumulation,
-    policies,
-    a_loss_that_never_comes,
-)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

@@ -1,10 +1,11 @@
 """Several ranks for a file of cases: each rank runs every case in order, so that the start of torch is paid once.
 
-A file of cases calls `main(cases)`. A test calls `outcomes(file, ranks)` and finds what became of each case.
+A file of cases calls `main(vars())`. A test calls `outcomes(file, ranks)` and finds what became of each case.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -13,10 +14,11 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,12 +31,6 @@ DEVICE = os.environ.get("RANKS_DEVICE", "cpu")  # of the cases' tensors
 PATIENCE = 60 if DEVICE == "cpu" else 120  # seconds that a rank waits for the others, which may compile kernels
 THOROUGH = DEVICE != "cpu" or "THOROUGH" in os.environ  # with --slow: whole products of options, not pairs of them
 RIGHT = "right"
-Case = Callable[[], None]
-
-
-def named(*cases: Case) -> dict[str, Case]:
-    """Return cases by their names."""
-    return {case.__name__: case for case in cases}
 
 
 @cache
@@ -100,15 +96,23 @@ def check(file: Path, ranks: int, case: str, only: tuple[str, ...] = (), device:
     assert found[case] == RIGHT, found[case]
 
 
-def check_all(file: Path, ranks: int, cases: Sequence[str]) -> None:
-    """Fail unless all ``cases`` came out right: one test, for test processes that share them would each run all."""
-    found = outcomes(file, ranks)
+def cases_of(file: Path) -> list[str]:
+    """Return the names of a file's cases, its public functions of nothing that return nothing, in order."""
+    found = [f for f in ast.parse(file.read_text()).body if isinstance(f, ast.FunctionDef) and f.name[0] != "_"]
+    return [f.name for f in found if ast.unparse(f.args) == "" and f.returns and ast.unparse(f.returns) == "None"]
+
+
+def check_all(file: Path, ranks: int, only: tuple[str, ...] = ()) -> None:
+    """Fail unless all cases came out right: one test, for test processes that share them would each run all."""
+    found = outcomes(file, ranks, only)
+    cases = only or cases_of(file)
     wrong = [f"{case}: {said}" for case in cases if (said := found.get(case, "was not reached")) != RIGHT]
+    assert cases, "nothing was run"
     assert not wrong, "\n".join(wrong)
 
 
-def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
-    """Be one of the ranks: run the cases, all or ``only`` some, and write down what became of each."""
+def main(names: dict[str, Any], only: Sequence[str] = tuple(sys.argv[2:])) -> None:
+    """Be one of the ranks: run the cases among a file's names, or ``only`` some, and write what became of each."""
     interpreter.speed_up()
     rank, ranks, folder = int(os.environ.get("RANK", "0")), int(os.environ["WORLD"]), Path(sys.argv[1])
     store, backend = f"file://{folder}/store", "gloo"
@@ -121,13 +125,11 @@ def main(cases: dict[str, Case], only: Sequence[str] = tuple(sys.argv[2:])) -> N
     warnings.filterwarnings("error", category=UserWarning, module=r"lowtide(\.|\Z)")
     failed, failures = False, dist.FileStore(f"{folder}/failures", ranks)
     with (folder / f"{rank}.jsonl").open("w") as report:
-        for name, case in cases.items():
-            if only and name not in only:
-                continue
+        for name in only or cases_of(Path(names["__file__"])):
             said = RIGHT
             torch.manual_seed(0)
             try:
-                case()
+                names[name]()
                 dist.barrier()
             except BaseException:
                 said, failed = f"rank {rank}: {traceback.format_exc()}", True

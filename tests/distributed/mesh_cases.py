@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import lowtide
-from distributed.launch import DEVICE, main, named
+from distributed.launch import DEVICE, main
 from lowtide.distributed import count_items
 from lowtide.errors import ArgumentValueError
 
@@ -125,7 +125,5 @@ def two_axes_at_once_are_refused() -> None:
         lowtide.linear_cross_entropy(hidden, on_one, labels)
 
 
-CASES = named(fsdp_and_vocabulary, hybrid_sharding, two_axes_at_once_are_refused)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

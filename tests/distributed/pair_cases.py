@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from distributed.launch import DEVICE, main, named
+from distributed.launch import DEVICE, main
 from distributed.vocab_cases import head, plain, shard_of, spread, whole
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.plan import HeadPlan
@@ -39,7 +39,7 @@ def small_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> t
     return student, teacher
 
 
-def with_kernels() -> None:
+def _with_kernels() -> None:
     """Nothing but the kernels may run."""
     warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
     vars(divergence)["plan_both_sides"] = small_plans
@@ -67,7 +67,7 @@ def weight_grad(
 
 def values_and_gradients() -> None:
     """Each kind and dtype; gradients stored and recomputed, a value for each token and their mean, masked rows."""
-    with_kernels()
+    _with_kernels()
     ways = itertools.cycle(("replicated", "sequence", "local"))
     for i, ((kind, beta), dtype, reduction) in enumerate(itertools.product(KINDS, NEAR, ("none", "mean"))):
         way, capped = next(ways), i % 2 == 0
@@ -103,7 +103,5 @@ def values_and_gradients() -> None:
             assert relative_error(whole(way, part.grad, of_vocab=k > 0), leaf.grad) < NEAR[dtype], (what, k)
 
 
-CASES = named(values_and_gradients)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

@@ -71,12 +71,7 @@ def layers_plan() -> dict[str, Any]:
     return {name: (RowwiseParallel if name.endswith(ROWS) else ColwiseParallel)() for name in projections}
 
 
-def parallel(
-    model: Any,
-    head: Any = GATHERED,
-    *,
-    layers: bool = False,
-) -> Any:
+def parallel(model: Any, head: Any = GATHERED, *, layers: bool = False) -> Any:
     plan = layers_plan() if layers else {}
     return parallelize_module(model, ranks_mesh(), {**plan, "lm_head": head})
 

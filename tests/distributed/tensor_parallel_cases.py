@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import lowtide
-from distributed.launch import DEVICE, main, named
+from distributed.launch import DEVICE, main
 from lowtide.distributed import count_items
 
 V, D, HIDDEN, LENGTH, BATCH = 23, 12, 20, 7, 3  # V is not a multiple of the ranks
@@ -167,7 +167,5 @@ def patched() -> None:
             assert report.calls_materialised == 1
 
 
-CASES = named(two_axes, patched)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DistributedConfig
 
 import lowtide
-from distributed.launch import DEVICE, THOROUGH, main, named
+from distributed.launch import DEVICE, THOROUGH, main
 from distributed.parallel_models import (
     FAMILIES,
     GATHERED,
@@ -582,24 +582,5 @@ def memory() -> None:
     fused(report, 2)
 
 
-CASES = named(
-    kinds_of_heads,
-    with_loss_parallel,
-    tokens_in_parts,
-    sequence_parallel_layers,
-    losses_of_ones_own,
-    labels_and_counts,
-    embeddings_that_are_tied,
-    plan_of_transformers,
-    wrapped_by_transformers_later,
-    what_is_left_alone,
-    changed_on_one_rank,
-    an_error_inside,
-    mlps_in_parts,
-    parts_of_layers,
-    looked_at_on_one_rank,
-    memory,
-)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import lowtide
-from distributed.launch import main, named
+from distributed.launch import main
 from lowtide.head.call import Head, Wanted
 from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.plan import plan_head
@@ -59,7 +59,5 @@ def the_term_of_the_page() -> None:
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
 
-CASES = named(the_term_of_the_page)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

@@ -1,4 +1,4 @@
-"""A vocabulary in parts, one a rank: every function and option beside the whole in float64, computed on each rank."""
+"""A vocabulary in parts, one a rank, beside the whole in float64, computed on each rank; all options: option_cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from distributed.launch import DEVICE, THOROUGH, main, named
+from distributed.launch import DEVICE, THOROUGH, main
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
 from lowtide.head import reference
 from lowtide.head.call import CrossEntropyArgs, Wanted
@@ -35,31 +35,6 @@ from support import oracle, relative_error, stats_oracle
 
 V, D, LEADING = 50, 6, (2, 7)
 WAYS = ("replicated", "sequence", "local")
-LOSS_OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"reduction": "sum", "bias": True},
-    {"reduction": "none", "softcap": 2.0, "bias": True},
-    {"reduction": "none", "shift": True, "token_weight": True},
-    {"weight": True, "bias": True},
-    {"weight": "part", "label_smoothing": 0.1, "z_loss": 0.01, "logit_scale": 0.7, "bias": True},
-    {"label_smoothing": 0.2, "softcap": 1.5, "reduction": "sum"},
-    {"label_smoothing": 0.3, "weight": True, "softcap": 3.0, "shift": True, "token_weight": True, "bias": True},
-    {"num_items": 5.5, "shift": True, "z_loss": 0.1},
-    {"num_items": torch.tensor(3.0), "logit_scale": "trained", "bias": True},
-    {"logit_scale": torch.tensor(1.3), "token_weight": True, "ignore_index": 7},
-]
-
-
-def in_ways(several: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Yield each options in each way, and their number: on two ranks in one way, on three, one without a class, in two.
-
-    All of them where another number of ranks, or a thorough test, is to see the whole product.
-    """
-    for i, (options, way) in enumerate(itertools.product(several, WAYS)):
-        on_two = WAYS[i // len(WAYS) // 2 % 2]
-        ranks = dist.get_world_size()
-        if THOROUGH or ranks not in (2, 3) or (way == on_two) == (ranks == 2):
-            yield i, options, way
 
 
 def with_each(second: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
@@ -134,180 +109,10 @@ def near(got: Any, want: Tensor, what: object) -> None:
     torch.testing.assert_close(plain(got), want, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m: f"{what}: {m}")
 
 
-def settings(options: dict[str, Any], way: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments for the whole and for the parts."""
-    q, tw = rand(V, seed=5), rand(*LEADING, seed=6)
-    q[3] = 0
-    ours = {name: value for name, value in options.items() if name != "bias"}
-    theirs = dict(ours)
-    if "weight" in ours:
-        theirs["weight"] = q
-        in_parts = ours["weight"] == "part" and way == "local"
-        ours["weight"] = part_of(q) if in_parts else q
-        if options["weight"] == "part" and not in_parts:
-            ours["weight"] = spread(way, q, of_vocab=True)
-    if "token_weight" in ours:
-        theirs["token_weight"] = ours["token_weight"] = tw
-    if options.get("logit_scale") == "trained":
-        theirs["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
-        ours["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
-    return ours, theirs
-
-
-def losses() -> None:
-    """Every option in every way: value, and the gradients of hidden states, weight, bias and a trained scale."""
-    for i, options, way in in_ways(LOSS_OPTIONS):
-        gradient = ("forward", "recompute")[i % 2] if options.get("reduction") != "none" else "auto"
-        x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=i, bias="bias" in options)
-        y[0, :3] = options.get("ignore_index", -100)
-        ours, theirs = settings(options, way)
-        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-        labels = distribute_tensor(y, mesh(), [Shard(1)]) if way == "sequence" and i % 2 else y
-        loss = lowtide.linear_cross_entropy(
-            px, pw, labels, linear_bias=pb, **ours, **shard_of(way, pw),
-            options=lowtide.HeadOptions(workspace_mib=0.001, gradient=gradient),
-        )  # fmt: skip
-        want = oracle(x, w, y, linear_bias=b, **theirs)
-        what = (options, way, gradient)
-        near(loss, want, what)
-        upstream = rand(*want.shape, seed=i)
-        (plain(loss) * upstream).sum().backward()
-        (want * upstream).sum().backward()
-        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
-            if true is not None:
-                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], what))
-        if options.get("logit_scale") == "trained":
-            near(ours["logit_scale"].grad, theirs["logit_scale"].grad, ("scale", what))
-
-
-STATS_OPTIONS: list[dict[str, Any]] = [
-    {"want": ("logprob",), "bias": True},
-    {"want": ("logprob",), "several": True},
-    {"want": ("entropy", "lse", "mean_logit"), "bias": True, "softcap": 2.0},
-    {"want": ("logprob", "entropy", "lse", "mean_logit", "argmax", "sum_sq_prob", "is_top1"), "topk": 5, "bias": True},
-    {"want": ("logprob", "entropy"), "several": True, "logit_scale": "trained", "bias": True},
-    {"want": ("mean_logit", "lse"), "logit_scale": 0.5},
-]
-
-
-def token_stats() -> None:
-    """Each statistic in every way, and gradients of several of them at once."""
-    for i, options, way in in_ways(STATS_OPTIONS):
-        x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=40 + i, bias="bias" in options)
-        with torch.no_grad():
-            x.mul_(4)  # some tokens are sure
-        if options.get("several"):
-            y = torch.randint(0, V, (*LEADING, 3), generator=torch.Generator().manual_seed(i)).to(DEVICE)
-            y[0, 1, 1] = y[0, 1, 0]
-        y[0, :2] = -100
-        ours = {name: value for name, value in options.items() if name not in ("bias", "several")}
-        theirs = {name: value for name, value in ours.items() if name in ("softcap", "logit_scale", "topk")}
-        if ours.get("logit_scale") == "trained":
-            ours["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
-            theirs["logit_scale"] = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
-        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-        stats = lowtide.linear_token_stats(
-            px, pw, y, linear_bias=pb, **ours, **shard_of(way, pw), options=lowtide.HeadOptions(workspace_mib=0.001)
-        )
-        want = stats_oracle(x, w, y, linear_bias=b, **theirs)
-        got_total = want_total = torch.zeros((), dtype=torch.float64, device=DEVICE)
-        for name, value in stats._asdict().items():
-            if value is None:
-                assert name not in options["want"]
-            elif name == "topk":
-                near(value.values, want["topk_values"], (name, options, way))
-                assert torch.equal(plain(value.ids), want["topk_ids"])
-            elif value.dtype != torch.float64:
-                assert torch.equal(plain(value), want[name]), (name, options, way)
-            else:
-                near(value, want[name], (name, options, way))
-                if name != "sum_sq_prob":
-                    u = rand(*want[name].shape, seed=i)
-                    got_total, want_total = got_total + (plain(value) * u).sum(), want_total + (want[name] * u).sum()
-        got_total.backward()
-        want_total.backward()
-        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
-            if true is not None:
-                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], options, way))
-        if options.get("logit_scale") == "trained":
-            near(ours["logit_scale"].grad, theirs["logit_scale"].grad, ("scale", options, way))
-
-
-KINDS: list[dict[str, Any]] = [
-    {"kind": "forward_kl", "reduction": "mean"},
-    {"kind": "reverse_kl", "temperature": 1.7, "bias": True},
-    {"kind": "jsd", "beta": 0.3, "mask": True, "softcap": 3.0, "teacher_softcap": 2.0, "reduction": "sum"},
-    {"kind": "tv", "mask": True},
-    {"kind": "jsd", "beta": 0.6, "num_items": 4.0, "reduction": "mean", "bias": True},
-    {"kind": "forward_kl", "tail": "bucket", "mask": True},
-    {"kind": "reverse_kl", "tail": "bucket", "reduction": "sum", "softcap": 2.0, "temperature": 0.8},
-    {"kind": "jsd", "tail": "renormalise"},
-    {"kind": "forward_kl", "tail": "drop", "reduction": "mean"},
-]
-
-
-def divergences() -> None:
-    """Each kind, from a teacher's head and from its top k, in every way."""
-    for i, options, way in in_ways(KINDS):
-        x, w, b, _ = head(LEADING, D, V, dtype=torch.float64, seed=70 + i, bias="bias" in options)
-        tx, tw, tb, _ = head(LEADING, D + 3, V, dtype=torch.float64, seed=170 + i, bias="bias" in options)
-        ours = {name: value for name, value in options.items() if name not in ("bias", "tail")}
-        if "mask" in ours:
-            ours["mask"] = rand(*LEADING, seed=i) > 0.3
-        theirs, teacher = dict(ours), {}
-        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-        if "tail" in options:
-            logp = (F.linear(tx, tw, tb) / ours.get("temperature", 1.0)).log_softmax(-1).topk(4)
-            teacher = {"teacher_topk": (logp.indices, logp.values, options["tail"])}
-            args, whole_args = (None, None), (None, None)
-            theirs |= teacher
-        else:
-            args = (spread(way, tx.detach(), of_vocab=False), spread(way, tw.detach(), of_vocab=True))
-            whole_args = (tx, tw)
-            teacher = {"teacher_bias": spread(way, tb, of_vocab=True)}
-            theirs["teacher_bias"] = tb
-        value = lowtide.linear_divergence(
-            px, pw, *args, linear_bias=pb, **ours, **teacher, **shard_of(way, pw),
-            options=lowtide.HeadOptions(workspace_mib=0.001),
-        )  # fmt: skip
-        want = reference.linear_divergence(x, w, *whole_args, linear_bias=b, **theirs)
-        near(value, want, (options, way))
-        u = rand(*want.shape, seed=i)
-        (plain(value) * u).sum().backward()
-        (want * u).sum().backward()
-        for k, (got, true) in enumerate(zip((px, pw, pb), (x, w, b), strict=True)):
-            if true is not None:
-                near(whole(way, got.grad, of_vocab=k > 0), true.grad, ("xwb"[k], options, way))
-
-
 def edges() -> None:
-    """No token, all ignored, no target of this rank's, fewer classes than ranks, a sure model, poisoned rows."""
-    ranks = dist.get_world_size()
-    first = V // ranks // 2  # classes that only the first rank holds, in every way of cutting
+    """All ignored, and poisoned rows; few tokens and classes: option_cases."""
     for way, gradient in with_each(("forward", "recompute")):
         options = lowtide.HeadOptions(gradient=gradient)
-        for name, leading, classes in (
-            ("none", (2, 0), V),
-            ("one", (1, 1), V),
-            ("few", (2, 3), ranks),
-            ("own", (3, 5), V),
-        ):
-            if way == "local" and classes < V:
-                continue
-            x, w, b, y = head(leading, D, classes, dtype=torch.float64, seed=3)
-            y = y % first if name == "own" else y
-            for reduction, num_items in (("sum", None), ("mean", 2.0)):
-                px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
-                kwargs = {"reduction": reduction, "num_items": num_items}
-                loss = lowtide.linear_cross_entropy(
-                    px, pw, y, linear_bias=pb, options=options, **kwargs, **shard_of(way, pw)
-                )
-                want = oracle(x, w, y, linear_bias=b, **kwargs)
-                near(loss, want, (name, way, gradient))
-                grads = torch.autograd.grad(plain(loss), (px, pw, pb))
-                true = torch.autograd.grad(want, (x, w, b))
-                for k, (got, expected) in enumerate(zip(grads, true, strict=True)):
-                    near(whole(way, got, of_vocab=k > 0), expected, (name, way, gradient, k))
         x, w, _, y = head((2, 4), D, V, dtype=torch.float64, seed=4, bias=False)
         px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
         ignored = torch.full_like(y, -100)
@@ -775,26 +580,5 @@ def a_rank_that_never_comes() -> None:
         assert time.monotonic() - start < 20
 
 
-CASES = named(
-    losses,
-    token_stats,
-    divergences,
-    edges,
-    uses_of_autograd,
-    trained_on_one_rank,
-    unlike_grad_modes,
-    unlike_scales,
-    nothing_to_differentiate,
-    checkpointed,
-    compiled,
-    the_same_on_every_rank,
-    what_is_exchanged,
-    memory,
-    unlike_gpus,
-    kinds_of_devices,
-    errors,
-    a_rank_that_never_comes,
-)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import lowtide
 from distributed.fsdp_cases import SHAPE, Functional, batch_of, model_of
-from distributed.launch import DEVICE, main, named
+from distributed.launch import DEVICE, main
 from lowtide.measure import peak_above
 
 RATE = 0.5
@@ -431,20 +431,5 @@ def memory() -> None:
     assert report.calls_materialised == 0
 
 
-CASES = named(
-    patched_models,
-    memory,
-    functional_head,
-    offloaded,
-    checkpointed_layers,
-    kinds_of_model,
-    patched_inside,
-    evaluation_between,
-    logits_read,
-    wrapped,
-    adapters,
-    built_in_parts,
-)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

@@ -476,10 +476,7 @@ def rotary(case: Case) -> Program:
         )
     table = "float64" if w.dtype == "float64" else case["table"]
     for name in ("cos", "sin"):
-        w.value(
-            name,
-            f"torch.randn({(1 if case['one_table'] else B, T, r)}, generator=g).to(torch.{table})",
-        )
+        w.value(name, f"torch.randn({(1 if case['one_table'] else B, T, r)}, generator=g).to(torch.{table})")
     args = call("q", "k", "cos", "sin", unsqueeze_dim=case["unsqueeze_dim"] if case["unsqueeze_dim"] != 1 else None)
     return Program(w.lines, w.names, f"lowtide.layers.rotary({args})", f"rotary({args})", "rotary", None)
 

@@ -23,7 +23,7 @@ from fuzz.cases import Case, draw, tables
 from fuzz.machine import Refused, fails, judge, shrink, source
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # PyTorch's own, about what a program does: nothing of them is lowtide's
+    pytest.mark.filterwarnings("ignore")  # PyTorch's own, about what a program does: nothing of them is lowtide's
 ]
 NAMES = list(tables())
 BLOCKS, EACH = 2, 150  # of fixed seeds, for each function

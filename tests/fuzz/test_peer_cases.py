@@ -25,7 +25,7 @@ DEVIATIONS = {
     "Liger: z-loss with class weights and reduction 'mean'": (
         "Liger divides the z-loss by the number of valid tokens, and the rest by their class weights; lowtide divides"
         " both by the class weights, as one mean of one loss a token."
-    ),
+    )
 }
 LOW = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

@@ -6,6 +6,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+ON_GPU = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.usefixtures("full_float32"),
+]
+
+
+@pytest.fixture
+def full_float32() -> None:
+    """Products as exact as their operands, for comparisons with float64."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
 
 @pytest.fixture(autouse=True)
 def _memory_given_back() -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowtide
-from distributed.launch import main, named
+from distributed.launch import main
 from distributed.vocab_cases import WAYS, plain, shard_of, spread, whole
 from support import head, in_float64, oracle, relative_error
 
@@ -169,7 +169,5 @@ def float16_and_others() -> None:
     compare(300, 104, 1003, torch.bfloat16, (1e-4, 6e-3, 6e-3), softcap=5.0, label_smoothing=0.1)
 
 
-CASES = named(bfloat16, edges, no_host_waits, float16_and_others)
-
 if __name__ == "__main__":
-    main(CASES)
+    main(vars())

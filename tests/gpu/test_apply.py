@@ -11,25 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from gpu.conftest import ON_GPU
 from lowtide import HeadOptions, linear_apply
 from lowtide.head.function import checks as apply_checks
 from lowtide.measure import peak_above
-from support import head, relative_error
+from support import on_gpu, relative_error
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = ON_GPU
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3.5e-3, torch.float16: 6e-4}
 
 
 @pytest.fixture(autouse=True)
-def _full_float32() -> Any:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+def _forgotten() -> None:
     apply_checks._passed.clear()
-
-
-def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
-    leaves = head(*args, **kwargs)
-    return [t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in leaves]
 
 
 def focal(z: Tensor, y: Tensor, gamma: Tensor) -> Tensor:

@@ -9,23 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpu.conftest import ON_GPU
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
-from support import head, in_float64, oracle, relative_error
+from support import in_float64, on_gpu, oracle, relative_error
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = ON_GPU
 MIB = 2**20
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3.5e-3, torch.float16: 6e-4}
-
-
-def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
-    leaves = head(*args, **kwargs)
-    return [t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in leaves]
-
-
-@pytest.fixture(autouse=True)
-def _full_float32() -> Any:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 CASES: dict[str, dict[str, Any]] = {

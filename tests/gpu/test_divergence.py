@@ -13,22 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.conftest import ON_GPU
 from lowtide import HeadOptions, linear_divergence, plan_divergence
-from support import divergence_of, head, relative_error
+from support import divergence_of, on_gpu, relative_error
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = ON_GPU
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 6e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
-
-
-@pytest.fixture(autouse=True)
-def _full_float32() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
-def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
-    return [t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in head(*args, **kwargs)]
 
 
 def expected_of(

@@ -20,16 +20,11 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.usefixtures("full_float32"),
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 V = 5003
-
-
-@pytest.fixture(autouse=True)
-def _full_float32() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def build(dtype: torch.dtype, layers: tuple[str, ...], dropout: float = 0.0, **settings: Any) -> Any:

@@ -8,28 +8,21 @@ import pytest
 import torch
 
 from distributed import launch
-from distributed.test_tensor_parallel_models import CASES as OF_MODELS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CASES = Path(__file__).parents[1] / "distributed"
 ON_A_CPU = ("what_is_left_alone", "an_error_inside", "memory")  # would show the same on a GPU
 FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: each file starts torch once for all of its
-    "vocab_cases": [
-        "losses",
-        "token_stats",
-        "divergences",
-        "edges",
-        "uses_of_autograd",
-        "trained_on_one_rank",
-        "the_same_on_every_rank",
-        "what_is_exchanged",
-    ],
+    "option_cases": ["every_option", "few_tokens", "few_classes"],
+    "vocab_cases": ["edges", "uses_of_autograd", "trained_on_one_rank", "the_same_on_every_rank", "what_is_exchanged"],
     "pair_cases": ["values_and_gradients"],
     "fsdp_cases": ["patched_models", "functional_head", "mixed_precision", "accumulation"],
     "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
     "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding"],
     "tensor_parallel_cases": ["two_axes", "patched"],
-    "tensor_parallel_models_cases": [case for case in OF_MODELS if case not in ON_A_CPU],
+    "tensor_parallel_models_cases": [
+        case for case in launch.cases_of(CASES / "tensor_parallel_models_cases.py") if case not in ON_A_CPU
+    ],
 }
 EXPONENTIAL = ("bfloat16", "edges", "no_host_waits", "float16_and_others")
 FOR_FOUR = ("mesh_cases", "tensor_parallel_cases")  # whose meshes are two by two

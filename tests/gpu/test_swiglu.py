@@ -16,17 +16,12 @@ from support import mlp, mlp_oracle, mlp_slack, relative_error
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.usefixtures("full_float32"),
     # autograd's thread has no context yet where its first operation is a GEMM, as it is after y.backward(upstream)
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [((3, 43), 37, 101), ((1,), 64, 8), ((2, 300), 128, 344), ((0, 5), 16, 40)]
-
-
-@pytest.fixture(autouse=True)
-def _full_float32() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:

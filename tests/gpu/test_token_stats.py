@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpu.conftest import ON_GPU
 from lowtide import HeadOptions, TokenStats, linear_divergence, linear_logprobs, linear_token_stats
 from lowtide.errors import UnsupportedError
-from support import divergence_oracle, head, relative_error, stats_oracle
+from support import divergence_oracle, on_gpu, relative_error, stats_oracle
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = ON_GPU
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
-
-
-@pytest.fixture(autouse=True)
-def _full_float32() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
-def on_gpu(*args: Any, **kwargs: Any) -> list[Any]:
-    return [t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in head(*args, **kwargs)]
 
 
 def doubled(*leaves: Tensor) -> list[Tensor]:

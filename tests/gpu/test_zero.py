@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from distributed import launch
-from distributed.test_zero import CASES, FILE
 from gpu.test_train_ranks import curve, run
 from train.conftest import tiny_arguments
 
+FILE = Path(__file__).parents[1] / "distributed" / "zero_cases.py"
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.skipif(GPUS < 2, reason="runs on 2 GPUs"),
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", launch.cases_of(FILE))
 def test_cases_of_the_cpu(case: str) -> None:
     launch.check(FILE, 2, case, device="cuda")
 

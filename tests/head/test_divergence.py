@@ -276,7 +276,7 @@ def test_a_value_for_each_token_with_a_frozen_head_and_gradients_in_forward() ->
     with torch.no_grad():
         x[2], teacher[0][4] = torch.nan, torch.inf
     mask = torch.tensor([True, True, True, True, True, False])
-    upstream = torch.tensor([1.0, -2.0, 0.0, 0.5, 0.0, 7.0], dtype=torch.float64)
+    upstream = torch.tensor([1.0, -2.0, 0.0, 0.5, 0.0, torch.inf], dtype=torch.float64)
     got, want = (
         torch.autograd.grad(
             call(frozen, teacher, kind="jsd", mask=mask, options=HeadOptions(gradient=gradient)), x, upstream

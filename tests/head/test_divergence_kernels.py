@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from distributed.pair_cases import input_grad, weight_grad
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_row
@@ -55,21 +56,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
     monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
     return used
-
-
-def input_grad(matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
-    """Narrow operands, a wide product: as on a GPU, where an fp16 gradient of up to 2**14 needs it."""
-    product = g_CV.float() @ matmul.weight_VD.float()
-    out_CD.copy_(product if factor_C is None else product * factor_C[:, None])
-
-
-def weight_grad(
-    matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool
-) -> None:
-    x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
-    if first:
-        total_VD.zero_()
-    total_VD += g_CV.float().T @ x.float()
 
 
 def case(

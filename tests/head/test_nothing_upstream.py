@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from lowtide import linear_cross_entropy, linear_logprobs
+from lowtide import linear_apply, linear_cross_entropy, linear_logprobs
 from lowtide.head.scaling import scaled
 from support import head, oracle
 
+summed = partial(torch.nn.functional.cross_entropy, reduction="sum")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -31,6 +33,23 @@ def test_num_items_of_0_beside_kept_tokens_is_stocks(dtype: torch.dtype) -> None
     assert not grad_x[1].isfinite().any()
     assert not grad_w.isfinite().any()
     assert torch.equal(grad_x[0], torch.zeros_like(grad_x[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, math.inf, -math.inf, math.nan])
+def test_rows_that_fn_itself_leaves_out(dtype: torch.dtype, factor: float) -> None:
+    """Stored gradients of a sum: what is 0 in them stays 0, whether all rows are ignored or some."""
+    x, w, y, b, s = leaves(dtype)
+    for ignored in (slice(None), (torch.tensor([0, 1, 1]), torch.tensor([1, 2, 3]))):
+        y[:], kept = 3, torch.ones_like(y, dtype=torch.bool)
+        y[ignored], kept[ignored] = -100, False
+        loss = linear_apply(summed, x, w, y, linear_bias=b, logit_scale=s, out="sum")
+        for retain in (True, False):
+            grads = torch.autograd.grad(loss * factor, (x, w, b, s), retain_graph=retain)
+            assert torch.equal(grads[0][~kept], torch.zeros_like(x[~kept]))
+            for grad in (grads[0][kept], *grads[1:]):
+                zero = not kept.any()
+                assert (grad == 0).all() if zero else grad.isfinite().all() == (factor == 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")

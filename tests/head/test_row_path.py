@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from head.test_divergence_kernels import input_grad, weight_grad
+from distributed.pair_cases import input_grad, weight_grad
 from lowtide import HeadOptions, linear_cross_entropy, linear_logprobs
 from lowtide.head.matmul import HeadMatmul
 from lowtide.head.plan import HeadPlan

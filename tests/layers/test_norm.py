@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide.layers.norm as module
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm
-from support import relative_error, rms_norm_oracle
+from support import Sharded, relative_error, rms_norm_oracle
 
 ROOT = Path(__file__).parents[2]
 EPS = 1e-5
@@ -299,12 +299,6 @@ def test_operators_are_registered_rightly() -> None:
         g_sum = rest[0]
         args = (call.x, g_sum, call.x, call.weight, torch.ones(3), 0.0, True, True)
         torch.library.opcheck(torch.ops.lowtide.rms_norm_backward.default, args)
-
-
-class Sharded(Tensor):
-    """What a DTensor shows of itself."""
-
-    device_mesh = "a mesh"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide.layers.rope as module
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.layers import rotary
-from support import relative_error, rotary_oracle
+from support import Sharded, relative_error, rotary_oracle
 
 # Plain PyTorch rounds both products and their sum; the interpreter cuts off.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -224,12 +224,6 @@ def test_operator_is_registered_rightly() -> None:
     for inverse in (False, True):
         args = (q.detach(), k.detach(), cos, sin, torch.float32, inverse)
         torch.library.opcheck(torch.ops.lowtide.rotary.default, args)
-
-
-class Sharded(Tensor):
-    """What a DTensor shows of itself."""
-
-    device_mesh = "a mesh"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ from lowtide.measure import track_allocations
 from lowtide.mlp import elementwise, low_rank
 from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
 from lowtide.mlp.call import SwigluCall, Wanted
+from mlp.test_swiglu_memory import after_forward
 from support import mlp, mlp_slack, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # dynamo's
@@ -160,15 +159,6 @@ def test_many_small_pieces_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-2)
 
 
-def kept_after(function: Callable[[], Tensor]) -> int:
-    function()
-    gc.collect()
-    with track_allocations() as seen:
-        y = function()
-        gc.collect()
-    return seen.events[-1].total_bytes - y.numel() * y.element_size()
-
-
 N, D, FF = 512, 48, 160
 
 
@@ -180,9 +170,9 @@ def test_kept_is_what_frozen_weights_keep(level: int, adapters: torch.dtype, dro
     for weight in weights:
         weight.requires_grad_(False)
     ab = adapters_of(D, FF, adapters)
-    kept = kept_after(lambda: call([x.clone(), *weights, None, None, None], ab, level, dropout))
+    kept = after_forward(lambda: call([x.clone(), *weights, None, None, None], ab, level, dropout))
     assert kept == (2 * FF * (level == 0) + D) * 2 * N
-    textbook = kept_after(lambda: plain([x.clone(), *weights, None, None, None], ab))
+    textbook = after_forward(lambda: plain([x.clone(), *weights, None, None, None], ab))
     assert textbook > (4 * FF + D) * 2 * N
 
 

@@ -9,14 +9,9 @@ import torch
 
 from lowtide import nn, swiglu_mlp
 from lowtide.errors import LowtideError, UnsupportedError
+from support import Sharded
 
 X, GATE, UP, DOWN = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 4), torch.randn(4, 6)
-
-
-class Sharded(torch.Tensor):
-    """What a DTensor shows of itself."""
-
-    device_mesh = "a mesh"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 _CLASSES = {"Bert": "BertLMHeadModel", "GPT2": "GPT2LMHeadModel"}
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
 
 
 @pytest.fixture

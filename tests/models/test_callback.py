@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # peft, TRL
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # peft, TRL
 ]
 VOCAB = 37
 

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import json
 import pickle
 import threading
@@ -14,6 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ArgumentTypeError, UnsupportedError
+from models.conftest import saved_and_loaded
 
 # torch.compile warns of what it does itself, and lowtide of a whole model that is compiled
 pytestmark = [
@@ -278,13 +278,6 @@ def test_copies_are_patched_on_their_own(through, build, batch):
     assert type(other) is type(model).__bases__[0]
     assert type(other.lm_head) is nn.Linear
     assert_fuses(model, report, batch)
-
-
-def saved_and_loaded(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def test_checkpoints_are_stock(pair, batch, tmp_path):

@@ -1,7 +1,6 @@
 """The parts mlp, norm and rope: found by form, right, reversible, and left alone where something is not as it seems."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide.models.instance import part_of
+from models.conftest import saved_and_loaded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
@@ -158,13 +158,6 @@ def test_copies_are_patched_and_on_their_own(through, pair, batch, calls):
     lowtide.unpatch(other)
     assert fused_modules(other) == {}
     assert fused_modules(model)
-
-
-def saved_and_loaded(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def test_the_report_is_a_table_with_alike_modules_in_one_line(build):

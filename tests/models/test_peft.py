@@ -1,7 +1,6 @@
 """Models of peft's, patched before and after it: every gradient as without lowtide, by whichever way they run."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -14,6 +13,7 @@ from lowtide.errors import ArgumentValueError
 from lowtide.measure import track_allocations
 from lowtide.models import adapters, mlp_part
 from lowtide.models.instance import part_of
+from models.conftest import saved_and_loaded
 
 peft = pytest.importorskip("peft")
 
@@ -595,13 +595,6 @@ def test_probes_leave_no_trace(build):
     assert all(torch.equal(p, before[n]) for n, p in wrapped.named_parameters())
     lowtide.unpatch(wrapped)
     assert {n: {**vars(m)} for n, m in wrapped.named_modules()} == attributes
-
-
-def saved_and_loaded(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize(

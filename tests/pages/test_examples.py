@@ -219,13 +219,7 @@ def test_every_script_of_several_processes_is_compared() -> None:
 
 @pytest.mark.parametrize(("page", "per_step"), [("loop", 8), ("fsdp2", 4)])
 def test_a_recipe_trains_what_plain_training_does(
-    page: str,
-    per_step: int,
-    folder: Path,
-    data: Path,
-    arguments: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    page: str, per_step: int, folder: Path, data: Path, arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradient accumulation, ranks and all: the weights move as those of one large batch."""
     (block,) = [block for block in SCRIPTS if block.page == f"docs/recipes/{page}.md"]

@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.train.config import TrainConfig
-from lowtide.train.result import (
-    EARLY_STEPS,
-    FLOAT32,
-    MOST_LATE,
-    Comparison,
-    Tolerance,
-    TrainResult,
-    measured_tolerance,
-)
+from lowtide.train.result import EARLY_STEPS, FLOAT32, MOST_LATE, Comparison, Tolerance, TrainResult, measured_tolerance
 
 Run = Callable[..., tuple[int, str, str]]
 

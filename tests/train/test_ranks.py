@@ -50,11 +50,7 @@ def by_forks(script: Path, *arguments: object) -> str:
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="two ranks on a CPU speak gloo")
 @pytest.mark.parametrize("start", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
 def test_two_ranks_train_as_one_process_does_and_resume(
-    start: Callable[..., str],
-    tmp_path: Path,
-    chat_arguments: list[str],
-    lowtide: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., str], tmp_path: Path, chat_arguments: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     output, script = tmp_path / "out", tmp_path / "main.py"

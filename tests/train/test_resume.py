@@ -73,8 +73,7 @@ def longer(tiny: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("where", "calls"),
-    [("weights", 2), ("optimizer", 7), ("position", 2), ("rename", 2), ("removal", 4), ("step", 8)],
+    ("where", "calls"), [("weights", 2), ("optimizer", 7), ("position", 2), ("rename", 2), ("removal", 4), ("step", 8)]
 )
 def test_killed_at_a_chosen_place(
     where: str, calls: int, tmp_path: Path, longer: list[str], lowtide: Run, finished: Path

@@ -14,7 +14,7 @@ from lowtide.measure import track_allocations
 from support import relative_error
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # TRL's own settings
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # TRL's own settings
 ]
 KINDS = ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
 

@@ -180,7 +180,7 @@ def several_sums(*args: Tensor) -> tuple[Tensor, ...]:
 
 def light(z: Tensor, y: Tensor, a: Tensor, temperature: Tensor, matrix: Tensor) -> Tensor:
     """A few numbers of a row."""
-    return F.cross_entropy(z, y, reduction="none") * a[:, 0] * temperature * matrix.square().mean()
+    return F.cross_entropy(z, y, reduction="none") * a[:, 0] * temperature * matrix.to(z.dtype).square().mean()
 
 
 APPLIED = {

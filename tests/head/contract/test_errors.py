@@ -105,6 +105,8 @@ OF_SEVERAL_TARGETS: list[Bad] = [
 ]
 OWN: dict[str, list[Bad]] = {
     "linear_cross_entropy": [
+        *(({"target": torch.rand(2, 3, *more)}, TypeError, "^target: expected class.*linear_apply.*linear_divergence")
+          for more in ((), (7,))),
         ({"weight": torch.rand(6)}, ValueError, r"^weight: expected one class weight for each of 7, got shape \[6\]"),
         ({"weight": [1.0] * 7}, TypeError, "^weight: expected a torch.Tensor"),
         ({"weight": torch.rand(7, device="meta")}, ValueError, "^weight: expected a tensor on cpu.*got meta"),
@@ -169,6 +171,7 @@ OWN: dict[str, list[Bad]] = {
         ({"teacher_topk": (ids, logprobs)}, ValueError,
          "^teacher_input: expected None with teacher_topk, got a Tensor"),
         ({**TOPK, "teacher_topk": [ids, logprobs]}, TypeError, "^teacher_topk: expected lowtide.TeacherTopK.*got list"),
+        ({**TOPK, "teacher_topk": (ids,)}, TypeError, "^teacher_topk: expected lowtide.TeacherTopK.*got a tuple of 1"),
         ({**TOPK, "teacher_topk": (ids, logprobs, "cut")}, ValueError,
          "^teacher_topk.tail: expected 'bucket', .*got 'cut'"),
         ({**TOPK, "teacher_topk": (logprobs, ids)}, TypeError,

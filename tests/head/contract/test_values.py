@@ -21,7 +21,6 @@ from head.contract.cases import (
     check,
     counting,
     every_mode,
-    every_operator,
     flat,
     of_tokens,
     pairs,
@@ -92,14 +91,15 @@ def test_odd_shapes(mode: Mode, N: int, D: int, V: int) -> None:
         check(mode.name, choice | {"workspace_mib": workspace}, torch.float64, N, D, V)
 
 
-@every_operator
+@every_mode
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("workspace_mib", [None, 0.05, 9])
 def test_low_precision_errs_less_than_plain_pytorch(
     mode: Mode, dtype: torch.dtype, workspace_mib: float | None
 ) -> None:
     """The baseline is plain PyTorch over logits of the same operands; both are held against float64."""
-    kwargs = mode.arguments(300, 40, 211, dtype=dtype, workspace_mib=workspace_mib)
+    light = {"out": "light " + mode.choice.get("out", "token")} if mode.name == "linear_apply" else {}
+    kwargs = mode.arguments(300, 40, 211, dtype=dtype, workspace_mib=workspace_mib, **light)
     wide = in_float64(kwargs)
     ours, naive, true = mode.run(kwargs), mode.truth(kwargs), mode.truth(wide)
     keys = [key for key in true if true[key].requires_grad]
@@ -158,7 +158,8 @@ def test_tokens_that_do_not_count_may_hold_anything(mode: Mode, poison: float, r
                     ), key
                 found = {key: value[kept] for key, value in found.items()}
             got = torch.autograd.grad(total(found), [given[n] for n in trained(given)])
-            assert (got[0][~kept] == 0).all()
+            for name in ("input", "weights"):
+                assert name not in trained(given) or (got[trained(given).index(name)][~kept] == 0).all(), name
             results.append((*found.values(), *got))
         for clean, got in zip(*results, strict=True):
             assert clean.isfinite().all()
@@ -225,6 +226,7 @@ def test_nothing_counts(mode: Mode, dtype: torch.dtype, rows_of_no_use: str) -> 
     shifted = [(3, 1)] * ("shift" in mode.function.options)
     for leading, changes, frozen in itertools.product(((3, 2), (0, 4), *shifted), items, (False, True)):
         choice = mode.choice | changes | ({"shift": True} if leading == (3, 1) else {"ignored": "all"})
+        choice |= {"logit_scale": "trained", "label_smoothing": 0.1, "z_loss": 0.1, "weight": True}
         kwargs = mode.arguments(leading, 8, 17, dtype=dtype, **choice)
         kwargs |= {n: kwargs[n].detach() for n in LEAVES[1:] if frozen}
         found = of_counted(mode, kwargs)
@@ -249,7 +251,8 @@ def test_an_upstream_that_is_not_finite_reaches_tokens_that_count_alone(
     mode: Mode, dtype: torch.dtype, factor: float
 ) -> None:
     for frozen in (False, True):
-        kwargs = mode.arguments((2, 9), 8, 33, dtype=dtype, ignored="some")
+        choice = {"logit_scale": "trained", "label_smoothing": 0.1, "z_loss": 0.1, "weight": True}
+        kwargs = mode.arguments((2, 9), 8, 33, dtype=dtype, ignored="some", **choice)
         kwargs |= {n: kwargs[n].detach() for n in LEAVES[1:] if frozen}
         kept, leaves = counting(kwargs), [kwargs[n] for n in LEAVES[: 1 if frozen else 2]]
         value = total(of_counted(mode, kwargs), lambda t: t * factor)

@@ -46,11 +46,7 @@ def sides(C: int, V: int, U: int | None = None, spread: float = 2.0) -> tuple[Te
 def options(V: int, U: int | None = None) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(1)
     bias, other = torch.randn(V, generator=g), torch.randn(U or V, generator=g)
-    return {
-        "bias_V": bias.to(DEVICE),
-        "teacher_bias_U": other.to(DEVICE),
-        "scale": torch.tensor(0.6, device=DEVICE),
-    }
+    return {"bias_V": bias.to(DEVICE), "teacher_bias_U": other.to(DEVICE), "scale": torch.tensor(0.6, device=DEVICE)}
 
 
 def padded(z_CV: Tensor, stride: int | None = None) -> Tensor:

@@ -206,10 +206,7 @@ def test_a_layer_of_another_kind_is_refused_and_the_way_on_named(model_type: str
         ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ({"model_type": "mixtral"}, "num_local_experts"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_key_value_heads"),
-        (
-            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
-            "num_experts_per_tok",
-        ),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_its_name(

@@ -1,0 +1,119 @@
+"""Every function with every pair of its options (`head.contract.cases`) in parts, beside the whole in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+
+from distributed.launch import DEVICE, THOROUGH, main
+from distributed.vocab_cases import WAYS, D, V, mesh, near, part_of, plain, shard_of, spread, whole
+from head.contract.cases import FUNCTIONS, KINDS, TAILS, Arguments, arguments, flat, pairs, total, trained
+
+IN_PARTS = {"input": False, "teacher_input": False}  # and whether it is the vocabulary's axis that is cut
+IN_PARTS |= dict.fromkeys(("linear_weight", "linear_bias", "teacher_weight", "teacher_bias"), True)
+FROZEN = [(), (), ("linear_weight",), ("input", "linear_weight"), ("input", "linear_weight", "linear_bias", "weights")]
+FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
+    "leading": [(2, 7)],
+    "accumulate": ["auto"],
+    "workspace_mib": [0.004],
+    "ignored": ["none", "some", "a class"],
+    "kind": [*KINDS[:3], KINDS[-1]],
+    "tail": [None, *TAILS],
+    "topk": [4],
+    "teacher_D": [9],
+    "temperature": [1.0, "tensor"],
+    "targets": [1, None, 3],
+    "args": ["trained"],
+}
+
+
+def in_parts(kwargs: Arguments, way: str, i: int) -> Arguments:
+    """Return the arguments as a user of this ``way`` has them."""
+    ours = {
+        name: spread(way, value, of_vocab=IN_PARTS[name]) if name in IN_PARTS and isinstance(value, Tensor) else value
+        for name, value in kwargs.items()
+    }
+    if kwargs.get("weight") is not None and i % 2:
+        ours["weight"] = part_of(kwargs["weight"]) if way == "local" else spread(way, kwargs["weight"], of_vocab=True)
+    if way == "sequence" and i % 2 and kwargs.get("target") is not None and "weights" not in kwargs:
+        ours["target"] = distribute_tensor(kwargs["target"], mesh(), [Shard(1)])
+    for name in set(trained(kwargs)) - {*IN_PARTS}:
+        ours[name] = kwargs[name].detach().clone().requires_grad_()
+    return ours | shard_of(way, ours["linear_weight"])
+
+
+def problem(name: str, choice: Arguments, i: int, classes: int = V) -> Arguments:
+    """Return the contract's arguments, on the device of the cases; some tokens are sure, some leaves are frozen."""
+    kwargs = arguments(name, seed=i, D=D, V=classes, **choice)
+    kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(DEVICE).detach().requires_grad_(t.requires_grad), kwargs)
+    with torch.no_grad():
+        kwargs["input"] *= 1 + 3 * (i % 2)
+        if kwargs.get("weight") is not None:
+            kwargs["weight"][3] = 0
+        if choice.get("targets") == 3:
+            kwargs["target"][..., 1] = kwargs["target"][..., 0]  # the same class twice
+    frozen = () if "in place" in choice.get("out", "") else FROZEN[i % len(FROZEN)]
+    return kwargs | {n: kwargs[n].detach() for n in frozen if kwargs.get(n) is not None}
+
+
+def compare(name: str, kwargs: Arguments, ways: Iterable[str], what: object, i: int = 0) -> None:
+    """Hold values, and the gradients of all that can have one, against the whole's."""
+    function, leaves = FUNCTIONS[name], {n: kwargs[n] for n in trained(kwargs)}
+    want = flat(function.truth(**{n: value for n, value in kwargs.items() if n != "options"}))
+    true: tuple[Tensor, ...] = ()
+    if any(value.requires_grad for value in want.values()):
+        true = torch.autograd.grad(total(want), [*leaves.values()], materialize_grads=True, allow_unused=True)
+    for way in ways:
+        ours = in_parts(kwargs, way, i)
+        got = {key: plain(value) for key, value in flat(function.run(**ours)).items()}
+        assert got.keys() == want.keys(), (way, what)
+        for key, value in want.items():
+            assert got[key].requires_grad == value.requires_grad, (key, way, what)
+            near(got[key], value, (key, way, what))
+        grads = torch.autograd.grad(total(got), [ours[n] for n in leaves], allow_unused=True) if true else ()
+        for n, grad, e in zip(leaves, grads, true, strict=bool(true)):
+            if grad is None:
+                assert not e.any(), (n, way, what)
+            else:
+                near(whole(way, grad, of_vocab=IN_PARTS[n]) if n in IN_PARTS else plain(grad), e, (n, way, what))
+
+
+def every_option() -> None:
+    """The ways take turns, on two ranks and on three."""
+    for name, function in FUNCTIONS.items():
+        fewer = {option: values for option, values in FEWER.items() if option in function.options}
+        for i, choice in enumerate(pairs(function.options | fewer, seed=1)):
+            ways = WAYS if THOROUGH else [WAYS[(i + j) % 3] for j in range(dist.get_world_size() - 1)]
+            compare(name, problem(name, choice, i), ways, choice, i)
+
+
+def few_tokens() -> None:
+    """Fewer tokens than ranks, none, and masks that leave a rank or all ranks without."""
+    masks = (None, [True] + [False] * 4, [False] * 4 + [True], [False] * 5)
+    for N, mask, out in itertools.product((0, 1, 5), masks, ("token", "sum")):
+        kwargs = problem("linear_apply", {"leading": (1, N), "out": out, "workspace_mib": 0.03}, 0)
+        kwargs["mask"] = None if mask is None else torch.tensor(mask[:N], dtype=torch.bool, device=DEVICE).view(1, N)
+        compare("linear_apply", kwargs, WAYS, (N, mask, out))
+
+
+def few_classes() -> None:
+    """No token, one, targets of one rank alone, and a class a rank; gradients stored and recomputed."""
+    own = V // dist.get_world_size() // 2  # classes that only the first rank holds, in every way of cutting
+    ranks = dist.get_world_size()
+    for leading, classes, most in (((2, 0), V, V), ((1, 1), V, V), ((2, 3), ranks, ranks), ((3, 5), V, own)):
+        for gradient, reduction in itertools.product(("auto", "recompute"), ("sum", "mean")):
+            choice = {"leading": leading, "gradient": gradient, "reduction": reduction}
+            kwargs = problem("linear_cross_entropy", choice | {"num_items": 2.5}, 0, classes)
+            kwargs["target"] %= most
+            compare("linear_cross_entropy", kwargs, WAYS if classes == V else WAYS[:2], (choice, classes, most))
+
+
+if __name__ == "__main__":
+    main(vars())

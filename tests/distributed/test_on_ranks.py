@@ -1,0 +1,46 @@
+"""Every file of cases on its ranks, with gloo: see `*_cases.py`, which is what the ranks run."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import launch
+
+FOLDER = Path(__file__).parent
+RUNS = [  # a file's cases, how many ranks, and the package that they need; what takes long comes first
+    ("zero", 2, "deepspeed"),
+    ("vocab", 3, "torch"),
+    ("option", 3, "torch"),
+    ("exp", 3, "triton"),
+    ("tensor_parallel_models", 2, "transformers"),
+    ("apply", 3, "torch"),
+    ("apply", 2, "torch"),
+    ("option", 2, "torch"),
+    ("fsdp", 2, "transformers"),
+    ("vocab", 2, "torch"),
+    ("pair", 3, "triton"),
+    ("fsdp", 3, "transformers"),  # a vocabulary of 97 and layers of 16 do not divide by 3
+    ("tensor_parallel", 4, "torch"),
+    ("data", 3, "torch"),
+    ("mesh", 4, "torch"),
+    ("bench", 2, "torch"),
+    ("term", 3, "torch"),
+]
+ONLY = {("fsdp", 3): ("functional_head",)}
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
+
+
+@pytest.mark.parametrize(("cases", "ranks", "needed"), RUNS, ids=lambda value: str(value))
+def test_on_ranks(cases: str, ranks: int, needed: str) -> None:
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    if needed == "triton" and torch.cuda.is_available():
+        pytest.skip("on GPUs tests/gpu runs this path")
+    launch.check_all(FOLDER / f"{cases}_cases.py", ranks, ONLY.get((cases, ranks), ()))
+
+
+def test_no_file_of_cases_is_left_out() -> None:
+    assert {f"{cases}_cases.py" for cases, _, _ in RUNS} == {path.name for path in FOLDER.glob("*_cases.py")}
