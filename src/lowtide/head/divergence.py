@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowtide.arguments import check_device, check_name, check_number, check_tensor, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.backends import choose, why_not_row_pair
+from lowtide.head.backends import choose, why_not_row
 from lowtide.head.call import (
     DivergenceArgs,
     axes_and,
@@ -163,7 +163,7 @@ def linear_divergence(
         ids, logprobs, tail = _check_topk(input, teacher_topk)
     if options.backend != "auto" and ranks.alone:
         V, given = linear_weight.shape[0], teacher_topk is not None
-        choose("divergence", options, row=why_not_row_pair(input.device, head.dtype, V, topk=given))
+        choose("divergence", options, row=why_not_row(input.device, head.dtype, V, topk=given))
     gradient = choose_gradient(options, reduction, head.frozen and ranks.alone, divergence=True)
     if isinstance(ranks, Ranks) and ranks.spread:
         whole, ranks = ranks.gathered(input)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import choose, why_not_exp, why_not_exp_stats, why_not_row
+from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -209,7 +209,7 @@ def _token_stats(
         if by_loss:
             choose("cross entropy", options, exp=why_not_exp(*place), row=why_not_row(*place[:2], ranks.vocab))
         else:
-            choose("statistics", options, exp=why_not_exp_stats(*place, targets=K, topk=topk))
+            choose("statistics", options, exp=why_not_exp(*place, stats=(K, topk)))
     ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
     if by_loss and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
