@@ -17,10 +17,10 @@ from torch import Tensor
 import lowtide
 from distributed.launch import THOROUGH, main
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
-from lowtide.head import exponentials
 from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
 from lowtide.head.exponentials import loops, losses
+from lowtide.head.exponentials.tile_sums import TileStatistics
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import HeadMatmul, matmul_into
@@ -199,7 +199,7 @@ def statistics() -> None:
         )  # fmt: skip
         index = ranks.order(plan)
         order = Rows(tokens=N, index=index, filled=index is not None)
-        found = exponentials.statistics(of_rank, order.of(y, -1), want, topk, plan)
+        found = TileStatistics(of_rank, order.of(y, -1), plan).forward(want, topk)
         for name, x_n in found.items():
             if name in true:
                 got, what = order.among_all(x_n), true[name]
@@ -219,7 +219,7 @@ def statistics() -> None:
             weight_VD=torch.full(of_rank.weight_VD.shape, torch.nan), bias_V=torch.zeros(len(of_rank.weight_VD)),
         )  # fmt: skip
         upstream = {name: order.of(u) for name, u in g.items()}
-        exponentials.statistics_gradients(of_rank, order.of(y, -1), plan, found, upstream, into)
+        TileStatistics(of_rank, order.of(y, -1), plan).gradients(found, upstream, into)
         shares = (
             ranks.mine(expected[0].view(1, N, D)).reshape(-1, D),
             *(t[ranks.first : ranks.first + ranks.rows] for t in expected[1:]),

@@ -37,7 +37,7 @@ class HeadMatmul:
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the weight, rounded to the operands' dtype, in blocks of rows of the wide dtype."""
-        for part in column_blocks(len(self.weight_VD), self.plan.block_rows):
+        for part in slices(len(self.weight_VD), self.plan.block_rows):
             wide = self._wide_rows(part)
             yield part, wide.copy_(self.weight_VD[part].to(self.dtype))
 
@@ -102,7 +102,7 @@ class HeadMatmul:
         if total_VD.dtype == g_CV.dtype or (g_CV.is_cuda and total_VD.dtype == self.wide):
             matmul_into(g_CV.T, x, total_VD, add=not first)
             return
-        for part in column_blocks(len(total_VD), self.plan.block_rows):
+        for part in slices(len(total_VD), self.plan.block_rows):
             wide = self._wide_rows(part)
             if g_CV.dtype == self.wide:
                 torch.mm(g_CV[:, part].T, x, out=wide)
@@ -146,10 +146,10 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def column_blocks(V: int, columns: int) -> Iterator[slice]:
-    """Yield slices of at most ``columns`` that cover V."""
-    for start in range(0, V, columns):
-        yield slice(start, min(start + columns, V))
+def slices(N: int, size: int) -> Iterator[slice]:
+    """Yield the slices of ``size`` that make up N, the last one perhaps shorter."""
+    for start in range(0, N, max(1, size)):
+        yield slice(start, min(start + size, N))
 
 
 def finish_logits_(
@@ -158,7 +158,7 @@ def finish_logits_(
     """Turn ``x @ w.T`` into logits in place: ``softcap * tanh((z + bias) * logit_scale / softcap)``."""
     if bias_V is None and logit_scale is None and softcap is None:
         return
-    for part in column_blocks(z_CV.shape[1], columns):
+    for part in slices(z_CV.shape[1], columns):
         z = z_CV[:, part]
         if bias_V is not None:
             z.add_(bias_V[part])

@@ -18,7 +18,7 @@ from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.exp_rows import add_column_sums
-from lowtide.head.matmul import matmul_into
+from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
 from lowtide.head.ranks.alone import Alone
@@ -95,11 +95,11 @@ class Exponentials:
             pieces = _ahead(map(stage, pieces), self.ahead, closed=chunks and stage is stages[-1])
         yield from pieces
 
-    def recompute(self, into: Gradients, *, begun: bool) -> None:
+    def recompute(self, into: Gradients) -> None:
         """Add up the gradients in blocks of the vocabulary: one GEMM for the entries, one for each gradient.
 
-        ``begun`` says whether the weight's gradient holds something already. Across ranks the input's begins to be
-        summed before the weight's last GEMM of a chunk, and is waited for before the next chunk's sum begins.
+        Across ranks the input's begins to be summed before the weight's last GEMM of a chunk, and is waited for before
+        the next chunk's sum begins.
         """
         plan, alone, (V, D) = self.plan, self.ranks.alone, self.weight_VD.shape
         pieces = self.pieces(plan.chunk_rows, plan.chunk_rows)
@@ -124,10 +124,9 @@ class Exponentials:
                     if block.stop == V:
                         under_way = self._put_input(piece, product[:C], into, under_way)
                 if scaled_CD is not None and into.weight_VD is not None:
-                    matmul_into(e_CB.t(), scaled_CD, into.weight_VD[block], add=begun)
+                    matmul_into(e_CB.t(), scaled_CD, into.weight_VD[block], add=piece.part.start > 0)
                 if into.bias_V is not None:
                     add_column_sums(e_CB, s_C, into.bias_V[block])
-            begun = True
         if under_way is not None:
             under_way(into)
 
@@ -169,9 +168,3 @@ def _operand_rows(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
     if weight_VD.dtype != dtype:
         return weight_VD.to(dtype, memory_format=torch.contiguous_format)
     return weight_VD if rows_are_aligned(weight_VD) else weight_VD.clone(memory_format=torch.contiguous_format)
-
-
-def slices(N: int, size: int) -> Iterator[slice]:
-    """Yield the slices of ``size`` that make up N, the last one perhaps shorter."""
-    for start in range(0, N, max(1, size)):
-        yield slice(start, min(start + size, N))

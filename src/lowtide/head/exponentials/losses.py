@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
-from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows, slices
-from lowtide.head.exponentials.smoothing import EvenPart, weighted_sum
+from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
+from lowtide.head.exponentials.smoothing import put_outer, weighted_sum
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
 from lowtide.head.kernels.exp_rows import Reports, RowTerms
 from lowtide.head.kernels.gemm import LogitTransform, tiles_across
-from lowtide.head.matmul import matmul_into
+from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
 from lowtide.head.ranks.alone import Alone
@@ -34,7 +34,14 @@ Factor = Callable[[], tuple[Tensor, Gradients]]
 
 
 class CrossEntropy(Exponentials):
-    """One call, in either direction; the arguments are those of `exponentials.cross_entropy`."""
+    """A loss in either direction; per-row tensors are in the order of ``ranks.order(plan)``.
+
+    Args:
+        head: The head.
+        loss: The loss, token weights left out.
+        y_n: int32: row of this rank's weight; at least its rows where another rank has the class; -1 where ignored.
+        plan: Chunks and blocks.
+    """
 
     def __init__(self, head: Head, loss: Loss, y_n: Tensor, plan: HeadPlan) -> None:
         super().__init__(head, plan)
@@ -66,7 +73,11 @@ class CrossEntropy(Exponentials):
         self._views: dict[int, tuple[Tensor, ...]] = {}
 
     def forward(self, factor: Factor | None) -> dict[str, Tensor]:
-        """Return each row's numbers; with ``factor`` add the gradients."""
+        """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``factor`` add the gradients.
+
+        It returns what each row's loss is multiplied with on its way to the gradients [n], and what takes these, and is
+        called when the first GEMM is under way: the host should not keep the device waiting.
+        """
         plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
         if in_chunks and not (alone and factor is None):
             # across ranks the same on every one, also where others compute gradients and this one does not
@@ -105,30 +116,44 @@ class CrossEntropy(Exponentials):
     def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
         self.factor_n, self.known = factor_n, known
-        self.even, begun = self.even_part(factor_n, into)
+        self.begin_even(factor_n, into)
         self._numbers = self._new(4 * max(self.plan.chunk_rows, self.ranks.groups))
-        self.recompute(into, begun=begun)
-        if self.even is not None:
-            self.even.put(add=True)
+        self.recompute(into)
+        self.put_even(add=True)
 
-    def even_part(self, factor_n: Tensor, into: Gradients) -> tuple[EvenPart | None, bool]:
-        """Return smoothing's part, if it is still to come, and whether the weight's gradient holds something.
+    def begin_even(self, factor_n: Tensor, into: Gradients) -> None:
+        """Begin smoothing's part of the gradients, the same for every row: it stays out of the wide GEMMs.
 
-        Where all hidden states are here it comes before the chunks. Across ranks their sum is taken as they pass by: to
-        read them for it alone would be one gathering more.
+        It needs the sum of all hidden states times their factors, which is taken as they pass by.
         """
-        plan = self.plan
-        if into.weight_VD is not None and not plan.chunks:
+        if into.weight_VD is not None and not self.plan.chunks:
             into.weight_VD.zero_()
-        if not (self.terms.smoothing and plan.chunks and self.width):
-            return None, False
-        factor_n = factor_n.where(self.y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
-        even = EvenPart(self.terms, self.q_V, factor_n, into, self.head.dtype)
-        if not self.ranks.alone:
-            return even, False
-        for piece in self.pieces(plan.chunk_rows, plan.chunk_rows) if into.weight_VD is not None else ():
-            even.add(aligned_rows(self.begin(piece).x_CD.get()), piece.part)
-        return None, even.put(add=False)
+        self._into, self._even_D = into, None
+        if self.terms.uniform_D is not None and self.plan.chunks and self.width:
+            self._even_D = torch.zeros_like(self.terms.uniform_D)
+            self._even_n = factor_n.where(self.y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
+
+    def add_even(self, piece: Piece) -> None:
+        """Add a piece's hidden states."""
+        if self._even_D is not None and self._into.weight_VD is not None:
+            exp_rows.add_column_sums(piece.x_CD, self._even_n[piece.part], self._even_D)
+
+    def put_even(self, *, add: bool) -> bool:
+        """Put it into the gradients; return whether the weight's holds something now, as with ``add`` it does already.
+
+        The part is - m (a / V) q times the sums over the rows; q are the class weights.
+        """
+        into, terms, q = self._into, self.terms, self.q_V
+        if self._even_D is None:
+            return add
+        share = -terms.smoothing / terms.vocab * (1.0 if terms.scale is None else terms.scale)
+        if into.bias_V is not None:
+            share_of_all = self._even_n.sum() * share
+            into.bias_V += share_of_all if q is None else share_of_all * q
+        if into.weight_VD is None:
+            return add
+        put_outer(q, self._even_D * share, into.weight_VD, self.head.dtype, add=add)
+        return True
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
@@ -261,8 +286,7 @@ class CrossEntropy(Exponentials):
             self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self.factor_n[part],
             self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD,
         )  # fmt: skip
-        if self.even is not None:
-            self.even.add(piece.x_CD, part)
+        self.add_even(piece)
         s_C: Tensor = piece.rows[2]
         return s_C
 
@@ -287,7 +311,7 @@ class _Products:
     Args:
         exp: The call.
         pieces: All of them.
-        factor: As in `exponentials.cross_entropy`.
+        factor: As in `CrossEntropy.forward`.
     """
 
     def __init__(self, exp: CrossEntropy, pieces: list[Piece], factor: Factor) -> None:
@@ -297,6 +321,7 @@ class _Products:
         self.s_C = exp.weight_VD.new_empty(self.rows, dtype=torch.float32)
         self.into: Gradients | None = None
         self.parts: list[slice] = []
+        self.begun = False  # whether the weight's gradient holds something
 
     def e(self, at: slice) -> Tensor | None:
         """Return E of some of the chunk's rows; None where this rank has no classes."""
@@ -307,7 +332,7 @@ class _Products:
         if self.into is None:
             self.factor_n, self.into = self._factor()
             exp, D = self.exp, self.exp.weight_VD.shape[1]
-            self.even, self.begun = exp.even_part(self.factor_n, self.into)
+            exp.begin_even(self.factor_n, self.into)
             self.scaled = None if self.into.weight_VD is None else self._e.new_empty(self.rows, D)
             # E W: of a whole chunk where it is summed over the ranks before it is rounded
             rows = min(self.rows, exp.plan.product_rows) if exp.ranks.alone else self.rows
@@ -319,8 +344,7 @@ class _Products:
         into, e_CV = self.settled(), self.e(piece.at)
         factor_C = self.factor_n[piece.part]
         self.exp.finish(piece, factor_C, e_CV, None if self.scaled is None else self.scaled[piece.at])
-        if self.even is not None:
-            self.even.add(piece.x_CD, piece.part)
+        self.exp.add_even(piece)
         if into.input_ND is not None:
             self._input_grad(piece, e_CV, factor_C, into.input_ND)
         self.parts.append(piece.part)
@@ -350,8 +374,8 @@ class _Products:
             # on one group of rows in one exchange
             parts = [slice(first, first + C)] if ranks.groups == 1 else self.parts
             waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p) for p in parts]
-        if last and self.even is not None:  # before the product, so that of a single chunk it is written and not added
-            self.begun = self.even.put(add=self.begun)
+        if last:  # before the product, so that of a single chunk it is written and not added
+            self.begun = self.exp.put_even(add=self.begun)
         if e_CV is not None and self.scaled is not None and into.weight_VD is not None:
             matmul_into(e_CV.t(), self.scaled[:C], into.weight_VD, add=self.begun)
         if e_CV is not None and into.bias_V is not None:

@@ -23,7 +23,13 @@ SUMS = {"entropy": "heat", "sum_sq_prob": "squares", "mean": "total"}  # what ea
 
 
 class TileStatistics(Exponentials):
-    """One call, in either direction; the arguments are those of `exponentials.statistics`."""
+    """Statistics of each row's logits, in either direction; per-row tensors are in the order of ``ranks.order(plan)``.
+
+    Args:
+        head: The head.
+        y_nK: int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
+        plan: Chunks and blocks.
+    """
 
     def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan) -> None:
         super().__init__(head, plan)
@@ -32,7 +38,10 @@ class TileStatistics(Exponentials):
         self.transform = LogitTransform(head.bias_V, head.scale, head.softcap)
 
     def forward(self, want: frozenset[str], topk: int) -> dict[str, Tensor]:
-        """Return each row's statistics."""
+        """Return each row's "lse", "top", "top_logprob", "logprob" [n, K], and what is wanted, float32.
+
+        Classes are int64; with ``topk`` "topk_values" and "topk_ids" are [n, topk].
+        """
         (n, K), rows, new = self.y_nK.shape, self.plan.sum_rows, self.head.input.new_empty
         wide, self.topk = [name for name in SUMS if name in want], topk
         order = self.ranks.reordered(self.plan, rows)
@@ -86,7 +95,7 @@ class TileStatistics(Exponentials):
         return piece
 
     def gradients(self, known: dict[str, Tensor], upstream: dict[str, Tensor], into: Gradients) -> None:
-        """Add the gradients."""
+        """Add the gradients, from what `forward` returned and upstream ones, that of "logprob" 0 where ignored."""
         C, device = self.plan.chunk_rows, self.head.input.device
         names = ["lse", "top", "top_logprob"]
         names += [name for name in ("entropy", "logprob") if name in upstream]
@@ -97,7 +106,7 @@ class TileStatistics(Exponentials):
         self.entries = Entries.empty(C, K, device, heat="entropy" in upstream, even="mean" in upstream)
         if into.weight_VD is not None and not self.plan.chunks:
             into.weight_VD.zero_()
-        self.recompute(into, begun=False)
+        self.recompute(into)
 
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """See `Exponentials.prepare`."""

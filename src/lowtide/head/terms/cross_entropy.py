@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lowtide.errors import TargetIndexError
 from lowtide.graph import is_last_backward
-from lowtide.head import exponentials
 from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
@@ -164,10 +163,14 @@ def _run(head: Head, targets: Targets, plan: HeadPlan, settle: Settle | None, kn
     With ``settle`` add the gradients, from ``known`` numbers where there are.
     """
     loss, rows = targets.loss, targets.rows
-    if plan.backend == "exp" and known is None:
-        return exponentials.cross_entropy(head, loss, targets.y, plan, settle)
-    if plan.backend == "exp" and settle is not None and known is not None:
-        exponentials.cross_entropy_gradients(head, loss, targets.y, plan, *settle(), known)
+    if plan.backend == "exp":
+        from lowtide.head.exponentials.losses import CrossEntropy
+
+        exponentials = CrossEntropy(head, loss, targets.y, plan)
+        if known is None:
+            return exponentials.forward(settle)
+        assert settle is not None
+        exponentials.gradients(*settle(), known)
         return {}
     factor_n, into = (targets.unit, Gradients()) if settle is None else settle()
     if plan.backend == "row":

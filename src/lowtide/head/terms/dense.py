@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.engine import Chunks, Numbers, Terms, Upstream
-from lowtide.head.matmul import column_blocks
+from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import row_sums
@@ -116,9 +116,9 @@ class Dense(Terms):
 def _blocks(z_CV: Tensor, t_CU: Tensor, columns: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield blocks of both sides, -inf for classes that only one of them has."""
     V, U = z_CV.shape[1], t_CU.shape[1]
-    for part in column_blocks(min(V, U), columns):
+    for part in slices(min(V, U), columns):
         yield z_CV[:, part], t_CU[:, part]
-    for part in column_blocks(abs(V - U), columns):
+    for part in slices(abs(V - U), columns):
         longer = (z_CV[:, U:] if V > U else t_CU[:, V:])[:, part]
         none = torch.full_like(longer, -torch.inf)
         yield (longer, none) if V > U else (none, longer)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.engine import Numbers, Terms, joined
-from lowtide.head.matmul import column_blocks
+from lowtide.head.matmul import slices
 
 FLOOR = -1e4  # a log-probability whose probability is 0 in every dtype: stands for -inf, which times 0 would be NaN
 CAPPED_BLOCKS = 8  # of a chunk's rows: what a soft cap holds beside the logits, it holds for one of them
@@ -119,7 +119,7 @@ class Statistics(Terms):
             numbers = self._about_target(z, part)
             return numbers, self.gradient_(z, part, numbers, upstream(numbers, part))
         cap, found = self.head.softcap, []
-        for rows in column_blocks(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS)):
+        for rows in slices(len(z), len(z) if cap is None else max(1, len(z) // CAPPED_BLOCKS)):
             block, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
             slope = None if cap is None else (block / cap).square_().neg_().add_(1)
             numbers = self._softmax_(block, of_all)
@@ -156,7 +156,7 @@ class Statistics(Terms):
         highest = z.amax(1)
         highest = highest.where(highest != -torch.inf, 0)
         rest = torch.zeros_like(highest)
-        for cols in column_blocks(z.shape[1], self.columns):
+        for cols in slices(z.shape[1], self.columns):
             rest += (z[:, cols] - highest[:, None]).exp_().sum(1)
         z.scatter_(1, y, t)
         here = t[:, 0] if self.here is None else t[:, 0].where(self.here[part, 0], 0)
@@ -265,7 +265,7 @@ class Statistics(Terms):
         if not in_blocks and head.ranks.alone and not normalised:
             probabilities_(z)
             normalised = True
-        for cols in column_blocks(head.ranks.rows, self.columns if in_blocks else max(1, head.ranks.rows)):
+        for cols in slices(head.ranks.rows, self.columns if in_blocks else max(1, head.ranks.rows)):
             b = z[:, cols]
             f = (b / cap).square_().neg_().add_(1) if cap is not None and slope is None else slope
             if not normalised:
@@ -320,7 +320,7 @@ def _sum_of_equal(ids: Tensor, targets: Tensor, g_CK: Tensor) -> Tensor:
     In an order that is the same from run to run, which scatter_add_ is not.
     """
     own = torch.empty(ids.shape, dtype=g_CK.dtype, device=g_CK.device)
-    for part in column_blocks(ids.shape[1], 8):
+    for part in slices(ids.shape[1], 8):
         same = ids[:, part, None] == targets[:, None]
         own[:, part] = torch.where(same, g_CK[:, None], 0).sum(2)
     return own
@@ -374,7 +374,7 @@ def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = 
     z_CV.scatter_(1, top_id[:, None], -torch.inf)
     rest = top - top  # 0, or NaN where the highest logit is not finite
     sums = RowSums(top, top_id, rest, none.clone() if heat else None, none if squares else None)
-    for part in column_blocks(z_CV.shape[1], columns):
+    for part in slices(z_CV.shape[1], columns):
         below = z_CV[:, part] - top[:, None]
         e = below.exp() if heat else below.exp_()
         rest += e.sum(1)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lowtide.graph import is_last_backward
-from lowtide.head import exponentials
 from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.gradients import Gradients
@@ -42,7 +41,9 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tup
     plan, rows = _plan(head, args, rows, wanted)
     y_NK = args.target.where(is_class_NK, 0)
     if plan.backend == "exp":
-        found = exponentials.statistics(head, rows.of(y_NK), _names(args), args.topk, plan)
+        from lowtide.head.exponentials.tile_sums import TileStatistics
+
+        found = TileStatistics(head, rows.of(y_NK), plan).forward(_names(args), args.topk)
     else:
         found = run(head, rows, plan, _terms(head, args, rows.of(y_NK), plan))
     found = {name: rows.among_all(x) for name, x in found.items()}
@@ -78,9 +79,11 @@ def backward(
     plan, rows = _plan(head, args, rows, wanted)
     into = gradient_buffers(head, plan, wanted, some_rows=head.ranks.alone and rows.index is not None)
     if plan.backend == "exp":
+        from lowtide.head.exponentials.tile_sums import TileStatistics
+
         given = {name: rows.of(x) for name, x in g._asdict().items() if x is not None}
         y_nK, of_rows = rows.of(args.target.where(usable, -1), -1), {name: rows.of(x) for name, x in numbers.items()}
-        exponentials.statistics_gradients(head, y_nK, plan, of_rows, given, into)
+        TileStatistics(head, y_nK, plan).gradients(of_rows, given, into)
     else:
         if not drops:
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.head.call import DivergenceArgs, Head
 from lowtide.head.engine import Numbers, Terms
-from lowtide.head.matmul import column_blocks
+from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
 from lowtide.head.terms.dense import cap_slope, outcomes
@@ -61,7 +61,7 @@ class TopK(Terms):
         if tail == "renormalise":
             z.zero_()
         else:
-            for cols in column_blocks(z.shape[1] - 1, self.columns):
+            for cols in slices(z.shape[1] - 1, self.columns):
                 block = z[:, cols]
                 weight = others[:, None]
                 if head.softcap is not None:
