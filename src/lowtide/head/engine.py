@@ -28,7 +28,8 @@ class Terms:
     """
 
     narrowed = False  # whether `gradient_` leaves the operands' dtype, in the first half of each row
-    apart = False  # whether the gradient, in the operands' dtype, takes other memory than the logits'
+    apart = False  # whether the gradient, in the operands' dtype, takes other memory than the logits': ``out``
+    out: Tensor | None = None  # that memory, of the rows at hand: there may be logits of some of a chunk's rows only
     spare = False  # whether ``z`` always has that column more
     raw = False  # whether ``z`` is ``x @ w.T`` alone: a kernel adds the bias, scales and caps it itself
     lift: Tensor | None = None  # what the weight's gradient is multiplied with until the last chunk, for fp16
@@ -37,7 +38,7 @@ class Terms:
         """Return numbers of each row [C, ...], the same on every rank; ``z`` is left as it is for `gradient_`."""
         raise NotImplementedError
 
-    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any, out: Tensor | None = None) -> Tensor | None:
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any) -> Tensor | None:
         """Replace logits by the gradient with respect to ``x @ w.T + bias``.
 
         Args:
@@ -45,19 +46,16 @@ class Terms:
             part: Their rows.
             known: What `numbers` returned for them.
             g: The upstream gradient of these numbers.
-            out: Takes the gradient with `apart`, and so ``z`` may hold only some of a chunk's rows.
 
         Returns:
             Tensor | None: What each row's gradient is still to be multiplied with [C]; None: 1.
         """
         raise NotImplementedError
 
-    def both_(
-        self, z: Tensor, part: slice, upstream: Upstream, out: Tensor | None = None
-    ) -> tuple[Numbers, Tensor | None]:
+    def both_(self, z: Tensor, part: slice, upstream: Upstream) -> tuple[Numbers, Tensor | None]:
         """Return `numbers` and what `gradient_` does; a kernel that computes both at once overrides it."""
         numbers = self.numbers(z, part)
-        return numbers, self.gradient_(z, part, numbers, upstream(numbers, part), out)
+        return numbers, self.gradient_(z, part, numbers, upstream(numbers, part))
 
 
 def run(
@@ -147,7 +145,6 @@ class Chunks:
     ) -> tuple[Numbers, Tensor, Tensor | None]:
         """Return a chunk's numbers, the gradient of its logits [C, V_r], and what its rows still lack."""
         C, V = len(x_CD), self.head.ranks.rows
-        out: Tensor | None = None
         if terms.apart and self._gradient is None:
             self._gradient = self._logits.new_empty(self._longest, padded(self.columns), dtype=self.head.dtype)
         found: list[tuple[Numbers, Tensor | None]] = []
@@ -156,12 +153,12 @@ class Chunks:
             of_all = slice(part.start + start, part.start + stop)
             z = self.logits(x_CD[start:stop])
             if self._gradient is not None:
-                out = self._gradient[start:stop, :V]
+                terms.out = self._gradient[start:stop, :V]
             if known is None:
-                found.append(terms.both_(z, of_all, upstream, out))
+                found.append(terms.both_(z, of_all, upstream))
             else:
                 numbers = {name: x[of_all] for name, x in known.items()}
-                found.append((numbers, terms.gradient_(z, of_all, numbers, upstream(numbers, of_all), out)))
+                found.append((numbers, terms.gradient_(z, of_all, numbers, upstream(numbers, of_all))))
         if self._gradient is not None:
             g_CV = self._gradient[:C, :V]
         else:

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.graph import (
-    Operator,
-    node,
-    save_for_recompute,
-    saved_for_recompute,
-    schema_of,
-    tensor_fields,
-    undisturbed,
-)
+from lowtide.graph import Operator, node, save_for_recompute, saved_for_recompute, schema_of, tensor_fields, undisturbed
 from lowtide.head.call import Head, HeadCall, Wanted
 from lowtide.head.gradients import Gradients
 from lowtide.head.ranks.alone import Alone

@@ -12,13 +12,7 @@ import torch
 
 from lowtide.arguments import check_name
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import (
-    NOT_OF_SHARDS,
-    NOT_ON_EVERY_RANK,
-    choose,
-    why_not_exp,
-    why_not_row,
-)
+from lowtide.head.backends import NOT_OF_SHARDS, NOT_ON_EVERY_RANK, choose, why_not_exp, why_not_row
 from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
 from lowtide.head.options import HeadOptions, check_options

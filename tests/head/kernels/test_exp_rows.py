@@ -15,13 +15,13 @@ from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import (
     Reports,
-    RowTerms,
     add_column_sums,
     finish_input_grad,
     finish_rows,
     prepare_rows,
     target_logits,
 )
+from lowtide.head.kernels.exp_terms import RowTerms
 from lowtide.head.kernels.gemm import LogitTransform, tiles_across
 from lowtide.kernel_launch import multiprocessors
 from support import oracle, relative_error

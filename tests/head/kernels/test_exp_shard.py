@@ -35,7 +35,8 @@ from head.kernels.test_exp_rows import (
     without_target,
 )
 from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits
-from lowtide.head.kernels.exp_rows import Reports, RowTerms, finish_rows, sum_rows
+from lowtide.head.kernels.exp_rows import Reports, finish_rows, sum_rows
+from lowtide.head.kernels.exp_terms import RowTerms
 from lowtide.head.kernels.gemm import LogitTransform, tiles_across
 from support import relative_error
 

@@ -21,7 +21,8 @@ from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.exponentials.smoothing import put_outer, weighted_sum
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
-from lowtide.head.kernels.exp_rows import Reports, RowTerms
+from lowtide.head.kernels.exp_rows import Reports
+from lowtide.head.kernels.exp_terms import RowTerms
 from lowtide.head.kernels.gemm import LogitTransform, tiles_across
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
@@ -259,11 +260,7 @@ class CrossEntropy(Exponentials):
         return piece
 
     def finish(
-        self,
-        piece: Piece,
-        factor_C: Tensor | None = None,
-        e_CV: Tensor | None = None,
-        scaled_CD: Tensor | None = None,
+        self, piece: Piece, factor_C: Tensor | None = None, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None
     ) -> None:
         """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
         alone, rows, terms = self.ranks.alone, piece.rows, self.terms_of(piece)

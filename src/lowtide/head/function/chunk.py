@@ -126,7 +126,7 @@ class FunctionTerms(Terms):
         self._run(z, part, None)
         return {}
 
-    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any, out: Tensor | None = None) -> None:  # noqa: ARG002
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any) -> None:  # noqa: ARG002
         """Leave the gradient for ``g``, the upstream ones of all results; None: `numbers` has, for the only one, 1."""
         if g is not None:
             self._run(z, part, g)

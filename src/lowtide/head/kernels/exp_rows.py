@@ -30,6 +30,7 @@ from torch import Tensor
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
 from lowtide.head.kernels.exp_terms import (
+    RowTerms,
     dot,
     lse_of_ranks,
     out_of_range,
@@ -43,25 +44,6 @@ from lowtide.head.kernels.exp_terms import (
 )
 from lowtide.head.kernels.gemm import finish_logits
 from lowtide.kernel_launch import Launcher
-
-
-class RowTerms(NamedTuple):
-    """The head and its loss as the rows' kernels read them, on the device; None or 0 where it is not asked for.
-
-    Where the vocabulary is sharded the bias and ``uniform_D`` are of this rank's classes.
-    """
-
-    vocab: int  # V, of all ranks
-    bias_V: Tensor | None  # float32
-    scale: Tensor | None  # 0-d float32
-    softcap: float | None
-    class_weight: Tensor | None  # float32 [V]
-    total_class_weight: Tensor | None  # 0-d float32
-    smoothing: float
-    z_loss: float
-    uniform_D: Tensor | None  # float32, sum_v q_v w_v, with smoothing
-    uniform_bias: Tensor | None  # 0-d float32, sum_v q_v b_v, with smoothing
-    own_weight: Tensor | None = None  # float32 [C]: the targets' weights, in place of all classes'
 
 
 class Reports(NamedTuple):

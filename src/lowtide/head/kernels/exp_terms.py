@@ -1,11 +1,33 @@
 """A row's arithmetic on the exponential path; the letters and formulas are those of `exp_rows`."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
 LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, likewise
 TO_BLAME = tl.constexpr(2.0**8)
+
+
+class RowTerms(NamedTuple):
+    """The head and its loss as the rows' kernels read them, on the device; None or 0 where it is not asked for.
+
+    Where the vocabulary is sharded the bias and ``uniform_D`` are of this rank's classes.
+    """
+
+    vocab: int  # V, of all ranks
+    bias_V: Tensor | None  # float32
+    scale: Tensor | None  # 0-d float32
+    softcap: float | None
+    class_weight: Tensor | None  # float32 [V]
+    total_class_weight: Tensor | None  # 0-d float32
+    smoothing: float
+    z_loss: float
+    uniform_D: Tensor | None  # float32, sum_v q_v w_v, with smoothing
+    uniform_bias: Tensor | None  # 0-d float32, sum_v q_v b_v, with smoothing
+    own_weight: Tensor | None = None  # float32 [C]: the targets' weights, in place of all classes'
 
 
 @triton.jit  # type: ignore[untyped-decorator]

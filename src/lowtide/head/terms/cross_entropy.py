@@ -65,11 +65,7 @@ class RowLoss(Terms):
         return self._turn(z, part, None)[0]
 
     def both_(
-        self,
-        z: Tensor,
-        part: slice,
-        upstream: Callable[[Numbers, slice], Tensor],
-        out: Tensor | None = None,  # noqa: ARG002
+        self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Tensor]
     ) -> tuple[Numbers, Tensor | None]:
         """Return "loss" and what each row lacks; a narrow gradient is left in the first half of the row."""
         return self._turn(z, part, upstream({}, part))

@@ -41,20 +41,18 @@ class Dense(Terms):
         """
         return self._numbers(self._sides(z, part))
 
-    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Tensor, out: Tensor | None = None) -> Tensor | None:
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Tensor) -> Tensor | None:
         """Turn the student's logits into the gradient: with c a class's derivative by a, ``c - s (sum c / sum s)``.
 
         The quotient is the pivot: an error in a logsumexp, which shifts all of a row's a or b, moves it along with c.
         """
-        return self._gradient_(self._sides(z, part), known, g, out, False)
+        return self._gradient_(self._sides(z, part), known, g, False)
 
-    def both_(
-        self, z: Tensor, part: slice, upstream: Upstream, out: Tensor | None = None
-    ) -> tuple[Numbers, Tensor | None]:
+    def both_(self, z: Tensor, part: slice, upstream: Upstream) -> tuple[Numbers, Tensor | None]:
         """Return `numbers` and what `gradient_` does, from one product with each side's weight."""
         sides = self._sides(z, part)
         known = self._numbers(sides)
-        return known, self._gradient_(sides, known, upstream(known, part), out, True)
+        return known, self._gradient_(sides, known, upstream(known, part), True)
 
     def _sides(self, z: Tensor, part: slice) -> Any:
         """Return both sides of a chunk, and which rows count."""
@@ -86,9 +84,7 @@ class Dense(Terms):
                 mass += s.sum(1)
         return sums
 
-    def _gradient_(
-        self, sides: Any, known: Numbers, factor_C: Tensor, _out: Tensor | None, normalised: bool
-    ) -> Tensor | None:
+    def _gradient_(self, sides: Any, known: Numbers, factor_C: Tensor, normalised: bool) -> Tensor | None:
         """See `gradient_`; ``normalised`` sides are log-probabilities already."""
         z_CV, t_CU, kept_C = sides
         head, lse, other_lse = self.head, known["lse"][:, None], known["other_lse"][:, None]

@@ -22,15 +22,13 @@ class DenseKernels(Dense):
         caps = (number(x.softcap) if isinstance(x.softcap, float) else x.softcap for x in (self.head, self.teacher))
         return [LogitTransform(x.bias_V, x.scale, cap) for x, cap in zip((self.head, self.teacher), caps, strict=True)]
 
-    def both_(
-        self, z: Tensor, part: slice, upstream: Upstream, out: Tensor | None = None
-    ) -> tuple[Numbers, Tensor | None]:
+    def both_(self, z: Tensor, part: slice, upstream: Upstream) -> tuple[Numbers, Tensor | None]:
         """Return "value" and what `gradient_` does."""
         if not self.head.ranks.alone:
-            return super().both_(z, part, upstream, out)
+            return super().both_(z, part, upstream)
         factor_C = upstream({}, part)
         known = {"value": torch.empty_like(factor_C)}
-        return known, self._gradient_(self._sides(z, part), known, factor_C, out, True)
+        return known, self._gradient_(self._sides(z, part), known, factor_C, True)
 
     def _sides(self, z: Tensor, part: slice) -> Pair:
         z_CV, t_CU, kept_C = super()._sides(z, part)
@@ -46,9 +44,7 @@ class DenseKernels(Dense):
     def _sums(self, sides: Pair, both_lse: Tensor) -> Tensor:
         return pair_sums(sides, both_lse)
 
-    def _gradient_(
-        self, sides: Pair, known: Numbers, factor_C: Tensor, out: Tensor | None, _normalised: bool
-    ) -> Tensor | None:
+    def _gradient_(self, sides: Pair, known: Numbers, factor_C: Tensor, _normalised: bool) -> Tensor | None:
         inside, outside = (None, factor_C) if self.apart else (factor_C, None)
-        lift_C = pair_gradient(sides, sides.z_CV if out is None else out, known, inside)
+        lift_C = pair_gradient(sides, sides.z_CV if self.out is None else self.out, known, inside)
         return outside if lift_C is None else factor_C * lift_C

@@ -19,7 +19,7 @@ from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
 from lowtide.head.terms.dense import Dense
-from lowtide.head.terms.topk import TopK
+from lowtide.head.terms.topk import KnownClasses
 
 KNOWN = ("lse", "other_lse", "pivot")  # of each token, what backward needs
 
@@ -135,7 +135,7 @@ def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stor
     n = rows.tokens if rows.index is None else len(rows.index)
     plan, teacher_plan = plan_both_sides(head, args, n, wanted, stored=stored)
     if args.teacher_input is None or args.teacher_weight is None:
-        return plan, TopK(head, plan, args, rows)
+        return plan, KnownClasses(head, plan, args, rows)
     teacher = Head(
         input=args.teacher_input,
         weight_VD=args.teacher_weight,

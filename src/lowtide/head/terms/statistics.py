@@ -110,11 +110,11 @@ class Statistics(Terms):
         return z_V.sum(1) if self.q_V is None else z_V @ self.q_V
 
     def both_(
-        self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Upstream], out: Tensor | None = None
+        self, z: Tensor, part: slice, upstream: Callable[[Numbers, slice], Upstream]
     ) -> tuple[Numbers, Tensor | None]:
         """See `Terms.both_`; of one target the probabilities are the gradient's too."""
         if not self._of_one_target:
-            return super().both_(z, part, upstream, out)
+            return super().both_(z, part, upstream)
         if not (self.head.ranks.alone and len(z)):
             numbers = self._about_target(z, part)
             return numbers, self.gradient_(z, part, numbers, upstream(numbers, part))
@@ -205,14 +205,7 @@ class Statistics(Terms):
             ids = ids.gather(1, best).long()
         return {"topk_values": values, "topk_ids": ids}
 
-    def gradient_(
-        self,
-        z: Tensor,
-        part: slice,
-        known: Numbers,
-        g: Upstream,
-        out: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor | None:
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Upstream) -> Tensor | None:
         """Turn logits into the gradient of the numbers, times their upstream gradients.
 
         With p the softmax, g_k, h, l and m the upstream gradients of the log-probabilities of targets y_k, of the

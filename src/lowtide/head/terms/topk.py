@@ -16,7 +16,7 @@ from lowtide.head.terms.dense import cap_slope, outcomes
 from lowtide.head.terms.statistics import row_sums
 
 
-class TopK(Terms):
+class KnownClasses(Terms):
     """Divergence from a teacher's top k, in plain PyTorch; ``head`` is the student's."""
 
     spare = True
@@ -44,7 +44,7 @@ class TopK(Terms):
             value, pivot = value.clamp(min=0), pivot / s.sum(1)
         return {"value": value, "lse": lse, "other_lse": rest, "pivot": pivot}
 
-    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Tensor, _out: Tensor | None = None) -> Tensor | None:
+    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Tensor) -> Tensor | None:
         """Turn logits into the gradient: an outcome's is ``c - s pivot``, the bucket's is spread over its classes.
 
         Where other ranks hold classes, what is computed of theirs here is left out: the pivot is known from `numbers`.
