@@ -206,14 +206,14 @@ def apply_oracle(
 ) -> Any:  # fmt: skip
     """All logits at once; masked rows left out."""
     leading = input.shape[:-1]
-    keep = torch.ones(leading, dtype=torch.bool) if mask is None else mask
+    keep = torch.ones(leading, dtype=torch.bool, device=input.device) if mask is None else mask
     z = logits_of(input[keep], linear_weight, linear_bias, softcap, logit_scale)
     rows = APPLIED[out](z, target[keep], weights[keep], temperature, matrix)
 
     def spread(leaf: Tensor | None) -> Tensor | None:
         if leaf is None:
             return None
-        whole = torch.zeros((*leading, *leaf.shape[1:]), dtype=leaf.dtype)
+        whole = leaf.new_zeros((*leading, *leaf.shape[1:]))
         return whole.masked_scatter(keep.view((*leading, *[1] * (leaf.dim() - 1))), leaf.contiguous())
 
     return rows if "sum" in out else pytree.tree_map(spread, rows)
