@@ -28,12 +28,12 @@ class StoredGradients(NamedTuple):
     kept_any: Tensor  # bool, scalar: whether any token counts, here or on another rank that holds classes; or empty
 
 
-def lacks_denominator(input: Tensor, linear_weight: Tensor) -> bool:
+def lacks_denominator(*dtypes: torch.dtype) -> bool:
     """Return whether gradients are stored before the division by the denominator.
 
     Divided by N before GradScaler's factor is known, an fp16 gradient would sink below fp16's smallest numbers.
     """
-    return torch.float16 in (input.dtype, linear_weight.dtype)
+    return torch.float16 in dtypes
 
 
 def stored_gradients(
@@ -55,7 +55,7 @@ def stored_gradients(
     """
     input, weight, wide = head.input, head.weight_VD, head.wide
     input_factor, weight_factor = input_factor_N, None
-    if input_factor_N is None and lacks_denominator(input, weight):
+    if input_factor_N is None and lacks_denominator(input.dtype, weight.dtype):
         one = torch.ones((), dtype=wide, device=input.device)
         # where there are no tokens, there is nothing to divide
         input_factor = inverse = one if denominator is None or not head.tokens else 1 / denominator
@@ -103,7 +103,7 @@ def fake_gradients(call: HeadCall, wanted: Wanted) -> tuple[Tensor, Tensor, Tens
 def fake_stored_gradients(call: HeadCall, wanted: Wanted, *, per_token: bool, ignores: bool) -> StoredGradients:
     """Return what `stored_gradients` does, without numbers; ``ignores``: whether tokens can be ignored."""
     x, tokens, none = call.input, (call.tokens,), (0,)
-    one = () if lacks_denominator(x, call.linear_weight) else none
+    one = () if lacks_denominator(x.dtype, call.linear_weight.dtype) else none
     of_input: tuple[int, ...] = tokens if per_token or x.dtype == torch.float16 else one
     return StoredGradients(
         *fake_gradients(call, wanted),
@@ -118,7 +118,7 @@ def keep(ctx: Any, stored: StoredGradients, wanted: Wanted, call: HeadCall, *, p
     """Keep gradients on a node of autograd's graph until `multiplied` is called there."""
     keep_stored(ctx, stored, call.trained)
     ctx.wanted, ctx.per_token, ctx.no_tokens = wanted, per_token, not call.tokens
-    ctx.factored = per_token or lacks_denominator(call.input, call.linear_weight)
+    ctx.factored = per_token or lacks_denominator(call.input.dtype, call.linear_weight.dtype)
     ctx.bias_dtype = None if call.linear_bias is None else call.linear_bias.dtype
 
 

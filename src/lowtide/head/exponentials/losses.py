@@ -39,12 +39,12 @@ class CrossEntropy(Exponentials):
 
     Args:
         head: The head.
-        loss: The loss, token weights left out.
-        y_n: int32: row of this rank's weight; at least its rows where another rank has the class; -1 where ignored.
+        loss: The loss; its token weights are left out, and ``loss.y`` are int32 rows of this rank's weight, at least
+            its rows where another rank has the class, -1 where ignored.
         plan: Chunks and blocks.
     """
 
-    def __init__(self, head: Head, loss: Loss, y_n: Tensor, plan: HeadPlan) -> None:
+    def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
         super().__init__(head, plan)
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
         assert not isinstance(softcap, Tensor)
@@ -53,10 +53,10 @@ class CrossEntropy(Exponentials):
         if self.hopper:
             self.config = configs.GemmConfig(columns=exp_logits_hopper.COLUMNS.value)
         self.tiles = tiles_across(self.width, self.config)
-        self.y_n, self.q_V, self.own_n = y_n, q, None if alone else loss.own_n
+        self.y_n, self.q_V, self.own_n = loss.y, q, None if alone else loss.own_n
         uniform = None
         if smoothing:
-            uniform = y_n.new_zeros((), dtype=torch.float32)
+            uniform = loss.y.new_zeros((), dtype=torch.float32)
             if head.bias_V is not None:
                 uniform = head.bias_V.sum() if q is None else head.bias_V @ q
         self.terms = RowTerms(

@@ -7,8 +7,7 @@ a = label_smoothing and u = z_loss, the loss of a row is
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,36 +28,13 @@ from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
 
 
-@dataclass(frozen=True, kw_only=True)
-class Targets:
-    """What is known of a call's rows before any product."""
-
-    rows: Rows
-    y: Tensor  # [n] classes, all valid; on the exponential path int32 rows of this rank's weight, -1 where ignored
-    unit: Tensor  # [n] the token's weight; 0 if ignored, NaN if its target is no class
-    counted: Tensor | None  # parts of what "mean" divides by; None for the other reductions
-    loss: Loss
-
-    @cached_property
-    def denominator(self) -> Tensor | None:
-        """Return what "mean" divides by; None for the other reductions."""
-        return None if self.counted is None else self.counted.sum()
-
-    def divided(self) -> Tensor:
-        """Return each row's factor: its weight over the denominator, and 0 for ignored rows even where that is 0."""
-        if self.denominator is None:
-            return self.unit
-        factor = self.unit / self.denominator
-        return factor if self.rows.kept is None else factor.where(self.rows.kept, 0)
-
-
 class RowLoss(Terms):
     """Cross entropy by one kernel that reads each row of products twice, and leaves the gradient in its place."""
 
     raw = True
 
-    def __init__(self, head: Head, targets: Targets) -> None:
-        self.head, self.targets = head, targets
+    def __init__(self, head: Head, loss: Loss) -> None:
+        self.head, self.loss = head, loss
 
     def numbers(self, z: Tensor, part: slice) -> Numbers:
         """Return "loss"."""
@@ -74,14 +50,14 @@ class RowLoss(Terms):
         from lowtide.head.kernels.gemm import LogitTransform
         from lowtide.head.kernels.row_softmax import softmax_rows
 
-        head, targets, loss = self.head, self.targets, self.targets.loss
+        head, loss, kept = self.head, self.loss, self.loss.rows.kept
         assert not isinstance(head.softcap, Tensor)
         outside = factor_C if head.dtype != head.wide else None
         loss_C, lift_C = softmax_rows(
             z,
-            targets.y[part],
-            targets.unit[part],
-            None if targets.rows.kept is None else targets.rows.kept[part],
+            loss.y[part],
+            loss.unit[part],
+            None if kept is None else kept[part],
             transform=LogitTransform(head.bias_V, head.scale, head.softcap),
             terms=(loss.class_weight, loss.total, float(loss.label_smoothing), float(loss.z_loss)),
             gradient=None if factor_C is None else head.dtype,
@@ -97,8 +73,8 @@ def forward(
     head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool
 ) -> tuple[dict[str, Tensor], StoredGradients | None]:
     """Return the loss, with ``keep`` what `backward` needs of each token, and the wanted gradients for upstream 1."""
-    targets, plan = _plan(head, args, wanted)
-    rows, ranks, per_token, into = targets.rows, head.ranks, args.reduction == "none", Gradients()
+    loss, plan = _plan(head, args, wanted)
+    rows, ranks, per_token, into = loss.rows, head.ranks, args.reduction == "none", Gradients()
     if not head.input.requires_grad and (keep or (any(wanted) and plan.schedule == "blocks")):
         ranks.keep()
 
@@ -106,24 +82,24 @@ def forward(
         nonlocal into
         into = _buffers(head, rows, plan, wanted, stored=True)
         if per_token:  # the head is frozen: its input's gradient is stored without any row's factor
-            return torch.ones_like(targets.unit) if rows.kept is None else rows.kept.to(head.wide), into
-        return targets.unit if lacks_denominator(head.input, head.weight_VD) else targets.divided(), into
+            return torch.ones_like(loss.unit) if rows.kept is None else rows.kept.to(head.wide), into
+        return loss.unit if lacks_denominator(head.input.dtype, head.weight_VD.dtype) else loss.divided(), into
 
-    numbers = _run(head, targets, plan, settle if any(wanted) else None, None)
-    loss_n = numbers["loss"] * targets.unit
+    numbers = _run(head, loss, plan, settle if any(wanted) else None, None)
+    loss_n = numbers["loss"] * loss.unit
     loss_N = rows.among_all(loss_n if rows.kept is None else loss_n.where(rows.kept, 0))
-    loss, denominator = loss_N if per_token else loss_N.sum(), targets.denominator
-    values = {"loss": loss if denominator is None else loss / denominator}
+    value, denominator = loss_N if per_token else loss_N.sum(), loss.denominator
+    values = {"loss": value if denominator is None else value / denominator}
     if keep:
         # copies: an operator returns no memory twice
         values |= {name: rows.among_all(numbers[name]).clone() for name in ("lse", "miss") if name in numbers}
-        if not ranks.alone and targets.loss.own_n is not None and targets.loss.total is not None:
-            values["own"] = torch.cat((rows.among_all(targets.loss.own_n), targets.loss.total[None]))
+        if not ranks.alone and loss.own_n is not None and loss.total is not None:
+            values["own"] = torch.cat((rows.among_all(loss.own_n), loss.total[None]))
     if not any(wanted):
         return values, None
     kept_N = args.target.reshape(-1) != args.ignore_index
     kept = ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()
-    unit_N = rows.among_all(targets.unit).clone() if per_token else None
+    unit_N = rows.among_all(loss.unit).clone() if per_token else None
     return values, stored_gradients(head, into, denominator=denominator, input_factor_N=unit_N, kept=kept)
 
 
@@ -135,14 +111,14 @@ def backward(
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
-    targets, plan = _plan(head, args, wanted, known["own"] if known["own"].numel() else None)
-    rows = targets.rows
+    loss, plan = _plan(head, args, wanted, known["own"] if known["own"].numel() else None)
+    rows = loss.rows
     into = _buffers(head, rows, plan, wanted, stored=False)
     given = given.to(head.wide)
-    factor = targets.divided() * (rows.of(given) if given.dim() else given)
+    factor = loss.divided() * (rows.of(given) if given.dim() else given)
     factor = factor if rows.kept is None else factor.where(rows.kept, 0)
     of_rows = {name: rows.of(known[name]) for name in ("lse", "miss")}
-    _run(head, targets, plan, lambda: (factor, into), of_rows)
+    _run(head, loss, plan, lambda: (factor, into), of_rows)
     if is_last_backward():
         head.ranks.let_go()
     return into
@@ -153,31 +129,31 @@ def _buffers(head: Head, rows: Rows, plan: HeadPlan, wanted: Wanted, *, stored: 
     return gradient_buffers(head, plan, wanted, some_rows=some, stored=stored)
 
 
-def _run(head: Head, targets: Targets, plan: HeadPlan, settle: Settle | None, known: Numbers | None) -> Numbers:
+def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: Numbers | None) -> Numbers:
     """Return "loss" [n] and, where they are computed, "lse" and "miss" (that minus the target's logit).
 
     With ``settle`` add the gradients, from ``known`` numbers where there are.
     """
-    loss, rows = targets.loss, targets.rows
+    rows = loss.rows
     if plan.backend == "exp":
         from lowtide.head.exponentials.losses import CrossEntropy
 
-        exponentials = CrossEntropy(head, loss, targets.y, plan)
+        exponentials = CrossEntropy(head, loss, plan)
         if known is None:
             return exponentials.forward(settle)
         assert settle is not None
         exponentials.gradients(*settle(), known)
         return {}
-    factor_n, into = (targets.unit, Gradients()) if settle is None else settle()
+    factor_n, into = (loss.unit, Gradients()) if settle is None else settle()
     if plan.backend == "row":
-        terms: Terms = RowLoss(head, targets)
+        terms: Terms = RowLoss(head, loss)
         if head.dtype == torch.float16 and into.weight_VD is not None:
             # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
             terms.lift = FP16_LIFT * factor_lift(factor_n, head.scale, loss.class_weight)
         return run(head, rows, plan, terms, into, upstream=None if settle is None else lambda _, part: factor_n[part])
     want = frozenset({"mean"} if loss.label_smoothing else ())
     narrow = plan.backward_gemm == "narrow"
-    terms = Statistics(head, targets.y[:, None], want, plan.columns, narrow=narrow, q_V=loss.class_weight)
+    terms = Statistics(head, loss.y[:, None], want, plan.columns, narrow=narrow, q_V=loss.class_weight)
     if known is not None:
         known = {"lse": known["lse"], "logprob": -known["miss"][:, None]}
         known = known if rows.kept is None else silenced(known, rows.kept)
@@ -193,7 +169,7 @@ def _run(head: Head, targets: Targets, plan: HeadPlan, settle: Settle | None, kn
 
 def _plan(
     head: Head, args: CrossEntropyArgs, wanted: Wanted, class_weights: Tensor | None = None
-) -> tuple[Targets, HeadPlan]:
+) -> tuple[Loss, HeadPlan]:
     """Return the rows that are computed with their targets, and the plan for them.
 
     On the CPU ignored tokens are dropped, and a target that is no class is an error; elsewhere such a token's loss and
@@ -212,7 +188,7 @@ def _plan(
     order = ranks.order(plan)
     rows = Rows(tokens=y_N.numel(), index=index if order is None else order, filled=order is not None)
     if plan.backend == "exp" and (ranks.alone or q is None):
-        return _targets_at_once(head, args, rows, y_N, weight_N, q), plan
+        return _loss_at_once(head, args, rows, y_N, weight_N, q), plan
     kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
     valid_N = y_N.where(is_class_N, 0)
     kept = None if drops and ranks.alone else rows.of(kept_N)
@@ -226,28 +202,29 @@ def _plan(
             here_N = torch.cat((q, q.new_zeros(1)))[ranks.here(valid_N)[0]]
             class_weights = ranks.sum_of(torch.cat((here_N, q.sum()[None])))
         own_N, total = class_weights[:-1], class_weights[-1]
-    loss = Loss(
-        class_weight=q, total=total, own_n=None if own_N is None else rows.of(own_N),
-        label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V,
-    )  # fmt: skip
     y = rows.of(valid_N)
     if plan.backend == "exp":
         local_N, is_here_N = ranks.here(valid_N)
         assert is_here_N is not None
         y = rows.of(local_N.where(is_here_N, ELSEWHERE).where(kept_N, -1).int(), -1)
     counted_N = torch.ones_like(unit_N) if own_N is None else own_N
-    return Targets(
+    return Loss(
         rows=replace(rows, kept=kept),
         y=y,
         unit=rows.of(unit_N.where(is_class_N, torch.nan).where(kept_N, 0)),
         counted=_counted(head, args, counted_N.where(kept_N, 0)),
-        loss=loss,
+        class_weight=q,
+        total=total,
+        own_n=None if own_N is None else rows.of(own_N),
+        label_smoothing=args.label_smoothing,
+        z_loss=args.z_loss,
+        vocab=V,
     ), plan
 
 
-def _targets_at_once(
+def _loss_at_once(
     head: Head, args: CrossEntropyArgs, rows: Rows, y_N: Tensor, weight_N: Tensor | None, q: Tensor | None
-) -> Targets:
+) -> Loss:
     """The same by one kernel, for the exponential path: what stands before the first GEMM stands in its way."""
     from lowtide.head.kernels.select import select
 
@@ -255,12 +232,11 @@ def _targets_at_once(
     of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
     y, unit, counted = select(y_N, ranks.vocab, args.ignore_index, weight_N, q, *of_shard)
     y, unit = rows.of(y, -1), rows.of(unit)
-    loss = Loss(
-        class_weight=q, total=None if q is None else q.sum(), own_n=None, label_smoothing=args.label_smoothing,
-        z_loss=args.z_loss, vocab=ranks.vocab,
+    return Loss(
+        rows=replace(rows, kept=None if ranks.alone else y >= 0), y=y, unit=unit,
+        counted=_counted(head, args, counted), class_weight=q, total=None if q is None else q.sum(), own_n=None,
+        label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=ranks.vocab,
     )  # fmt: skip
-    rows = replace(rows, kept=None if ranks.alone else y >= 0)
-    return Targets(rows=rows, y=y, unit=unit, counted=_counted(head, args, counted), loss=loss)
 
 
 def _counted(head: Head, args: CrossEntropyArgs, counted: Tensor) -> Tensor | None:

@@ -36,7 +36,7 @@ def forward(
     factor: Tensor | None = None
     if any(wanted):
         factor = torch.ones((), dtype=head.wide, device=head.input.device)
-        if denominator is not None and not lacks_denominator(head.input, head.weight_VD):
+        if denominator is not None and not lacks_denominator(head.input.dtype, head.weight_VD.dtype):
             factor = factor / denominator
         factor = factor.expand(head.tokens)
         if args.mask is not None:  # a mean over nothing has a factor of infinity

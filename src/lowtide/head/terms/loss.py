@@ -4,24 +4,42 @@ C rows of a chunk, n rows, V vocabulary, V_r classes of it on this rank.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lowtide.head.engine import Numbers
+from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import Upstream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The loss as a function of a row's numbers, and its gradient by them."""
+    """A call's loss: what is known of its rows before any product, and each one's loss and gradient by its numbers."""
 
+    rows: Rows
+    y: Tensor  # [n] classes, all valid; on the exponential path int32 rows of this rank's weight, -1 where ignored
+    unit: Tensor  # [n] the token's weight; 0 if ignored, NaN if its target is no class
+    counted: Tensor | None  # parts of what "mean" divides by; None for the other reductions
     class_weight: Tensor | None  # [V_r] wide, of this rank's classes
     total: Tensor | None  # Q
     own_n: Tensor | None  # [n] q_y
     label_smoothing: float
     z_loss: float
     vocab: int  # V
+
+    @cached_property
+    def denominator(self) -> Tensor | None:
+        """Return what "mean" divides by; None for the other reductions."""
+        return None if self.counted is None else self.counted.sum()
+
+    def divided(self) -> Tensor:
+        """Return each row's factor: its weight over the denominator, and 0 for ignored rows even where that is 0."""
+        if self.denominator is None:
+            return self.unit
+        factor = self.unit / self.denominator
+        return factor if self.rows.kept is None else factor.where(self.rows.kept, 0)
 
     def _target_share(self, part: slice) -> Tensor | float:
         share = 1 - self.label_smoothing
