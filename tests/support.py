@@ -214,7 +214,7 @@ def outcomes(log_s: Tensor, ids: Tensor, logprobs: Tensor, tail: str) -> tuple[T
     if tail == "renormalise":
         s, t = (side.log_softmax(-1).masked_fill(~known, -1e4) for side in (s, t))
     if tail == "bucket":
-        taken = torch.zeros(*log_s.shape[:-1], V + 1, dtype=torch.bool).scatter(-1, ids.where(known, V), True)
+        taken = log_s.new_zeros(*log_s.shape[:-1], V + 1, dtype=torch.bool).scatter(-1, ids.where(known, V), True)
         rest = log_s.masked_fill(taken[..., :V], -1e4).logsumexp(-1, keepdim=True)
         left = (1 - t.exp().sum(-1, keepdim=True)).clamp(min=0).log().clamp(min=-1e4)
         left = left.masked_fill(taken[..., :V].all(-1, keepdim=True), -1e4)
