@@ -59,8 +59,7 @@ def problem(name: str, choice: Arguments, i: int, classes: int = V) -> Arguments
             kwargs["weight"][3] = 0
         if choice.get("targets") == 3:
             kwargs["target"][..., 1] = kwargs["target"][..., 0]  # the same class twice
-    frozen = () if "in place" in choice.get("out", "") else FROZEN[i % len(FROZEN)]
-    return kwargs | {n: kwargs[n].detach() for n in frozen if kwargs.get(n) is not None}
+    return kwargs | {n: kwargs[n].detach() for n in FROZEN[i % len(FROZEN)] if kwargs.get(n) is not None}
 
 
 def compare(name: str, kwargs: Arguments, ways: Iterable[str], what: object, i: int = 0) -> None:

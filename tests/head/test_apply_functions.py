@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -58,6 +58,24 @@ def test_views_of_the_logits_and_changes_in_place(
         upstream = torch.randn_like(want)
         for g, e in zip(*(torch.autograd.grad(out, (x, w, b), upstream) for out in (got, want)), strict=True):
             torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("out", ["token", "sum"])
+@pytest.mark.parametrize("leading", [(3, 7), (2, 0)])
+def test_a_change_in_place_by_what_is_trained_on_a_frozen_head(
+    out: Literal["token", "sum"], leading: tuple[int, ...]
+) -> None:
+    x, w, _, _ = head(leading, 5, 13, dtype=torch.float64)
+    temperature = torch.tensor(1.25, dtype=torch.float64, requires_grad=True)
+
+    def fn(z: Tensor, temperature: Tensor) -> Tensor:
+        z /= temperature
+        return z.logsumexp(-1) if out == "token" else z.logsumexp(-1).sum()
+
+    got = linear_apply(fn, x.detach(), w.detach(), params=(temperature,), out=out, options=SMALL).sum()
+    want = (F.linear(x, w).detach() / temperature).logsumexp(-1).sum()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(value, temperature) for value in (got, want)))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -62,8 +62,9 @@ def evaluate(
     Token arguments [c, ...] and params are leaves where they get a gradient; the logits' graph begins at ``anchor``,
     None: they get none. To be used inside `isolated`.
     """
-    edge, z, rows = None, z_cV, z_cV.shape[0]
+    edge, rows = None, z_cV.shape[0]
     with torch.set_grad_enabled(function.graph):
+        z = z_cV.detach()  # autograd refuses a change in place of a view that was made without it
         if anchor is not None:
             z = _LOGITS.apply(anchor, [z_cV])  # type: ignore[no-untyped-call]
             edge = get_gradient_edge(z)
