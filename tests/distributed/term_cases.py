@@ -40,11 +40,11 @@ def the_term_of_the_page() -> None:
         ranks=Ranks(shard, (N,), x.device, None, None, trained=True),
         options=lowtide.HeadOptions(backend="torch", workspace_mib=0.05),
     )
-    plan = plan_head(N, D, shard.most_rows, x.dtype, x.device, head.options)
+    rows, plan = Rows(tokens=N), plan_head(N, D, shard.most_rows, x.dtype, x.device, head.options)
     assert plan.chunks > 1
-    into = gradient_buffers(head, plan, Wanted(input=True, weight=True, bias=True), some_rows=False)
+    into = gradient_buffers(head, rows, plan, Wanted(input=True, weight=True, bias=True))
     term = names["Brier"](head, y)
-    numbers = run(head, Rows(tokens=N), plan, term, into, upstream=lambda _, part: token_weight[part])
+    numbers = run(head, rows, plan, term, into, upstream=lambda _, part: token_weight[part])
 
     leaves = [t.clone().requires_grad_() for t in (x, w, b)]
     z = softcap * torch.tanh((leaves[0] @ leaves[1].T + leaves[2]) * scale / softcap)

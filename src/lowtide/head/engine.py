@@ -220,17 +220,12 @@ def _add_products(
 
 
 def gradient_buffers(
-    head: Head, plan: HeadPlan, wanted: tuple[bool, bool, bool], *, some_rows: bool, stored: bool = False
+    head: Head, rows: Rows, plan: HeadPlan, wanted: tuple[bool, bool, bool], *, stored: bool = False
 ) -> Gradients:
     """Return memory for the gradients of input, weight and bias that are ``wanted``, not filled where chunks will.
 
-    Args:
-        head: Whose they are.
-        plan: Says in which dtype the weight's gradient adds up, and whether there is any chunk.
-        wanted: For each of the three, in this order.
-        some_rows: Whether some of the hidden states are in no chunk; theirs is 0.
-        stored: Whether the upstream gradient is still to come, and with it a GradScaler's factor. An fp16 gradient is
-            then lifted row by row, in the chunk that computes it; the exponential path's stays wide until it is stored.
+    ``stored``: the upstream gradient is still to come, and with it a GradScaler's factor. An fp16 gradient is then
+    lifted row by row, in the chunk that computes it; the exponential path's stays wide until it is stored.
     """
     x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()
     if wanted[0]:
@@ -239,7 +234,8 @@ def gradient_buffers(
             dtype = wide
         elif lifted:
             into.lift_N = x.new_ones(head.tokens, dtype=wide)
-        into.input_ND = (x.new_zeros if some_rows else x.new_empty)(head.tokens, D, dtype=dtype)
+        some = rows.index is not None and not head.ranks.spread  # the other hidden states are in no chunk
+        into.input_ND = (x.new_zeros if some else x.new_empty)(head.tokens, D, dtype=dtype)
     if wanted[1]:
         dtype = wide if plan.accumulate == "float32" else head.weight_VD.dtype
         into.weight_VD = (x.new_empty if plan.chunks else x.new_zeros)(V, D, dtype=dtype)

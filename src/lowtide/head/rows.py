@@ -1,6 +1,6 @@
 """Rows of hidden states [..., D], or of anything else with tokens on its leading axes, as chunks take them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ class Rows:
     index: Tensor | None = None  # [n] places among the N tokens; None: all, in order
     filled: bool = False  # whether ``index`` may be N: a row of no token
     kept: Tensor | None = None  # [n] bool: rows that count; None: all
+
+    @property
+    def n(self) -> int:
+        """Return how many they are."""
+        return self.tokens if self.index is None else self.index.numel()
+
+    def in_order(self, order: Tensor | None) -> "Rows":
+        """Return the rows in the order of a plan's chunks, where tokens are spread; None: as they are."""
+        return self if order is None else replace(self, index=order, filled=True)
+
+    def of_each(self, known: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return `of` of each."""
+        return {name: self.of(x) for name, x in known.items()}
 
     def of(self, x_N: Tensor, fill: float = 0) -> Tensor:
         """Return values [N, ...] of the tokens as [n, ...], ``fill`` in a row of no token."""

@@ -29,19 +29,14 @@ from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import input_is_copied
-from lowtide.head.terms.loss import Loss
-
-Factor = Callable[[], tuple[Tensor, Gradients]]
+from lowtide.head.terms.loss import Loss, Settle
 
 
 class CrossEntropy(Exponentials):
-    """A loss in either direction; per-row tensors are in the order of ``ranks.order(plan)``.
+    """A loss in either direction, its token weights left out; rows are in the order of ``ranks.order(plan)``.
 
-    Args:
-        head: The head.
-        loss: The loss; its token weights are left out, and ``loss.y`` are int32 rows of this rank's weight, at least
-            its rows where another rank has the class, -1 where ignored.
-        plan: Chunks and blocks.
+    ``loss.y`` are int32 rows of this rank's weight, at least its rows where another rank has the class, -1 where
+    ignored.
     """
 
     def __init__(self, head: Head, loss: Loss, plan: HeadPlan) -> None:
@@ -72,57 +67,58 @@ class CrossEntropy(Exponentials):
             uniform_bias=uniform,
         )
         self._views: dict[int, tuple[Tensor, ...]] = {}
+        self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
+        self._settled = False  # whether there are the rows' factors, and what takes the gradients
+        self._begun = False  # whether the weight's gradient holds something
 
-    def forward(self, factor: Factor | None) -> dict[str, Tensor]:
-        """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``factor`` add the gradients.
+    def forward(self, settle: Settle | None) -> dict[str, Tensor]:
+        """Return each row's "loss", "lse" and "miss", that minus the target's logit; with ``settle`` add the gradients.
 
-        It returns what each row's loss is multiplied with on its way to the gradients [n], and what takes these, and is
-        called when the first GEMM is under way: the host should not keep the device waiting.
+        It is called when the first GEMM is under way: the host should not keep the device waiting.
         """
         plan, alone, in_chunks = self.plan, self.ranks.alone, self.plan.schedule == "chunks"
-        if in_chunks and not (alone and factor is None):
+        if in_chunks and not (alone and settle is None):
             # across ranks the same on every one, also where others compute gradients and this one does not
             pieces = self.pieces(plan.chunk_rows, plan.chunk_rows if alone else plan.product_rows)
         else:
             pieces = self.pieces(plan.sum_rows, plan.sum_rows)
-        products = _Products(self, pieces, factor) if factor is not None and in_chunks else None
+        if settle is not None and in_chunks:
+            self._settle, self._rows = settle, max((piece.at.stop for piece in pieces), default=0)
+            self._e = self.weight_VD.new_empty(self._rows, padded(self.width))
+            self._s_C, self._parts = self._new(self._rows), list[slice]()
         order = None if in_chunks else self.ranks.reordered(plan, plan.sum_rows)
         y_n, own_n = (x if x is None or order is None else x[order] for x in (self.y_n, self.own_n))
         assert y_n is not None
         found = torch.empty(3, len(y_n), dtype=torch.float32, device=y_n.device)
         at_once = self._begin_all_targets(y_n)
         self._sums = self._new(max((p.part.stop - p.part.start for p in pieces), default=0), self.tiles)
-        stages = (
-            self.begin,
-            partial(self._begin_targets, y_n, own_n, at_once),
-            partial(self._begin_sums, found, products),
-        )
-        for piece in self.in_stages(pieces, *stages, chunks=products is not None):
-            if products is None:
-                self.finish(piece)
+        begin_targets, begin_sums = partial(self._begin_targets, y_n, own_n, at_once), partial(self._begin_sums, found)
+        for piece in self.in_stages(pieces, self.begin, begin_targets, begin_sums, chunks=self._e is not None):
+            if self._e is None:
+                self._finish(piece)
             else:
-                products.finish(piece)
+                self._add_gradients(piece)
             del piece  # and with it its memory, when the next is made
         if order is not None:
             found = torch.empty_like(found).index_copy_(1, order, found)
         numbers = dict(zip(("loss", "lse", "miss"), found, strict=True))
-        if products is not None:
-            products.settled()  # also where there are no tokens
-        elif factor is not None:
+        if self._e is not None:
+            self._take_factors()  # also where there are no tokens
+        elif settle is not None:
             del self._sums  # memory for the blocks
             self._views.clear()
-            self.gradients(*factor(), numbers)
+            self.gradients(*settle(), numbers)
         return numbers
 
     def gradients(self, factor_n: Tensor, into: Gradients, known: dict[str, Tensor]) -> None:
         """Add the gradients, from E recomputed a block of the vocabulary at a time, normalised: its sums are known."""
-        self.factor_n, self.known = factor_n, known
-        self.begin_even(factor_n, into)
+        self._factor_n, self.known = factor_n, known
+        self._begin_even(into)
         self._numbers = self._new(4 * max(self.plan.chunk_rows, self.ranks.groups))
         self.recompute(into)
-        self.put_even(add=True)
+        self._put_even(add=True)
 
-    def begin_even(self, factor_n: Tensor, into: Gradients) -> None:
+    def _begin_even(self, into: Gradients) -> None:
         """Begin smoothing's part of the gradients, the same for every row: it stays out of the wide GEMMs.
 
         It needs the sum of all hidden states times their factors, which is taken as they pass by.
@@ -132,14 +128,14 @@ class CrossEntropy(Exponentials):
         self._into, self._even_D = into, None
         if self.terms.uniform_D is not None and self.plan.chunks and self.width:
             self._even_D = torch.zeros_like(self.terms.uniform_D)
-            self._even_n = factor_n.where(self.y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
+            self._even_n = self._factor_n.where(self.y_n >= 0, 0)  # where nothing is kept the others are 0 / 0
 
-    def add_even(self, piece: Piece) -> None:
+    def _add_even(self, piece: Piece) -> None:
         """Add a piece's hidden states."""
         if self._even_D is not None and self._into.weight_VD is not None:
             exp_rows.add_column_sums(piece.x_CD, self._even_n[piece.part], self._even_D)
 
-    def put_even(self, *, add: bool) -> bool:
+    def _put_even(self, *, add: bool) -> bool:
         """Put it into the gradients; return whether the weight's holds something now, as with ``add`` it does already.
 
         The part is - m (a / V) q times the sums over the rows; q are the class weights.
@@ -214,7 +210,8 @@ class CrossEntropy(Exponentials):
         piece.own_C = None if own_n is None else own_n[piece.part]
         piece.rows = target, _, _, _, _, count = self._memory(len(piece.y_C))
         if at_once is not None:
-            piece.exchange = partial(_columns_of, at_once, piece.part)
+            part = piece.part
+            piece.exchange = lambda: at_once()[:, part]
         else:
             exp_rows.target_logits(piece.x_CD, self.weight_VD, piece.y_C, self.terms, target[0], target[-1], count)
             piece.exchange = self.ranks.begin_sum_of(target)
@@ -235,14 +232,14 @@ class CrossEntropy(Exponentials):
                 self._views[C] = views
         return views
 
-    def _begin_sums(self, found: Tensor, products: "_Products | None", piece: Piece) -> Piece:
+    def _begin_sums(self, found: Tensor, piece: Piece) -> Piece:
         """Build a piece's E, or its sums alone, and begin to exchange these."""
         loss, lse, miss = found[:, piece.part].unbind()
         target, (_, s, rest, highest, listed, count) = piece.exchange(), piece.rows
-        if products is not None:
-            s = products.s_C[piece.at]
+        e_CV = self._e_of(piece.at)
+        if self._e is not None:
+            s = self._s_C[piece.at]
         piece.rows = rows = Reports(target[0], target[-1], loss, lse, miss, s, rest, highest, listed, count)
-        e_CV = None if products is None else products.e(piece.at)
         sums = self._sums[: len(loss)]
         if self.width:
             self.exponentials(piece, self.weight_VD, rows.target_logit, sum_CP=sums, e_CV=e_CV)
@@ -259,7 +256,7 @@ class CrossEntropy(Exponentials):
         piece.exchange = self.ranks.begin_gather(mine)
         return piece
 
-    def finish(
+    def _finish(
         self, piece: Piece, factor_C: Tensor | None = None, e_CV: Tensor | None = None, scaled_CD: Tensor | None = None
     ) -> None:
         """Turn sums into losses and, with a factor, finish E and s x; then those rows that left the safe range."""
@@ -274,16 +271,77 @@ class CrossEntropy(Exponentials):
             if not shifted and (alone or e_CV is not None):
                 self._shifted(piece, e_CV, (True, False) if alone else (False,))
 
+    def _e_of(self, at: slice) -> Tensor | None:
+        """Return E of some of the chunk's rows; None where there is none, or this rank has no classes."""
+        return None if self._e is None or not self.width else self._e[at, : self.width]
+
+    def _take_factors(self) -> Gradients:
+        """Return what takes the gradients; the first time find the rows' factors, and make what they need."""
+        if not self._settled:
+            self._factor_n, into = self._settle()
+            self._settled, D, rows = True, self.weight_VD.shape[1], self._rows
+            self._begin_even(into)
+            self._scaled = None if into.weight_VD is None else self.weight_VD.new_empty(rows, D)
+            # E W: of a whole chunk where it is summed over the ranks before it is rounded
+            rows = min(rows, self.plan.product_rows) if self.ranks.alone else rows
+            self._product = None if into.input_ND is None else self._new(rows, D)
+        return self._into
+
+    def _add_gradients(self, piece: Piece) -> None:
+        """Finish a piece and its product with the weight; with a chunk's last its product with the hidden states."""
+        into, e_CV = self._take_factors(), self._e_of(piece.at)
+        factor_C = self._factor_n[piece.part]
+        self._finish(piece, factor_C, e_CV, None if self._scaled is None else self._scaled[piece.at])
+        self._add_even(piece)
+        if into.input_ND is not None:
+            self._input_grad(piece, e_CV, factor_C, into.input_ND)
+        self._parts.append(piece.part)
+        if piece.closes:
+            self._close(into, piece.at.stop, last=piece.part.stop == self.plan.rows)
+
+    def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, input_ND: Tensor) -> None:
+        """Write a piece's input gradient, as many rows at a time as the plan says; or this rank's part of it."""
+        alone, product = self.ranks.alone, self._product
+        assert product is not None
+        if e_CV is None:
+            product[piece.at].zero_()
+            return
+        of_rows = e_CV, piece.y_C, piece.rows.s, piece.rows.rest, factor_C
+        out_CD = input_ND[piece.part] if alone else product[piece.at]
+        for rows in slices(len(e_CV), self.plan.product_rows if alone else len(e_CV)):
+            e, y, s, rest, g = of_rows if rows.stop - rows.start == len(e_CV) else (x[rows] for x in of_rows)
+            product_CD = product[: len(e)] if alone else out_CD
+            matmul_into(e, self.weight_VD, product_CD, add=False)
+            exp_rows.finish_input_grad(product_CD, out_CD[rows], self.weight_VD, y, s, rest, g, self.terms)
+
+    def _close(self, into: Gradients, C: int, *, last: bool) -> None:
+        """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
+        ranks, product, e_CV, waits = self.ranks, self._product, self._e_of(slice(0, C)), []
+        if product is not None and not isinstance(ranks, Alone):
+            first = self._parts[0].start
+            # on one group of rows in one exchange
+            parts = [slice(first, first + C)] if ranks.groups == 1 else self._parts
+            waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p) for p in parts]
+        if last:  # before the product, so that of a single chunk it is written and not added
+            self._begun = self._put_even(add=self._begun)
+        if e_CV is not None and self._scaled is not None and into.weight_VD is not None:
+            matmul_into(e_CV.t(), self._scaled[:C], into.weight_VD, add=self._begun)
+        if e_CV is not None and into.bias_V is not None:
+            exp_rows.add_column_sums(e_CV, self._s_C[:C], into.bias_V)
+        for wait in waits:
+            wait(into)
+        self._parts, self._begun = [], True
+
     def prepare(self, piece: Piece, scaled_CD: Tensor | None) -> Tensor:
         """See `Exponentials.prepare`."""
         part, C = piece.part, len(piece.x_CD)
         piece.y_C, piece.own_C = self.y_n[part], None if self.own_n is None else self.own_n[part]
         piece.rows = self._numbers[: 4 * C].view(4, C)
         exp_rows.prepare_rows(
-            self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self.factor_n[part],
+            self.known["lse"][part], self.known["miss"][part], piece.x_CD, piece.y_C, self._factor_n[part],
             self.terms_of(piece), self.width, piece.rows, scaled_CD=scaled_CD,
         )  # fmt: skip
-        self.add_even(piece)
+        self._add_even(piece)
         s_C: Tensor = piece.rows[2]
         return s_C
 
@@ -294,89 +352,5 @@ class CrossEntropy(Exponentials):
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:
         """See `Exponentials.finish_input`."""
-        (s_C, rest_C), factor_C = piece.rows[2:], self.factor_n[piece.part]
+        (s_C, rest_C), factor_C = piece.rows[2:], self._factor_n[piece.part]
         exp_rows.finish_input_grad(product_CD, out_CD, self.weight_VD, piece.y_C, s_C, rest_C, factor_C, self.terms)
-
-
-def _columns_of(numbers: Callable[[], Tensor], part: slice) -> Tensor:
-    return numbers()[:, part]
-
-
-class _Products:
-    """The gradients from the E that the sums are taken of: three GEMMs a chunk, and the memory of one.
-
-    Args:
-        exp: The call.
-        pieces: All of them.
-        factor: As in `CrossEntropy.forward`.
-    """
-
-    def __init__(self, exp: CrossEntropy, pieces: list[Piece], factor: Factor) -> None:
-        self.exp, self._factor = exp, factor
-        self.rows = max((piece.at.stop for piece in pieces), default=0)
-        self._e = exp.weight_VD.new_empty(self.rows, padded(exp.width))
-        self.s_C = exp.weight_VD.new_empty(self.rows, dtype=torch.float32)
-        self.into: Gradients | None = None
-        self.parts: list[slice] = []
-        self.begun = False  # whether the weight's gradient holds something
-
-    def e(self, at: slice) -> Tensor | None:
-        """Return E of some of the chunk's rows; None where this rank has no classes."""
-        return self._e[at, : self.exp.width] if self.exp.width else None
-
-    def settled(self) -> Gradients:
-        """Return what takes the gradients; the first time find the rows' factors, and make what they need."""
-        if self.into is None:
-            self.factor_n, self.into = self._factor()
-            exp, D = self.exp, self.exp.weight_VD.shape[1]
-            exp.begin_even(self.factor_n, self.into)
-            self.scaled = None if self.into.weight_VD is None else self._e.new_empty(self.rows, D)
-            # E W: of a whole chunk where it is summed over the ranks before it is rounded
-            rows = min(self.rows, exp.plan.product_rows) if exp.ranks.alone else self.rows
-            self.product = None if self.into.input_ND is None else self.s_C.new_empty(rows, D)
-        return self.into
-
-    def finish(self, piece: Piece) -> None:
-        """Finish a piece and its product with the weight; with a chunk's last its product with the hidden states."""
-        into, e_CV = self.settled(), self.e(piece.at)
-        factor_C = self.factor_n[piece.part]
-        self.exp.finish(piece, factor_C, e_CV, None if self.scaled is None else self.scaled[piece.at])
-        self.exp.add_even(piece)
-        if into.input_ND is not None:
-            self._input_grad(piece, e_CV, factor_C, into.input_ND)
-        self.parts.append(piece.part)
-        if piece.closes:
-            self._close(into, piece.at.stop, last=piece.part.stop == self.exp.plan.rows)
-
-    def _input_grad(self, piece: Piece, e_CV: Tensor | None, factor_C: Tensor, input_ND: Tensor) -> None:
-        """Write a piece's input gradient, as many rows at a time as the plan says; or this rank's part of it."""
-        exp, alone, product = self.exp, self.exp.ranks.alone, self.product
-        assert product is not None
-        if e_CV is None:
-            product[piece.at].zero_()
-            return
-        of_rows = e_CV, piece.y_C, piece.rows.s, piece.rows.rest, factor_C
-        out_CD = input_ND[piece.part] if alone else product[piece.at]
-        for rows in slices(len(e_CV), exp.plan.product_rows if alone else len(e_CV)):
-            e, y, s, rest, g = of_rows if rows.stop - rows.start == len(e_CV) else (x[rows] for x in of_rows)
-            product_CD = product[: len(e)] if alone else out_CD
-            matmul_into(e, exp.weight_VD, product_CD, add=False)
-            exp_rows.finish_input_grad(product_CD, out_CD[rows], exp.weight_VD, y, s, rest, g, exp.terms)
-
-    def _close(self, into: Gradients, C: int, *, last: bool) -> None:
-        """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
-        ranks, product, e_CV, waits = self.exp.ranks, self.product, self.e(slice(0, C)), []
-        if product is not None and not isinstance(ranks, Alone):
-            first = self.parts[0].start
-            # on one group of rows in one exchange
-            parts = [slice(first, first + C)] if ranks.groups == 1 else self.parts
-            waits = [ranks.begin_sum(product[p.start - first : p.stop - first], p) for p in parts]
-        if last:  # before the product, so that of a single chunk it is written and not added
-            self.begun = self.exp.put_even(add=self.begun)
-        if e_CV is not None and self.scaled is not None and into.weight_VD is not None:
-            matmul_into(e_CV.t(), self.scaled[:C], into.weight_VD, add=self.begun)
-        if e_CV is not None and into.bias_V is not None:
-            exp_rows.add_column_sums(e_CV, self.s_C[:C], into.bias_V)
-        for wait in waits:
-            wait(into)
-        self.parts, self.begun = [], True

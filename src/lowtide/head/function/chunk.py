@@ -82,7 +82,7 @@ class FunctionTerms(Terms):
         if order is None:
             return Rows(tokens=N, index=index)
         valid = torch.full((N,), index is None, device=self.device)
-        rows = Rows(tokens=N, index=order, filled=True)
+        rows = Rows(tokens=N).in_order(order)
         return replace(rows, kept=rows.of(valid if index is None else valid.index_fill_(0, index, True)))
 
     def forward(self, *, store: bool) -> bool:
@@ -106,8 +106,7 @@ class FunctionTerms(Terms):
     def _begin(self, *, stored: bool) -> None:
         """Make the memory that takes the gradients."""
         head, wanted, D = self.head, self.wanted, self.head.input.shape[-1]
-        some_rows = self._index is not None and not head.ranks.spread
-        into = gradient_buffers(head, self.plan, wanted, some_rows=some_rows)
+        into = gradient_buffers(head, self.rows, self.plan, wanted)
         if into.input_ND is not None and stored and head.input.dtype == torch.float16:
             # until the upstream gradient, and with it GradScaler's factor, has come
             into.input_ND = head.input.new_zeros(head.tokens, D, dtype=head.wide)

@@ -22,7 +22,7 @@ from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import FP16_LIFT, factor_lift
 from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
-from lowtide.head.terms.loss import Loss
+from lowtide.head.terms.loss import Loss, Settle
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
 ELSEWHERE = 2**30  # a class of no tile, and of no rank's weight
@@ -66,9 +66,6 @@ class RowLoss(Terms):
         return {"loss": loss_C}, outside if lift_C is None or outside is None else outside * lift_C
 
 
-Settle = Callable[[], tuple[Tensor, Gradients]]  # makes each row's factor [n] and the buffers for the gradients
-
-
 def forward(
     head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool
 ) -> tuple[dict[str, Tensor], StoredGradients | None]:
@@ -80,7 +77,7 @@ def forward(
 
     def settle() -> tuple[Tensor, Gradients]:
         nonlocal into
-        into = _buffers(head, rows, plan, wanted, stored=True)
+        into = gradient_buffers(head, rows, plan, wanted, stored=True)
         if per_token:  # the head is frozen: its input's gradient is stored without any row's factor
             return torch.ones_like(loss.unit) if rows.kept is None else rows.kept.to(head.wide), into
         return loss.unit if lacks_denominator(head.input.dtype, head.weight_VD.dtype) else loss.divided(), into
@@ -113,20 +110,14 @@ def backward(
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
     loss, plan = _plan(head, args, wanted, known["own"] if known["own"].numel() else None)
     rows = loss.rows
-    into = _buffers(head, rows, plan, wanted, stored=False)
+    into = gradient_buffers(head, rows, plan, wanted)
     given = given.to(head.wide)
     factor = loss.divided() * (rows.of(given) if given.dim() else given)
     factor = factor if rows.kept is None else factor.where(rows.kept, 0)
-    of_rows = {name: rows.of(known[name]) for name in ("lse", "miss")}
-    _run(head, loss, plan, lambda: (factor, into), of_rows)
+    _run(head, loss, plan, lambda: (factor, into), rows.of_each({name: known[name] for name in ("lse", "miss")}))
     if is_last_backward():
         head.ranks.let_go()
     return into
-
-
-def _buffers(head: Head, rows: Rows, plan: HeadPlan, wanted: Wanted, *, stored: bool) -> Gradients:
-    some = head.ranks.alone and rows.index is not None
-    return gradient_buffers(head, plan, wanted, some_rows=some, stored=stored)
 
 
 def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: Numbers | None) -> Numbers:
@@ -152,8 +143,7 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: N
             terms.lift = FP16_LIFT * factor_lift(factor_n, head.scale, loss.class_weight)
         return run(head, rows, plan, terms, into, upstream=None if settle is None else lambda _, part: factor_n[part])
     want = frozenset({"mean"} if loss.label_smoothing else ())
-    narrow = plan.backward_gemm == "narrow"
-    terms = Statistics(head, loss.y[:, None], want, plan.columns, narrow=narrow, q_V=loss.class_weight)
+    terms = Statistics(head, plan, loss.y[:, None], want, loss.class_weight)
     if known is not None:
         known = {"lse": known["lse"], "logprob": -known["miss"][:, None]}
         known = known if rows.kept is None else silenced(known, rows.kept)
@@ -176,73 +166,59 @@ def _plan(
     gradients are NaN. The targets' ``class_weights`` [N + 1], with Q behind them, are exchanged where nobody kept them.
     """
     ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
-    y_N = args.target.reshape(-1).long().contiguous()
-    drops, index = drops_rows(head.input.device), None
-    if drops:
+    y_N, index = args.target.reshape(-1).long().contiguous(), None
+    if drops_rows(head.input.device):
         kept_N = y_N != args.ignore_index
         check_classes(y_N, kept_N & ((y_N < 0) | (y_N >= V)), V, args.ignore_index)
         index = positions(kept_N) if ranks.alone else None
-    plan = plan_cross_entropy(head, args, y_N.numel() if index is None else index.numel(), wanted)
+    rows = Rows(tokens=y_N.numel(), index=index)
+    plan = plan_cross_entropy(head, args, rows.n, wanted)
+    rows = rows.in_order(ranks.order(plan))
     weight_N = None if args.token_weight is None else args.token_weight.reshape(-1).to(wide).contiguous()
     q = None if args.weight is None else args.weight.to(wide).contiguous()
-    order = ranks.order(plan)
-    rows = Rows(tokens=y_N.numel(), index=index if order is None else order, filled=order is not None)
+    own_n: Tensor | None = None
+    total = None if q is None else q.sum()
     if plan.backend == "exp" and (ranks.alone or q is None):
-        return _loss_at_once(head, args, rows, y_N, weight_N, q), plan
-    kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
-    valid_N = y_N.where(is_class_N, 0)
-    kept = None if drops and ranks.alone else rows.of(kept_N)
-    unit_N = torch.ones_like(y_N, dtype=wide) if weight_N is None else weight_N
-    own_N: Tensor | None = None
-    total: Tensor | None = None
-    if q is not None and ranks.alone:
-        own_N, total = q[valid_N], q.sum()
-    elif q is not None:
-        if class_weights is None:
-            here_N = torch.cat((q, q.new_zeros(1)))[ranks.here(valid_N)[0]]
-            class_weights = ranks.sum_of(torch.cat((here_N, q.sum()[None])))
-        own_N, total = class_weights[:-1], class_weights[-1]
-    y = rows.of(valid_N)
-    if plan.backend == "exp":
-        local_N, is_here_N = ranks.here(valid_N)
-        assert is_here_N is not None
-        y = rows.of(local_N.where(is_here_N, ELSEWHERE).where(kept_N, -1).int(), -1)
-    counted_N = torch.ones_like(unit_N) if own_N is None else own_N
+        # by one kernel: what stands before the first GEMM stands in its way
+        from lowtide.head.kernels.select import select
+
+        of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
+        y, unit, counted = select(y_N, V, args.ignore_index, weight_N, q, *of_shard)
+        y, unit = rows.of(y, -1), rows.of(unit)
+        kept = None if ranks.alone else y >= 0
+    else:
+        kept_N, is_class_N = y_N != args.ignore_index, (y_N >= 0) & (y_N < V)
+        valid_N = y_N.where(is_class_N, 0)
+        unit = torch.ones_like(y_N, dtype=wide) if weight_N is None else weight_N
+        unit = rows.of(unit.where(is_class_N, torch.nan).where(kept_N, 0))
+        kept = None if ranks.alone and drops_rows(head.input.device) else rows.of(kept_N)
+        counted = kept_N.to(wide)
+        if q is not None and total is not None:
+            own_N, total = _own_weights(head, q, total, valid_N, class_weights)
+            own_n, counted = rows.of(own_N), own_N.where(kept_N, 0)
+        y = rows.of(valid_N)
+        if plan.backend == "exp":
+            local_N, is_here_N = ranks.here(valid_N)
+            assert is_here_N is not None
+            y = rows.of(local_N.where(is_here_N, ELSEWHERE).where(kept_N, -1).int(), -1)
+    if args.num_items is not None:
+        counted = scalar_on(head.input.device, args.num_items, wide)
     return Loss(
-        rows=replace(rows, kept=kept),
-        y=y,
-        unit=rows.of(unit_N.where(is_class_N, torch.nan).where(kept_N, 0)),
-        counted=_counted(head, args, counted_N.where(kept_N, 0)),
-        class_weight=q,
-        total=total,
-        own_n=None if own_N is None else rows.of(own_N),
-        label_smoothing=args.label_smoothing,
-        z_loss=args.z_loss,
-        vocab=V,
-    ), plan
+        rows=replace(rows, kept=kept), y=y, unit=unit, counted=counted if args.reduction == "mean" else None,
+        class_weight=q, total=total, own_n=own_n, label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=V,
+    ), plan  # fmt: skip
 
 
-def _loss_at_once(
-    head: Head, args: CrossEntropyArgs, rows: Rows, y_N: Tensor, weight_N: Tensor | None, q: Tensor | None
-) -> Loss:
-    """The same by one kernel, for the exponential path: what stands before the first GEMM stands in its way."""
-    from lowtide.head.kernels.select import select
-
-    ranks = head.ranks
-    of_shard = () if ranks.alone else ((ranks.first, ranks.rows, ELSEWHERE),)
-    y, unit, counted = select(y_N, ranks.vocab, args.ignore_index, weight_N, q, *of_shard)
-    y, unit = rows.of(y, -1), rows.of(unit)
-    return Loss(
-        rows=replace(rows, kept=None if ranks.alone else y >= 0), y=y, unit=unit,
-        counted=_counted(head, args, counted), class_weight=q, total=None if q is None else q.sum(), own_n=None,
-        label_smoothing=args.label_smoothing, z_loss=args.z_loss, vocab=ranks.vocab,
-    )  # fmt: skip
-
-
-def _counted(head: Head, args: CrossEntropyArgs, counted: Tensor) -> Tensor | None:
-    if args.reduction != "mean":
-        return None
-    return counted if args.num_items is None else scalar_on(head.input.device, args.num_items, head.wide)
+def _own_weights(
+    head: Head, q_V: Tensor, total: Tensor, valid_N: Tensor, known: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return each token's class weight, and Q, of all ranks' classes."""
+    if head.ranks.alone:
+        return q_V[valid_N], total
+    if known is None:
+        here_N = torch.cat((q_V, q_V.new_zeros(1)))[head.ranks.here(valid_N)[0]]
+        known = head.ranks.sum_of(torch.cat((here_N, total[None])))
+    return known[:-1], known[-1]
 
 
 def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) -> None:

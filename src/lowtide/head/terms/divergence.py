@@ -70,7 +70,7 @@ def backward(
     if args.mask is not None:
         factor = factor.where(args.mask, 0)
     rows = _rows(head, factor != 0)
-    return _run(head, args, rows, wanted, factor, {name: rows.of(known[name]) for name in KNOWN})[1]
+    return _run(head, args, rows, wanted, factor, rows.of_each(known))[1]
 
 
 def _run(
@@ -80,7 +80,7 @@ def _run(
     if args.temperature is not None:
         head = _scaled(head, 1 / scalar_on(head.input.device, args.temperature, head.wide))
     plan, terms = _terms(head, args, rows, wanted, stored=known is None and factor_N is not None)
-    into = gradient_buffers(head, plan, wanted, some_rows=rows.index is not None, stored=known is None)
+    into = gradient_buffers(head, rows, plan, wanted, stored=known is None)
     if factor_N is None:
         return run(head, rows, plan, terms), into
     factor = rows.of(factor_N).contiguous()
@@ -132,8 +132,7 @@ def _scaled(head: Head, scale: Tensor | None) -> Head:
 
 
 def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stored: bool) -> tuple[HeadPlan, Terms]:
-    n = rows.tokens if rows.index is None else len(rows.index)
-    plan, teacher_plan = plan_both_sides(head, args, n, wanted, stored=stored)
+    plan, teacher_plan = plan_both_sides(head, args, rows.n, wanted, stored=stored)
     if args.teacher_input is None or args.teacher_weight is None:
         return plan, KnownClasses(head, plan, args, rows)
     teacher = Head(

@@ -3,6 +3,7 @@
 C rows of a chunk, n rows, V vocabulary, V_r classes of it on this rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 
 from lowtide.head.engine import Numbers
+from lowtide.head.gradients import Gradients
 from lowtide.head.rows import Rows
 from lowtide.head.terms.statistics import Upstream
+
+# Makes what each row's loss is multiplied with on its way to the gradients [n], and what takes these.
+Settle = Callable[[], tuple[Tensor, Gradients]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowtide.head.call import Head
 from lowtide.head.engine import Numbers, Terms, joined
 from lowtide.head.matmul import slices
+from lowtide.head.plan import HeadPlan
 
 FLOOR = -1e4  # a log-probability whose probability is 0 in every dtype: stands for -inf, which times 0 would be NaN
 CAPPED_BLOCKS = 8  # of a chunk's rows: what a soft cap holds beside the logits, it holds for one of them
@@ -50,33 +51,24 @@ class Upstream(NamedTuple):
 class Statistics(Terms):
     """Log-probabilities of targets, entropy, logsumexp, (weighted) mean logit, argmax, sum of squares, top k.
 
-    Args:
-        head: The head.
-        y_nK: Target classes of the whole vocabulary, all valid.
-        want: Names among "entropy", "mean", "sum_sq_prob", "argmax", "topk"; the logsumexp and the log-probabilities of
-            targets, and but for ``want`` empty of the highest class, are always computed.
-        columns: Width of the blocks of columns that are worked on at a time.
-        narrow: Whether the gradient is rounded to the operands' dtype: then each row's size stays outside of it, for
-            the target's entry is close to it, and bf16 would miss it by as much in each row.
-        q_V: Class weights of the mean on this rank, or None.
-        topk: How many of the highest logits.
+    The logsumexp and the targets' log-probabilities are always computed; with any ``want`` the highest class's, too. A
+    gradient that is rounded to narrow operands leaves each row's size outside: the target's entry is close to it, and
+    bf16 would miss it by as much in each row.
     """
 
     def __init__(
         self,
         head: Head,
-        y_nK: Tensor,
-        want: frozenset[str],
-        columns: int,
-        *,
-        narrow: bool,
-        q_V: Tensor | None = None,
-        topk: int = 0,
+        plan: HeadPlan,
+        y_nK: Tensor,  # target classes of the whole vocabulary, all valid
+        want: frozenset[str],  # names among "entropy", "mean", "sum_sq_prob", "top", "topk"
+        q_V: Tensor | None = None,  # class weights of the mean on this rank
+        topk: int = 0,  # how many of the highest logits
     ) -> None:
-        self.head, self.want, self.columns, self.narrow, self.q_V, self.topk = head, want, columns, narrow, q_V, topk
-        self.y: Tensor
-        self.here: Tensor | None
-        self.y, self.here = head.ranks.here(y_nK)
+        self.head, self.want, self.columns, self.q_V, self.topk = head, want, plan.columns, q_V, topk
+        self.narrow = plan.backward_gemm == "narrow"
+        here: tuple[Tensor, Tensor | None] = head.ranks.here(y_nK)
+        self.y, self.here = here
 
     @property
     def _of_one_target(self) -> bool:
@@ -92,18 +84,11 @@ class Statistics(Terms):
         if self.here is not None:
             at_y = at_y.where(self.here[part], 0)
         sums = row_sums(z_V, self.columns, heat="entropy" in want, squares="sum_sq_prob" in want)
-        total = self._total(z_V) if "mean" in want else None
+        if "mean" in want:
+            sums["total"] = self._total(z_V)
         if not ranks.alone:
-            sums, at_y, total = self._of_all_ranks(sums, at_y, total)
-        found = {
-            "lse": sums.lse, "top": sums.top_id, "top_logprob": sums.top_logprob, "logprob": sums.logprobs_of(at_y)
-        }  # fmt: skip
-        if sums.heat is not None and "entropy" in want:
-            found["entropy"] = sums.entropy
-        if sums.squares is not None and "sum_sq_prob" in want:
-            found["sum_sq_prob"] = sums.sum_sq_prob
-        if total is not None:
-            found["mean"] = total / ranks.vocab
+            sums, at_y = self._of_all_ranks(sums, at_y)
+        found = numbers_of(sums, at_y) | ({"mean": sums["total"] / ranks.vocab} if "total" in sums else {})
         return found | self._highest(z_V) if self.topk else found
 
     def _total(self, z_V: Tensor) -> Tensor:
@@ -168,30 +153,26 @@ class Statistics(Terms):
         found = {"mean": every[:, 2].sum(0) / ranks.vocab} if mine else {}
         return found | {"lse": torch.logaddexp(others, t_C), "logprob": -nll[:, None]}
 
-    def _of_all_ranks(
-        self, sums: "RowSums", at_y: Tensor, total: Tensor | None
-    ) -> tuple["RowSums", Tensor, Tensor | None]:
+    def _of_all_ranks(self, sums: Numbers, at_y: Tensor) -> tuple[Numbers, Tensor]:
         """Return the same of the whole vocabulary from every rank's, about the highest logit of all."""
-        ranks, nothing = self.head.ranks, sums.top == -torch.inf  # on this rank; another may have more
-        top_id = (sums.top_id + ranks.first).to(sums.top.dtype)  # exact in float32 up to 2^24
-        given = {"top": sums.top, "top_id": top_id, "total": total}
-        given |= {n: x if x is None else x.masked_fill(nothing, 0) for n, x in sums._asdict().items() if n not in given}
-        names = [name for name, x in given.items() if x is not None]
-        mine = torch.stack([x for x in given.values() if x is not None], 1)
-        every = ranks.gather(torch.cat((mine, at_y), 1))  # [W, C, numbers and targets]
-        of = {name: every[..., i] for i, name in enumerate(names)}
+        ranks, nothing = self.head.ranks, sums["top"] == -torch.inf  # on this rank; another may have more
+        given = {name: x.masked_fill(nothing, 0) for name, x in sums.items() if name in ("rest", "heat", "squares")}
+        given = sums | given | {"top_id": (sums["top_id"] + ranks.first).to(at_y.dtype)}  # float32: exact up to 2^24
+        every = ranks.gather(torch.cat((torch.stack([*given.values()], 1), at_y), 1))  # [W, C, numbers and targets]
+        of = {name: every[..., i] for i, name in enumerate(given)}
         top, winner = of["top"].max(0)
         others = torch.ones_like(of["top"]).scatter_(0, winner[None], 0)  # whose highest logit is one of the rest
         below = of["top"] - top
         weight, count = below.exp(), of["rest"] + others
-        merged = RowSums(
-            top=top,
-            top_id=of["top_id"].gather(0, winner[None])[0].long(),
-            rest=(weight * count).sum(0),
-            heat=(weight * (of["heat"] + below.clamp(min=FLOOR) * count)).sum(0) if "heat" in of else None,
-            squares=(weight.square() * (of["squares"] + others)).sum(0) if "squares" in of else None,
-        )
-        return merged, every[..., len(names) :].sum(0), of["total"].sum(0) if "total" in of else None
+        top_id = of["top_id"].gather(0, winner[None])[0].long()
+        merged = {"top": top, "top_id": top_id, "rest": (weight * count).sum(0)}
+        if "heat" in of:
+            merged["heat"] = (weight * (of["heat"] + below.clamp(min=FLOOR) * count)).sum(0)
+        if "squares" in of:
+            merged["squares"] = (weight.square() * (of["squares"] + others)).sum(0)
+        if "total" in of:
+            merged["total"] = of["total"].sum(0)
+        return merged, every[..., len(given) :].sum(0)
 
     def _highest(self, z_V: Tensor) -> Numbers:
         values, ids = torch.topk(z_V, min(self.topk, z_V.shape[1]), dim=1)
@@ -319,64 +300,51 @@ def _sum_of_equal(ids: Tensor, targets: Tensor, g_CK: Tensor) -> Tensor:
     return own
 
 
-class RowSums(NamedTuple):
-    """Sums over a row's classes but the highest one, of e_v = exp(z_v - top)."""
+def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = False) -> Numbers:
+    """Return what a pass over the logits adds up, in blocks of ``columns``, [C] each.
 
-    top: Tensor  # [C] highest logit
-    top_id: Tensor  # [C] its class
-    rest: Tensor  # [C] sum of e_v
-    heat: Tensor | None  # [C] sum of e_v (z_v - top)
-    squares: Tensor | None  # [C] sum of e_v^2
-
-    @property
-    def top_logprob(self) -> Tensor:
-        """Return the highest log-probability [C]."""
-        return -torch.log1p(self.rest)
-
-    @property
-    def lse(self) -> Tensor:
-        """Return each row's logsumexp [C]; where the highest logit is infinite, that."""
-        return self.top.where(self.top.isinf(), self.top + torch.log1p(self.rest))
-
-    @property
-    def entropy(self) -> Tensor:
-        """Return each row's entropy [C] in nats: two terms that are not negative, so nothing cancels."""
-        assert self.heat is not None
-        return torch.log1p(self.rest) - self.heat / (1 + self.rest)
-
-    @property
-    def sum_sq_prob(self) -> Tensor:
-        """Return the sum of each row's squared probabilities [C]."""
-        assert self.squares is not None
-        return (1 + self.squares) / (1 + self.rest).square()
-
-    def logprobs_of(self, z_CK: Tensor) -> Tensor:
-        """Return the log-probabilities of logits [C, K] of these rows, in their memory."""
-        return z_CK.sub_(self.top[:, None]).sub_(torch.log1p(self.rest)[:, None])
-
-
-def row_sums(z_CV: Tensor, columns: int, *, heat: bool = False, squares: bool = False) -> RowSums:
-    """Return what a pass over the logits adds up, in blocks of ``columns``.
-
-    Rows that hold NaN, or +inf, or nothing but -inf, come out as NaN, as from `torch.log_softmax`.
+    With e_v = exp(z_v - top) of all classes but the highest one: "top" and "top_id", that one's logit and number,
+    "rest" sum e_v, "heat" sum e_v (z_v - top), "squares" sum e_v^2. Rows that hold NaN, or +inf, or nothing but -inf,
+    come out as NaN, as from `torch.log_softmax`.
     """
     none = z_CV.new_zeros(len(z_CV))
-    if not z_CV.shape[1]:  # a rank without classes
-        return RowSums(none - torch.inf, none.long(), none, none if heat else None, none if squares else None)
-    top, top_id = z_CV.max(1)
+    sums = {"top": none - torch.inf, "top_id": none.long(), "rest": none}  # of a rank without classes
+    sums |= {name: none.clone() for name, wanted in (("heat", heat), ("squares", squares)) if wanted}
+    if not z_CV.shape[1]:
+        return sums
+    sums["top"], sums["top_id"] = top, top_id = z_CV.max(1)
+    sums["rest"] = rest = top - top  # 0, or NaN where the highest logit is not finite
     z_CV.scatter_(1, top_id[:, None], -torch.inf)
-    rest = top - top  # 0, or NaN where the highest logit is not finite
-    sums = RowSums(top, top_id, rest, none.clone() if heat else None, none if squares else None)
     for part in slices(z_CV.shape[1], columns):
         below = z_CV[:, part] - top[:, None]
         e = below.exp() if heat else below.exp_()
         rest += e.sum(1)
-        if sums.heat is not None:
-            sums.heat.add_(below.clamp_(min=FLOOR).mul_(e).sum(1))
-        if sums.squares is not None:
-            sums.squares.add_(e.square_().sum(1))
+        if heat:
+            sums["heat"] += below.clamp_(min=FLOOR).mul_(e).sum(1)
+        if squares:
+            sums["squares"] += e.square_().sum(1)
     z_CV.scatter_(1, top_id[:, None], top[:, None])
     return sums
+
+
+def lse_of(sums: Numbers) -> Tensor:
+    """Return each row's logsumexp [C]; where the highest logit is infinite, that."""
+    return sums["top"].where(sums["top"].isinf(), sums["top"] + torch.log1p(sums["rest"]))
+
+
+def numbers_of(sums: Numbers, z_CK: Tensor) -> Numbers:
+    """Return each row's numbers, and the log-probabilities of logits [C, K], in their memory.
+
+    The entropy, in nats, is of two terms that are not negative, so that nothing cancels.
+    """
+    log = torch.log1p(sums["rest"])  # of the sum over the highest logit's exponential
+    logprob = z_CK.sub_(sums["top"][:, None]).sub_(log[:, None])
+    found = {"lse": lse_of(sums), "top": sums["top_id"], "top_logprob": -log, "logprob": logprob}
+    if "heat" in sums:
+        found["entropy"] = log - sums["heat"] / (1 + sums["rest"])
+    if "squares" in sums:
+        found["sum_sq_prob"] = (1 + sums["squares"]) / (1 + sums["rest"]).square()
+    return found
 
 
 def silenced(known: Numbers, active: Tensor) -> Numbers:

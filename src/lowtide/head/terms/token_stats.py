@@ -13,7 +13,7 @@ from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function, Shape
-from lowtide.head.plan import HeadPlan, plan_token_stats
+from lowtide.head.plan import plan_token_stats
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -38,14 +38,15 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tup
     if keep and not head.input.requires_grad:
         head.ranks.keep()
     rows = Rows(tokens=len(args.target), index=index)
-    plan, rows = _plan(head, args, rows, wanted)
-    y_NK = args.target.where(is_class_NK, 0)
+    plan = plan_token_stats(head, args, rows.n, wanted)
+    rows, y_NK = rows.in_order(head.ranks.order(plan)), args.target.where(is_class_NK, 0)
     if plan.backend == "exp":
         from lowtide.head.exponentials.tile_sums import TileStatistics
 
         found = TileStatistics(head, rows.of(y_NK), plan).forward(_names(args), args.topk)
     else:
-        found = run(head, rows, plan, _terms(head, args, rows.of(y_NK), plan))
+        terms = Statistics(head, plan, rows.of(y_NK), _names(args) | {"top"}, topk=args.topk)
+        found = run(head, rows, plan, terms)
     found = {name: rows.among_all(x) for name, x in found.items()}
     found |= {name: found.pop(computed) for name, computed in COMPUTED.items() if computed in found}
     found["is_top1"] = (found["argmax"][:, None] == y_NK) & kept_NK & is_class_NK
@@ -65,31 +66,26 @@ def backward(
     # the highest class in the place of an ignored target
     usable, top, top_logprob = kept_NK & is_class_NK, known["argmax"], known["top_logprob"]
     y_NK = args.target.where(usable, top[:, None])
-    numbers = {
-        "lse": known["lse"],
-        "top": top,
-        "top_logprob": top_logprob,
-        "logprob": known["logprob"].where(usable, top_logprob[:, None]),
-    }
-    if g.entropy is not None:
-        numbers["entropy"] = known["entropy"]
+    numbers = {name: known[name] for name in ("lse", "top_logprob", *(["entropy"] if g.entropy is not None else []))}
+    numbers |= {"top": top, "logprob": known["logprob"].where(usable, top_logprob[:, None])}
     active_N = g.largest(head.ranks.vocab) != 0
     drops = drops_rows(head.input.device) and head.ranks.alone
     rows = Rows(tokens=len(args.target), index=positions(active_N) if drops else None)
-    plan, rows = _plan(head, args, rows, wanted)
-    into = gradient_buffers(head, plan, wanted, some_rows=head.ranks.alone and rows.index is not None)
+    plan = plan_token_stats(head, args, rows.n, wanted)
+    rows = rows.in_order(head.ranks.order(plan))
+    into = gradient_buffers(head, rows, plan, wanted)
     if plan.backend == "exp":
         from lowtide.head.exponentials.tile_sums import TileStatistics
 
-        given = {name: rows.of(x) for name, x in g._asdict().items() if x is not None}
-        y_nK, of_rows = rows.of(args.target.where(usable, -1), -1), {name: rows.of(x) for name, x in numbers.items()}
-        TileStatistics(head, y_nK, plan).gradients(of_rows, given, into)
+        given = rows.of_each({name: x for name, x in g._asdict().items() if x is not None})
+        y_nK = rows.of(args.target.where(usable, -1), -1)
+        TileStatistics(head, y_nK, plan).gradients(rows.of_each(numbers), given, into)
     else:
         if not drops:
             rows, numbers = replace(rows, kept=rows.of(active_N)), silenced(numbers, active_N)
-        of_rows, g_n = {name: rows.of(x) for name, x in numbers.items()}, g.of(rows.of)
-        terms = _terms(head, args, rows.of(y_NK), plan)
-        run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=of_rows)
+        g_n, terms = g.of(rows.of), Statistics(head, plan, rows.of(y_NK), _names(args) | {"top"})
+        known = rows.of_each(numbers)
+        run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=known)
     if is_last_backward():
         head.ranks.let_go()
     return into
@@ -100,41 +96,19 @@ def _kept(head: Head, args: TokenStatsArgs) -> tuple[Tensor, Tensor]:
     return args.target != args.ignore_index, (args.target >= 0) & (args.target < head.ranks.vocab)
 
 
-def _terms(head: Head, args: TokenStatsArgs, y_nK: Tensor, plan: HeadPlan) -> Statistics:
-    return Statistics(
-        head, y_nK, _names(args) | {"top"}, plan.columns, narrow=plan.backward_gemm == "narrow",
-        topk=args.topk * ("topk" in args.wanted),
-    )  # fmt: skip
-
-
 def _names(args: TokenStatsArgs) -> frozenset[str]:
     """Return what is wanted by the names of a row's numbers."""
     return frozenset(COMPUTED.get(name, name) for name in args.wanted)
 
 
-def _plan(head: Head, args: TokenStatsArgs, rows: Rows, wanted: Wanted) -> tuple[HeadPlan, Rows]:
-    """Return the plan, and the rows in the order of its chunks."""
-    n = rows.tokens if rows.index is None else rows.index.numel()
-    plan = plan_token_stats(head, args, n, wanted)
-    order = head.ranks.order(plan)
-    return plan, rows if order is None else replace(rows, index=order, filled=True)
-
-
 def _shapes(call: HeadCall, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
-    (N, K), wide, nothing = args.target.shape, call.wide, (0,)
-    of_row, of_top = ((N,), wide), (N, args.topk) if "topk" in args.wanted else nothing
-    optional = {
-        name: ((N,) if name in args.wanted else nothing, wide) for name in ("entropy", "mean_logit", "sum_sq_prob")
+    (N, K), of_top = args.target.shape, (len(args.target), args.topk) if args.topk else (0,)
+    wide: dict[str, tuple[int, ...]] = {
+        name: (N if name in args.wanted else 0,) for name in ("entropy", "mean_logit", "sum_sq_prob")
     }
-    return optional | {
-        "logprob": ((N, K), wide),
-        "is_top1": ((N, K), torch.bool),
-        "lse": of_row,
-        "argmax": ((N,), torch.int64),
-        "top_logprob": ((N if keep else 0,), wide),
-        "topk_values": (of_top, wide),
-        "topk_ids": (of_top, torch.int64),
-    }
+    wide |= {"logprob": (N, K), "lse": (N,), "top_logprob": (N if keep else 0,), "topk_values": of_top}
+    others = {"is_top1": ((N, K), torch.bool), "argmax": ((N,), torch.int64), "topk_ids": (of_top, torch.int64)}
+    return {name: (shape, call.wide) for name, shape in wide.items()} | others
 
 
 TOKEN_STATS = Function(
