@@ -17,11 +17,9 @@ from head.contract.cases import (
     WIDE,
     Arguments,
     Mode,
-    arguments,
     check,
     counting,
     every_mode,
-    flat,
     of_tokens,
     pairs,
     total,
@@ -65,19 +63,6 @@ def test_low_precision_with_every_pair_of_options(name: str, dtype: torch.dtype)
     for i in range(2):
         for j, case in enumerate(pairs(options, seed=i)):
             check(name, case, dtype, 100 * i + j, D=24, V=97)
-
-
-@every_function
-def test_the_reference_is_the_specification(name: str) -> None:
-    """The library's own plain-PyTorch twin against another way of writing the same."""
-    function = FUNCTIONS[name]
-    if function.reference is None:
-        pytest.skip("has none")
-    for seed, case in enumerate(pairs(function.options, seed=9)):
-        kwargs = in_float64(arguments(name, seed=seed, **case))
-        got, want = flat(function.reference(**kwargs)), flat(function.truth(**kwargs))
-        torch.testing.assert_close(got, {key: want[key] for key in got}, equal_nan=True)
-        assert got.keys() == want.keys()
 
 
 @every_mode
