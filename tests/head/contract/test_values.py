@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from head.contract.cases import (
     FUNCTIONS,
@@ -105,6 +106,27 @@ def test_low_precision_errs_less_than_plain_pytorch(
         least = 2**-8 if used == [".mean_logit"] and dtype == torch.bfloat16 else 0
         for n, g, b, e in zip(LEAVES, got, base, want, strict=True):
             assert relative_error(g, e) <= max(least, 1.05 * relative_error(b, e)), (n, used)
+
+
+@every_mode
+@pytest.mark.parametrize("grad", [True, False])
+def test_shapes_and_dtypes_are_known_without_numbers(mode: Mode, grad: bool) -> None:
+    """On the meta device, as `torch.nn` modules are planned and deferred."""
+    kwargs = mode.arguments((2, 3))
+    bare = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), kwargs)
+    with torch.set_grad_enabled(grad):
+        there, here = mode.run(bare), mode.run(kwargs)
+    assert there.keys() == here.keys()
+    for key, value in here.items():
+        assert there[key].is_meta
+        forms = [(t.shape, t.dtype, t.requires_grad) for t in (there[key], value)]
+        assert forms[0] == forms[1], key
+    if grad:
+        for name, g in zip(
+            trained(bare), torch.autograd.grad(total(there), [bare[n] for n in trained(bare)]), strict=True
+        ):
+            assert g.is_meta, name
+            assert (g.shape, g.dtype) == (bare[name].shape, bare[name].dtype), name
 
 
 def spoiled(kwargs: Arguments, bad: Tensor, poison: float) -> Arguments:
