@@ -18,7 +18,7 @@ import lowtide
 from distributed.launch import THOROUGH, main
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head import plan as planner
-from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
+from lowtide.head.call import CrossEntropyArgs, Head, Wanted
 from lowtide.head.exponentials import loops, losses
 from lowtide.head.exponentials.tile_sums import TileStatistics
 from lowtide.head.gradients import Gradients
@@ -44,8 +44,8 @@ OPTIONS: list[dict[str, Any]] = [
 NEAR = 2e-5  # beside what plain PyTorch in float32 errs
 
 
-def small_plan(head: Any, *_: Any) -> HeadPlan:
-    ranks, blocks = head.ranks, head.options.gradient == "recompute" or SCHEDULE == "blocks"
+def small_plan(head: Any, args: Any, n: int, wanted: Any, recompute: bool) -> HeadPlan:
+    ranks, blocks = head.ranks, recompute or SCHEDULE == "blocks"
     rows = ranks.slots
     return HeadPlan(
         backend="exp", reason="", gradient="forward", accumulate="input", rows=rows, chunks=-(-rows // 16),
@@ -187,10 +187,10 @@ def statistics() -> None:
         px, pw, pb = (spread(way, t, of_vocab=j > 0) for j, t in enumerate((x, w, b)))
         ranks = ranks_of(px, pw, pb, None)
         assert ranks is not None
-        of_rank = HeadCall(
+        of_rank = Head(
             px.detach().to_local(), pw.detach().to_local(), pb.detach().to_local(), scale, softcap, torch.float32,
-            None, "auto", "auto",
-        ).head(ranks)  # fmt: skip
+            None, "auto", "auto", ranks,
+        ).prepared()  # fmt: skip
         rows = ranks.slots
         plan = HeadPlan(
             backend="exp", reason="", gradient="recompute", accumulate="input", rows=rows, chunks=-(-rows // 16),
