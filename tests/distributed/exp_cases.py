@@ -19,11 +19,12 @@ from distributed.launch import THOROUGH, main
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, Head, Wanted
+from lowtide.head.engine import Chunks
 from lowtide.head.exponentials import loops, losses
 from lowtide.head.exponentials.tile_sums import TileStatistics
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs
-from lowtide.head.matmul import HeadMatmul, matmul_into
+from lowtide.head.matmul import matmul_into
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks import tokens
 from lowtide.head.ranks.given import ranks_of
@@ -297,7 +298,7 @@ def sums_beside_products() -> None:
             patched.setattr(Ranks, "begin_sum", lambda *args, begin=begin_sum: noted("waited", begin(*args)))
             for module in (loops, losses):
                 patched.setattr(module, "matmul_into", noted("product", matmul_into))
-            patched.setattr(HeadMatmul, "weight_grad", noted("weight's", HeadMatmul.weight_grad))
+            patched.setattr(Chunks, "weight_grad", noted("weight's", Chunks.weight_grad))
             if kind == "logits":
                 options = lowtide.HeadOptions(workspace_mib=0.01)
                 plain(lowtide.linear_token_stats(px, pw, want=("entropy",), options=options).entropy.sum()).backward()

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 from distributed.pair_cases import input_grad, weight_grad
 from lowtide import HeadOptions, linear_cross_entropy, linear_logprobs
-from lowtide.head.matmul import HeadMatmul
+from lowtide.head.engine import Chunks
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
@@ -36,8 +36,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(make(*args), backend="row", accumulate="float32", **rows, **gemms)
 
     monkeypatch.setattr(terms, "plan_cross_entropy", plan)
-    monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
-    monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
+    monkeypatch.setattr(Chunks, "input_grad", input_grad)
+    monkeypatch.setattr(Chunks, "weight_grad", weight_grad)
 
 
 @pytest.mark.parametrize("gradient", ["forward", "recompute"])
