@@ -47,4 +47,4 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
 def slices(N: int, size: int) -> Iterator[slice]:
     """Yield the slices of ``size`` that make up N, the last one perhaps shorter."""
     for start in range(0, N, max(1, size)):
-        yield slice(start, min(start + size, N))
+        yield slice(start, min(start + max(1, size), N))
