@@ -17,7 +17,7 @@ from distributed.pair_cases import input_grad, weight_grad
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_row
-from lowtide.head.matmul import HeadMatmul
+from lowtide.head.engine import Chunks
 from lowtide.head.plan import HeadPlan, plan_of, plan_of_teacher
 from lowtide.head.planner import Work
 from lowtide.head.terms import divergence as divergence_terms
@@ -53,8 +53,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(divergence_terms, "plan_both_sides", plans)
     monkeypatch.setattr(divergence_terms, "drops_rows", lambda device: False)
     monkeypatch.setattr(divergence_terms, "Dense", None)  # nothing else may run
-    monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
-    monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
+    monkeypatch.setattr(Chunks, "input_grad", input_grad)
+    monkeypatch.setattr(Chunks, "weight_grad", weight_grad)
     return used
 
 

@@ -280,13 +280,13 @@ def _check_sizes(**sizes: int) -> None:
             raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
 
 
-def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted) -> HeadPlan:
+def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, recompute: bool = False) -> HeadPlan:
     """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
     alone, capped = head.ranks.alone, head.softcap is not None and args.label_smoothing != 0
     exp = why_not_exp(**_facts(head), capped_and_smoothed=capped)
     row = why_not_row(head.input.device, head.dtype, head.ranks.most_rows) if alone else NOT_OF_SHARDS
     work = _work(head, n, wanted, "cross entropy", {"exp": exp, "row": row})
-    gradient = choose_gradient(head.options, args.reduction, alone and not wanted.head)
+    gradient = "recompute" if recompute else choose_gradient(head.options, args.reduction, alone and not wanted.head)
     return plan_of(work._replace(gradient=gradient))
 
 
