@@ -40,7 +40,7 @@ class RowStats(NamedTuple):
 def _merge_stats(  # type: ignore[no-untyped-def]
     parts, out, told, y_ptr, x, w, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """See `merge_stats`: sums about the highest logit of all parts; ``out`` or ``told`` is written."""
+    """See `merge_stats`: sums about the highest logit of all parts; ``told`` is written where ``out`` has no room."""
     i = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, WIDTH)
     inside = p < parts.P
@@ -64,7 +64,7 @@ def _merge_stats(  # type: ignore[no-untyped-def]
         squares = tl.sum(tl.where(inside, terms, 0.0), 0)
     if parts.total is not None:
         total = tl.sum(tl.load(parts.total + at, mask=inside, other=0.0), 0)
-    if told is not None:
+    if out.lse is None:
         put_sums(told, i * told.row, top, first_class + top_id, rest, heat, squares, total, None)
     else:
         rest += top - top  # NaN where that is not finite
@@ -83,12 +83,12 @@ def _merge_stats(  # type: ignore[no-untyped-def]
         if parts.logit is not None:  # the sum of what the parts have of it
             t = tl.sum(tl.load(parts.logit + k * parts.plane + at, mask=inside, other=0.0), 0)
         else:
-            if told is not None:
+            if out.lse is None:
                 y -= first_class
                 here = (y >= 0) & (y < V)
                 y = tl.where(here, y, 0)
             t = finish_logits(dot(x.base + i * x.stride, w.base + y * w.stride, x.width, BLOCK), y, V, transform)
-        if told is not None:
+        if out.lse is None:
             tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
         else:
             tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - top) - spread))
@@ -120,7 +120,7 @@ def merge_stats(
     the class of W's first row make them.
     """
     (C, K), D = y_CK.shape, 1 if x_CD is None else x_CD.shape[1]
-    numbers, told = (out, None) if isinstance(out, RowStats) else (None, out)
+    numbers, told = (out, None) if isinstance(out, RowStats) else (RowStats(), out)
     if told is not None and not V:
         told.top.fill_(-torch.inf)  # the others are 0
         return
