@@ -48,26 +48,15 @@ class Rows:
 
 
 def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:
-    """Return the hidden states of a chunk [C, D] in the operands' dtype: a view where they lie in memory that way.
+    """Return rows ``part`` [C, D] of the tokens ``index`` (None: all, in order) of hidden states [..., D] in ``dtype``.
 
-    Args:
-        x: All hidden states [..., D].
-        index: Positions of the rows among all N tokens; None: all, in order.
-        part: Which of them.
-        dtype: Of the result.
+    A view where they lie in memory that way.
     """
     return take_leading(x, x.dim() - 1, index, part).to(dtype)
 
 
 def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Tensor:
-    """Return rows of a tensor whose first ``axes`` axes are one axis of N: a view where memory allows.
-
-    Args:
-        x: [..., *rest].
-        axes: How many its leading axes are.
-        index: Positions among all N; None: all, in order.
-        part: Which of them.
-    """
+    """Return the same of a tensor [..., *rest] whose first ``axes`` axes are one axis of tokens."""
     leading = x.shape[:axes]
     if index is None and axes == 1:
         return x[part]
