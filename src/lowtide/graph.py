@@ -129,7 +129,8 @@ def undisturbed(device: torch.device) -> AbstractContextManager[Any]:
     if torch._C._len_torch_dispatch_stack() > 0 and not torch.compiler.is_compiling():
         _tell_counters()
     # Without autocast none is turned off: that takes the host as long as a launch.
-    return _without_autocast(device) if torch.is_autocast_enabled(device.type) else on_device(device)
+    autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    return _without_autocast(device) if autocast else on_device(device)
 
 
 @contextmanager

@@ -1,12 +1,13 @@
-"""The modules: a signature each, no logic."""
+"""The modules: signatures and states, around the functions."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.errors import ArgumentValueError, message
 from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.multi_output import multi_output_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.mlp.projections import check_plain
 from lowtide.mlp.swiglu import check_level, swiglu_mlp
@@ -72,30 +73,29 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss of hidden states ``input`` against class indices ``target``."""
         ignore_index = -100 if self.ignore_index is None else self.ignore_index
-        if self.out_features:
-            return multi_output_cross_entropy(
-                input,
-                self.linear.weight,
-                target,
-                self.out_features,
-                linear_bias=self.linear.bias,
-                weight=self.weight,
-                reduction=self.reduction,
-                ignore_index=ignore_index,
-                label_smoothing=self.label_smoothing,
-                options=self.options,
-            )
-        return linear_cross_entropy(
-            input,
-            self.linear.weight,
-            target,
-            linear_bias=self.linear.bias,
-            weight=self.weight,
-            reduction=self.reduction,
-            ignore_index=ignore_index,
-            label_smoothing=self.label_smoothing,
-            options=self.options,
-        )
+        settings: dict[str, Any] = {"weight": self.weight, "ignore_index": ignore_index}
+        settings |= {"label_smoothing": self.label_smoothing, "options": self.options}
+        weight, bias, reduction = self.linear.weight, self.linear.bias, self.reduction
+        if not self.out_features:
+            return linear_cross_entropy(input, weight, target, linear_bias=bias, reduction=reduction, **settings)
+        expected, K = (*input.shape[:-1], *self.out_features), math.prod(self.out_features)
+        if target.shape != expected:
+            raise ArgumentValueError(message("target", f"shape {list(expected)}", str(list(target.shape))))
+        # Heads that read the same hidden states, one at a time: row v * K + k of the weight is class v of output k.
+        # unbind, and not an index for each output: its backward fills one gradient, not K of the whole weight's size
+        weights = weight.view(self.num_classes, K, weight.shape[1]).unbind(1)
+        biases = [None] * K if bias is None else bias.view(self.num_classes, K).unbind(1)
+        targets = target.reshape((*input.shape[:-1], K)).unbind(-1)
+        settings["reduction"] = "none" if reduction == "none" else "sum"
+        heads = zip(weights, targets, biases, strict=True)
+        losses = torch.stack([linear_cross_entropy(input, w, y, linear_bias=b, **settings) for w, y, b in heads], -1)
+        if reduction != "mean":
+            return losses.view(expected) if reduction == "none" else losses.sum()
+        kept = target != ignore_index
+        if self.weight is None:
+            return losses.sum() / kept.sum()
+        # in the loss's dtype: a module cast to half precision has class weights of it, whose sum has 8 digits
+        return losses.sum() / (self.weight.to(losses.dtype)[target.where(kept, 0)] * kept).sum()
 
     def extra_repr(self) -> str:
         """Return what differs from one such module to the next."""

@@ -23,15 +23,14 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from distributed.launch import DEVICE, THOROUGH, main
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, TargetIndexError, UnsupportedError
-from lowtide.head import reference
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.plan import plan_cross_entropy
 from lowtide.head.ranks import shard as vocab_shard
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.measure import peak_above
 from lowtide.measure.collectives import seen_collectives
+from support import divergence_oracle, oracle, relative_error, stats_oracle
 from support import head as head_on_host
-from support import oracle, relative_error, stats_oracle
 
 V, D, LEADING = 50, 6, (2, 7)
 WAYS = ("replicated", "sequence", "local")
@@ -225,7 +224,7 @@ def trained_on_one_rank() -> None:
         ]
 
     of_tokens, x = stats_oracle(x.detach(), w, y), x.detach()
-    divergence = functools.partial(reference.linear_divergence, x, w)
+    divergence = functools.partial(divergence_oracle, x, w)
     want = [
         oracle(x, w, y, label_smoothing=0.1),
         oracle(x, w, y, shift=True),

@@ -26,7 +26,6 @@ from lowtide import (
     plan_divergence,
     plan_head,
 )
-from lowtide.head import reference
 from lowtide.head.token_stats import TopK
 from support import divergence_oracle, head, in_float64, logits_of, oracle, relative_error, stats_oracle
 
@@ -231,7 +230,6 @@ class Function:
 
     run: Callable[..., Any]
     truth: Callable[..., Any]
-    reference: Callable[..., Any] | None
     own: Callable[..., Arguments]
     options: dict[str, list[Any]]
     busy: Arguments  # the choice with everything in it
@@ -251,7 +249,6 @@ FUNCTIONS = {
     "linear_cross_entropy": Function(
         run=linear_cross_entropy,
         truth=oracle,
-        reference=reference.linear_cross_entropy,
         own=of_cross_entropy,
         options=TARGETS | {
             "weight": [False, True],
@@ -269,7 +266,6 @@ FUNCTIONS = {
     "linear_logprobs": Function(
         run=linear_logprobs,
         truth=lambda **kwargs: stats_oracle(**kwargs)["logprob"],
-        reference=reference.linear_logprobs,
         own=of_statistics,
         options=TARGETS | {"targets": [1, 3]},
         busy={"softcap": 3.0, "logit_scale": "trained"},
@@ -278,7 +274,6 @@ FUNCTIONS = {
     "linear_token_stats": Function(
         run=linear_token_stats,
         truth=statistics_oracle,
-        reference=reference.linear_token_stats,
         own=of_statistics,
         options=TARGETS | {"targets": [1, None, 3, 40], "want": [TokenStats._fields]},
         busy={"softcap": 3.0, "logit_scale": "trained"},
@@ -287,7 +282,6 @@ FUNCTIONS = {
     "linear_divergence": Function(
         run=linear_divergence,
         truth=divergence_oracle,
-        reference=reference.linear_divergence,
         own=of_divergence,
         options=COMMON | {
             "kind": KINDS,
@@ -308,7 +302,6 @@ FUNCTIONS = {
     "linear_apply": Function(
         run=applied,
         truth=apply_oracle,
-        reference=None,
         own=of_apply,
         options=TARGETS | {
             "ignored": ["none", "some", "all but one", "all"],

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from head.contract.cases import (
     FUNCTIONS,
@@ -17,11 +18,9 @@ from head.contract.cases import (
     WIDE,
     Arguments,
     Mode,
-    arguments,
     check,
     counting,
     every_mode,
-    flat,
     of_tokens,
     pairs,
     total,
@@ -67,19 +66,6 @@ def test_low_precision_with_every_pair_of_options(name: str, dtype: torch.dtype)
             check(name, case, dtype, 100 * i + j, D=24, V=97)
 
 
-@every_function
-def test_the_reference_is_the_specification(name: str) -> None:
-    """The library's own plain-PyTorch twin against another way of writing the same."""
-    function = FUNCTIONS[name]
-    if function.reference is None:
-        pytest.skip("has none")
-    for seed, case in enumerate(pairs(function.options, seed=9)):
-        kwargs = in_float64(arguments(name, seed=seed, **case))
-        got, want = flat(function.reference(**kwargs)), flat(function.truth(**kwargs))
-        torch.testing.assert_close(got, {key: want[key] for key in got}, equal_nan=True)
-        assert got.keys() == want.keys()
-
-
 @every_mode
 @pytest.mark.parametrize(("N", "D", "V"), ODD)
 def test_odd_shapes(mode: Mode, N: int, D: int, V: int) -> None:
@@ -120,6 +106,27 @@ def test_low_precision_errs_less_than_plain_pytorch(
         least = 2**-8 if used == [".mean_logit"] and dtype == torch.bfloat16 else 0
         for n, g, b, e in zip(LEAVES, got, base, want, strict=True):
             assert relative_error(g, e) <= max(least, 1.05 * relative_error(b, e)), (n, used)
+
+
+@every_mode
+@pytest.mark.parametrize("grad", [True, False])
+def test_shapes_and_dtypes_are_known_without_numbers(mode: Mode, grad: bool) -> None:
+    """On the meta device, as `torch.nn` modules are planned and deferred."""
+    kwargs = mode.arguments((2, 3))
+    bare = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta").requires_grad_(t.requires_grad), kwargs)
+    with torch.set_grad_enabled(grad):
+        there, here = mode.run(bare), mode.run(kwargs)
+    assert there.keys() == here.keys()
+    for key, value in here.items():
+        assert there[key].is_meta
+        forms = [(t.shape, t.dtype, t.requires_grad) for t in (there[key], value)]
+        assert forms[0] == forms[1], key
+    if grad:
+        for name, g in zip(
+            trained(bare), torch.autograd.grad(total(there), [bare[n] for n in trained(bare)]), strict=True
+        ):
+            assert g.is_meta, name
+            assert (g.shape, g.dtype) == (bare[name].shape, bare[name].dtype), name
 
 
 def spoiled(kwargs: Arguments, bad: Tensor, poison: float) -> Arguments:

@@ -41,16 +41,11 @@ class Piece:
 
 
 class Exponentials:
-    """A head in one direction of a call: what its pieces share.
-
-    Args:
-        head: The head.
-        plan: Chunks and blocks, the same on every rank.
-    """
+    """A head in one direction of a call: what its pieces share."""
 
     def __init__(self, head: Head, plan: HeadPlan) -> None:
         self.head, self.plan, self.ranks = head, plan, head.ranks
-        self.weight_VD = _operand_rows(head.weight_VD, head.dtype)
+        self.weight_VD = aligned_rows(head.weight_VD, head.dtype)
         self.width = len(self.weight_VD)
         self.config = configs.of_device(head.input.device)
         self.programs = multiprocessors(head.input.device)
@@ -108,7 +103,7 @@ class Exponentials:
         e_buffer = new(longest, padded(plan.block_columns))
         scaled = None if into.weight_VD is None else new(longest, D)
         for piece in self.in_stages(pieces, self.begin):
-            piece.x_CD = x_CD = aligned_rows(piece.x_CD.get())
+            piece.x_CD = x_CD = aligned_rows(piece.x_CD.get(), self.head.dtype)
             C = len(x_CD)
             scaled_CD = None if scaled is None else scaled[:C]
             s_C = self.prepare(piece, scaled_CD)
@@ -157,14 +152,8 @@ def _ahead(pieces: Iterable[Piece], depth: int, *, closed: bool) -> Iterator[Pie
     yield from made
 
 
-def aligned_rows(x_CD: Tensor) -> Tensor:
-    """Return hidden states as TMA takes them: rows that start at multiples of 16 bytes."""
-    fits = x_CD.stride(1) == 1 and x_CD.stride(0) % 8 == 0 and x_CD.stride(0) > 0 and x_CD.data_ptr() % 16 == 0
-    return x_CD if fits else x_CD.clone(memory_format=torch.contiguous_format)
-
-
-def _operand_rows(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight in ``dtype``, its rows in order and as TMA takes them."""
-    if weight_VD.dtype != dtype:
-        return weight_VD.to(dtype, memory_format=torch.contiguous_format)
-    return weight_VD if rows_are_aligned(weight_VD) else weight_VD.clone(memory_format=torch.contiguous_format)
+def aligned_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix as TMA takes it: in ``dtype``, rows in order that start at multiples of 16 bytes."""
+    if x.dtype == dtype and rows_are_aligned(x):
+        return x
+    return x.to(dtype, memory_format=torch.contiguous_format, copy=True)

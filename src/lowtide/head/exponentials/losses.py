@@ -60,7 +60,7 @@ class CrossEntropy(Exponentials):
             scale=head.scale,
             softcap=softcap,
             class_weight=q if alone else None,
-            total_class_weight=q.sum() if loss.total is None and q is not None else loss.total,
+            total_class_weight=loss.total,
             smoothing=smoothing,
             z_loss=loss.z_loss,
             uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None,
@@ -206,7 +206,7 @@ class CrossEntropy(Exponentials):
         self, y_n: Tensor, own_n: Tensor | None, at_once: Callable[[], Tensor] | None, piece: Piece
     ) -> Piece:
         """Begin to exchange the targets' logits, and with smoothing the weighted sums of all logits [1 or 2, C]."""
-        piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get()), y_n[piece.part]
+        piece.x_CD, piece.y_C = aligned_rows(piece.x_CD.get(), self.head.dtype), y_n[piece.part]
         piece.own_C = None if own_n is None else own_n[piece.part]
         piece.rows = target, _, _, _, _, count = self._memory(len(piece.y_C))
         if at_once is not None:

@@ -23,12 +23,9 @@ SUMS = {"entropy": "heat", "sum_sq_prob": "squares", "mean": "total"}  # what ea
 
 
 class TileStatistics(Exponentials):
-    """Statistics of each row's logits, in either direction; per-row tensors are in the order of ``ranks.order(plan)``.
+    """Statistics of each row's logits, in either direction; rows are in the order of ``ranks.order(plan)``.
 
-    Args:
-        head: The head.
-        y_nK: int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
-        plan: Chunks and blocks.
+    ``y_nK`` are int64 classes of the whole vocabulary; below 0 where ignored: forward returns that of class 0.
     """
 
     def __init__(self, head: Head, y_nK: Tensor, plan: HeadPlan) -> None:
@@ -71,7 +68,12 @@ class TileStatistics(Exponentials):
 
     def _begin_sums(self, out: RowStats, y_nK: Tensor, highest: list[Tensor], piece: Piece) -> Piece:
         """Compute a piece's statistics of the classes here, and begin to exchange them where there are others."""
-        part, x_CD, w_VD, transform = piece.part, aligned_rows(piece.x_CD.get()), self.weight_VD, self.transform
+        part, x_CD, w_VD, transform = (
+            piece.part,
+            aligned_rows(piece.x_CD.get(), self.head.dtype),
+            self.weight_VD,
+            self.transform,
+        )
         y_CK = y_nK[part]
         if self.width:
             gemm_tiles(stats_logits.tile_stats, x_CD, w_VD, None, self.sums, transform, self.config)

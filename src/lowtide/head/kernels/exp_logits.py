@@ -18,10 +18,9 @@ from lowtide.head.kernels.gemm import (
     LOG2E,
     PLAIN,
     LogitTransform,
-    descriptors,
-    each_tile,
     finish_logits,
     gathered_logits,
+    gemm_tiles,
     halves,
     matrix,
 )
@@ -95,15 +94,6 @@ def _exp_tile(z, row, p, C, V, e_d, rows, transform, BOUND: tl.constexpr, CONFIG
         total += _exp_piece(right, row, column, of_row, V, e_d, rows, transform, BOUND, WIDTH, WIDTH)
     if rows.sums is not None:
         tl.store(rows.sums + at.to(tl.int64) * rows.sum_stride + p, total, mask=inside)
-
-
-@Launcher
-@triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _exp_logits(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, rows, transform, C, V, D, BOUND: tl.constexpr, CONFIG: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    each_tile(x_d, w_d, e_d, rows, transform, C, V, D, _exp_tile, BOUND, CONFIG, PROGRAMS)
 
 
 @triton.jit
@@ -182,29 +172,13 @@ def exp_logits(
     """Write ``E = exp(z - reference)``, times ``1 - (z / softcap)**2`` with a cap, and its sums.
 
     At the target E is 0, or ``coefficient`` where given. Rows of ignored tokens are 0, unless their logits are not
-    finite and ``coefficient`` is None: then they may be NaN.
-
-    Args:
-        x_CD: Hidden states, as `gemm` takes them.
-        w_VD: Weight, the same.
-        reference_C: float32.
-        y_C: int32 classes, counted as ``first_class`` and on; -1 for ignored tokens.
-        config: Tile sizes.
-        programs: How many programs run: one for each multiprocessor.
-        transform: What makes logits z of the products.
-        e_CV: Takes E, rows of 16-byte stride; None: only sums are wanted.
-        sum_CP: float32, unit stride within rows; takes each tile's row sums of exp(z - reference), target left out.
-        coefficient_C: float32, what E holds at the target.
-        first_class: Class of ``w_VD``'s first row.
+    finite and ``coefficient`` is None: then they may be NaN. ``y_C`` (int32) are counted as ``first_class``, that of
+    ``w_VD``'s first row, and on; -1 for ignored tokens. ``e_CV`` takes E, in rows of 16-byte stride, if wanted,
+    and ``sum_CP``, of unit stride within rows, each tile's row sums of exp(z - reference), the target left out.
     """
-    (C, D), V = x_CD.shape, w_VD.shape[0]
     rows = ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP), first_class)
-    programs *= config.per_multiprocessor
-    _exp_logits[(programs,)](
-        *descriptors(x_CD, w_VD, e_CV, config), rows, transform, C, V, D,
-        BOUND=V % config.columns != 0 or coefficient_C is not None, CONFIG=config, PROGRAMS=programs,
-        num_stages=config.stages, num_warps=config.warps,
-    )  # fmt: skip
+    asked = coefficient_C is not None
+    gemm_tiles(_exp_tile, x_CD, w_VD, e_CV, rows, transform, config, programs, asked=asked)
 
 
 def shifted_exp_logits(

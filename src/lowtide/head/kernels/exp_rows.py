@@ -316,18 +316,10 @@ def finish_rows(
     """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
 
     That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
-    list, which is empty before.
-
-    Args:
-        sums: The GEMM's row sums [C, P], or every rank's from `sum_rows` [W, 2, C], contiguous.
-        x_CD: See above, like the others that are not named here.
-        y_C: See above.
-        factor_C: g; None: losses alone.
-        rows: Holds the target's logit, and with smoothing the weighted sum of all logits; takes the results.
-        terms: See above.
-        e_CV: E, with a factor; None where this rank has no class.
-        scaled_CD: See above.
-        shifted: Whether to do the listed rows alone: relative to their highest logit, or to every rank's logsumexp.
+    list, which is empty before. ``sums`` are the GEMM's [C, P], or every rank's from `sum_rows` [W, 2, C], contiguous;
+    ``rows`` hold the target's logit, and with smoothing the weighted sum of all logits, and take the results.
+    ``e_CV`` is given with a factor, where this rank has classes. With ``shifted`` the listed rows alone are done:
+    relative to their highest logit, or to every rank's logsumexp.
     """
     (C, D), several = x_CD.shape, sums.dim() == 3
     _finish_rows[(C,)](

@@ -1,7 +1,7 @@
 """One GEMM with its epilogues: x W^T tile by tile, each tile's float32 accumulators handed to a function.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary. Persistent, through TMA descriptors:
-`each_tile` is the loop, `exp_logits` and `stats_logits` hold the epilogues. Operands are rows of 16-byte stride with
+`gemm_tiles` is the loop, `exp_logits` and `stats_logits` hold the epilogues. Operands are rows of 16-byte stride with
 unit stride within. `gathered_logits` computes single rows, for the few that are recomputed.
 """
 
@@ -51,8 +51,9 @@ def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
     return z
 
 
+@Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def each_tile(  # type: ignore[no-untyped-def]
+def _each_tile(  # type: ignore[no-untyped-def]
     x_d, w_d, out_d, rows, transform, C, V, D, epilogue: tl.constexpr, ASKED: tl.constexpr, CONFIG: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -79,9 +80,6 @@ def each_tile(  # type: ignore[no-untyped-def]
         epilogue(z, row, p, C, V, out_d, rows, transform, ASKED, CONFIG)
 
 
-_each_tile = Launcher(each_tile)
-
-
 def gemm_tiles(
     epilogue: Any,
     x_CD: Tensor,
@@ -90,13 +88,16 @@ def gemm_tiles(
     rows: tuple[Any, ...],
     transform: LogitTransform,
     config: GemmConfig,
+    programs: int | None = None,
+    *,
+    asked: bool = False,
 ) -> None:
-    """Launch `each_tile`, ASKED whether the last tile is cut off at V."""
+    """Compute x W^T tile by tile, ASKED also where the last tile is cut off at V; a program for each multiprocessor."""
     V, D = w_VD.shape
-    programs = multiprocessors(x_CD.device) * config.per_multiprocessor
+    programs = (programs or multiprocessors(x_CD.device)) * config.per_multiprocessor
     _each_tile[(programs,)](
         *descriptors(x_CD, w_VD, out_CV, config), rows, transform, len(x_CD), V, D, epilogue=epilogue,
-        ASKED=V % config.columns != 0, CONFIG=config, PROGRAMS=programs, num_stages=config.stages,
+        ASKED=asked or V % config.columns != 0, CONFIG=config, PROGRAMS=programs, num_stages=config.stages,
         num_warps=config.warps,
     )  # fmt: skip
 

@@ -44,13 +44,9 @@ def bias_sums(most_rows: int, V: int, device: torch.device) -> Tensor:
 
 
 def put_logit_grad(g_cV: Tensor, scale: Tensor | None, out_cV: Tensor, sums_PV: Tensor | None) -> None:
-    """Write ``scale * g`` to ``out_cV``, and add its column sums, in parts, to ``sums_PV``.
+    """Write ``scale * g`` to ``out_cV``, and add its column sums, in parts, to ``sums_PV``, which is from `bias_sums`.
 
-    Args:
-        g_cV: float32, of any strides; shares no memory with ``out_cV``.
-        scale: 0-d float32; None: 1.
-        out_cV: float32 or narrower, rows contiguous.
-        sums_PV: From `bias_sums`; None: not wanted.
+    ``g_cV`` is float32, of any strides, and shares no memory with ``out_cV``, whose rows are contiguous.
     """
     C, V = g_cV.shape
     if not C:

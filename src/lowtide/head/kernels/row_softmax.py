@@ -155,16 +155,16 @@ def _softmax_rows(  # type: ignore[no-untyped-def]
 
 
 def softmax_rows(
-    z_CV: Tensor,
-    target_C: Tensor,
-    unit_C: Tensor,
-    kept_C: Tensor | None = None,
+    z_CV: Tensor,  # float32
+    target_C: Tensor,  # int64, from 0 to V - 1 in every row
+    unit_C: Tensor,  # float32: NaN where the target was no class, and so are loss and gradient; else not used
+    kept_C: Tensor | None = None,  # bool: rows where it is False are not read, and become 0
     *,
     transform: LogitTransform = PLAIN,
-    terms: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 0.0),
-    gradient: torch.dtype | None = None,
-    factor_C: Tensor | None = None,
-    longest_block: int = LONGEST_BLOCK,
+    terms: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 0.0),  # q and Q, a and u
+    gradient: torch.dtype | None = None,  # None: rows are read once, and left as they are
+    factor_C: Tensor | None = None,  # float32, multiplied with a wide gradient; a narrow one never is
+    longest_block: int = LONGEST_BLOCK,  # columns handled at a time, a power of two from 8
 ) -> tuple[Tensor, Tensor | None]:
     """Turn products ``x @ w.T`` into each row's loss and, in their place, the loss's gradient with respect to them.
 
@@ -175,25 +175,11 @@ def softmax_rows(
         gradient_v = m f_v (k p_v - (1 - a) q_y [v = y] - (a / V) q_v),     k = (1 - a) q_y + a Q / V + 2 u lse
 
     Neither loses precision where the model is sure, or where logits are large. NaN and infinities come out as from
-    `torch.log_softmax`, and stay in their row. Nothing of the size of ``z_CV`` is allocated.
-
-    Args:
-        z_CV: float32, its row stride a multiple of 8. Overwritten if ``gradient`` is given. What lies between V and the
-            next multiple of 8 may be anything, and becomes 0 with the gradient.
-        target_C: int64, from 0 to V - 1 in every row.
-        unit_C: float32; where it is NaN (the target was no class) so are the row's loss and gradient. No other value
-            matters here.
-        kept_C: bool; rows where it is False are not read, their loss and gradient are 0. None: all are kept.
-        transform: Bias, m and softcap.
-        terms: q and Q (float32) or None, a and u.
-        gradient: float32: in place of ``z_CV``. bfloat16, float16: narrowed, over the first half of each row's own
-            bytes: ``z_CV.view(dtype)[:, :V]``. None: rows are read once, and left as they are.
-        factor_C: float32, multiplied with a wide gradient. A narrow one never is: see `engine.run`.
-        longest_block: Columns handled at a time, a power of two from 8.
-
-    Returns:
-        tuple[Tensor, Tensor | None]: The losses [C]; of a float16 gradient what each row is still to be multiplied
-        with [C], a power of two such that its values in memory are at most 2**14.
+    `torch.log_softmax`, and stay in their row. Nothing of the size of ``z_CV`` is allocated: a narrow gradient lies
+    over the first half of each row's own bytes, ``z_CV.view(dtype)[:, :V]``; what is between V and the next multiple of
+    8, of which row strides are multiples, may be anything, and becomes 0 with it. Of a float16 gradient the second
+    result is what each row is still to be multiplied with [C], a power of two such that values in memory are at most
+    2**14.
     """
     C, V = z_CV.shape
     class_weight_V, _, label_smoothing, _ = terms

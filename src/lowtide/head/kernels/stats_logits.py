@@ -105,7 +105,7 @@ def put_sums(sums, at, top, top_id, rest, heat, squares, total, inside):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write a tile's `Sums`, an epilogue of `gemm.each_tile`.
+    """Write a tile's `Sums`, an epilogue of `gemm.gemm_tiles`.
 
     Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits.
     """
@@ -138,7 +138,7 @@ def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CO
 def gradient_tile(z, row, p, C, V, g_d, of_row, transform, _bound: tl.constexpr, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write ``f_v (p_v (slope - heat (z_v - lse)) + even)``, p = exp(z - lse), f_v = 1 - (z_v / softcap)**2 with a cap.
 
-    An epilogue of `gemm.each_tile`, with `Entries`, a half at a time where a tile is stored so. In rows whose s is 0,
+    An epilogue of `gemm.gemm_tiles`, with `Entries`, a half at a time where a tile is stored so. In rows whose s is 0,
     zeros. Targets and the highest class are as the others: see `stats_rows.put_entries`.
     """
     WIDTH: tl.constexpr = CONFIG.columns // CONFIG.pieces

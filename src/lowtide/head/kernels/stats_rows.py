@@ -114,18 +114,11 @@ def merge_stats(
         lse = M + log1p(R)    entropy = log1p(R) - H / (1 + R)   sum p^2 = (1 + S) / (1 + R)^2    log p_y = t - lse
 
     Where the vocabulary is sharded, each rank merges its tiles into a `Sums` of one part; all ranks' are gathered, and
-    merged as tiles are.
-
-    Args:
-        parts: With the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob, total for the mean.
-        out: Takes the numbers; those before ``logprob`` must be there, and with targets that too, contiguous. Or takes
-            the sums, and the logits of the targets that are here.
-        V: Classes of all parts; there may be none of a rank's own.
-        y_CK: Targets, int64, contiguous, all of them valid.
-        x_CD: Where ``parts`` lack the targets' logits, as are the rest: hidden states,
-        w_VD: this rank's weight,
-        transform: what makes logits of the products,
-        first_class: and the class of its first row.
+    merged as tiles are. ``parts`` have the sums that ``out`` needs: heat for the entropy, squares for sum_sq_prob,
+    total for the mean. ``out`` takes the numbers, contiguous, at least those before ``logprob`` and with targets that,
+    too; or the sums, and the logits of the targets that are here. V counts the classes of all parts; a rank may have
+    none. ``y_CK`` are int64, contiguous and valid. Where the parts lack the targets' logits, x, W, the transform and
+    the class of W's first row make them.
     """
     (C, K), D = y_CK.shape, 1 if x_CD is None else x_CD.shape[1]
     numbers, told = (out, None) if isinstance(out, RowStats) else (None, out)
