@@ -7,6 +7,7 @@ two implementations. Its operators, their fakes and FLOP counts, and its two aut
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,11 +51,13 @@ class Function:
         given = ", ".join(
             [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
         )
-        self.run = Operator(self.name, f"({call}, bool keep) -> ({several})", self.compute, self._fake, self._flop)
-        schema = f"({call}, {given}) -> (Tensor, Tensor, Tensor)"
-        name, compute, fake = f"{self.name}_backward", self.compute_gradients, self._fake_gradients
-        self.run_backward = Operator(name, schema, compute, fake, self._flop)
+        self.run = self._operator(self.name, f"({call}, bool keep) -> ({several})", self.compute)
+        backward = f"({call}, {given}) -> (Tensor, Tensor, Tensor)"
+        self.run_backward = self._operator(f"{self.name}_backward", backward, self.compute_gradients)
         self.stored, self.recomputed = _nodes(self)
+
+    def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Operator:
+        return Operator(name, schema, compute, partial(compute, real=False), self._flop)
 
     def __call__(self, head: Head, args: Any, *, recompute: bool) -> tuple[Tensor, ...]:
         """Return what is returned, connected to whichever of the head's tensors need a gradient.
@@ -80,51 +83,38 @@ class Function:
 
     def values(self, ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return all values and stored gradients; with a sharded vocabulary there is no operator."""
-        found: tuple[Tensor, ...] = self.run(*fields) if ranks is None else self.compute(*fields, ranks=ranks)
-        return found
+        return self.run(*fields) if ranks is None else self.compute(*fields, ranks=ranks)
 
     def gradients(self, ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the gradients of input, weight and bias likewise."""
-        found: tuple[Tensor, ...] = (
-            self.run_backward(*fields) if ranks is None else self.compute_gradients(*fields, ranks=ranks)
-        )
-        return found
+        return self.run_backward(*fields) if ranks is None else self.compute_gradients(*fields, ranks=ranks)
 
     def _split(self, fields: Sequence[Any], ranks: Ranks | None = None) -> tuple[Head, Any, Wanted]:
         head = Head(*(*fields[:_HEAD], Alone(fields[1].shape[0]) if ranks is None else ranks))
         return head, self.args(*fields[_HEAD : self.arguments]), Wanted(*fields[self.arguments : self.arguments + 3])
 
-    def compute(self, *fields: Any, ranks: Ranks | None = None) -> tuple[Tensor, ...]:
-        """Return all values and stored gradients; what is not computed is empty."""
+    def compute(self, *fields: Any, ranks: Ranks | None = None, real: bool = True) -> tuple[Tensor, ...]:
+        """Return all values and stored gradients; what is not computed is empty, and but for ``real`` all is."""
         head, args, wanted = self._split(fields, ranks)
-        with torch.no_grad(), undisturbed(head.input.device):
-            found = self.forward(head.prepared(), args, wanted, fields[-1])
-        return _filled(head, self._shapes(head, args, wanted, fields[-1]), found)
+        keep_known, found = fields[-1], Values()
+        if real:
+            with torch.no_grad(), undisturbed(head.input.device):
+                found = self.forward(head.prepared(), args, wanted, keep_known)
+        per_token, ignores = getattr(args, "reduction", "none") == "none", any(wanted) and self.ignores(args)
+        shapes = self.shapes(head, args, keep_known)
+        shapes = {name: shapes[name] for name in self.names}
+        return _filled(head, shapes | stored_shapes(head, wanted, per_token=per_token, ignores=ignores), found)
 
-    def _shapes(self, head: Head, args: Any, wanted: Wanted, keep: bool) -> dict[str, Shape]:
-        """Return the shapes of all values and stored gradients, in the operator's order."""
-        per_token = getattr(args, "reduction", "none") == "none"
-        stored = stored_shapes(head, wanted, per_token=per_token, ignores=any(wanted) and self.ignores(args))
-        shapes = self.shapes(head, args, keep)
-        return {name: shapes[name] for name in self.names} | stored
-
-    def _fake(self, *fields: Any) -> tuple[Tensor, ...]:
-        head, args, wanted = self._split(fields)
-        return _filled(head, self._shapes(head, args, wanted, fields[-1]), {})
-
-    def compute_gradients(self, *fields: Any, ranks: Ranks | None = None) -> tuple[Tensor, ...]:
+    def compute_gradients(self, *fields: Any, ranks: Ranks | None = None, real: bool = True) -> tuple[Tensor, ...]:
         """Return the gradients of input, weight and bias, in the shapes and dtypes of these, the bias's wide."""
         head, args, wanted = self._split(fields, ranks)
-        given = fields[self.arguments + 3 :]
+        given, found = fields[self.arguments + 3 :], Values()
         upstream = dict(zip(self.upstream, given, strict=False))
         known = dict(zip(self.known, given[len(self.upstream) :], strict=True))
-        with torch.no_grad(), undisturbed(head.input.device):
-            found = found_gradients(head, self.backward(head.prepared(), args, wanted, upstream, known))
+        if real:
+            with torch.no_grad(), undisturbed(head.input.device):
+                found = found_gradients(head, self.backward(head.prepared(), args, wanted, upstream, known))
         return _filled(head, gradient_shapes(head, wanted), found)
-
-    def _fake_gradients(self, *fields: Any) -> tuple[Tensor, ...]:
-        head, _, wanted = self._split(fields)
-        return _filled(head, gradient_shapes(head, wanted), {})
 
     def _flop(self, *fields: Any) -> int:
         head, args, wanted = self._split(fields)

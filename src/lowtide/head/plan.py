@@ -15,6 +15,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.backends import NOT_OF_SHARDS, NOT_ON_EVERY_RANK, choose, why_not_exp, why_not_row
 from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
+from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.planner import (
     MIB,
@@ -87,8 +88,7 @@ class HeadPlan:
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
-        for start in range(0, self.rows, self.chunk_rows):
-            yield slice(start, min(start + self.chunk_rows, self.rows))
+        return slices(self.rows, self.chunk_rows)
 
     def __str__(self) -> str:
         lines = [
@@ -108,9 +108,11 @@ class HeadPlan:
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
-@lru_cache(maxsize=256)
-def plan_of(work: Work) -> HeadPlan:
-    """Return the plan of a pass."""
+@lru_cache(maxsize=512)
+def plan_of(work: Work, *, of_teacher: bool = False) -> HeadPlan:
+    """Return the plan of a pass, or the same chunks with the GEMMs of its second side, which gets no gradient."""
+    if of_teacher:
+        return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
     (N, D, V), (backend, reason), mib = work.size, work.choice, work.options.workspace_mib
     rows, scratch, more = cut(work)
     accumulate = accumulate_in(work, -(-N // rows))
@@ -135,12 +137,6 @@ def plan_of(work: Work) -> HeadPlan:
         note=note,
         **more,
     )
-
-
-@lru_cache(maxsize=256)
-def plan_of_teacher(work: Work) -> HeadPlan:
-    """Return the same chunks with the GEMMs of the second side, which gets no gradient."""
-    return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
 
 
 def plan_head(
@@ -313,7 +309,7 @@ def plan_both_sides(
     why_not = {"row": why_not_row(head.input.device, head.dtype, V, topk=weight is None)}
     more = {"gradient": "forward" if stored else "recompute", "teacher": teacher, "values_only": not any(wanted)}
     work = _work(head, n, wanted, "divergence", why_not, **more)
-    return plan_of(work), plan_of_teacher(work)
+    return plan_of(work), plan_of(work, of_teacher=True)
 
 
 def _why_not_exp(head: Head, **of_work: Any) -> str | None:

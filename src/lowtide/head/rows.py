@@ -1,6 +1,7 @@
 """Rows of hidden states [..., D], or of anything else with tokens on its leading axes, as chunks take them."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,14 +69,8 @@ def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Ten
 
 def rows_are_viewable(x: Tensor, axes: int = -1) -> bool:
     """Return whether ``x.view(-1, D)`` exists: each of the leading axes spans exactly those after it."""
-    span = None
-    for size, stride in zip(reversed(x.shape[:axes]), reversed(x.stride()[:axes]), strict=True):
-        if size == 1:
-            continue
-        if span is not None and stride != span:
-            return False
-        span = size * stride
-    return True
+    long = [(size, stride) for size, stride in zip(x.shape[:axes], x.stride()[:axes], strict=True) if size != 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(long))
 
 
 def rows_are_aligned(x: Tensor) -> bool:

@@ -97,11 +97,9 @@ def with_trained_scale(
         input = input.float()
     if linear_bias is not None and linear_bias.dtype.itemsize < 4:
         linear_bias = linear_bias.float()
-    return (
-        _CARRIES_SCALE.apply(input, of_input),  # type: ignore[no-untyped-call]
-        None if linear_bias is None else _CARRIES_SCALE.apply(linear_bias, of_bias),  # type: ignore[no-untyped-call]
-        _not_zero(of_input.detach()),
-    )
+    carry: Any = _CARRIES_SCALE.apply
+    linear_bias = None if linear_bias is None else carry(linear_bias, of_bias)
+    return carry(input, of_input), linear_bias, _not_zero(of_input.detach())
 
 
 def _not_zero(scale: Tensor) -> Tensor:
