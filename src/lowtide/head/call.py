@@ -42,11 +42,6 @@ class Wanted(NamedTuple):
     weight: bool
     bias: bool
 
-    @property
-    def head(self) -> bool:
-        """Return whether the head itself gets one."""
-        return self.weight or self.bias
-
 
 class Head(NamedTuple):
     """A final linear layer, its hidden states and what is done to their products, local to this rank.

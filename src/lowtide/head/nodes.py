@@ -48,11 +48,9 @@ class Function:
         self.arguments = _HEAD + len(self.args._fields)
         call = f"{schema_of(Head, _HEAD)}, {schema_of(self.args)}, {_WANTED}"
         several = ", ".join(["Tensor"] * (len(self.names) + STORED))
-        given = ", ".join(
-            [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
-        )
+        given = [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
         self.run = self._operator(self.name, f"({call}, bool keep) -> ({several})", self.compute)
-        backward = f"({call}, {given}) -> (Tensor, Tensor, Tensor)"
+        backward = f"({call}, {', '.join(given)}) -> (Tensor, Tensor, Tensor)"
         self.run_backward = self._operator(f"{self.name}_backward", backward, self.compute_gradients)
         self.stored, self.recomputed = _nodes(self)
 
@@ -70,15 +68,13 @@ class Function:
         return self._connected(head, args, recompute)
 
     def _connected(self, head: Head, args: Any, recompute: bool) -> tuple[Tensor, ...]:
-        wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in head[:3]))
+        trained = any(tensor is not None and tensor.requires_grad for tensor in head[:3])
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
         values: Any
-        if not (torch.is_grad_enabled() and any(wanted) and self.upstream):
+        if not (torch.is_grad_enabled() and trained and self.upstream):
             values = self.values(ranks, (*fields, False, False, False, False))[: len(self.returned)]
-        elif recompute:
-            values = self.recomputed.apply(*fields, ranks)
         else:
-            values = self.stored.apply(*fields, ranks, wanted)
+            values = (self.recomputed if recompute else self.stored).apply(*fields, ranks)
         return values if isinstance(values, tuple) else (values,)
 
     def values(self, ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -135,15 +131,15 @@ def _filled(head: Head, shapes: dict[str, Shape], found: Values) -> tuple[Tensor
 def _nodes(function: Function) -> tuple[Any, Any]:
     """Return the two nodes of a function: one stores the gradients in forward, one recomputes the logits in backward.
 
-    Both get the fields of both records, then the ranks; the first also which gradients are wanted.
+    Both get the fields of both records, then the ranks.
     """
     tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(function.args)))
     returned, known = len(function.returned), tuple(map(function.names.index, function.known))
 
     def store(ctx: Any, *args: Any) -> Tensor:
-        *fields, ranks, wanted = args
-        found = function.values(ranks, (*fields, *wanted, False))
-        keep(ctx, found[len(function.names) :], wanted, Head(*(*fields[:_HEAD], ranks)))
+        *fields, ranks = args
+        found = function.values(ranks, (*fields, *ctx.needs_input_grad[:3], False))
+        keep(ctx, found[len(function.names) :], Head(*(*fields[:_HEAD], ranks)))
         return found[0]
 
     def multiply(ctx: Any, upstream: Tensor) -> Any:

@@ -277,12 +277,12 @@ def _check_sizes(**sizes: int) -> None:
             raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
 
 
-def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, recompute: bool = False) -> HeadPlan:
+def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, known: bool = False) -> HeadPlan:
     """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
     alone, capped = head.ranks.alone, head.softcap is not None and args.label_smoothing != 0
     row = why_not_row(head.input.device, head.dtype, head.ranks.most_rows) if alone else NOT_OF_SHARDS
     why_not = {"exp": _why_not_exp(head, capped_and_smoothed=capped), "row": row}
-    gradient = "recompute" if recompute else choose_gradient(head.options, args.reduction, alone and not wanted.head)
+    gradient = "recompute" if known else choose_gradient(head.options, args.reduction, alone and not any(wanted[1:]))
     return plan_of(_work(head, n, wanted, "cross entropy", why_not, gradient=gradient))
 
 
@@ -298,7 +298,7 @@ def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -
 
 
 def plan_both_sides(
-    head: Head, args: DivergenceArgs, n: int, wanted: Wanted, *, stored: bool
+    head: Head, args: DivergenceArgs, n: int, wanted: Wanted, stored: bool
 ) -> tuple[HeadPlan, HeadPlan]:
     """Return the same for a divergence: the student's plan, and the teacher's, for the same chunks."""
     weight, V, teacher = args.teacher_weight, head.ranks.most_rows, (0, 0, head.dtype)
@@ -335,7 +335,7 @@ def _work(head: Head, n: int, wanted: Wanted, name: str, why_not: dict[str, str 
         where = " where the vocabulary is sharded" * ("exp" in why_not)
     choice = choose(name, head.options, where, **why_not)
     size = n, D, ranks.most_rows + (choice[0] != "exp" and not ranks.alone)  # a column for other ranks' classes
-    return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, not wanted.head, **more)
+    return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, not any(wanted[1:]), **more)
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:

@@ -272,27 +272,23 @@ def _cut_exponentials(work: Work) -> Cut:
     if recompute or light or rows < min(N, EXP_BLOCKS_BELOW[accumulate_in(work, chunks)]):
         if work.automatic:
             room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
-        rows, columns = _rows_and_columns_of_blocks(N, V, room, thin) or (rows, V)
+        for longest in EXP_BLOCK_ROWS:
+            of_block = min(longest, max(1, N))
+            fitting = (room - of_block * thin) // (2 * of_block) // 256 * 256
+            if fitting >= min(V, EXP_LEAST_BLOCK):
+                rows, columns = level(N, of_block), min(V, fitting)
+                break
     sum_row = sums + 64 + 2 * D * work.input_is_copied + work.sum_row_bytes
     sum_rows = room // sum_row
     sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
-    more = {"schedule": "chunks", "block_columns": columns, "sum_rows": sum_rows}
-    if recompute or columns < V:
-        scratch = max(fixed + rows * (thin + 2 * padded(columns)), fixed + sum_rows * sum_row)
-        return rows, scratch, {**more, "schedule": "blocks", "product_rows": rows}
-    product_rows = min(rows, product_rows)
-    more["product_rows"] = level(rows, product_rows) if work.pieces else product_rows
-    return rows, fixed + rows * (thin + 2 * padded(V) + sums), more
-
-
-def _rows_and_columns_of_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
-    """Return chunk rows and the columns of a block that fit ``room`` bytes; None where blocks would be no use."""
-    for rows in EXP_BLOCK_ROWS:
-        rows = min(rows, max(1, N))
-        columns = (room - rows * thin) // (2 * rows) // 256 * 256
-        if columns >= min(V, EXP_LEAST_BLOCK):
-            return level(N, rows), min(V, columns)
-    return None
+    in_blocks = recompute or columns < V
+    if in_blocks:
+        product_rows, scratch = rows, max(rows * (thin + 2 * padded(columns)), sum_rows * sum_row)
+    else:
+        product_rows, scratch = min(rows, product_rows), rows * (thin + 2 * padded(V) + sums)
+        product_rows = level(rows, product_rows) if work.pieces else product_rows
+    more = {"block_columns": columns, "sum_rows": sum_rows, "product_rows": product_rows}
+    return rows, fixed + scratch, {**more, "schedule": "blocks" if in_blocks else "chunks"}
 
 
 def _next_power(rows: int) -> int:
