@@ -36,14 +36,13 @@ class Function:
     forward: Callable[[Head, Any, Wanted, bool], Values]  # and stored gradients; the last: keep what is known
     backward: Callable[[Head, Any, Wanted, dict[str, Tensor | None], Values], Gradients]  # from upstream and known
     shapes: Callable[[Head, Any, bool], dict[str, Shape]]  # of each value; the last as in forward
-    returned: tuple[str, ...]  # names of the values that are returned, differentiable ones first
-    differentiable: int  # how many of these are
+    returned: tuple[str, ...]  # names of the values that are returned, those of ``upstream`` first
+    upstream: tuple[str, ...]  # names of those that are differentiable
     known: tuple[str, ...]  # names of the values that backward needs
     ignores: Callable[[Any], bool] = lambda _: True  # whether tokens can be left out
     beside: Callable[[Any], int] = lambda _: 0  # FLOP of what is computed beside the head
 
     def __post_init__(self) -> None:
-        self.upstream = self.returned[: self.differentiable]
         self.names = self.returned + tuple(name for name in self.known if name not in self.returned)
         self.arguments = _HEAD + len(self.args._fields)
         call = f"{schema_of(Head, _HEAD)}, {schema_of(self.args)}, {_WANTED}"
@@ -54,8 +53,10 @@ class Function:
         self.run_backward = self._operator(f"{self.name}_backward", backward, self.compute_gradients)
         self.stored, self.recomputed = _nodes(self)
 
-    def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Operator:
-        return Operator(name, schema, compute, partial(compute, real=False), self._flop)
+    def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+        """Return what computes from the fields; where the vocabulary is sharded, by no operator."""
+        operator = Operator(name, schema, compute, partial(compute, real=False), self._flop)
+        return lambda ranks, fields: operator(*fields) if ranks is None else compute(*fields, ranks=ranks)
 
     def __call__(self, head: Head, args: Any, *, recompute: bool) -> tuple[Tensor, ...]:
         """Return what is returned, connected to whichever of the head's tensors need a gradient.
@@ -71,19 +72,11 @@ class Function:
         trained = any(tensor is not None and tensor.requires_grad for tensor in head[:3])
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
         values: Any
-        if not (torch.is_grad_enabled() and trained and self.upstream):
-            values = self.values(ranks, (*fields, False, False, False, False))[: len(self.returned)]
+        if not (torch.is_grad_enabled() and trained):
+            values = self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]
         else:
             values = (self.recomputed if recompute else self.stored).apply(*fields, ranks)
         return values if isinstance(values, tuple) else (values,)
-
-    def values(self, ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return all values and stored gradients; with a sharded vocabulary there is no operator."""
-        return self.run(*fields) if ranks is None else self.compute(*fields, ranks=ranks)
-
-    def gradients(self, ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return the gradients of input, weight and bias likewise."""
-        return self.run_backward(*fields) if ranks is None else self.compute_gradients(*fields, ranks=ranks)
 
     def _split(self, fields: Sequence[Any], ranks: Ranks | None = None) -> tuple[Head, Any, Wanted]:
         head = Head(*(*fields[:_HEAD], Alone(fields[1].shape[0]) if ranks is None else ranks))
@@ -138,7 +131,7 @@ def _nodes(function: Function) -> tuple[Any, Any]:
 
     def store(ctx: Any, *args: Any) -> Tensor:
         *fields, ranks = args
-        found = function.values(ranks, (*fields, *ctx.needs_input_grad[:3], False))
+        found = function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
         keep(ctx, found[len(function.names) :], Head(*(*fields[:_HEAD], ranks)))
         return found[0]
 
@@ -147,7 +140,7 @@ def _nodes(function: Function) -> tuple[Any, Any]:
 
     def save(ctx: Any, *args: Any) -> Any:
         *fields, ranks = args
-        found = function.values(ranks, (*fields, False, False, False, True))
+        found = function.run(ranks, (*fields, False, False, False, True))
         # what is returned is copied: the caller may write to it
         numbers = [found[i].clone() if i < returned else found[i] for i in known]
         save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers)
@@ -163,7 +156,7 @@ def _nodes(function: Function) -> tuple[Any, Any]:
             fields[i] = tensor
         wanted = ctx.needs_input_grad[:3]
         args = (*fields, *wanted, *upstream[: len(function.upstream)], *saved[len(tensors) :])
-        dx, dw, db = function.gradients(ctx.ranks, args)
+        dx, dw, db = function.run_backward(ctx.ranks, args)
         trained = fields[:3]
         db = db if trained[2] is None else db.to(trained[2].dtype)
         return [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)], trained
