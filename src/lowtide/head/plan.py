@@ -323,19 +323,15 @@ def _why_not_exp(head: Head, **of_work: Any) -> str | None:
 
 def _work(head: Head, n: int, wanted: Wanted, name: str, why_not: dict[str, str | None], **more: Any) -> Work:
     """Return what a pass over n tokens is, on every rank alike: by the largest shard and the smallest GPU."""
-    ranks, weight, D, where = head.ranks, head.weight_VD, head.weight_VD.shape[1], ""
-    if isinstance(ranks, Alone):
-        more["input_is_copied"] = n != head.tokens or input_is_copied(head.input, head.dtype)
-    else:
-        # Hidden states are gathered ahead, or rounded, in which a rank must not differ: of sums alone four pieces live
-        # at once, of gradients three; with these the product too, in float32, whose sum over the ranks is under way.
-        more["sum_row_bytes"] = more.get("sum_row_bytes", 0) + 3 * 2 * D
-        more |= {"row_bytes": (2 * 2 + 4) * D, "input_is_copied": True, "pieces": 2}
+    ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
+    copied = sharded or n != head.tokens or input_is_copied(head.input, head.dtype)  # rounded, or gathered, on any rank
+    if not isinstance(ranks, Alone):
         n, more["device_bytes"] = ranks.slots, ranks.limits.gpu_bytes
-        where = " where the vocabulary is sharded" * ("exp" in why_not)
+    where = " where the vocabulary is sharded" if sharded and "exp" in why_not else ""
     choice = choose(name, head.options, where, **why_not)
-    size = n, D, ranks.most_rows + (choice[0] != "exp" and not ranks.alone)  # a column for other ranks' classes
-    return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, not any(wanted[1:]), **more)
+    size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
+    more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}
+    return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
