@@ -18,7 +18,7 @@ from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_row
 from lowtide.head.engine import Chunks
-from lowtide.head.plan import HeadPlan, plan_of, plan_of_teacher
+from lowtide.head.plan import HeadPlan, plan_of
 from lowtide.head.planner import Work
 from lowtide.head.terms import divergence as divergence_terms
 from support import divergence_of, divergence_oracle, head, relative_error
@@ -266,7 +266,7 @@ def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
             size=(65536, D, V), dtype=dtype, weight_dtype=dtype, device=CUDA, choice=(backend, ""), gradient="forward",
             weight_frozen=False, teacher=(D, U, dtype), options=HeadOptions(workspace_mib=600),
         )  # fmt: skip
-        plans[backend], other = plan_of(work), plan_of_teacher(work)
+        plans[backend], other = plan_of(work), plan_of(work, of_teacher=True)
         assert other.backend == plans[backend].backend == backend
         assert plans[backend].scratch_bytes <= 600 * 2**20
     row = plans["row"]

@@ -42,11 +42,6 @@ class Wanted(NamedTuple):
     weight: bool
     bias: bool
 
-    @property
-    def head(self) -> bool:
-        """Return whether the head itself gets one."""
-        return self.weight or self.bias
-
 
 class Head(NamedTuple):
     """A final linear layer, its hidden states and what is done to their products, local to this rank.
@@ -123,19 +118,9 @@ def checked_call(
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
         factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
-    head = Head(
-        input=input,
-        weight_VD=linear_weight,
-        bias_V=linear_bias,
-        scale=scale,
-        softcap=check_softcap("softcap", softcap),
-        dtype=dtype,
-        workspace_mib=options.workspace_mib,
-        accumulate=options.accumulate,
-        backend=options.backend,
-        ranks=ranks,
-    )
-    return head, ranks, options
+    asked = options.workspace_mib, options.accumulate, options.backend
+    softcap = check_softcap("softcap", softcap)
+    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks), ranks, options
 
 
 def check_head(

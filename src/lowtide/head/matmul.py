@@ -4,6 +4,7 @@ C rows of a chunk, V vocabulary.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +37,11 @@ def narrow_view(wide_CV: Tensor, dtype: torch.dtype) -> Tensor:
 
 def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     """Write ``a @ b`` into ``out``, or add it: summed in float32, rounded once."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif add:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    wider: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if add:
+        torch.addmm(out, a, b, **wider, out=out)
     else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+        torch.mm(a, b, **wider, out=out)
 
 
 def slices(N: int, size: int) -> Iterator[slice]:

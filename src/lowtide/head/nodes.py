@@ -7,6 +7,7 @@ two implementations. Its operators, their fakes and FLOP counts, and its two aut
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,26 +36,27 @@ class Function:
     forward: Callable[[Head, Any, Wanted, bool], Values]  # and stored gradients; the last: keep what is known
     backward: Callable[[Head, Any, Wanted, dict[str, Tensor | None], Values], Gradients]  # from upstream and known
     shapes: Callable[[Head, Any, bool], dict[str, Shape]]  # of each value; the last as in forward
-    returned: tuple[str, ...]  # names of the values that are returned, differentiable ones first
-    differentiable: int  # how many of these are
+    returned: tuple[str, ...]  # names of the values that are returned, those of ``upstream`` first
+    upstream: tuple[str, ...]  # names of those that are differentiable
     known: tuple[str, ...]  # names of the values that backward needs
     ignores: Callable[[Any], bool] = lambda _: True  # whether tokens can be left out
     beside: Callable[[Any], int] = lambda _: 0  # FLOP of what is computed beside the head
 
     def __post_init__(self) -> None:
-        self.upstream = self.returned[: self.differentiable]
         self.names = self.returned + tuple(name for name in self.known if name not in self.returned)
         self.arguments = _HEAD + len(self.args._fields)
         call = f"{schema_of(Head, _HEAD)}, {schema_of(self.args)}, {_WANTED}"
         several = ", ".join(["Tensor"] * (len(self.names) + STORED))
-        given = ", ".join(
-            [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
-        )
-        self.run = Operator(self.name, f"({call}, bool keep) -> ({several})", self.compute, self._fake, self._flop)
-        schema = f"({call}, {given}) -> (Tensor, Tensor, Tensor)"
-        name, compute, fake = f"{self.name}_backward", self.compute_gradients, self._fake_gradients
-        self.run_backward = Operator(name, schema, compute, fake, self._flop)
+        given = [f"Tensor? {name}_grad" for name in self.upstream] + [f"Tensor {name}" for name in self.known]
+        self.run = self._operator(self.name, f"({call}, bool keep) -> ({several})", self.compute)
+        backward = f"({call}, {', '.join(given)}) -> (Tensor, Tensor, Tensor)"
+        self.run_backward = self._operator(f"{self.name}_backward", backward, self.compute_gradients)
         self.stored, self.recomputed = _nodes(self)
+
+    def _operator(self, name: str, schema: str, compute: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+        """Return what computes from the fields; where the vocabulary is sharded, by no operator."""
+        operator = Operator(name, schema, compute, partial(compute, real=False), self._flop)
+        return lambda ranks, fields: operator(*fields) if ranks is None else compute(*fields, ranks=ranks)
 
     def __call__(self, head: Head, args: Any, *, recompute: bool) -> tuple[Tensor, ...]:
         """Return what is returned, connected to whichever of the head's tensors need a gradient.
@@ -67,64 +69,41 @@ class Function:
         return self._connected(head, args, recompute)
 
     def _connected(self, head: Head, args: Any, recompute: bool) -> tuple[Tensor, ...]:
-        wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in head[:3]))
+        trained = any(tensor is not None and tensor.requires_grad for tensor in head[:3])
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
         values: Any
-        if not (torch.is_grad_enabled() and any(wanted) and self.upstream):
-            values = self.values(ranks, (*fields, False, False, False, False))[: len(self.returned)]
-        elif recompute:
-            values = self.recomputed.apply(*fields, ranks)
+        if not (torch.is_grad_enabled() and trained):
+            values = self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]
         else:
-            values = self.stored.apply(*fields, ranks, wanted)
+            values = (self.recomputed if recompute else self.stored).apply(*fields, ranks)
         return values if isinstance(values, tuple) else (values,)
-
-    def values(self, ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return all values and stored gradients; with a sharded vocabulary there is no operator."""
-        found: tuple[Tensor, ...] = self.run(*fields) if ranks is None else self.compute(*fields, ranks=ranks)
-        return found
-
-    def gradients(self, ranks: Ranks | None, fields: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return the gradients of input, weight and bias likewise."""
-        found: tuple[Tensor, ...] = (
-            self.run_backward(*fields) if ranks is None else self.compute_gradients(*fields, ranks=ranks)
-        )
-        return found
 
     def _split(self, fields: Sequence[Any], ranks: Ranks | None = None) -> tuple[Head, Any, Wanted]:
         head = Head(*(*fields[:_HEAD], Alone(fields[1].shape[0]) if ranks is None else ranks))
         return head, self.args(*fields[_HEAD : self.arguments]), Wanted(*fields[self.arguments : self.arguments + 3])
 
-    def compute(self, *fields: Any, ranks: Ranks | None = None) -> tuple[Tensor, ...]:
-        """Return all values and stored gradients; what is not computed is empty."""
+    def compute(self, *fields: Any, ranks: Ranks | None = None, real: bool = True) -> tuple[Tensor, ...]:
+        """Return all values and stored gradients; what is not computed is empty, and but for ``real`` all is."""
         head, args, wanted = self._split(fields, ranks)
-        with torch.no_grad(), undisturbed(head.input.device):
-            found = self.forward(head.prepared(), args, wanted, fields[-1])
-        return _filled(head, self._shapes(head, args, wanted, fields[-1]), found)
+        keep_known, found = fields[-1], Values()
+        if real:
+            with torch.no_grad(), undisturbed(head.input.device):
+                found = self.forward(head.prepared(), args, wanted, keep_known)
+        per_token, ignores = getattr(args, "reduction", "none") == "none", any(wanted) and self.ignores(args)
+        shapes = self.shapes(head, args, keep_known)
+        shapes = {name: shapes[name] for name in self.names}
+        return _filled(head, shapes | stored_shapes(head, wanted, per_token=per_token, ignores=ignores), found)
 
-    def _shapes(self, head: Head, args: Any, wanted: Wanted, keep: bool) -> dict[str, Shape]:
-        """Return the shapes of all values and stored gradients, in the operator's order."""
-        per_token = getattr(args, "reduction", "none") == "none"
-        stored = stored_shapes(head, wanted, per_token=per_token, ignores=any(wanted) and self.ignores(args))
-        shapes = self.shapes(head, args, keep)
-        return {name: shapes[name] for name in self.names} | stored
-
-    def _fake(self, *fields: Any) -> tuple[Tensor, ...]:
-        head, args, wanted = self._split(fields)
-        return _filled(head, self._shapes(head, args, wanted, fields[-1]), {})
-
-    def compute_gradients(self, *fields: Any, ranks: Ranks | None = None) -> tuple[Tensor, ...]:
+    def compute_gradients(self, *fields: Any, ranks: Ranks | None = None, real: bool = True) -> tuple[Tensor, ...]:
         """Return the gradients of input, weight and bias, in the shapes and dtypes of these, the bias's wide."""
         head, args, wanted = self._split(fields, ranks)
-        given = fields[self.arguments + 3 :]
+        given, found = fields[self.arguments + 3 :], Values()
         upstream = dict(zip(self.upstream, given, strict=False))
         known = dict(zip(self.known, given[len(self.upstream) :], strict=True))
-        with torch.no_grad(), undisturbed(head.input.device):
-            found = found_gradients(head, self.backward(head.prepared(), args, wanted, upstream, known))
+        if real:
+            with torch.no_grad(), undisturbed(head.input.device):
+                found = found_gradients(head, self.backward(head.prepared(), args, wanted, upstream, known))
         return _filled(head, gradient_shapes(head, wanted), found)
-
-    def _fake_gradients(self, *fields: Any) -> tuple[Tensor, ...]:
-        head, _, wanted = self._split(fields)
-        return _filled(head, gradient_shapes(head, wanted), {})
 
     def _flop(self, *fields: Any) -> int:
         head, args, wanted = self._split(fields)
@@ -145,15 +124,15 @@ def _filled(head: Head, shapes: dict[str, Shape], found: Values) -> tuple[Tensor
 def _nodes(function: Function) -> tuple[Any, Any]:
     """Return the two nodes of a function: one stores the gradients in forward, one recomputes the logits in backward.
 
-    Both get the fields of both records, then the ranks; the first also which gradients are wanted.
+    Both get the fields of both records, then the ranks.
     """
     tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(function.args)))
     returned, known = len(function.returned), tuple(map(function.names.index, function.known))
 
     def store(ctx: Any, *args: Any) -> Tensor:
-        *fields, ranks, wanted = args
-        found = function.values(ranks, (*fields, *wanted, False))
-        keep(ctx, found[len(function.names) :], wanted, Head(*(*fields[:_HEAD], ranks)))
+        *fields, ranks = args
+        found = function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
+        keep(ctx, found[len(function.names) :], Head(*(*fields[:_HEAD], ranks)))
         return found[0]
 
     def multiply(ctx: Any, upstream: Tensor) -> Any:
@@ -161,7 +140,7 @@ def _nodes(function: Function) -> tuple[Any, Any]:
 
     def save(ctx: Any, *args: Any) -> Any:
         *fields, ranks = args
-        found = function.values(ranks, (*fields, False, False, False, True))
+        found = function.run(ranks, (*fields, False, False, False, True))
         # what is returned is copied: the caller may write to it
         numbers = [found[i].clone() if i < returned else found[i] for i in known]
         save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers)
@@ -177,7 +156,7 @@ def _nodes(function: Function) -> tuple[Any, Any]:
             fields[i] = tensor
         wanted = ctx.needs_input_grad[:3]
         args = (*fields, *wanted, *upstream[: len(function.upstream)], *saved[len(tensors) :])
-        dx, dw, db = function.gradients(ctx.ranks, args)
+        dx, dw, db = function.run_backward(ctx.ranks, args)
         trained = fields[:3]
         db = db if trained[2] is None else db.to(trained[2].dtype)
         return [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)], trained

@@ -44,14 +44,11 @@ def factor_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
 def scaled(
     grad: Tensor, factor: Tensor, in_place: bool, kept_N: Tensor | None = None, *, zeros_stay: bool = False
 ) -> Tensor:
-    """Return ``grad * factor`` in the dtype of ``grad``, the product itself taken in the factor's.
+    """Return ``grad * factor`` in the dtype of ``grad``, contiguous, the product itself taken in the factor's.
 
-    Args:
-        grad: A stored gradient, contiguous.
-        factor: Scalar, or one value for each row [...] of ``grad`` [..., D], flattened.
-        in_place: Whether ``grad`` may be overwritten; else the result shares no memory with it.
-        kept_N: bool, False at rows that are 0 and stay 0 even if the factor is infinite or NaN. None: no such rows.
-        zeros_stay: Whether every 0 in ``grad`` stays 0, for a gradient whose rows are unknown. Not under a compiler.
+    The factor is a scalar, or one value for each row [...] of ``grad`` [..., D], flattened. The result shares no memory
+    with ``grad`` unless it is ``in_place``. Rows where ``kept_N`` is False are 0, and stay so even if the factor is
+    infinite or NaN; with ``zeros_stay``, not under a compiler, so does every 0 of a gradient whose rows are unknown.
     """
     if torch.compiler.is_compiling():
         rows = (*grad.shape[:-1], 1)
@@ -100,11 +97,9 @@ def with_trained_scale(
         input = input.float()
     if linear_bias is not None and linear_bias.dtype.itemsize < 4:
         linear_bias = linear_bias.float()
-    return (
-        _CARRIES_SCALE.apply(input, of_input),  # type: ignore[no-untyped-call]
-        None if linear_bias is None else _CARRIES_SCALE.apply(linear_bias, of_bias),  # type: ignore[no-untyped-call]
-        _not_zero(of_input.detach()),
-    )
+    carry: Any = _CARRIES_SCALE.apply
+    linear_bias = None if linear_bias is None else carry(linear_bias, of_bias)
+    return carry(input, of_input), linear_bias, _not_zero(of_input.detach())
 
 
 def _not_zero(scale: Tensor) -> Tensor:

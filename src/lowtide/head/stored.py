@@ -91,10 +91,10 @@ def stored_gradients(
     return found | found_gradients(head, into)
 
 
-def keep(ctx: Any, stored: Sequence[Tensor], wanted: Wanted, head: Head) -> None:
+def keep(ctx: Any, stored: Sequence[Tensor], head: Head) -> None:
     """Keep what was stored on a node of autograd's graph until `multiplied` is called there."""
     keep_stored(ctx, stored, head[:3])
-    ctx.wanted, ctx.no_tokens, ctx.lacks_denominator = wanted, not head.tokens, lacks_denominator(head)
+    ctx.no_tokens, ctx.lacks_denominator = not head.tokens, lacks_denominator(head)
     ctx.bias_dtype = None if head.bias_V is None else head.bias_V.dtype
 
 
@@ -106,16 +106,15 @@ def multiplied(ctx: Any, upstream: Tensor, function: str) -> tuple[list[Tensor |
     factored = per_token or ctx.lacks_denominator
     if ctx.no_tokens and not ignores:  # as a sum of no rows, 0 whatever comes from upstream
         upstream = torch.zeros_like(upstream)
-    needed = [wanted and need for wanted, need in zip(ctx.wanted, ctx.needs_input_grad, strict=False)]
     grads: list[Tensor | None] = [None, None, None]
-    if needed[0]:
+    if ctx.needs_input_grad[0]:
         factor = upstream * input_factor if factored else upstream
         grads[0] = grad = scaled(dx, factor, in_place, kept_tokens if ignores else None)
         if per_token:  # nor does a NaN get out where nothing flows back
             grad.masked_fill_((factor == 0).view(*dx.shape[:-1], 1), 0)
-    if needed[1]:
+    if ctx.needs_input_grad[1]:
         factor = upstream * weight_factor if factored else upstream
         grads[1] = scaled(dw, factor.where(kept_any, 0) if ignores else factor, in_place)
-    if needed[2]:
+    if ctx.needs_input_grad[2]:
         grads[2] = (db * (upstream.where(kept_any, 0) if ignores else upstream)).to(ctx.bias_dtype)
     return grads, sources

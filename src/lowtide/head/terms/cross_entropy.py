@@ -246,5 +246,5 @@ def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
 
 CROSS_ENTROPY = Function(
     "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes, returned=("loss",),
-    differentiable=1, known=("lse", "miss", "own"),
+    upstream=("loss",), known=("lse", "miss", "own"),
 )  # fmt: skip

@@ -159,5 +159,5 @@ def _flop_of_teacher(args: DivergenceArgs) -> int:
 
 DIVERGENCE = Function(
     "divergence", "linear_divergence", DivergenceArgs, forward, backward, shapes=_shapes, returned=("value",),
-    differentiable=1, known=KNOWN, ignores=lambda args: args.mask is not None, beside=_flop_of_teacher,
+    upstream=("value",), known=KNOWN, ignores=lambda args: args.mask is not None, beside=_flop_of_teacher,
 )  # fmt: skip

@@ -116,6 +116,7 @@ def _shapes(head: Head, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
 
 TOKEN_STATS = Function(
     "token_stats", "linear_token_stats", TokenStatsArgs, forward, backward, shapes=_shapes,
-    returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "topk_values", "topk_ids", "is_top1"), differentiable=4,
+    returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "topk_values", "topk_ids", "is_top1"),
+    upstream=DIFFERENTIABLE,
     known=("logprob", "entropy", "lse", "argmax", "top_logprob"),
 )  # fmt: skip
