@@ -41,9 +41,9 @@ class Terms:
         raise NotImplementedError
 
     def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any) -> Tensor | None:
-        """Replace logits by the gradient with respect to ``x @ w.T + bias``, ``g`` that of the ``known`` `numbers`.
+        """Replace logits by the gradient with respect to ``x @ w.T + bias``; return what each row lacks.
 
-        Returns what each row's gradient is still to be multiplied with [C]; None: 1.
+        That is a factor [C], None: 1. ``g`` is the upstream gradient of ``known``, the `numbers` of these rows.
         """
         raise NotImplementedError
 
@@ -194,8 +194,7 @@ class Chunks:
     ) -> None:
         """Add a chunk's gradients; across ranks the sum of the input's runs beside the weight's GEMM.
 
-        ``g_CV``, the gradient of its logits, is overwritten; ``outside`` [C] is what each row is still to be multiplied
-        with, None: 1.
+        ``g_CV``, the gradient of its logits, is overwritten; ``outside`` is what each row lacks, see `Terms.gradient_`.
         """
         head, index, write = self.head, self.rows.index, None
         if into.input_ND is None and into.weight_VD is None and into.bias_V is None:

@@ -73,8 +73,7 @@ class Function:
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
         if not (torch.is_grad_enabled() and trained):
             return self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]
-        values: tuple[Tensor, ...] = (self.recomputed if recompute else self.stored).apply(*fields, ranks)
-        return values
+        return (self.recomputed if recompute else self.stored).apply(*fields, ranks)  # type: ignore[no-any-return]
 
     def _split(self, fields: Sequence[Any], ranks: Ranks | None = None) -> tuple[Head, Any, Wanted]:
         head = Head(*(*fields[:_HEAD], Alone(fields[1].shape[0]) if ranks is None else ranks))

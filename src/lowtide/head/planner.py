@@ -202,10 +202,8 @@ def _cut_logits(work: Work) -> Cut:
     if cpu and gemms["backward_gemm"] == "narrow":
         fixed, row = fixed + ONEDNN_BYTES, row + ONEDNN_ROW_BYTES
     rows = int(min(max(1, (budget - fixed) // max(1, row)), enough))
-    if cpu:
-        rows = evenly(N, rows)
-    else:
-        rows = whole_tiles(rows)
+    rows = evenly(N, rows) if cpu else whole_tiles(rows)
+    if not cpu:
         rows = min(level(N, rows) if work.function else rows, max(1, N))
     if work.function:
         more["piece_rows"] = evenly(rows, piece_rows)
