@@ -34,8 +34,8 @@ class ExpRows(NamedTuple):
     y: Tensor  # [C] int32
     coefficient: Tensor | None  # [C] float32
     sums: Tensor | None  # [C, P] float32
-    sum_stride: int
-    first_class: int  # in here, for Triton 3.6 loses a stride of 1 in a record within a tuple
+    sum_stride: int  # not a matrix: Triton 3.6 loses a stride of 1 in a record within a record
+    first_class: int
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -112,15 +112,13 @@ def from_ordered(i):  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _shifted_exp_logits(  # type: ignore[no-untyped-def]
-    x, w, out, listed, y_ptr, sums, transform, V, D, CONFIG: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, w, e, listed, y_ptr, sums, transform, V, CONFIG: tl.constexpr, PROGRAMS: tl.constexpr,
     FIND_HIGHEST: tl.constexpr,
 ):  # fmt: skip
     """The rows of the list alone: first their highest logits (FIND_HIGHEST), then E and its sums relative to them."""
     ROWS: tl.constexpr = min(64, CONFIG.rows)
     COLUMNS: tl.constexpr = CONFIG.columns
     DEPTH: tl.constexpr = min(64, CONFIG.depth)
-    e_ptr, e_stride = out
-    sum_ptr, sum_stride = sums
     list_ptr, count_ptr, highest_ptr = listed
     count = tl.load(count_ptr)
     row_tiles = tl.cdiv(count, ROWS)
@@ -132,7 +130,7 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
         rows = tl.load(list_ptr + slots, mask=valid, other=0).to(tl.int64)
         columns = p * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < V
-        z = gathered_logits(x, rows, valid, w, columns, V, D, ROWS, COLUMNS, DEPTH)
+        z = gathered_logits(x, rows, valid, w, columns, V, ROWS, COLUMNS, DEPTH)
         z = finish_logits(z, columns, V, transform)
         if FIND_HIGHEST:
             highest = tl.max(tl.where(inside[None, :], z, float("-inf")), 1)
@@ -140,19 +138,19 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
         else:
             reference = from_ordered(tl.load(highest_ptr + rows, mask=valid, other=0))
             y = tl.load(y_ptr + rows, mask=valid, other=-1)
-            e = tl.exp2((z - reference[:, None]) * LOG2E)
-            e = tl.where((columns[None, :] == y[:, None]) | ~inside[None, :], 0.0, e)
-            if e_ptr is not None:
-                stored = e
+            own = tl.exp2((z - reference[:, None]) * LOG2E)
+            own = tl.where((columns[None, :] == y[:, None]) | ~inside[None, :], 0.0, own)
+            if e.base is not None:
+                stored = own
                 if transform.softcap is not None:
                     slope = 1.0 - (z / transform.softcap) * (z / transform.softcap)
-                    stored = tl.where(e == 0, 0.0, e * slope)
+                    stored = tl.where(own == 0, 0.0, own * slope)
                 tl.store(
-                    e_ptr + rows[:, None] * e_stride + columns[None, :],
-                    stored.to(e_ptr.dtype.element_ty),
+                    e.base + rows[:, None] * e.stride + columns[None, :],
+                    stored.to(e.base.dtype.element_ty),
                     mask=valid[:, None] & inside[None, :],
                 )
-            tl.store(sum_ptr + rows * sum_stride + p, tl.sum(e, 1), mask=valid)
+            tl.store(sums.base + rows * sums.stride + p, tl.sum(own, 1), mask=valid)
 
 
 def exp_logits(
@@ -176,7 +174,7 @@ def exp_logits(
     ``w_VD``'s first row, and on; -1 for ignored tokens. ``e_CV`` takes E, in rows of 16-byte stride, if wanted,
     and ``sum_CP``, of unit stride within rows, each tile's row sums of exp(z - reference), the target left out.
     """
-    rows = ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP), first_class)
+    rows = ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP)[:2], first_class)
     asked = coefficient_C is not None
     gemm_tiles(_exp_tile, x_CD, w_VD, e_CV, rows, transform, config, programs, asked=asked)
 
@@ -207,6 +205,6 @@ def shifted_exp_logits(
     for is_search in find_highest:
         _shifted_exp_logits[(programs,)](
             matrix(x_CD), matrix(w_VD), matrix(e_CV), (list_C, count, highest_C), y_C, matrix(sum_CP), transform,
-            w_VD.shape[0], x_CD.shape[1], CONFIG=config, PROGRAMS=programs, FIND_HIGHEST=is_search, num_stages=3,
+            w_VD.shape[0], CONFIG=config, PROGRAMS=programs, FIND_HIGHEST=is_search, num_stages=3,
             num_warps=8,
         )  # fmt: skip

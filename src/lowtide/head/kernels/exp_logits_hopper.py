@@ -257,7 +257,7 @@ def exp_logits_hopper(
     _exp_logits_hopper[(programs,)](
         x_d, _descriptor(w_VD, COLUMNS.value, DEPTH.value),
         x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value),
-        ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP), first_class), C, V, D, GROUP=group,
+        ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP)[:2], first_class), C, V, D, GROUP=group,
         BOUND=V % COLUMNS.value != 0 or coefficient_C is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ from lowtide.head.kernels.exp_terms import (
     sum_of_tiles,
     zero_row,
 )
-from lowtide.head.kernels.gemm import finish_logits
+from lowtide.head.kernels.gemm import Matrix, finish_logits, matrix
 from lowtide.kernel_launch import Launcher
 
 
@@ -59,14 +59,6 @@ class Reports(NamedTuple):
     highest: Tensor  # int32: see to_ordered
     listed: Tensor  # int32: rows to be done again
     listed_count: Tensor  # int32 [1]: how many
-
-
-class Matrix(NamedTuple):
-    """A matrix whose rows lie ``stride`` numbers apart."""
-
-    base: Tensor  # a tuple in Triton has ``values`` of its own
-    stride: int
-    width: int
 
 
 @Launcher
@@ -118,7 +110,7 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: t
                     slot = tl.atomic_add(rows.listed_count, 1)
                     tl.store(rows.listed + slot, i.to(tl.int32))
             elif r != 0.0:  # noqa: SIM102 (decided when run, the other when compiled)
-                if e is not None:
+                if e.base is not None:
                     zero_row(e.base + i * e.stride, e.width, BLOCK)
 
 
@@ -173,7 +165,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             s, c, lost = row_gradient(i, kept, t, r, e_y, own, spread, k, g_ptr, terms)
             wrong = wrong | lost
             tl.store(rows.s + i, s)
-            if e is None:
+            if e.base is None:
                 tl.store(rows.rest + i, 0.0)
             else:
                 stored = c.to(e.base.dtype.element_ty)
@@ -296,7 +288,7 @@ def sum_rows(
     """
     C, P = sum_CP.shape
     _sum_rows[(C,)](
-        matrix(sum_CP), y_C, None if e_CV is None else matrix(e_CV), sums_2C, rows, C, SHIFTED=shifted,
+        matrix(sum_CP), y_C, matrix(e_CV), sums_2C, rows, C, SHIFTED=shifted,
         BLOCK=block_of(P), num_warps=4,
     )  # fmt: skip
 
@@ -324,7 +316,7 @@ def finish_rows(
     (C, D), several = x_CD.shape, sums.dim() == 3
     _finish_rows[(C,)](
         Matrix(sums, sums.stride(0), sums.shape[0 if several else 1]), y_C, factor_C, matrix(x_CD), scaled_CD,
-        None if e_CV is None else matrix(e_CV), rows, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D),
+        matrix(e_CV), rows, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D),
         num_warps=4,
     )  # fmt: skip
 
@@ -377,11 +369,6 @@ def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor) -> None:
     _add_column_sums[(triton.cdiv(V, 128),)](
         e_CV, e_CV.stride(0), s_C, out_V, C, V, ROWS=32, COLUMNS=128, num_warps=4
     )  # fmt: skip
-
-
-def matrix(x: Tensor) -> Matrix:
-    """Return a matrix as kernels read it."""
-    return Matrix(x, x.stride(0), x.shape[1])
 
 
 def block_of(D: int) -> int:

@@ -39,6 +39,14 @@ class LogitTransform(NamedTuple):
 PLAIN = LogitTransform()
 
 
+class Matrix(NamedTuple):
+    """A matrix whose rows lie ``stride`` numbers apart."""
+
+    base: Tensor | None  # a tuple in Triton has ``values`` of its own
+    stride: int
+    width: int
+
+
 @triton.jit
 def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
     """Apply a `LogitTransform` to products [..., columns] of these classes."""
@@ -104,19 +112,18 @@ def gemm_tiles(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gathered_logits(  # type: ignore[no-untyped-def]
-    x_matrix, rows, listed, w_matrix, columns, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+    x, rows, listed, w, columns, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
     """Return x W^T, float32, of any ``rows`` (int64), where ``listed``, and any ``columns`` below V; see `matrix`."""
-    x_ptr, x_stride = x_matrix
-    w_ptr, w_stride = w_matrix
     inside = columns < V
     z = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(0, D, DEPTH):
+    for k in range(0, x.width, DEPTH):
         d = k + tl.arange(0, DEPTH)
-        x = tl.load(x_ptr + rows[:, None] * x_stride + d[None, :], mask=listed[:, None] & (d < D)[None, :], other=0.0)
-        w_at = w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None]
-        w = tl.load(w_at, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-        z = tl.dot(x, w, z)
+        d_inside, x_at = d < x.width, x.base + rows[:, None] * x.stride + d[None, :]
+        of_x = tl.load(x_at, mask=listed[:, None] & d_inside[None, :], other=0.0)
+        w_at = w.base + columns.to(tl.int64)[None, :] * w.stride + d[:, None]
+        of_w = tl.load(w_at, mask=inside[None, :] & d_inside[:, None], other=0.0)
+        z = tl.dot(of_x, of_w, z)
     return z
 
 
@@ -126,9 +133,9 @@ def halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-unt
     return tl.split(tl.permute(tl.reshape(z, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
-def matrix(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return a matrix as kernels take it: its pointer and its row stride."""
-    return x, 0 if x is None else x.stride(0)
+def matrix(x: Tensor | None) -> Matrix:
+    """Return a matrix as kernels read it."""
+    return Matrix(None, 0, 0) if x is None else Matrix(x, x.stride(0), x.shape[1])
 
 
 def descriptors(

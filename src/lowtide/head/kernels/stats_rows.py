@@ -38,10 +38,9 @@ class RowStats(NamedTuple):
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge_stats(  # type: ignore[no-untyped-def]
-    parts, out, told, y_ptr, operands, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+    parts, out, told, y_ptr, x, w, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """See `merge_stats`: sums about the highest logit of all parts; ``out`` or ``told`` is written."""
-    x_ptr, x_stride, w_ptr, w_stride, D = operands
+    """See `merge_stats`: sums about the highest logit of all parts; ``told`` is written where ``out`` has no room."""
     i = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, WIDTH)
     inside = p < parts.P
@@ -65,7 +64,7 @@ def _merge_stats(  # type: ignore[no-untyped-def]
         squares = tl.sum(tl.where(inside, terms, 0.0), 0)
     if parts.total is not None:
         total = tl.sum(tl.load(parts.total + at, mask=inside, other=0.0), 0)
-    if told is not None:
+    if out.lse is None:
         put_sums(told, i * told.row, top, first_class + top_id, rest, heat, squares, total, None)
     else:
         rest += top - top  # NaN where that is not finite
@@ -79,20 +78,21 @@ def _merge_stats(  # type: ignore[no-untyped-def]
             tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
         if out.mean is not None:
             tl.store(out.mean + i, total / V)
-    for k in range(K):
-        y = tl.load(y_ptr + i * K + k).to(tl.int64)
-        if parts.logit is not None:  # the sum of what the parts have of it
-            t = tl.sum(tl.load(parts.logit + k * parts.plane + at, mask=inside, other=0.0), 0)
-        else:
-            if told is not None:
-                y -= first_class
-                here = (y >= 0) & (y < V)
-                y = tl.where(here, y, 0)
-            t = finish_logits(dot(x_ptr + i * x_stride, w_ptr + y * w_stride, D, BLOCK), y, V, transform)
-        if told is not None:
-            tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
-        else:
-            tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - top) - spread))
+    if y_ptr is not None:
+        for k in range(K):
+            y = tl.load(y_ptr + i * K + k).to(tl.int64)
+            if parts.logit is not None:  # the sum of what the parts have of it
+                t = tl.sum(tl.load(parts.logit + k * parts.plane + at, mask=inside, other=0.0), 0)
+            else:
+                if out.lse is None:
+                    y -= first_class
+                    here = (y >= 0) & (y < V)
+                    y = tl.where(here, y, 0)
+                t = finish_logits(dot(x.base + i * x.stride, w.base + y * w.stride, x.width, BLOCK), y, V, transform)
+            if out.lse is None:
+                tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
+            else:
+                tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - top) - spread))
 
 
 def merge_stats(
@@ -121,23 +121,22 @@ def merge_stats(
     the class of W's first row make them.
     """
     (C, K), D = y_CK.shape, 1 if x_CD is None else x_CD.shape[1]
-    numbers, told = (out, None) if isinstance(out, RowStats) else (None, out)
+    numbers, told = (out, None) if isinstance(out, RowStats) else (RowStats(), out)
     if told is not None and not V:
         told.top.fill_(-torch.inf)  # the others are 0
         return
     _merge_stats[(C,)](
-        parts, numbers, told, y_CK, (*matrix(x_CD), *matrix(w_VD), D), transform, first_class, V, K, BLOCK=block_of(D),
-        WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
+        parts, numbers, told, y_CK if K else None, matrix(x_CD), matrix(w_VD), transform, first_class, V, K,
+        BLOCK=block_of(D), WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
     )  # fmt: skip
 
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_stats(  # type: ignore[no-untyped-def]
-    known, upstream, y_ptr, x, scaled_ptr, entries, transform, D, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
+    known, upstream, y_ptr, x, scaled_ptr, entries, transform, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """See `prepare_stats`."""
-    x_ptr, x_stride = x
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, CLASSES)  # the highest class, and the targets
     is_target = (k > 0) & (k <= K)
@@ -191,29 +190,28 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
     tl.store(entries.id + row, place, mask=k <= K)
     tl.store(entries.entry + row, entry, mask=k <= K)
     if upstream.logprob is not None:
-        rest = entry - entry.to(x_ptr.dtype.element_ty).to(tl.float32)
+        rest = entry - entry.to(x.base.dtype.element_ty).to(tl.float32)
         tl.store(entries.rest + of_target, tl.where(place < 0, 0.0, rest), mask=is_target)
     if scaled_ptr is not None:
-        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
+        scaled_row(x.base + i * x.stride, scaled_ptr + i * x.width, s, x.width, BLOCK)
 
 
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _put_entries(g_ptr, g_stride, id_ptr, entry_ptr, first_class, columns, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put_entries(g, id_ptr, entry_ptr, first_class, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """See `put_entries`."""
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     column = tl.load(id_ptr + i * count + k, mask=k < count, other=-1)
-    here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
+    here = (column >= first_class) & (column < first_class + g.width)  # no id is below 0 that counts
     entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
-    tl.store(g_ptr + i * g_stride + column - first_class, entry.to(g_ptr.dtype.element_ty), mask=here)
+    tl.store(g.base + i * g.stride + column - first_class, entry.to(g.base.dtype.element_ty), mask=here)
 
 
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
 def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, D, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k), of the classes that are here."""
-    w_ptr, w_stride = w
     i = tl.program_id(0).to(tl.int64)
     s = tl.load(entries.s + i)
     for d in range(0, D, BLOCK):
@@ -224,7 +222,7 @@ def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, D, K, B
             y = tl.load(entries.id + i * (K + 1) + 1 + k).to(tl.int64) - first_class
             here = (y >= 0) & (y < V)
             rest = tl.where(here, tl.load(entries.rest + i * K + k), 0.0)
-            w_row = tl.load(w_ptr + tl.where(here, y, 0) * w_stride + at, mask=inside, other=0.0)
+            w_row = tl.load(w.base + tl.where(here, y, 0) * w.stride + at, mask=inside, other=0.0)
             grad += tl.where(rest == 0.0, 0.0, rest * w_row.to(tl.float32))
         grad = tl.where(s == 0.0, 0.0, grad * s)
         tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
@@ -249,16 +247,16 @@ def prepare_stats(
     """
     (C, D), K = x_CD.shape, entries.rest.shape[1]
     _prepare_stats[(C,)](
-        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, D, V, K, CLASSES=power_of_2(1 + K),
+        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, V, K, CLASSES=power_of_2(1 + K),
         BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
 def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
     """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
-    (C, V), count = g_CV.shape, entries.id.shape[1]
-    _put_entries[(C,)](
-        *matrix(g_CV), entries.id, entries.entry, first_class, V, count, WIDTH=power_of_2(count), num_warps=1
+    count = entries.id.shape[1]
+    _put_entries[(len(g_CV),)](
+        matrix(g_CV), entries.id, entries.entry, first_class, count, WIDTH=power_of_2(count), num_warps=1
     )
 
 
