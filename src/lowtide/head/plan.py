@@ -230,14 +230,27 @@ def plan_divergence(
     both sides' logits exist.
 
     Args:
-        N: As in `plan_head`, and so are ``D``, ``V`` and all that is not named here, of the student.
+        N: Tokens that are computed.
+        D: The student's hidden size.
+        V: Its vocabulary.
         teacher_D: The teacher's hidden size; None with ``topk``.
+        dtype: dtype of the student's GEMM operands: that of ``input``, or autocast's.
+        device: Where the tensors are.
+        options: As given to `linear_divergence`.
         teacher_V: The teacher's vocabulary; None: the student's.
         topk: How many of the teacher's log-probabilities there are for each token, where its head is not here.
         teacher_dtype: dtype of the teacher's GEMM operands; None: the student's.
+        weight_dtype: dtype of ``linear_weight``, where autocast makes it differ from ``dtype``.
+        reduction: As given to `linear_divergence`.
+        weight_frozen: True if neither ``linear_weight`` nor ``linear_bias`` needs a gradient.
+
+    Returns:
+        HeadPlan: print it, or read its fields.
 
     Raises:
-        ArgumentValueError: As in `plan_head`, and not one of ``teacher_D`` and ``topk``.
+        ArgumentValueError: A negative size, a reduction that there is not, or not one of ``teacher_D`` and ``topk``.
+        ArgumentTypeError: ``options`` that are none.
+        UnsupportedError: ``options`` asks for what cannot run here.
 
     Example:
         >>> plan = plan_divergence(8192, 2048, 128256, 4096, torch.float32, "cpu", reduction="mean")
