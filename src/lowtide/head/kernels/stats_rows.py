@@ -38,10 +38,11 @@ class RowStats(NamedTuple):
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge_stats(  # type: ignore[no-untyped-def]
-    parts, out, told, y_ptr, operands, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+    parts, out, told, y_ptr, x, w, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """See `merge_stats`: sums about the highest logit of all parts; ``told`` is written where ``out`` has no room."""
-    x_ptr, x_stride, w_ptr, w_stride, D = operands
+    x_ptr, x_stride, D = x
+    w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, WIDTH)
     inside = p < parts.P
@@ -126,7 +127,7 @@ def merge_stats(
         told.top.fill_(-torch.inf)  # the others are 0
         return
     _merge_stats[(C,)](
-        parts, numbers, told, y_CK, (*matrix(x_CD), *matrix(w_VD), D), transform, first_class, V, K, BLOCK=block_of(D),
+        parts, numbers, told, y_CK, matrix(x_CD), matrix(w_VD), transform, first_class, V, K, BLOCK=block_of(D),
         WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
     )  # fmt: skip
 
@@ -134,10 +135,10 @@ def merge_stats(
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepare_stats(  # type: ignore[no-untyped-def]
-    known, upstream, y_ptr, x, scaled_ptr, entries, transform, D, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
+    known, upstream, y_ptr, x, scaled_ptr, entries, transform, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """See `prepare_stats`."""
-    x_ptr, x_stride = x
+    x_ptr, x_stride, D = x
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, CLASSES)  # the highest class, and the targets
     is_target = (k > 0) & (k <= K)
@@ -199,8 +200,10 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
 
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _put_entries(g_ptr, g_stride, id_ptr, entry_ptr, first_class, columns, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put_entries(g, ids, entry_ptr, first_class, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """See `put_entries`."""
+    g_ptr, g_stride, columns = g
+    id_ptr, _, count = ids
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     column = tl.load(id_ptr + i * count + k, mask=k < count, other=-1)
@@ -211,9 +214,9 @@ def _put_entries(g_ptr, g_stride, id_ptr, entry_ptr, first_class, columns, count
 
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, D, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k), of the classes that are here."""
-    w_ptr, w_stride = w
+    w_ptr, w_stride, D = w
     i = tl.program_id(0).to(tl.int64)
     s = tl.load(entries.s + i)
     for d in range(0, D, BLOCK):
@@ -249,17 +252,15 @@ def prepare_stats(
     """
     (C, D), K = x_CD.shape, entries.rest.shape[1]
     _prepare_stats[(C,)](
-        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, D, V, K, CLASSES=power_of_2(1 + K),
+        known, upstream, y_CK, matrix(x_CD), scaled_CD, entries, transform, V, K, CLASSES=power_of_2(1 + K),
         BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
 def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
     """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
-    (C, V), count = g_CV.shape, entries.id.shape[1]
-    _put_entries[(C,)](
-        *matrix(g_CV), entries.id, entries.entry, first_class, V, count, WIDTH=power_of_2(count), num_warps=1
-    )
+    WIDTH = power_of_2(entries.id.shape[1])
+    _put_entries[(len(g_CV),)](matrix(g_CV), matrix(entries.id), entries.entry, first_class, WIDTH=WIDTH, num_warps=1)
 
 
 def finish_input_grad(product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, first_class: int = 0) -> None:
@@ -269,6 +270,6 @@ def finish_input_grad(product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries:
     """
     (C, D), V = product_CD.shape, len(w_VD)
     _finish_input_grad[(C,)](
-        product_CD, out_CD, matrix(w_VD), entries, first_class, V, D, entries.rest.shape[1] if V else 0,
+        product_CD, out_CD, matrix(w_VD), entries, first_class, V, entries.rest.shape[1] if V else 0,
         BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip

@@ -23,14 +23,14 @@ NOTHING = tl.constexpr(2**31 - 1)  # stands for the class of a number that canno
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
 def _select_highest(  # type: ignore[no-untyped-def]
-    z, tile_ptr, ids, value_ptr, first_class, n, k, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+    z, tile_ptr, ids, value_ptr, first_class, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """A program a row: the highest, k times. Of equal ones the one of the lowest class; NaN is above all numbers.
 
     Without tiles the numbers' classes are their places, else they are in tiles of COLUMNS classes.
     """
-    z_ptr, z_stride = z
-    id_ptr, id_stride = ids
+    z_ptr, z_stride, n = z
+    id_ptr, id_stride, k = ids
     i = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < n
@@ -85,7 +85,7 @@ def highest_logits(
     ``tiles`` are from `stats_logits.tile_stats`; ``values_Ck`` (float32) and ``ids_Ck`` (integers), of equal strides,
     take the logits and their classes, of equal logits the lowest class first; ``w_VD``'s first row is ``first_class``.
     """
-    (C, D), P, k, columns = x_CD.shape, tiles.P, values_Ck.shape[1], config.columns
+    C, P, k, columns = len(x_CD), tiles.P, values_Ck.shape[1], config.columns
     T = min(k, P)
     tile_CT = torch.empty(C, T, dtype=torch.int32, device=x_CD.device)
     _select(tiles.top[:C], None, tile_CT, None)
@@ -94,8 +94,8 @@ def highest_logits(
     begin = torch.searchsorted(tile_of_pair, torch.arange(P + 1, dtype=torch.int32, device=x_CD.device), out_int32=True)
     logits = torch.empty(C, T * columns, dtype=torch.float32, device=x_CD.device)
     _pair_logits[(P, SHARES.value)](
-        matrix(x_CD), matrix(w_VD), order, begin, logits, transform, len(w_VD), D, T, COLUMNS=columns, num_stages=3,
-        num_warps=8,
+        matrix(x_CD)[:2], matrix(w_VD)[:2], order, begin, logits, transform, *w_VD.shape, T, COLUMNS=columns,
+        num_stages=3, num_warps=8,
     )  # fmt: skip
     _select(logits, tile_CT, ids_Ck, values_Ck, columns, first_class)
 
@@ -103,9 +103,9 @@ def highest_logits(
 def _select(
     z_Cn: Tensor, tile_CT: Tensor | None, ids_Ck: Tensor, values_Ck: Tensor | None, columns: int = 1, first: int = 0
 ) -> None:
-    (C, n), width = z_Cn.shape, power_of_2(z_Cn.shape[1])
-    _select_highest[(C,)](
-        matrix(z_Cn), tile_CT, matrix(ids_Ck), values_Ck, first, n, ids_Ck.shape[1], COLUMNS=columns, WIDTH=width,
+    width = power_of_2(z_Cn.shape[1])
+    _select_highest[(len(z_Cn),)](
+        matrix(z_Cn), tile_CT, matrix(ids_Ck), values_Ck, first, COLUMNS=columns, WIDTH=width,
         num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
     )  # fmt: skip
 
