@@ -296,7 +296,7 @@ class CrossEntropy(Exponentials):
             e, y, s, rest, g = of_rows if rows.stop - rows.start == len(e_CV) else (x[rows] for x in of_rows)
             product_CD = product[: len(e)] if alone else out_CD
             matmul_into(e, self.weight_VD, product_CD, add=False)
-            exp_rows.finish_input_grad(product_CD, out_CD[rows], self.weight_VD, y, s, rest, g, self.terms)
+            exp_rows.finish_input_grad(product_CD, out_CD[rows], self.weight_VD, s, y, rest, even=self.terms.even(g))
 
     def _close(self, into: Gradients, C: int, *, last: bool) -> None:
         """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
@@ -338,4 +338,5 @@ class CrossEntropy(Exponentials):
     def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:
         """See `Exponentials.finish_input`."""
         (s_C, rest_C), factor_C = piece.rows[2:], self._factor_n[piece.part]
-        exp_rows.finish_input_grad(product_CD, out_CD, self.weight_VD, piece.y_C, s_C, rest_C, factor_C, self.terms)
+        even = self.terms.even(factor_C)
+        exp_rows.finish_input_grad(product_CD, out_CD, self.weight_VD, s_C, piece.y_C, rest_C, even=even)

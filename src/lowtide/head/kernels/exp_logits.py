@@ -30,11 +30,10 @@ class ExpRows(NamedTuple):
 
     @classmethod
     def of(
-        cls, reference_C: Tensor, y_C: Tensor, sum_CP: Tensor | None = None, coefficient_C: Tensor | None = None,
-        first_class: int = 0,
-    ) -> "ExpRows":  # fmt: skip
-        """Return them of these tensors."""
-        return cls(reference_C, y_C, coefficient_C, *matrix(sum_CP)[:2], first_class)
+        cls, reference_C: Tensor, y_C: Tensor, sums: Tensor | None, coefficient_C: Tensor | None = None, first: int = 0
+    ) -> "ExpRows":
+        """Return the record of these."""
+        return cls(reference_C, y_C, coefficient_C, *matrix(sums)[:2], first)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""`exp_logits` for Hopper's own instructions: E = exp(x W^T - reference) and its row sums, without bias, scale or cap.
+"""The exponential GEMM for Hopper's own instructions: E = exp(x W^T - reference) and its row sums, of plain logits.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
 

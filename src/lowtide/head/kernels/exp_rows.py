@@ -29,21 +29,12 @@ from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
-from lowtide.head.kernels.exp_terms import (
-    RowTerms,
-    dot,
-    lse_of_ranks,
-    out_of_range,
-    row_gradient,
-    row_loss,
-    row_weights,
-    scaled_row,
-    sum_of_ranks,
-    sum_of_tiles,
-    zero_row,
-)
+from lowtide.head.kernels.exp_terms import RowTerms, dot, out_of_range, row_weights, scaled_row, sum_of_tiles, zero_row
 from lowtide.head.kernels.gemm import finish_logits, matrix
 from lowtide.kernel_launch import Launcher
+
+LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, would leave float32's range
+TO_BLAME = tl.constexpr(2.0**8)
 
 
 class Reports(NamedTuple):
@@ -138,9 +129,17 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         if not RANKS:
             r = sum_of_tiles(sum_ptr + i * sum_stride, parts, BLOCK)
         elif not SHIFTED:
-            r = sum_of_ranks(sum_ptr, i, parts, C)
-        if RANKS:
-            others = lse_of_ranks(sum_ptr, i, parts, C)
+            r = tl.load(sum_ptr + i)
+            for rank in range(1, parts):
+                r += tl.load(sum_ptr + 2 * rank * C + i)
+        if RANKS:  # the logsumexp of all their classes but the target
+            top = tl.load(sum_ptr + C + i)
+            for rank in range(1, parts):
+                top = tl.maximum(top, tl.load(sum_ptr + (2 * rank + 1) * C + i))
+            total = tl.exp(tl.load(sum_ptr + C + i) - top)
+            for rank in range(1, parts):
+                total += tl.exp(tl.load(sum_ptr + (2 * rank + 1) * C + i) - top)
+            others = tl.where(top == float("-inf"), top, top + tl.log(total))
             gap = others - t
             more = log1p(tl.exp(-tl.abs(gap)))
             lse = tl.where(gap > 0.0, others, t) + more
@@ -160,14 +159,25 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             miss = (reference - t) + tl.log(r + e_y)
             lse = reference + tl.log(r + e_y)
         own, spread, k = row_weights(i, y, lse, terms)
-        loss = row_loss(i, own, miss, lse, rows.uniform_logit, terms)
+        loss = tl.where(own == 0.0, 0.0, own * miss) + terms.z_loss * lse * lse
+        if terms.uniform_D is not None:
+            Q = 1.0 * terms.vocab
+            if terms.total_class_weight is not None:
+                Q = tl.load(terms.total_class_weight)
+            loss += terms.smoothing / terms.vocab * (Q * lse - tl.load(rows.uniform_logit + i))
         tl.store(rows.loss + i, tl.where(kept, loss, 0.0))
         tl.store(rows.lse + i, tl.where(kept, lse, 0.0))
         tl.store(rows.miss + i, tl.where(kept, miss, 0.0))
         wrong = out_of_range(r, t)
         if g_ptr is not None:
-            s, c, lost = row_gradient(i, kept, t, r, e_y, own, spread, k, g_ptr, terms)
-            wrong = wrong | lost
+            weight = tl.load(g_ptr + i) * k
+            if terms.scale is not None:
+                weight *= tl.load(terms.scale)
+            s = tl.where(kept & (k != 0.0), weight / (r + e_y), 0.0)
+            wrong = wrong | ((r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0))
+            c = tl.where(k == 0.0, 0.0, (spread * e_y - own * r) / k)
+            if terms.softcap is not None:
+                c *= 1.0 - (t / terms.softcap) * (t / terms.softcap)
             tl.store(rows.s + i, s)
             if e_ptr is None:
                 tl.store(rows.rest + i, 0.0)
@@ -225,32 +235,45 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
         scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
 
 
+@triton.jit
+def _entry(targets, w, i, k, first_class, V):  # type: ignore[no-untyped-def]
+    """What the k-th target's entry lost in rounding, and where its row of W is; 0 where that is not here."""
+    y_ptr, y_stride, rest_ptr, K = targets
+    w_ptr, w_stride, _ = w
+    y = tl.load(y_ptr + i * y_stride + k).to(tl.int64) - first_class
+    here = (y >= 0) & (y < V)
+    return tl.where(here, tl.load(rest_ptr + i * K + k), 0.0), w_ptr + tl.where(here, y, 0) * w_stride
+
+
 @Launcher
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
 def _finish_input_grad(  # type: ignore[no-untyped-def]
-    product_ptr, out_ptr, w, y_ptr, s_ptr, rest_ptr, g_ptr, terms, width, BLOCK: tl.constexpr
+    product_ptr, out_ptr, w, s_ptr, targets, even, first_class, V, D, K, ONE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dX = s (E W + what the target's coefficient lost in rounding * w_y) - m g (a / V) sum_v q_v w_v."""
-    w_ptr, w_stride, D = w
+    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k) - m g (a / V) sum_v q_v w_v."""
+    uniform_ptr, g_ptr, scale_ptr, share = even
     i = tl.program_id(0).to(tl.int64)
-    y = tl.load(y_ptr + i).to(tl.int64)
-    kept = y >= 0
-    w_row = w_ptr + tl.where(kept & (y < width), y, 0) * w_stride  # elsewhere the rest is 0
     s = tl.load(s_ptr + i)
-    rest = tl.load(rest_ptr + i)
-    even = tl.zeros((1,), tl.float32)
-    if terms.uniform_D is not None:
-        even += terms.smoothing / terms.vocab * tl.load(g_ptr + i)
-        if terms.scale is not None:
-            even *= tl.load(terms.scale)
+    if ONE:
+        rest, w_row = _entry(targets, w, i, 0, first_class, V)
+    if uniform_ptr is not None:
+        kept = tl.load(targets[0] + i) >= 0
+        share *= tl.load(g_ptr + i)
+        if scale_ptr is not None:
+            share *= tl.load(scale_ptr)
     for d in range(0, D, BLOCK):
         at = d + tl.arange(0, BLOCK)
-        grad = tl.load(product_ptr + i * D + at, mask=at < D, other=0.0)
-        grad += rest * tl.load(w_row + at, mask=at < D, other=0.0).to(tl.float32)
+        inside = at < D
+        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
+        for k in range(K):
+            if not ONE:
+                rest, w_row = _entry(targets, w, i, k, first_class, V)
+            extent = tl.where(rest == 0.0, 0, D)  # where nothing was lost infinity times 0 would be NaN
+            grad += rest * tl.load(w_row + at, mask=at < extent, other=0.0).to(tl.float32)
         grad = tl.where(s == 0.0, 0.0, grad * s)
-        if terms.uniform_D is not None:
-            grad -= even * tl.load(terms.uniform_D + at, mask=at < D, other=0.0)
-        tl.store(out_ptr + i * D + at, tl.where(kept, grad, 0.0).to(out_ptr.dtype.element_ty), mask=at < D)
+        if uniform_ptr is not None:
+            grad = tl.where(kept, grad - share * tl.load(uniform_ptr + at, mask=inside, other=0.0), 0.0)
+        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @Launcher
@@ -294,8 +317,7 @@ def sum_rows(
     """
     C, P = sum_CP.shape
     _sum_rows[(C,)](
-        matrix(sum_CP), y_C, matrix(e_CV), sums_2C, rows, C, SHIFTED=shifted,
-        BLOCK=block_of(P), num_warps=4,
+        matrix(sum_CP), y_C, matrix(e_CV), sums_2C, rows, C, SHIFTED=shifted, BLOCK=block_of(P), num_warps=4
     )  # fmt: skip
 
 
@@ -354,16 +376,23 @@ def finish_input_grad(
     product_CD: Tensor,
     out_CD: Tensor,
     w_VD: Tensor,
-    y_C: Tensor,
     s_C: Tensor,
-    rest_C: Tensor,
-    factor_C: Tensor,
-    terms: RowTerms,
+    y_CK: Tensor,
+    rest_CK: Tensor,
+    first_class: int = 0,
+    even: tuple[Tensor | None, Tensor | None, Tensor | None, float] = (None, None, None, 0.0),
 ) -> None:
-    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32)."""
-    C, D = product_CD.shape
+    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32).
+
+    What the targets' entries lost in rounding, [C] or [C, K] and contiguous, is added where ``w_VD``, of the classes
+    from ``first_class`` on, has theirs. Where a row is ignored s is 0. With smoothing there is one target a row, and
+    ``even`` from `RowTerms`.
+    """
+    (C, D), V = product_CD.shape, len(w_VD)
+    K = rest_CK.numel() // C if V else 0
     _finish_input_grad[(C,)](
-        product_CD, out_CD, matrix(w_VD), y_C, s_C, rest_C, factor_C, terms, len(w_VD), BLOCK=block_of(D), num_warps=4,
+        product_CD, out_CD, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), even, first_class, V, D, K,
+        ONE=K == 1, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 

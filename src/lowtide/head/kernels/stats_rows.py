@@ -137,7 +137,6 @@ def merge_stats(
 def _prepare_stats(  # type: ignore[no-untyped-def]
     known, upstream, y_ptr, x, scaled_ptr, entries, transform, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """See `prepare_stats`."""
     x_ptr, x_stride, D = x
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, CLASSES)  # the highest class, and the targets
@@ -201,7 +200,6 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
 def _put_entries(g, ids, entry_ptr, first_class, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `put_entries`."""
     g_ptr, g_stride, columns = g
     id_ptr, _, count = ids
     i = tl.program_id(0).to(tl.int64)
@@ -210,27 +208,6 @@ def _put_entries(g, ids, entry_ptr, first_class, WIDTH: tl.constexpr):  # type: 
     here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
     entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
     tl.store(g_ptr + i * g_stride + column - first_class, entry.to(g_ptr.dtype.element_ty), mask=here)
-
-
-@Launcher
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k), of the classes that are here."""
-    w_ptr, w_stride, D = w
-    i = tl.program_id(0).to(tl.int64)
-    s = tl.load(entries.s + i)
-    for d in range(0, D, BLOCK):
-        at = d + tl.arange(0, BLOCK)
-        inside = at < D
-        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
-        for k in range(K):
-            y = tl.load(entries.id + i * (K + 1) + 1 + k).to(tl.int64) - first_class
-            here = (y >= 0) & (y < V)
-            rest = tl.where(here, tl.load(entries.rest + i * K + k), 0.0)
-            w_row = tl.load(w_ptr + tl.where(here, y, 0) * w_stride + at, mask=inside, other=0.0)
-            grad += tl.where(rest == 0.0, 0.0, rest * w_row.to(tl.float32))
-        grad = tl.where(s == 0.0, 0.0, grad * s)
-        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def prepare_stats(
@@ -261,15 +238,3 @@ def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
     """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
     WIDTH = power_of_2(entries.id.shape[1])
     _put_entries[(len(g_CV),)](matrix(g_CV), matrix(entries.id), entries.entry, first_class, WIDTH=WIDTH, num_warps=1)
-
-
-def finish_input_grad(product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, first_class: int = 0) -> None:
-    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous), E rounded.
-
-    ``w_VD`` holds the classes from ``first_class`` on; what entries of other ranks' classes lose is added there.
-    """
-    (C, D), V = product_CD.shape, len(w_VD)
-    _finish_input_grad[(C,)](
-        product_CD, out_CD, matrix(w_VD), entries, first_class, V, entries.rest.shape[1] if V else 0,
-        BLOCK=block_of(D), num_warps=4,
-    )  # fmt: skip
