@@ -22,13 +22,13 @@ TWICE = (
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", torch.dtype: "ScalarType", str: "str", int: "SymInt",
-    float: "float", float | None: "float?", bool: "bool", int | None: "SymInt?",
+    float: "float", float | None: "float?", float | Tensor | None: "float?", bool: "bool", int | None: "SymInt?",
 }  # fmt: skip
 
 
-def schema_of(call: type) -> str:
-    """Return the arguments of an operator that takes the fields of ``call``, a NamedTuple, in their order."""
-    return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(call).items())
+def schema_of(call: type, fields: int | None = None) -> str:
+    """Return the arguments of an operator that takes the first ``fields`` of ``call``, a NamedTuple; None: all."""
+    return ", ".join(f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in list(get_type_hints(call).items())[:fields])
 
 
 def tensor_fields(call: type) -> tuple[int, ...]:

@@ -18,12 +18,13 @@ import lowtide
 from distributed.launch import THOROUGH, main
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head import plan as planner
-from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
+from lowtide.head.call import CrossEntropyArgs, Head, Wanted
+from lowtide.head.engine import Chunks
 from lowtide.head.exponentials import loops, losses
 from lowtide.head.exponentials.tile_sums import TileStatistics
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs
-from lowtide.head.matmul import HeadMatmul, matmul_into
+from lowtide.head.matmul import matmul_into
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks import tokens
 from lowtide.head.ranks.given import ranks_of
@@ -44,8 +45,8 @@ OPTIONS: list[dict[str, Any]] = [
 NEAR = 2e-5  # beside what plain PyTorch in float32 errs
 
 
-def small_plan(head: Any, *_: Any) -> HeadPlan:
-    ranks, blocks = head.ranks, head.options.gradient == "recompute" or SCHEDULE == "blocks"
+def small_plan(head: Any, args: Any, n: int, wanted: Any, recompute: bool) -> HeadPlan:
+    ranks, blocks = head.ranks, recompute or SCHEDULE == "blocks"
     rows = ranks.slots
     return HeadPlan(
         backend="exp", reason="", gradient="forward", accumulate="input", rows=rows, chunks=-(-rows // 16),
@@ -187,10 +188,10 @@ def statistics() -> None:
         px, pw, pb = (spread(way, t, of_vocab=j > 0) for j, t in enumerate((x, w, b)))
         ranks = ranks_of(px, pw, pb, None)
         assert ranks is not None
-        of_rank = HeadCall(
+        of_rank = Head(
             px.detach().to_local(), pw.detach().to_local(), pb.detach().to_local(), scale, softcap, torch.float32,
-            None, "auto", "auto",
-        ).head(ranks)  # fmt: skip
+            None, "auto", "auto", ranks,
+        ).prepared()  # fmt: skip
         rows = ranks.slots
         plan = HeadPlan(
             backend="exp", reason="", gradient="recompute", accumulate="input", rows=rows, chunks=-(-rows // 16),
@@ -297,7 +298,7 @@ def sums_beside_products() -> None:
             patched.setattr(Ranks, "begin_sum", lambda *args, begin=begin_sum: noted("waited", begin(*args)))
             for module in (loops, losses):
                 patched.setattr(module, "matmul_into", noted("product", matmul_into))
-            patched.setattr(HeadMatmul, "weight_grad", noted("weight's", HeadMatmul.weight_grad))
+            patched.setattr(Chunks, "weight_grad", noted("weight's", Chunks.weight_grad))
             if kind == "logits":
                 options = lowtide.HeadOptions(workspace_mib=0.01)
                 plain(lowtide.linear_token_stats(px, pw, want=("entropy",), options=options).entropy.sum()).backward()

@@ -13,7 +13,7 @@ from torch import Tensor
 import lowtide
 from distributed.launch import DEVICE, main
 from distributed.vocab_cases import head, plain, shard_of, spread, whole
-from lowtide.head.matmul import HeadMatmul
+from lowtide.head.engine import Chunks
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import dense, divergence
 from support import divergence_of, relative_error
@@ -46,18 +46,18 @@ def _with_kernels() -> None:
     vars(divergence)["Dense"] = None
     vars(dense)["outcomes"] = None
     if DEVICE == "cpu":
-        HeadMatmul.input_grad = input_grad
-        HeadMatmul.weight_grad = weight_grad
+        Chunks.input_grad = input_grad
+        Chunks.weight_grad = weight_grad
 
 
-def input_grad(matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
+def input_grad(chunks: Chunks, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
     """Narrow operands, a wide product: as on a GPU."""
-    product = g_CV.float() @ matmul.weight_VD.float()
+    product = g_CV.float() @ chunks.weight_VD.float()
     out_CD.copy_(product if factor_C is None else product * factor_C[:, None])
 
 
 def weight_grad(
-    matmul: HeadMatmul, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool
+    chunks: Chunks, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool
 ) -> None:
     x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
     if first:

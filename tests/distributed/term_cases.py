@@ -36,9 +36,10 @@ def the_term_of_the_page() -> None:
         scale=scale,
         softcap=softcap,
         dtype=x.dtype,
-        wide=x.dtype,
+        workspace_mib=0.05,
+        accumulate="auto",
+        backend="torch",
         ranks=Ranks(shard, (N,), x.device, None, None, trained=True),
-        options=lowtide.HeadOptions(backend="torch", workspace_mib=0.05),
     )
     rows, plan = Rows(tokens=N), plan_head(N, D, shard.most_rows, x.dtype, x.device, head.options)
     assert plan.chunks > 1

@@ -17,8 +17,8 @@ from distributed.pair_cases import input_grad, weight_grad
 from lowtide import HeadOptions, linear_divergence
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_row
-from lowtide.head.matmul import HeadMatmul
-from lowtide.head.plan import HeadPlan, plan_of, plan_of_teacher
+from lowtide.head.engine import Chunks
+from lowtide.head.plan import HeadPlan, plan_of
 from lowtide.head.planner import Work
 from lowtide.head.terms import divergence as divergence_terms
 from support import divergence_of, divergence_oracle, head, relative_error
@@ -53,8 +53,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(divergence_terms, "plan_both_sides", plans)
     monkeypatch.setattr(divergence_terms, "drops_rows", lambda device: False)
     monkeypatch.setattr(divergence_terms, "Dense", None)  # nothing else may run
-    monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
-    monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
+    monkeypatch.setattr(Chunks, "input_grad", input_grad)
+    monkeypatch.setattr(Chunks, "weight_grad", weight_grad)
     return used
 
 
@@ -266,7 +266,7 @@ def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
             size=(65536, D, V), dtype=dtype, weight_dtype=dtype, device=CUDA, choice=(backend, ""), gradient="forward",
             weight_frozen=False, teacher=(D, U, dtype), options=HeadOptions(workspace_mib=600),
         )  # fmt: skip
-        plans[backend], other = plan_of(work), plan_of_teacher(work)
+        plans[backend], other = plan_of(work), plan_of(work, of_teacher=True)
         assert other.backend == plans[backend].backend == backend
         assert plans[backend].scratch_bytes <= 600 * 2**20
     row = plans["row"]

@@ -13,10 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head import plan
-from lowtide.head.call import CrossEntropyArgs, HeadCall, Wanted
+from lowtide.head.call import CrossEntropyArgs, Head, Wanted
 from lowtide.head.engine import gradient_buffers
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs
+from lowtide.head.ranks.alone import Alone
 from lowtide.head.terms import cross_entropy as terms
 from support import oracle, relative_error
 
@@ -48,10 +49,10 @@ def run(
     x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, kwargs: dict[str, Any], schedule: str, rows: int, wanted: Wanted
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the mean and its gradients."""
-    call = HeadCall(
-        input=x, linear_weight=w, linear_bias=b, softcap=kwargs.get("softcap"),
-        logit_scale=None if "logit_scale" not in kwargs else torch.tensor(kwargs["logit_scale"]), dtype=torch.float32,
-        workspace_mib=None, accumulate="auto", backend="auto",
+    given = Head(
+        input=x, weight_VD=w, bias_V=b, softcap=kwargs.get("softcap"),
+        scale=None if "logit_scale" not in kwargs else torch.tensor(kwargs["logit_scale"]), dtype=torch.float32,
+        workspace_mib=None, accumulate="auto", backend="auto", ranks=Alone(len(w)),
     )  # fmt: skip
     args = CrossEntropyArgs(
         target=y, weight=kwargs.get("weight"), token_weight=kwargs.get("token_weight"), num_items=None,
@@ -72,7 +73,7 @@ def run(
         patched.setattr(terms, "plan_cross_entropy", lambda *_: small_plan(len(y), len(w), schedule, rows))
         patched.setattr(terms, "drops_rows", lambda device: False)
         patched.setattr(terms, "gradient_buffers", poisoned)
-        values, _ = terms.forward(call.head(None), args, wanted, False)
+        values = terms.forward(given.prepared(), args, wanted, False)
     into = made[0] if made else Gradients()
     return values["loss"], [into.input_ND, into.weight_VD, into.bias_V]
 

@@ -48,7 +48,7 @@ def test_triton_kernels_count(schedule: str, monkeypatch: pytest.MonkeyPatch) ->
     small = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
     monkeypatch.setattr(configs, "of_device", lambda device: small)
 
-    def exponentials(head: Any, args: Any, n: int, wanted: Any) -> plan.HeadPlan:
+    def exponentials(head: Any, args: Any, n: int, *_: Any) -> plan.HeadPlan:
         return plan.HeadPlan(
             backend="exp", reason="", gradient="forward", accumulate="input", rows=n, chunks=2, chunk_rows=8,
             scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="chunks" if schedule == "chunks" else "blocks",

@@ -137,7 +137,7 @@ def test_the_exponential_path_takes_chunks_where_they_fit_and_blocks_where_they_
 
 def test_pieces_between_exchanges_are_longer_where_there_are_few_classes() -> None:
     def plan(N: int, D: int, rows: int) -> tuple[int, int]:
-        made = exponentials(N, D, rows, input_is_copied=True, pieces=2)
+        made = exponentials(N, D, rows, input_is_copied=True, sharded=True)
         assert made.schedule == "chunks"
         return made.chunk_rows, made.product_rows
 

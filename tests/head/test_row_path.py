@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 from distributed.pair_cases import input_grad, weight_grad
 from lowtide import HeadOptions, linear_cross_entropy, linear_logprobs
-from lowtide.head.matmul import HeadMatmul
+from lowtide.head.engine import Chunks
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
@@ -30,14 +30,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel on the CPU, in chunks of 7 rows, with products that the CPU has."""
     make = terms.plan_cross_entropy
 
-    def plan(head: Any, args: Any, n: int, wanted: Any) -> HeadPlan:
+    def plan(*args: Any) -> HeadPlan:
         gemms: dict[str, Any] = {"logits_gemm": "blocks", "backward_gemm": "narrow"}
-        rows = {"chunk_rows": 7, "chunks": -(-n // 7), "block_rows": 11}
-        return replace(make(head, args, n, wanted), backend="row", accumulate="float32", **rows, **gemms)
+        rows = {"chunk_rows": 7, "chunks": -(-args[2] // 7), "block_rows": 11}
+        return replace(make(*args), backend="row", accumulate="float32", **rows, **gemms)
 
     monkeypatch.setattr(terms, "plan_cross_entropy", plan)
-    monkeypatch.setattr(HeadMatmul, "input_grad", input_grad)
-    monkeypatch.setattr(HeadMatmul, "weight_grad", weight_grad)
+    monkeypatch.setattr(Chunks, "input_grad", input_grad)
+    monkeypatch.setattr(Chunks, "weight_grad", weight_grad)
 
 
 @pytest.mark.parametrize("gradient", ["forward", "recompute"])

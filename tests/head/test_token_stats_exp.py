@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from lowtide.head.call import HeadCall, TokenStatsArgs, Wanted
+from lowtide.head.call import Head, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_rows, stats_logits, stats_rows
 from lowtide.head.plan import HeadPlan
+from lowtide.head.ranks.alone import Alone
 from lowtide.head.terms import token_stats as terms
 from support import relative_error
 
@@ -77,19 +78,19 @@ class Stats:
         topk: int = 0,
     ) -> None:
         N, scale = len(x), kwargs.get("logit_scale")
-        call = HeadCall(
-            input=x, linear_weight=w, linear_bias=kwargs.get("bias_V"), softcap=kwargs.get("softcap"),
-            logit_scale=None if scale is None else torch.tensor(scale), dtype=torch.float32, workspace_mib=None,
-            accumulate="auto", backend="auto",
+        head = Head(
+            input=x, weight_VD=w, bias_V=kwargs.get("bias_V"), softcap=kwargs.get("softcap"),
+            scale=None if scale is None else torch.tensor(scale), dtype=torch.float32, workspace_mib=None,
+            accumulate="auto", backend="auto", ranks=Alone(len(w)),
         )  # fmt: skip
         target = torch.zeros(N, 0, dtype=torch.long) if y is None else y.view(N, -1)
-        self.head, self.plan = call.head(None), plan(N, len(w), rows)
+        self.head, self.plan = head.prepared(), plan(N, len(w), rows)
         self.args = TokenStatsArgs(target=target, want=",".join(want), topk=topk, ignore_index=-100)
 
     def forward(self) -> dict[str, Tensor]:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(terms, "plan_token_stats", lambda *_, **__: self.plan)
-            self.found, _ = terms.forward(self.head, self.args, Wanted(False, False, False), True)
+            self.found = terms.forward(self.head, self.args, Wanted(False, False, False), True)
         return self.found
 
     def backward(self, upstream: dict[str, Tensor]) -> Gradients:

@@ -120,7 +120,7 @@ def linear_apply(
             check_dense("params", tensor)
     watched = [t for t in (*token_args, *tensors) if isinstance(t, Tensor)]
     refuse_transforms("linear_apply", input, linear_weight, linear_bias, scale, *watched, instead=NAIVE)
-    call, ranks, options = checked_call(
+    head, ranks, options = checked_call(
         "linear_apply", input, linear_weight, linear_bias, logit_scale, softcap, options, vocab_shard
     )
     leading = input.shape[:-1]
@@ -134,10 +134,10 @@ def linear_apply(
     if isinstance(ranks, Ranks):  # the same plan on each, made for the largest shard: a shard's logits, sent, received
         V, device_bytes = max(V, 3 * ranks.most_rows), ranks.limits.gpu_bytes
         n = ranks.slots if ranks.spread else n
-    weight = call.linear_weight
+    weight = head.weight_VD
     plan = plan_head(
-        n, weight.shape[1], V, call.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
-        weight_frozen=call.frozen, function=True, device_bytes=device_bytes,
+        n, weight.shape[1], V, head.dtype, weight.device, options, weight_dtype=weight.dtype, reduction="sum",
+        weight_frozen=head.frozen, function=True, device_bytes=device_bytes,
     )  # fmt: skip
     rest = pytree.tree_map_only(Tensor, lambda _: _TENSOR, params)
 
@@ -150,16 +150,15 @@ def linear_apply(
         run=compiled(fn) if compile else fn,
         per_token=out == "token",
         graph=torch.is_grad_enabled(),
-        autocast=current_autocast(call.input.device),
+        autocast=current_autocast(head.input.device),
         token_args=len(token_args),
         with_params=with_params,
         leading=leading,
         plan=plan,
         gradient=options.gradient,
-        settings=call[len(call.trained) :],
-        ranks=ranks if isinstance(ranks, Ranks) else None,
+        settings=head[3:],
     )
-    *found, spec = _NODE.apply(*call.trained, index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
+    *found, spec = _NODE.apply(*head[:3], index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
     found = found if ranks.alone else [x if x is None else ranks.result(x) for x in found]
     return pytree.tree_unflatten(found, spec)
 

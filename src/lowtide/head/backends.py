@@ -35,10 +35,7 @@ def choose(work: str, options: HeadOptions, where: str = "", **why_not: str | No
     """Return the implementation that runs, "exp", "row" or "torch", and why.
 
     ``why_not`` says why each implementation that exists for this work cannot run, or None, the fastest first; "torch"
-    can. ``where`` stands in an error after the accepted names.
-
-    Raises:
-        UnsupportedError: The one asked for by name cannot run.
+    can. One asked for by name that cannot is an error, where ``where`` stands after the accepted names.
     """
     asked, (reason, lacking) = options.backend, _WORK[work]
     against = f"{why_not[asked]}." if why_not.get(asked) else lacking.get(asked)
@@ -67,39 +64,30 @@ def why_not_exp(
 ) -> str | None:
     """Return why the exponential path cannot run, or None if it can."""
     no_triton = why_no_triton(device)
-    if no_triton:
-        return no_triton
-    if dtype != torch.bfloat16:
-        return f"exponentials without a maximum need bfloat16's range, and the operands are {dtype}"
-    capability = capability or _capability(device)
-    if not HOPPER <= capability < TOO_SMALL:
-        return f"its loads and tiles need compute capability 9.0 to below 12, and this GPU has {capability}"
-    if D < 8 or D % 8:
-        return f"TMA takes rows whose length is a multiple of 16 bytes, and the hidden size is {D}"
-    if V < 1:
-        return "the vocabulary is empty"
-    if not weight_fits:
-        return "TMA takes rows that start at multiples of 16 bytes, and the weight's do not"
-    if capped_and_smoothed:
-        return "with a soft cap, label smoothing bears on every logit in another way"
-    targets, topk = stats
-    if targets > MOST_TARGETS:
-        return f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}"
-    if topk > MOST_HIGHEST:
-        return f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted"
-    return None
+    if no_triton or dtype != torch.bfloat16:
+        return no_triton or f"exponentials without a maximum need bfloat16's range, and the operands are {dtype}"
+    gpu, (targets, topk) = capability or _capability(device), stats
+    is_new = HOPPER <= gpu < TOO_SMALL
+    reasons = {
+        f"its loads and tiles need compute capability 9.0 to below 12, and this GPU has {gpu}": not is_new,
+        f"TMA takes rows whose length is a multiple of 16 bytes, and the hidden size is {D}": D < 8 or D % 8 > 0,
+        "the vocabulary is empty": V < 1,
+        "TMA takes rows that start at multiples of 16 bytes, and the weight's do not": not weight_fits,
+        "with a soft cap, label smoothing bears on every logit in another way": capped_and_smoothed,
+        f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}": targets > MOST_TARGETS,
+        f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted": topk > MOST_HIGHEST,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def why_not_row(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool = False) -> str | None:
     """Return why the row kernel cannot run, or None if it can; ``topk``: whether a teacher is known by its top k."""
-    no_triton = why_no_triton(device)
-    if no_triton:
-        return no_triton
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its kernel computes in float32, and the operands are {dtype}"
-    if V < 1:
-        return "the vocabulary is empty"
-    return "its kernels read a teacher's whole logits, and its top k is given" if topk else None
+    reason = why_no_triton(device)
+    if reason is None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        reason = f"its kernel computes in float32, and the operands are {dtype}"
+    if reason is None and V < 1:
+        reason = "the vocabulary is empty"
+    return reason or ("its kernels read a teacher's whole logits, and its top k is given" if topk else None)
 
 
 def why_no_triton(device: torch.device) -> str | None:

@@ -4,9 +4,8 @@ N tokens, D hidden size, V vocabulary, V_r classes of it on this rank (all, unle
 """
 
 import math
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,47 +42,24 @@ class Wanted(NamedTuple):
     weight: bool
     bias: bool
 
-    @property
-    def head(self) -> bool:
-        """Return whether the head itself gets one."""
-        return self.weight or self.bias
 
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
+class Head(NamedTuple):
     """A final linear layer, its hidden states and what is done to their products, local to this rank.
 
-    Its logits are ``softcap * tanh((input @ weight.T + bias) * scale / softcap)``, each part where there is one.
+    Its logits are ``softcap * tanh((input @ weight.T + bias) * scale / softcap)``, each part where there is one. What
+    stands before the ranks is what an operator takes; a function's own arguments come beside it.
     """
 
     input: Tensor  # [..., D]
     weight_VD: Tensor  # this rank's rows
-    bias_V: Tensor | None  # wide
-    scale: Tensor | None  # scalar, wide
+    bias_V: Tensor | None  # as the caller's; `prepared` wide, and so is the scale
+    scale: Tensor | None  # scalar
     softcap: float | Tensor | None
-    dtype: torch.dtype  # of the GEMMs' operands
-    wide: torch.dtype  # of logits, and of what comes of them
-    ranks: Ranks | Alone
-    options: HeadOptions
-
-    @property
-    def tokens(self) -> int:
-        """Return N."""
-        return math.prod(self.input.shape[:-1])
-
-
-class HeadCall(NamedTuple):
-    """The same as tensors and scalars that an operator takes; a function's own arguments come beside it."""
-
-    input: Tensor  # [..., D]
-    linear_weight: Tensor  # [V_r, D]
-    linear_bias: Tensor | None  # [V_r]
-    logit_scale: Tensor | None  # scalar
-    softcap: float | None
     dtype: torch.dtype  # of the GEMMs' operands
     workspace_mib: float | None
     accumulate: str
     backend: str
+    ranks: Ranks | Alone  # which share the classes
 
     @property
     def wide(self) -> torch.dtype:
@@ -98,34 +74,22 @@ class HeadCall(NamedTuple):
     @property
     def frozen(self) -> bool:
         """Return whether neither weight nor bias needs a gradient."""
-        return not any(t is not None and t.requires_grad for t in (self.linear_weight, self.linear_bias))
+        return not any(t is not None and t.requires_grad for t in (self.weight_VD, self.bias_V))
 
     @property
-    def trained(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the tensors that may get a gradient."""
-        return self.input, self.linear_weight, self.linear_bias
+    def options(self) -> HeadOptions:
+        """Return how it trades memory for time; when gradients are computed is settled before."""
+        return _options(self.workspace_mib, self.accumulate, self.backend)
 
-    def head(self, ranks: Ranks | None, gradient: Literal["auto", "recompute"] = "auto") -> Head:
-        """Return it as the loops over chunks read it: what kernels read without strides has none.
-
-        Args:
-            ranks: The ranks that share the classes; None: this one has all.
-            gradient: "recompute" for a pass whose upstream gradient is not that of its own loss.
-        """
-        return Head(
-            input=self.input,
-            weight_VD=self.linear_weight,
-            bias_V=None if self.linear_bias is None else self.linear_bias.to(self.wide).contiguous(),
-            scale=None if self.logit_scale is None else scalar_on(self.input.device, self.logit_scale, self.wide),
-            softcap=self.softcap,
-            dtype=self.dtype,
-            wide=self.wide,
-            ranks=Alone(self.linear_weight.shape[0]) if ranks is None else ranks,
-            options=_options(self.workspace_mib, self.accumulate, self.backend, gradient),
+    def prepared(self) -> "Head":
+        """Return it as the loops over chunks read it: what kernels read without strides has none."""
+        return self._replace(
+            bias_V=None if self.bias_V is None else self.bias_V.to(self.wide).contiguous(),
+            scale=None if self.scale is None else scalar_on(self.input.device, self.scale, self.wide),
         )
 
 
-Call = tuple[HeadCall, Ranks | Alone, HeadOptions]
+Call = tuple[Head, Ranks | Alone, HeadOptions]
 
 
 def checked_call(
@@ -154,18 +118,9 @@ def checked_call(
     if scale is not None and scale.requires_grad and torch.is_grad_enabled():
         factors = ranks.factors(scale) if isinstance(ranks, Ranks) else (scale, scale)
         input, linear_bias, scale = with_trained_scale(input, linear_bias, *factors)
-    call = HeadCall(
-        input=input,
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        logit_scale=scale,
-        softcap=check_softcap("softcap", softcap),
-        dtype=dtype,
-        workspace_mib=options.workspace_mib,
-        accumulate=options.accumulate,
-        backend=options.backend,
-    )
-    return call, ranks, options
+    asked = options.workspace_mib, options.accumulate, options.backend
+    softcap = check_softcap("softcap", softcap)
+    return Head(input, linear_weight, linear_bias, scale, softcap, dtype, *asked, ranks), ranks, options
 
 
 def check_head(
@@ -191,8 +146,7 @@ def check_head(
         )
         raise ArgumentTypeError(message(weight_name, "a plain tensor, as input is", got, hint))
     if linear_weight.dim() != 2:
-        swapped = input.dim() == 2 and linear_weight.shape[-1:] == input.shape[-1:]
-        hint = SWAPPED.format(*names) if swapped else ""
+        hint = SWAPPED.format(*names) * (input.dim() == 2 and linear_weight.shape[-1:] == input.shape[-1:])
         raise ArgumentValueError(message(weight_name, "shape [V, D]", _shape(linear_weight), hint))
     V, D = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != D:
@@ -230,8 +184,7 @@ def check_target(input: Tensor, target: Tensor, linear_weight: Tensor, *, severa
     if (target.shape[:-1] if several else target.shape) != input.shape[:-1] or (several and target.shape[-1] == 0):
         expected, K = f"shape {list(input.shape[:-1])}", axes_and(input, "K")
         expected = f"{expected} or {K} with K above 0" if several else expected
-        swapped = target.dim() > 0 and target.shape[0] == linear_weight.shape[0]
-        hint = SWAPPED.format(*NAMES) if swapped else ""
+        hint = SWAPPED.format(*NAMES) * (target.shape[:1] == linear_weight.shape[:1])
         raise ArgumentValueError(message("target", f"{expected}, as input is {_shape(input)}", _shape(target), hint))
     check_device("target", target, input)
 
@@ -324,8 +277,8 @@ class DivergenceArgs(NamedTuple):
 
 
 @cache
-def _options(workspace_mib: float | None, accumulate: Any, backend: Any, gradient: Any) -> HeadOptions:
-    return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend, gradient=gradient)
+def _options(workspace_mib: float | None, accumulate: Any, backend: Any) -> HeadOptions:
+    return HeadOptions(workspace_mib=workspace_mib, accumulate=accumulate, backend=backend)
 
 
 def scalar_on(device: torch.device, scalar: Tensor, dtype: torch.dtype) -> Tensor:

@@ -135,7 +135,7 @@ def linear_cross_entropy(
         z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
     )
     recompute = choose_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
-    (loss,) = CROSS_ENTROPY(head, args, ranks, recompute=recompute)
+    (loss,) = CROSS_ENTROPY(head, args, recompute=recompute)
     if reduction == "none":
         loss = loss.view(target.shape)
         loss = loss[..., :-1] if shift else loss

@@ -167,7 +167,7 @@ def linear_divergence(
     gradient = choose_gradient(options, reduction, head.frozen and ranks.alone, divergence=True)
     if isinstance(ranks, Ranks) and ranks.spread:
         whole, ranks = ranks.gathered(input)
-        head = head._replace(input=whole)
+        head = head._replace(input=whole, ranks=ranks)
     mask = ranks.whole(mask)
     args = DivergenceArgs(
         teacher_input=None if teacher_input is None else ranks.whole(teacher_input.detach()),
@@ -185,7 +185,7 @@ def linear_divergence(
         tail=tail,
         reduction=reduction,
     )
-    (value,) = DIVERGENCE(head, args, ranks, recompute=gradient == "recompute")
+    (value,) = DIVERGENCE(head, args, recompute=gradient == "recompute")
     return ranks.result(value.view(input.shape[:-1]) if reduction == "none" else value)
 
 

@@ -3,7 +3,7 @@
 N tokens, n rows computed, C rows of a chunk, D hidden size, V vocabulary, V_r classes of it on this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from lowtide.head.call import Head
 from lowtide.head.gradients import Gradients
-from lowtide.head.matmul import HeadMatmul, finish_logits_, narrow_view
+from lowtide.head.matmul import matmul_into, narrow_in_place, narrow_view, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
 from lowtide.head.rows import Rows, take_rows
+
+BIAS_FIRST = 2048  # hidden size from which a GPU's product hides that it reads what it adds to
 
 Numbers = dict[str, Tensor]
 Upstream = Callable[[Numbers, slice], Any]
@@ -39,16 +41,9 @@ class Terms:
         raise NotImplementedError
 
     def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any) -> Tensor | None:
-        """Replace logits by the gradient with respect to ``x @ w.T + bias``.
+        """Replace logits by the gradient with respect to ``x @ w.T + bias``; return what each row lacks.
 
-        Args:
-            z: The logits.
-            part: Their rows.
-            known: What `numbers` returned for them.
-            g: The upstream gradient of these numbers.
-
-        Returns:
-            Tensor | None: What each row's gradient is still to be multiplied with [C]; None: 1.
+        That is a factor [C], None: 1. ``g`` is the upstream gradient of ``known``, the `numbers` of these rows.
         """
         raise NotImplementedError
 
@@ -68,75 +63,108 @@ def run(
     upstream: Upstream | None = None,
     known: Numbers | None = None,
 ) -> Numbers:
-    """Return numbers of each row [n, ...], and add the gradients, chunk by chunk.
+    """Return numbers of each row [n, ...], and with ``upstream`` add the gradients ``into`` their memory, by chunks.
 
-    Args:
-        head: The head.
-        rows: Which tokens, in which order.
-        plan: Chunks, the same on every rank.
-        terms: What is computed.
-        into: Takes the gradients, with ``upstream``.
-        upstream: The upstream gradient of a chunk's numbers; None: numbers alone.
-        known: Numbers of all rows from an earlier pass, of which the gradients are; None: they are computed.
+    ``upstream`` gives the upstream gradient of a chunk's numbers. ``known`` are the numbers of all rows where an
+    earlier pass has computed them.
     """
     chunks = Chunks(head, rows, plan, terms)
     found: list[tuple[Numbers, Tensor | None]] = []
     for part in chunks.parts or [slice(0, 0)]:
         x_CD = chunks.hidden(part)
         if upstream is None or into is None:
-            numbers = terms.numbers(chunks.logits(x_CD), part)
+            found.append((terms.numbers(chunks.logits(x_CD), part), None))
         else:
             numbers, g_CV, outside = chunks.gradient(terms, x_CD, part, upstream, known)
+            found.append((numbers, None))
             if len(x_CD):
-                _add_products(chunks, terms, g_CV, outside, x_CD, part, into)
-        found.append((numbers, None))
+                chunks.add_products(terms, g_CV, outside, x_CD, part, into)
     if into is not None and into.weight_VD is not None and terms.lift is not None:
         into.weight_VD.div_(terms.lift)
     return joined(found)[0]
 
 
 class Chunks:
-    """What all chunks of a pass share: GEMMs, and memory for logits and, with `Terms.apart`, their gradient."""
+    """What all chunks of a pass share: memory for logits and, with `Terms.apart`, for their gradient; and the GEMMs.
+
+    These have narrow operands and wide results, without a wide copy of the weight, as the plan chose them.
+    """
 
     def __init__(self, head: Head, rows: Rows, plan: HeadPlan, terms: Terms) -> None:
+        # not the terms: they may hold chunks themselves, and memory in a circle is not freed at once
         self.head, self.rows, self.plan, self.raw = head, rows, plan, terms.raw
+        whole = plan.backward_gemm != "blocks" or plan.logits_gemm == "out_dtype"
+        # of other strides mm would copy it once a chunk
+        weight_VD = head.weight_VD if 1 in head.weight_VD.stride() else head.weight_VD.contiguous()
+        self.weight_VD = self._weight_of_logits = weight_VD.to(head.dtype) if whole else weight_VD
+        self._block = weight_VD.new_empty(plan.block_rows * weight_VD.shape[1], dtype=head.wide)
+        self._bias_V, self._unit = None if terms.raw else head.bias_V, weight_VD.new_empty(0)
+        if plan.bias_column and self._bias_V is not None:
+            self._take_bias(self._bias_V.to(head.dtype))
+            self._bias_V = None
         self.parts = list(head.ranks.chunks(plan))
-        self.matmul = HeadMatmul(head.weight_VD, plan, head.dtype, head.wide)
-        self.bias_V = None if terms.raw else head.bias_V
-        if plan.bias_column and self.bias_V is not None:
-            self.matmul.take_bias(self.bias_V.to(head.dtype))
-            self.bias_V = None
-        longest = max((part.stop - part.start for part in self.parts), default=0)
-        self.pieces = plan.product_rows or longest  # rows of which logits exist at a time
-        self.columns = head.ranks.rows + (terms.spare or not head.ranks.alone)
-        self._logits = head.input.new_empty(min(longest, self.pieces), padded(self.columns), dtype=head.wide)
-        self._longest = longest
+        self._longest = max((part.stop - part.start for part in self.parts), default=0)
+        self._piece = plan.product_rows or self._longest  # rows of which logits exist at a time
+        self._columns = head.ranks.rows + (terms.spare or not head.ranks.alone)
+        self._logits = weight_VD.new_empty(min(self._longest, self._piece), padded(self._columns), dtype=head.wide)
         self._gradient: Tensor | None = None
+
+    def _take_bias(self, bias_V: Tensor) -> None:
+        """Add a bias, of the weight's dtype here, to all logits to come.
+
+        As one more column of a copy of the weight, times 1: logits are written once, where adding it would read and
+        write them again, which takes as long as the product where the hidden size is small.
+        """
+        V, D = self.weight_VD.shape
+        rest = self.weight_VD.new_zeros(1, padded(D + 1) - D - 1)  # zeros also where the bias is -inf
+        self._unit = torch.cat((rest.new_ones(1, 1), rest), 1)
+        self._weight_of_logits = torch.cat((self.weight_VD, bias_V[:, None], rest.expand(V, -1)), 1)
 
     def hidden(self, part: slice) -> Tensor:
         """Return a chunk's hidden states [C, D] in the operands' dtype, 0 in rows that do not count."""
         head, kept = self.head, self.rows.kept
         if part.start == part.stop:
             return head.input.new_empty(0, head.input.shape[-1], dtype=head.dtype)
-        index, ranks = self.rows.index, head.ranks
-        if ranks.alone:
-            x_CD = take_rows(head.input, index, part, head.dtype)
+        if head.ranks.alone:
+            x_CD = take_rows(head.input, self.rows.index, part, head.dtype)
         else:
-            x_CD = ranks.begin_rows(head.input, index, part, head.dtype).get()
+            x_CD = head.ranks.begin_rows(head.input, self.rows.index, part, head.dtype).get()
         return x_CD if kept is None else x_CD.where(kept[part, None], 0)  # a NaN would reach the weight's gradient
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the weight, rounded to the operands' dtype, in blocks of rows of the wide dtype."""
+        for part in slices(len(self.weight_VD), self.plan.block_rows):
+            yield part, self._wide_rows(part).copy_(self.weight_VD[part].to(self.head.dtype))
+
+    def _wide_rows(self, part: slice) -> Tensor:
+        rows, D = part.stop - part.start, self.weight_VD.shape[1]
+        return self._block[: rows * D].view(rows, D)
 
     def logits(self, x_CD: Tensor) -> Tensor:
         """Return the logits of these hidden states."""
-        head, V = self.head, self.head.ranks.rows
-        z = self._logits[: len(x_CD), : self.columns]
-        z_V = z if self.columns == V else z[:, :V]
-        self.matmul.logits(x_CD, z_V, self.bias_V)
+        head, V, bias_V, cap = self.head, self.head.ranks.rows, self._bias_V, self.head.softcap
+        z = self._logits[: len(x_CD), : self._columns]
+        z_V = z[:, :V]
+        if self._unit.numel():
+            x_CD = torch.cat((x_CD, self._unit.expand(len(x_CD), -1)), 1)
+        bias_first = bias_V is not None and (x_CD.shape[1] >= BIAS_FIRST or not x_CD.is_cuda)
+        if bias_V is not None and bias_first:
+            z_V.copy_(bias_V)
+        if self.plan.logits_gemm == "blocks":
+            wide_x = x_CD.to(head.wide)
+            for part, w in self._blocks():
+                matmul_into(wide_x, w.T, z_V[:, part], add=bias_first)
+        else:
+            matmul_into(x_CD, self._weight_of_logits.T, z_V, add=bias_first)
+        if bias_V is not None and not bias_first:
+            z_V.add_(bias_V)
         if not self.raw:
-            columns = (
-                max(1, V) if head.softcap is None else self.plan.columns
-            )  # on a CPU one operator is better than many
-            finish_logits_(z_V, None, head.scale, head.softcap, columns)
-        if self.columns > V:
+            for part in slices(V, V if cap is None else self.plan.columns):  # on a CPU one operator is better than many
+                if head.scale is not None:
+                    z_V[:, part].mul_(head.scale)
+                if cap is not None:
+                    z_V[:, part].div_(cap).tanh_().mul_(cap)
+        if self._columns > V:
             z[:, V:] = -torch.inf
         return z
 
@@ -146,25 +174,90 @@ class Chunks:
         """Return a chunk's numbers, the gradient of its logits [C, V_r], and what its rows still lack."""
         C, V = len(x_CD), self.head.ranks.rows
         if terms.apart and self._gradient is None:
-            self._gradient = self._logits.new_empty(self._longest, padded(self.columns), dtype=self.head.dtype)
+            self._gradient = self._logits.new_empty(self._longest, padded(self._columns), dtype=self.head.dtype)
         found: list[tuple[Numbers, Tensor | None]] = []
-        for start in range(0, max(1, C), max(1, self.pieces)):
-            stop = min(start + self.pieces, C)
-            of_all = slice(part.start + start, part.start + stop)
-            z = self.logits(x_CD[start:stop])
+        for rows in list(slices(C, self._piece)) or [slice(0, 0)]:
+            of_all = slice(part.start + rows.start, part.start + rows.stop)
+            z = self.logits(x_CD[rows])
             if self._gradient is not None:
-                terms.out = self._gradient[start:stop, :V]
+                terms.out = self._gradient[rows, :V]
             if known is None:
                 found.append(terms.both_(z, of_all, upstream))
             else:
                 numbers = {name: x[of_all] for name, x in known.items()}
                 found.append((numbers, terms.gradient_(z, of_all, numbers, upstream(numbers, of_all))))
-        if self._gradient is not None:
-            g_CV = self._gradient[:C, :V]
-        else:
-            g_CV = z if self.columns == V else z[:, :V]
         numbers, outside = joined(found)
-        return numbers, g_CV, outside
+        return numbers, (z if self._gradient is None else self._gradient[:C])[:, :V], outside
+
+    def add_products(
+        self, terms: Terms, g_CV: Tensor, outside: Tensor | None, x_CD: Tensor, part: slice, into: Gradients
+    ) -> None:
+        """Add a chunk's gradients; across ranks the sum of the input's runs beside the weight's GEMM.
+
+        ``g_CV``, the gradient of its logits, is overwritten; ``outside`` is what each row lacks, see `Terms.gradient_`.
+        """
+        head, index, write = self.head, self.rows.index, None
+        if into.input_ND is None and into.weight_VD is None and into.bias_V is None:
+            return
+        by_kernel = self.plan.backend == "row"  # its gradient may be narrow already
+        if into.bias_V is not None and not by_kernel:
+            into.bias_V += g_CV.sum(0) if outside is None else outside @ g_CV
+        if terms.narrowed or (by_kernel and g_CV.dtype != head.dtype):
+            g_CV = narrow_view(g_CV, head.dtype)
+        elif self.plan.backward_gemm == "narrow" and not by_kernel:
+            g_CV = narrow_in_place(g_CV, head.dtype)
+        if into.bias_V is not None and by_kernel:
+            from lowtide.head.kernels.exp_rows import add_column_sums
+
+            weights = x_CD.new_ones(len(x_CD), dtype=head.wide) if outside is None else outside
+            add_column_sums(g_CV, weights, into.bias_V)
+        rounded = head.ranks.alone and into.lift_N is None  # else it is summed over ranks, or lifted, before
+        if into.input_ND is not None and rounded and index is None:
+            self.input_grad(g_CV, outside, into.input_ND[part])
+        elif into.input_ND is not None:
+            product = x_CD.new_empty(x_CD.shape, dtype=into.input_ND.dtype if rounded else head.wide)
+            self.input_grad(g_CV, outside, product)
+            write = head.ranks.begin_sum(product, part, index)
+            del product
+            if head.ranks.alone:
+                write(into)
+                write = None  # its memory is free
+        if into.weight_VD is not None:
+            raised = outside if terms.lift is None or outside is None else outside * terms.lift
+            self.weight_grad(g_CV, raised, x_CD, into.weight_VD, part.start == 0)
+        if write is not None:
+            write(into)
+
+    def input_grad(self, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
+        """Write ``factor * (g @ weight)`` into ``out_CD``; None: 1."""
+        wide = self.head.wide
+        product = out_CD if out_CD.dtype == wide else torch.empty_like(out_CD, dtype=wide)
+        if self.plan.backward_gemm == "blocks":
+            product.zero_()
+            for part, w in self._blocks():
+                product.addmm_(g_CV[:, part], w)
+        elif g_CV.is_cuda or g_CV.dtype == wide:
+            matmul_into(g_CV, self.weight_VD, product, add=False)
+        else:  # on a CPU products are no wider than their operands
+            product = g_CV @ self.weight_VD
+        if factor_C is not None:
+            torch.mul(product, factor_C[:, None], out=out_CD)
+        elif product is not out_CD:
+            out_CD.copy_(product)
+
+    def weight_grad(self, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool) -> None:
+        """Add ``g.T @ (factor * x)`` to ``total_VD``, which holds nothing yet where ``first`` is True."""
+        x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
+        if total_VD.dtype == g_CV.dtype or (g_CV.is_cuda and total_VD.dtype == self.head.wide):
+            matmul_into(g_CV.T, x, total_VD, add=not first)
+            return
+        for part in slices(len(total_VD), self.plan.block_rows):
+            wide = self._wide_rows(part)
+            if g_CV.dtype == self.head.wide:
+                torch.mm(g_CV[:, part].T, x, out=wide)
+            else:
+                wide.copy_(g_CV[:, part].T @ x)
+            total_VD[part].copy_(wide if first else wide.add_(total_VD[part]))
 
 
 def joined(found: list[tuple[Numbers, Tensor | None]]) -> tuple[Numbers, Tensor | None]:
@@ -174,49 +267,6 @@ def joined(found: list[tuple[Numbers, Tensor | None]]) -> tuple[Numbers, Tensor 
     outsides = [outside for _, outside in found if outside is not None]
     numbers = {name: torch.cat([x[name] for x, _ in found]) for name in found[0][0]}
     return numbers, torch.cat(outsides) if outsides else None
-
-
-def _add_products(
-    chunks: Chunks, terms: Terms, g_CV: Tensor, outside: Tensor | None, x_CD: Tensor, part: slice, into: Gradients
-) -> None:
-    """Add a chunk's gradients; across ranks the sum of the input's runs beside the weight's GEMM.
-
-    Args:
-        chunks: The pass.
-        terms: What was computed of the chunk.
-        g_CV: The gradient of its logits; overwritten.
-        outside: What each of its rows is still to be multiplied with [C]; None: 1.
-        x_CD: Its hidden states.
-        part: Its rows.
-        into: Takes the gradients.
-    """
-    head, matmul, index, write = chunks.head, chunks.matmul, chunks.rows.index, None
-    if into.input_ND is None and into.weight_VD is None and into.bias_V is None:
-        return
-    by_kernel = chunks.plan.backend == "row"  # its gradient may be narrow already
-    if into.bias_V is not None and not by_kernel:
-        into.bias_V += g_CV.sum(0) if outside is None else outside @ g_CV
-    g_CV = narrow_view(g_CV, head.dtype) if terms.narrowed else matmul.operand(g_CV)
-    if into.bias_V is not None and by_kernel:
-        from lowtide.head.kernels.exp_rows import add_column_sums
-
-        add_column_sums(g_CV, x_CD.new_ones(len(x_CD), dtype=head.wide) if outside is None else outside, into.bias_V)
-    if into.input_ND is not None and head.ranks.alone and index is None and into.lift_N is None:
-        matmul.input_grad(g_CV, outside, into.input_ND[part])
-    elif into.input_ND is not None:
-        rounded = head.ranks.alone and into.lift_N is None  # else summed over ranks, or lifted, before it is rounded
-        product = x_CD.new_empty(x_CD.shape, dtype=into.input_ND.dtype if rounded else head.wide)
-        matmul.input_grad(g_CV, outside, product)
-        write = head.ranks.begin_sum(product, part, index)
-        del product
-        if head.ranks.alone:
-            write(into)
-            write = None  # its memory is free
-    if into.weight_VD is not None:
-        raised = outside if terms.lift is None or outside is None else outside * terms.lift
-        matmul.weight_grad(g_CV, raised, x_CD, into.weight_VD, part.start == 0)
-    if write is not None:
-        write(into)
 
 
 def gradient_buffers(
@@ -229,13 +279,11 @@ def gradient_buffers(
     """
     x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()
     if wanted[0]:
-        lifted, dtype = stored and x.dtype == torch.float16, x.dtype
-        if lifted and plan.backend == "exp":
-            dtype = wide
-        elif lifted:
-            into.lift_N = x.new_ones(head.tokens, dtype=wide)
+        lifted, exp = stored and x.dtype == torch.float16, plan.backend == "exp"
+        into.lift_N = x.new_ones(head.tokens, dtype=wide) if lifted and not exp else None
         some = rows.index is not None and not head.ranks.spread  # the other hidden states are in no chunk
-        into.input_ND = (x.new_zeros if some else x.new_empty)(head.tokens, D, dtype=dtype)
+        new = x.new_zeros if some else x.new_empty
+        into.input_ND = new(head.tokens, D, dtype=wide if lifted and exp else x.dtype)
     if wanted[1]:
         dtype = wide if plan.accumulate == "float32" else head.weight_VD.dtype
         into.weight_VD = (x.new_empty if plan.chunks else x.new_zeros)(V, D, dtype=dtype)

@@ -15,6 +15,7 @@ from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.backends import NOT_OF_SHARDS, NOT_ON_EVERY_RANK, choose, why_not_exp, why_not_row
 from lowtide.head.call import REDUCTIONS, CrossEntropyArgs, DivergenceArgs, Head, TokenStatsArgs, Wanted
 from lowtide.head.kernels.configs import topk_row_bytes
+from lowtide.head.matmul import slices
 from lowtide.head.options import HeadOptions, check_options
 from lowtide.head.planner import (
     MIB,
@@ -27,6 +28,7 @@ from lowtide.head.planner import (
     gemms_of,
 )
 from lowtide.head.ranks.alone import Alone
+from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.rows import input_is_copied, rows_are_aligned
 
 
@@ -86,8 +88,7 @@ class HeadPlan:
 
     def slices(self) -> Iterator[slice]:
         """Yield each chunk's rows."""
-        for start in range(0, self.rows, self.chunk_rows):
-            yield slice(start, min(start + self.chunk_rows, self.rows))
+        return slices(self.rows, self.chunk_rows)
 
     def __str__(self) -> str:
         lines = [
@@ -107,9 +108,11 @@ class HeadPlan:
         return "\n".join([*lines, self.note] if self.note else lines)
 
 
-@lru_cache(maxsize=256)
-def plan_of(work: Work) -> HeadPlan:
-    """Return the plan of a pass."""
+@lru_cache(maxsize=512)
+def plan_of(work: Work, *, of_teacher: bool = False) -> HeadPlan:
+    """Return the plan of a pass, or the same chunks with the GEMMs of its second side, which gets no gradient."""
+    if of_teacher:
+        return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
     (N, D, V), (backend, reason), mib = work.size, work.choice, work.options.workspace_mib
     rows, scratch, more = cut(work)
     accumulate = accumulate_in(work, -(-N // rows))
@@ -134,12 +137,6 @@ def plan_of(work: Work) -> HeadPlan:
         note=note,
         **more,
     )
-
-
-@lru_cache(maxsize=256)
-def plan_of_teacher(work: Work) -> HeadPlan:
-    """Return the same chunks with the GEMMs of the second side, which gets no gradient."""
-    return replace(plan_of(work), accumulator_bytes=0, **gemms_of(work, of_teacher=True))
 
 
 def plan_head(
@@ -177,8 +174,7 @@ def plan_head(
         weight_frozen: True if neither ``linear_weight`` nor ``linear_bias`` needs a gradient.
         capped_and_smoothed: True if the loss has both a soft cap and label smoothing.
         weight_fits: False if the weight's rows do not lie one after another, at 16-byte addresses.
-        input_is_copied: True if the hidden states of a chunk have to be copied: another dtype, or axes that cannot be
-            flattened without.
+        input_is_copied: True if a chunk's hidden states have to be copied: another dtype, or axes that do not flatten.
         function: True for `linear_apply`, whose function gets a chunk's logits in pieces: `HeadPlan.piece_rows`.
         capability: Compute capability of a GPU that is planned for and is not this machine's. None: this machine's.
         device_bytes: Likewise that GPU's memory.
@@ -280,32 +276,28 @@ def _check_sizes(**sizes: int) -> None:
             raise ArgumentValueError(message(name, "a size of 0 or more", str(size)))
 
 
-def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted) -> HeadPlan:
+def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, known: bool = False) -> HeadPlan:
     """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
     alone, capped = head.ranks.alone, head.softcap is not None and args.label_smoothing != 0
-    exp = why_not_exp(**_facts(head), capped_and_smoothed=capped)
     row = why_not_row(head.input.device, head.dtype, head.ranks.most_rows) if alone else NOT_OF_SHARDS
-    work = _work(head, n, wanted, "cross entropy", {"exp": exp, "row": row})
-    gradient = choose_gradient(head.options, args.reduction, alone and not wanted.head)
-    return plan_of(work._replace(gradient=gradient))
+    why_not = {"exp": _why_not_exp(head, capped_and_smoothed=capped), "row": row}
+    gradient = "recompute" if known else choose_gradient(head.options, args.reduction, alone and not any(wanted[1:]))
+    return plan_of(_work(head, n, wanted, "cross entropy", why_not, gradient=gradient))
 
 
 def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -> HeadPlan:
     """Return the same for token statistics."""
-    K, topk, V = args.target.shape[1], args.topk, head.ranks.most_rows
-    exp = why_not_exp(**_facts(head), stats=(K, topk))
-    work = _work(head, n, wanted, "statistics", {"exp": exp})
-    return plan_of(
-        work._replace(
-            token_bytes=STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, K - 1),
-            tile_numbers=3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
-            sum_row_bytes=work.sum_row_bytes + topk_row_bytes(topk, V, head.input.device),
-        )
-    )
+    K, topk = args.target.shape[1], args.topk
+    more = {
+        "token_bytes": STATS_BYTES_PER_TOKEN + STATS_BYTES_PER_TARGET * max(0, K - 1),
+        "tile_numbers": 3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
+        "sum_row_bytes": topk_row_bytes(topk, head.ranks.most_rows, head.input.device),
+    }
+    return plan_of(_work(head, n, wanted, "statistics", {"exp": _why_not_exp(head, stats=(K, topk))}, **more))
 
 
 def plan_both_sides(
-    head: Head, args: DivergenceArgs, n: int, wanted: Wanted, *, stored: bool
+    head: Head, args: DivergenceArgs, n: int, wanted: Wanted, stored: bool
 ) -> tuple[HeadPlan, HeadPlan]:
     """Return the same for a divergence: the student's plan, and the teacher's, for the same chunks."""
     weight, V, teacher = args.teacher_weight, head.ranks.most_rows, (0, 0, head.dtype)
@@ -313,49 +305,40 @@ def plan_both_sides(
         teacher = (weight.shape[1], weight.shape[0] if head.ranks.alone else V + 1, args.teacher_dtype)
     elif args.topk_ids is not None:
         teacher = (0, args.topk_ids.shape[1], head.dtype)
-    row = why_not_row(head.input.device, head.dtype, V, topk=weight is None)
-    work = _work(head, n, wanted, "divergence", {"row": row})
-    gradient: When = "forward" if stored else "recompute"
-    work = work._replace(gradient=gradient, teacher=teacher, values_only=not any(wanted))
-    return plan_of(work), plan_of_teacher(work)
+    why_not = {"row": why_not_row(head.input.device, head.dtype, V, topk=weight is None)}
+    more = {"gradient": "forward" if stored else "recompute", "teacher": teacher, "values_only": not any(wanted)}
+    work = _work(head, n, wanted, "divergence", why_not, **more)
+    return plan_of(work), plan_of(work, of_teacher=True)
 
 
-def _facts(head: Head) -> dict[str, Any]:
-    """Return what `why_not_exp` asks of every head; a shard's rows are copied where they do not fit."""
+def _why_not_exp(head: Head, **of_work: Any) -> str | None:
+    """Return why the exponential path cannot run on every rank; a shard's rows are copied where they do not fit."""
     w, ranks = head.weight_VD, head.ranks
+    if isinstance(ranks, Ranks) and not ranks.limits.exponentials:
+        return NOT_ON_EVERY_RANK
     fits = not ranks.alone or w.dtype != head.dtype or rows_are_aligned(w)
-    of_weight = {"D": w.shape[1], "V": ranks.most_rows, "weight_fits": fits}
-    return {"device": head.input.device, "dtype": head.dtype, **of_weight}
+    return why_not_exp(head.input.device, head.dtype, w.shape[1], ranks.most_rows, weight_fits=fits, **of_work)
 
 
-def _work(head: Head, n: int, wanted: Wanted, name: str, why_not: dict[str, str | None]) -> Work:
+def _work(head: Head, n: int, wanted: Wanted, name: str, why_not: dict[str, str | None], **more: Any) -> Work:
     """Return what a pass over n tokens is, on every rank alike: by the largest shard and the smallest GPU."""
-    ranks, weight, D, where = head.ranks, head.weight_VD, head.weight_VD.shape[1], ""
-    if isinstance(ranks, Alone):
-        more: dict[str, Any] = {"input_is_copied": n != head.tokens or input_is_copied(head.input, head.dtype)}
-    else:
-        # Hidden states are gathered ahead, or rounded, in which a rank must not differ: of sums alone four pieces live
-        # at once, of gradients three; with these the product too, in float32, whose sum over the ranks is under way.
-        more = {"sum_row_bytes": 3 * 2 * D, "row_bytes": (2 * 2 + 4) * D, "input_is_copied": True, "pieces": 2}
+    ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
+    copied = sharded or n != head.tokens or input_is_copied(head.input, head.dtype)  # rounded, or gathered, on any rank
+    if not isinstance(ranks, Alone):
         n, more["device_bytes"] = ranks.slots, ranks.limits.gpu_bytes
-        if "exp" in why_not:
-            where = " where the vocabulary is sharded"
-            why_not["exp"] = why_not["exp"] if ranks.limits.exponentials else NOT_ON_EVERY_RANK
+    where = " where the vocabulary is sharded" if sharded and "exp" in why_not else ""
     choice = choose(name, head.options, where, **why_not)
-    size = n, D, ranks.most_rows + (choice[0] != "exp" and not ranks.alone)  # a column for other ranks' classes
-    device, frozen = head.input.device, not wanted.head
-    return Work(size, head.dtype, weight.dtype, device, head.options, choice, frozen, **more)
+    size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
+    more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}
+    return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
-    """Return when the gradients are computed.
+    """Return when the gradients are computed; raise where forward was asked for and cannot be right.
 
     With a scalar loss the upstream gradient is one factor, applied afterwards. With one loss a token it is not, but
     then a frozen head still allows it: the input's gradient is a row times the upstream factor of that row. Of a
     divergence three numbers a token are kept instead, and not the input's gradient unless that is asked for.
-
-    Raises:
-        UnsupportedError: ``gradient="forward"`` was asked for where it cannot be right.
     """
     known = reduction != "none" or weight_frozen
     if options.gradient == "forward" and not known:

@@ -79,10 +79,9 @@ class Work(NamedTuple):
     # exponentials' own, beside what all take:
     input_is_copied: bool = False  # a chunk's hidden states are, for another dtype or layout
     token_bytes: int = 0  # for each of the N
-    row_bytes: int = 0  # for each row of a chunk
     sum_row_bytes: int = 0  # for each where nothing but sums is computed
     tile_numbers: int = 1  # float32 that each tile of the vocabulary leaves of a row
-    pieces: int = 0  # that a chunk has at least, so that one's exchanges run beside another's GEMMs
+    sharded: bool = False  # the vocabulary is, and a chunk has two pieces: one's exchanges run beside the other's GEMMs
 
     @property
     def wide(self) -> torch.dtype:
@@ -129,9 +128,7 @@ def cut(work: Work) -> Cut:
 def accumulate_in(work: Work, chunks: int) -> Literal["float32", "input"]:
     """Return where the weight's gradient is summed over so many chunks: see `HeadOptions`."""
     dtype, asked, exp, few = work.weight_dtype, work.options.accumulate, work.choice[0] == "exp", 1
-    if dtype == torch.float16:
-        return "float32"
-    if not exp and work.device.type != "cpu" and dtype not in (work.dtype, work.wide):
+    if dtype == torch.float16 or (not exp and work.device.type != "cpu" and dtype not in (work.dtype, work.wide)):
         return "float32"  # a GPU's GEMM of operands narrowed in another way cannot add to the weight's dtype
     if dtype.itemsize >= work.wide.itemsize:
         return "input"
@@ -205,10 +202,8 @@ def _cut_logits(work: Work) -> Cut:
     if cpu and gemms["backward_gemm"] == "narrow":
         fixed, row = fixed + ONEDNN_BYTES, row + ONEDNN_ROW_BYTES
     rows = int(min(max(1, (budget - fixed) // max(1, row)), enough))
-    if cpu:
-        rows = evenly(N, rows)
-    else:
-        rows = whole_tiles(rows)
+    rows = evenly(N, rows) if cpu else whole_tiles(rows)
+    if not cpu:
         rows = min(level(N, rows) if work.function else rows, max(1, N))
     if work.function:
         more["piece_rows"] = evenly(rows, piece_rows)
@@ -256,43 +251,42 @@ def _cut_exponentials(work: Work) -> Cut:
     """Cut chunks of exponentials, or blocks of the vocabulary where these are too short."""
     (N, D, V), budget, recompute = work.size, work.budget(), work.gradient == "recompute"
     fixed = N * (BYTES_PER_TOKEN + work.token_bytes) + 24 * V + 32 * D
-    thin = D * (2 + 4 + 2 * work.input_is_copied) + 64 + work.row_bytes  # s x, E W, hidden states, a row's numbers
+    # Of a sharded vocabulary hidden states are gathered ahead: of sums alone four pieces live at once, of gradients
+    # three; with these the product too, in float32, whose sum over the ranks is under way.
+    x, ahead = 2 * D * work.input_is_copied, 2 * D * work.sharded
+    thin = D * (2 + 4) + x + 2 * ahead + 4 * D * work.sharded + 64  # s x, E W, hidden states, a row's numbers
     sums = 4 * work.tile_numbers * -(-V // GPU_TILE)
+    sum_row = sums + 64 + x + 3 * ahead + work.sum_row_bytes
     room = max(0, budget - fixed)
     product_rows = 1 << round(math.log2(EXP_WAVE / max(1, D)))  # the power of two nearest to a wave of tiles
-    if work.pieces:  # more between two exchanges, where few classes are little work
+    if work.sharded:  # more between two exchanges, where few classes are little work
         product_rows = max(product_rows, min(_next_power(-(-EXP_SHARD_WORK // max(1, D * V))), N // 4))
     rows = room // (thin + sums + 2 * padded(V))
     if work.automatic:  # few enough to be small beside N, enough to be fast
         fast = max(N // EXP_CHUNKS, -(-EXP_WORK // max(1, D)), -(-EXP_CHUNK_WORK // max(1, D * V)))
-        rows = min(rows, max(1, min(_next_power(fast), max(N // 4, EXP_ROWS)), work.pieces * product_rows))
+        rows = min(rows, max(1, min(_next_power(fast), max(N // 4, EXP_ROWS)), 2 * work.sharded * product_rows))
     rows = level(N, max(1, min(whole_tiles(rows, tile_of(rows)), N)))
     chunks, columns = -(-N // rows), V
     light = chunks > FEW_CHUNKS and rows * D * V < EXP_LIGHT_CHUNK
     if recompute or light or rows < min(N, EXP_BLOCKS_BELOW[accumulate_in(work, chunks)]):
         if work.automatic:
             room = max(0, min(budget, EXP_BLOCK_WORKSPACE) - fixed)
-        rows, columns = _rows_and_columns_of_blocks(N, V, room, thin) or (rows, V)
-    sum_row = sums + 64 + 2 * D * work.input_is_copied + work.sum_row_bytes
+        for longest in EXP_BLOCK_ROWS:
+            of_block = min(longest, max(1, N))
+            fitting = (room - of_block * thin) // (2 * of_block) // 256 * 256
+            if fitting >= min(V, EXP_LEAST_BLOCK):
+                rows, columns = level(N, of_block), min(V, fitting)
+                break
     sum_rows = room // sum_row
     sum_rows = max(1, min(N, EXP_SUM_ROWS, whole_tiles(sum_rows, tile_of(sum_rows))))
-    more = {"schedule": "chunks", "block_columns": columns, "sum_rows": sum_rows}
-    if recompute or columns < V:
-        scratch = max(fixed + rows * (thin + 2 * padded(columns)), fixed + sum_rows * sum_row)
-        return rows, scratch, {**more, "schedule": "blocks", "product_rows": rows}
-    product_rows = min(rows, product_rows)
-    more["product_rows"] = level(rows, product_rows) if work.pieces else product_rows
-    return rows, fixed + rows * (thin + 2 * padded(V) + sums), more
-
-
-def _rows_and_columns_of_blocks(N: int, V: int, room: int, thin: int) -> tuple[int, int] | None:
-    """Return chunk rows and the columns of a block that fit ``room`` bytes; None where blocks would be no use."""
-    for rows in EXP_BLOCK_ROWS:
-        rows = min(rows, max(1, N))
-        columns = (room - rows * thin) // (2 * rows) // 256 * 256
-        if columns >= min(V, EXP_LEAST_BLOCK):
-            return level(N, rows), min(V, columns)
-    return None
+    in_blocks = recompute or columns < V
+    if in_blocks:
+        product_rows, scratch = rows, max(rows * (thin + 2 * padded(columns)), sum_rows * sum_row)
+    else:
+        product_rows, scratch = min(rows, product_rows), rows * (thin + 2 * padded(V) + sums)
+        product_rows = level(rows, product_rows) if work.sharded else product_rows
+    more = {"block_columns": columns, "sum_rows": sum_rows, "product_rows": product_rows}
+    return rows, fixed + scratch, {**more, "schedule": "blocks" if in_blocks else "chunks"}
 
 
 def _next_power(rows: int) -> int:

@@ -1,6 +1,7 @@
 """Rows of hidden states [..., D], or of anything else with tokens on its leading axes, as chunks take them."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -48,26 +49,15 @@ class Rows:
 
 
 def take_rows(x: Tensor, index: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor:
-    """Return the hidden states of a chunk [C, D] in the operands' dtype: a view where they lie in memory that way.
+    """Return rows ``part`` [C, D] of the tokens ``index`` (None: all, in order) of hidden states [..., D] in ``dtype``.
 
-    Args:
-        x: All hidden states [..., D].
-        index: Positions of the rows among all N tokens; None: all, in order.
-        part: Which of them.
-        dtype: Of the result.
+    A view where they lie in memory that way.
     """
     return take_leading(x, x.dim() - 1, index, part).to(dtype)
 
 
 def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Tensor:
-    """Return rows of a tensor whose first ``axes`` axes are one axis of N: a view where memory allows.
-
-    Args:
-        x: [..., *rest].
-        axes: How many its leading axes are.
-        index: Positions among all N; None: all, in order.
-        part: Which of them.
-    """
+    """Return the same of a tensor [..., *rest] whose first ``axes`` axes are one axis of tokens."""
     leading = x.shape[:axes]
     if index is None and axes == 1:
         return x[part]
@@ -79,14 +69,8 @@ def take_leading(x: Tensor, axes: int, index: Tensor | None, part: slice) -> Ten
 
 def rows_are_viewable(x: Tensor, axes: int = -1) -> bool:
     """Return whether ``x.view(-1, D)`` exists: each of the leading axes spans exactly those after it."""
-    span = None
-    for size, stride in zip(reversed(x.shape[:axes]), reversed(x.stride()[:axes]), strict=True):
-        if size == 1:
-            continue
-        if span is not None and stride != span:
-            return False
-        span = size * stride
-    return True
+    long = [(size, stride) for size, stride in zip(x.shape[:axes], x.stride()[:axes], strict=True) if size != 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(long))
 
 
 def rows_are_aligned(x: Tensor) -> bool:

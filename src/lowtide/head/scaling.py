@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowtide.graph import node
+from lowtide.head.matmul import slices
 
 FP16_LIFT = 2.0**14  # see row_softmax: fp16 gradients are stored so much larger
 CPU_BLOCK = 2**20  # elements: what a mixed-dtype product on the CPU may hold in its wide dtype
@@ -25,87 +26,61 @@ def lift_of(highest: Tensor) -> Tensor:
 
 def lift_of_rows(x_ND: Tensor) -> Tensor:
     """Return `lift_of` for each row [N]."""
-    if not x_ND.numel():
-        return x_ND.new_ones(x_ND.shape[0])
-    return lift_of(torch.linalg.vector_norm(x_ND, torch.inf, dim=1))
+    return lift_of(torch.linalg.vector_norm(x_ND, torch.inf, dim=1)) if x_ND.numel() else x_ND.new_ones(len(x_ND))
 
 
-def factor_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
-    """Return the power of two that brings the largest product of these factors to [2**-3, 2**-2).
+def weight_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
+    """Return what fp16 hidden states times these factors are lifted by, so that they neither overflow nor underflow.
 
-    Hidden states in fp16 that are multiplied by the scaled factors neither overflow nor underflow.
+    It brings the largest product of the factors to [2**-3, 2**-2) where kernels have left 2**-14 beside them.
     """
     largest = factor.abs().amax() if factor.numel() else factor.new_ones(())
     for other in others:
         if other is not None:
             largest = largest * other.abs().amax()
-    return lift_of(largest) * 2.0 ** -(FP16_TOP_EXPONENT + 2)
+    return lift_of(largest) * FP16_LIFT * 2.0 ** -(FP16_TOP_EXPONENT + 2)
 
 
 def scaled(
     grad: Tensor, factor: Tensor, in_place: bool, kept_N: Tensor | None = None, *, zeros_stay: bool = False
 ) -> Tensor:
-    """Return ``grad * factor`` in the dtype of ``grad``, the product itself taken in the factor's.
+    """Return ``grad * factor`` in the dtype of ``grad``, contiguous, the product itself taken in the factor's.
 
-    Args:
-        grad: A stored gradient, contiguous.
-        factor: Scalar, or one value for each row [...] of ``grad`` [..., D], flattened.
-        in_place: Whether ``grad`` may be overwritten; else the result shares no memory with it.
-        kept_N: bool, False at rows that are 0 and stay 0 even if the factor is infinite or NaN. None: no such rows.
-        zeros_stay: Whether every 0 in ``grad`` stays 0, for a gradient whose rows are unknown. Not under a compiler.
+    The factor is a scalar, or one value for each row [...] of ``grad`` [..., D], flattened. The result shares no memory
+    with ``grad`` unless it is ``in_place``. Rows where ``kept_N`` is False are 0, and stay so even if the factor is
+    infinite or NaN; with ``zeros_stay``, not under a compiler, so does every 0 of a gradient whose rows are unknown.
     """
     if torch.compiler.is_compiling():
         rows = (*grad.shape[:-1], 1)
         product = (grad * factor.view(rows if factor.dim() else (1,) * grad.dim())).to(grad.dtype)
         return product if kept_N is None else product.where(kept_N.view(rows), 0)
-    out = grad if in_place else torch.empty_like(grad)
-    on_cpu = grad.device.type == "cpu" and type(grad) is Tensor  # a FakeTensor holds no number
-    if kept_N is not None and not (on_cpu and factor.dim() == 0 and math.isfinite(factor.item())):
-        factor = factor.where(kept_N, 1)
-    if factor.dim() == 0:
-        _scale_all(grad, factor, out, zeros_stay=zeros_stay)
-    else:
-        shape = (factor.numel(), grad.shape[-1])
-        _scale_rows(grad.view(shape), factor, out.view(shape))
-    return out
-
-
-def _scale_all(grad: Tensor, factor: Tensor, out: Tensor, *, zeros_stay: bool) -> None:
-    if grad.device.type == "cpu" and type(grad) is Tensor:
-        value = factor.item()  # a number keeps its own precision, a 0-d tensor would be rounded to grad's
-        if zeros_stay and not math.isfinite(value):
-            out.copy_(times(grad, factor))
-        elif value != 1:
-            torch.mul(grad, value, out=out)
-        elif out is not grad:
+    out, on_cpu, number = grad if in_place else torch.empty_like(grad), grad.device.type == "cpu", None
+    if factor.dim() == 0 and on_cpu and type(grad) is Tensor:  # a FakeTensor holds no number
+        number = factor.item()  # which keeps its own precision, a 0-d tensor would be rounded to grad's
+    infinite = number is None or not math.isfinite(number)
+    if kept_N is not None and infinite:
+        number, factor = None, factor.where(kept_N, 1)
+    if number is not None and not (zeros_stay and infinite):
+        if number != 1:
+            torch.mul(grad, number, out=out)
+        elif not in_place:
             out.copy_(grad)
-        return
-    if out is grad and grad.is_cuda:
+    elif in_place and grad.is_cuda:
         from lowtide.head.kernels import scale
 
-        scale.scale_(grad, factor, zeros_stay=zeros_stay)
+        scale.scale_(grad, factor.contiguous(), zeros_stay=zeros_stay)
     elif zeros_stay:
         out.copy_(times(grad, factor))
     else:
-        torch.mul(grad, factor.view((1,) * grad.dim()), out=out)
+        N, D = shape = factor.numel(), grad.shape[-1] if factor.dim() else grad.numel()
+        for part in slices(N, CPU_BLOCK // max(1, D) if on_cpu else N):
+            torch.mul(grad.view(shape)[part], factor.view(N, 1)[part], out=out.view(shape)[part])
+    return out
 
 
 def times(grad: Tensor, factor: Tensor) -> Tensor:
     """Return ``grad * factor``, 0 where ``grad`` is, also where the factor is infinite or NaN."""
     return (grad * factor.view((1,) * grad.dim())).masked_fill_(grad == 0, 0)
-
-
-def _scale_rows(grad_ND: Tensor, factor_N: Tensor, out_ND: Tensor) -> None:
-    N, D = grad_ND.shape
-    if grad_ND.is_cuda and out_ND.data_ptr() == grad_ND.data_ptr():
-        from lowtide.head.kernels import scale
-
-        scale.scale_(grad_ND, factor_N.contiguous())
-        return
-    step = max(1, CPU_BLOCK // max(1, D)) if grad_ND.device.type == "cpu" else max(1, N)
-    for start in range(0, N, step):
-        part = slice(start, start + step)
-        torch.mul(grad_ND[part], factor_N[part, None], out=out_ND[part])
 
 
 def with_trained_scale(
@@ -122,11 +97,9 @@ def with_trained_scale(
         input = input.float()
     if linear_bias is not None and linear_bias.dtype.itemsize < 4:
         linear_bias = linear_bias.float()
-    return (
-        _CARRIES_SCALE.apply(input, of_input),  # type: ignore[no-untyped-call]
-        None if linear_bias is None else _CARRIES_SCALE.apply(linear_bias, of_bias),  # type: ignore[no-untyped-call]
-        _not_zero(of_input.detach()),
-    )
+    carry: Any = _CARRIES_SCALE.apply
+    linear_bias = None if linear_bias is None else carry(linear_bias, of_bias)
+    return carry(input, of_input), linear_bias, _not_zero(of_input.detach())
 
 
 def _not_zero(scale: Tensor) -> Tensor:

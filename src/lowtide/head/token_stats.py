@@ -218,12 +218,12 @@ def _token_stats(
             ignore_index=ignore_index, label_smoothing=0.0, z_loss=0.0,
         )  # fmt: skip
         recompute = choose_gradient(options, "none", head.frozen and ranks.alone) == "recompute"
-        (loss,) = CROSS_ENTROPY(head, of_loss, ranks, recompute=recompute)
+        (loss,) = CROSS_ENTROPY(head, of_loss, recompute=recompute)
         return TokenStats(logprob=ranks.result(0 - loss.view(target.shape)))
     N = math.prod(leading)
     y_NK = head.input.new_zeros((N, 0), dtype=torch.long) if target is None else target.long().reshape(N, K)
     args = TokenStatsArgs(target=y_NK, want=",".join(sorted(names)), topk=topk, ignore_index=ignore_index)
-    found = dict(zip(TOKEN_STATS.returned, TOKEN_STATS(head, args, ranks, recompute=True), strict=True))
+    found = dict(zip(TOKEN_STATS.returned, TOKEN_STATS(head, args, recompute=True), strict=True))
     shapes = {} if target is None else dict.fromkeys(OF_TARGETS, target.shape)
     fields: dict[str, Any] = {}
     for name in (*names - {"topk"}, *(("topk_values", "topk_ids") if "topk" in names else ())):

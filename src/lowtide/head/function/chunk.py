@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.backends import why_not_row
-from lowtide.head.call import HeadCall, Wanted
+from lowtide.head.call import Head, Wanted
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.function.function import (
     RandomState,
@@ -46,7 +46,7 @@ class FunctionTerms(Terms):
         assert x is not None
         assert w is not None
         self.device = x.device
-        self.function, self.head = function, HeadCall(x, w, b, *function.settings).head(function.ranks)
+        self.function, self.head = function, Head(x, w, b, *function.settings).prepared()
         self.wanted = Wanted(*needed[:3])
         leaves = [
             t.detach().requires_grad_(function.graph and need)

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import node, undisturbed
 from lowtide.head.plan import HeadPlan
-from lowtide.head.ranks.parallel import Ranks
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 Results = tuple[list[Tensor | None], pytree.TreeSpec, GradientEdge | None]  # flattened; the logits they depend on
@@ -44,8 +43,7 @@ class UserFunction:
     leading: torch.Size  # axes of all tokens
     plan: HeadPlan
     gradient: str  # HeadOptions.gradient
-    settings: tuple[Any, ...]  # of the `HeadCall`, after its tensors
-    ranks: Ranks | None
+    settings: tuple[Any, ...]  # of the `Head`, after its tensors
 
 
 def evaluate(

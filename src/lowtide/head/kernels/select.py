@@ -48,8 +48,8 @@ def select(
     """Return classes, what each token counts, and the parts of the mean's denominator, from contiguous int64 targets.
 
     Classes are int32 [N], -1 for ignored tokens, 0 for those whose target is no class; what a token counts is float32
-    [N], 0 if ignored, NaN if its target is no class. ``shard`` is, where the vocabulary is sharded, this rank's first class,
-    how many it has, and what stands in the place of the others; classes are then counted from its first one.
+    [N], 0 if ignored, NaN if its target is no class. ``shard`` is, where the vocabulary is sharded, this rank's first
+    class, how many it has, and what stands in the place of the others; classes are then counted from its first one.
     """
     N = target_N.numel()
     blocks = triton.cdiv(N, BLOCK)

@@ -80,20 +80,21 @@ def _merge_stats(  # type: ignore[no-untyped-def]
             tl.store(out.sum_sq_prob + i, (1.0 + squares) / ((1.0 + rest) * (1.0 + rest)))
         if out.mean is not None:
             tl.store(out.mean + i, total / V)
-    for k in range(K):
-        y = tl.load(y_ptr + i * K + k).to(tl.int64)
-        if parts.logit is not None:  # the sum of what the parts have of it
-            t = tl.sum(tl.load(parts.logit + k * parts.plane + at, mask=inside, other=0.0), 0)
-        else:
+    if y_ptr is not None:
+        for k in range(K):
+            y = tl.load(y_ptr + i * K + k).to(tl.int64)
+            if parts.logit is not None:  # the sum of what the parts have of it
+                t = tl.sum(tl.load(parts.logit + k * parts.plane + at, mask=inside, other=0.0), 0)
+            else:
+                if out.lse is None:
+                    y -= first_class
+                    here = (y >= 0) & (y < V)
+                    y = tl.where(here, y, 0)
+                t = finish_logits(dot(x_ptr + i * x_stride, w_ptr + y * w_stride, D, BLOCK), y, V, transform)
             if out.lse is None:
-                y -= first_class
-                here = (y >= 0) & (y < V)
-                y = tl.where(here, y, 0)
-            t = finish_logits(dot(x_ptr + i * x_stride, w_ptr + y * w_stride, D, BLOCK), y, V, transform)
-        if out.lse is None:
-            tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
-        else:
-            tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - top) - spread))
+                tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
+            else:
+                tl.store(out.logprob + i * K + k, tl.where(y == top_id, -spread, (t - top) - spread))
 
 
 def merge_stats(
@@ -127,8 +128,8 @@ def merge_stats(
         told.top.fill_(-torch.inf)  # the others are 0
         return
     _merge_stats[(C,)](
-        parts, numbers, told, y_CK, matrix(x_CD), matrix(w_VD), transform, first_class, V, K, BLOCK=block_of(D),
-        WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
+        parts, numbers, told, y_CK if K else None, matrix(x_CD), matrix(w_VD), transform, first_class, V, K,
+        BLOCK=block_of(D), WIDTH=power_of_2(parts.P), num_warps=1 if x_CD is None else 4,
     )  # fmt: skip
 
 

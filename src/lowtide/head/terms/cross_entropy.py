@@ -14,14 +14,14 @@ from torch import Tensor
 
 from lowtide.errors import TargetIndexError
 from lowtide.graph import is_last_backward
-from lowtide.head.call import CrossEntropyArgs, Head, HeadCall, Wanted, scalar_on
+from lowtide.head.call import CrossEntropyArgs, Head, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.nodes import Function, Shape
+from lowtide.head.nodes import Function
 from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.scaling import FP16_LIFT, factor_lift
-from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
+from lowtide.head.scaling import weight_lift
+from lowtide.head.stored import Shape, lacks_denominator, stored_gradients
 from lowtide.head.terms.loss import Loss, Settle
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
@@ -66,9 +66,7 @@ class RowLoss(Terms):
         return {"loss": loss_C}, outside if lift_C is None or outside is None else outside * lift_C
 
 
-def forward(
-    head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool
-) -> tuple[dict[str, Tensor], StoredGradients | None]:
+def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
     """Return the loss, with ``keep`` what `backward` needs of each token, and the wanted gradients for upstream 1."""
     loss, plan = _plan(head, args, wanted)
     rows, ranks, per_token, into = loss.rows, head.ranks, args.reduction == "none", Gradients()
@@ -80,7 +78,7 @@ def forward(
         into = gradient_buffers(head, rows, plan, wanted, stored=True)
         if per_token:  # the head is frozen: its input's gradient is stored without any row's factor
             return torch.ones_like(loss.unit) if rows.kept is None else rows.kept.to(head.wide), into
-        return loss.unit if lacks_denominator(head.input.dtype, head.weight_VD.dtype) else loss.divided(), into
+        return loss.unit if lacks_denominator(head) else loss.divided(), into
 
     numbers = _run(head, loss, plan, settle if any(wanted) else None, None)
     loss_n = numbers["loss"] * loss.unit
@@ -93,11 +91,11 @@ def forward(
         if not ranks.alone and loss.own_n is not None and loss.total is not None:
             values["own"] = torch.cat((rows.among_all(loss.own_n), loss.total[None]))
     if not any(wanted):
-        return values, None
+        return values
     kept_N = args.target.reshape(-1) != args.ignore_index
     kept = ranks.mine(kept_N.view(args.target.shape)).reshape(-1), kept_N.any()
     unit_N = rows.among_all(loss.unit).clone() if per_token else None
-    return values, stored_gradients(head, into, denominator=denominator, input_factor_N=unit_N, kept=kept)
+    return values | stored_gradients(head, into, denominator=denominator, input_factor_N=unit_N, kept=kept)
 
 
 def backward(
@@ -108,7 +106,7 @@ def backward(
     assert given is not None
     if given.dim():  # a token to which nothing flows back is as good as ignored, whatever its hidden state holds
         args = args._replace(target=args.target.where((given != 0).view(args.target.shape), args.ignore_index))
-    loss, plan = _plan(head, args, wanted, known["own"] if known["own"].numel() else None)
+    loss, plan = _plan(head, args, wanted, known)
     rows = loss.rows
     into = gradient_buffers(head, rows, plan, wanted)
     given = given.to(head.wide)
@@ -139,8 +137,7 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: N
     if plan.backend == "row":
         terms: Terms = RowLoss(head, loss)
         if head.dtype == torch.float16 and into.weight_VD is not None:
-            # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
-            terms.lift = FP16_LIFT * factor_lift(factor_n, head.scale, loss.class_weight)
+            terms.lift = weight_lift(factor_n, head.scale, loss.class_weight)
         return run(head, rows, plan, terms, into, upstream=None if settle is None else lambda _, part: factor_n[part])
     want = frozenset({"mean"} if loss.label_smoothing else ())
     terms = Statistics(head, plan, loss.y[:, None], want, loss.class_weight)
@@ -157,13 +154,11 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: N
     return {"loss": loss.of(numbers), "lse": numbers["lse"], "miss": -numbers["logprob"][:, 0]}
 
 
-def _plan(
-    head: Head, args: CrossEntropyArgs, wanted: Wanted, class_weights: Tensor | None = None
-) -> tuple[Loss, HeadPlan]:
+def _plan(head: Head, args: CrossEntropyArgs, wanted: Wanted, known: Numbers | None = None) -> tuple[Loss, HeadPlan]:
     """Return the rows that are computed with their targets, and the plan for them.
 
     On the CPU ignored tokens are dropped, and a target that is no class is an error; elsewhere such a token's loss and
-    gradients are NaN. The targets' ``class_weights`` [N + 1], with Q behind them, are exchanged where nobody kept them.
+    gradients are NaN. In backward ``known`` has what forward kept: with ranks the targets' class weights too.
     """
     ranks, V, wide = head.ranks, head.ranks.vocab, head.wide
     y_N, index = args.target.reshape(-1).long().contiguous(), None
@@ -172,7 +167,7 @@ def _plan(
         check_classes(y_N, kept_N & ((y_N < 0) | (y_N >= V)), V, args.ignore_index)
         index = positions(kept_N) if ranks.alone else None
     rows = Rows(tokens=y_N.numel(), index=index)
-    plan = plan_cross_entropy(head, args, rows.n, wanted)
+    plan = plan_cross_entropy(head, args, rows.n, wanted, known is not None)
     rows = rows.in_order(ranks.order(plan))
     weight_N = None if args.token_weight is None else args.token_weight.reshape(-1).to(wide).contiguous()
     q = None if args.weight is None else args.weight.to(wide).contiguous()
@@ -194,7 +189,7 @@ def _plan(
         kept = None if ranks.alone and drops_rows(head.input.device) else rows.of(kept_N)
         counted = kept_N.to(wide)
         if q is not None and total is not None:
-            own_N, total = _own_weights(head, q, total, valid_N, class_weights)
+            own_N, total = _own_weights(head, q, total, valid_N, known)
             own_n, counted = rows.of(own_N), own_N.where(kept_N, 0)
         y = rows.of(valid_N)
         if plan.backend == "exp":
@@ -210,15 +205,16 @@ def _plan(
 
 
 def _own_weights(
-    head: Head, q_V: Tensor, total: Tensor, valid_N: Tensor, known: Tensor | None
+    head: Head, q_V: Tensor, total: Tensor, valid_N: Tensor, known: Numbers | None
 ) -> tuple[Tensor, Tensor]:
     """Return each token's class weight, and Q, of all ranks' classes."""
     if head.ranks.alone:
         return q_V[valid_N], total
-    if known is None:
-        here_N = torch.cat((q_V, q_V.new_zeros(1)))[head.ranks.here(valid_N)[0]]
-        known = head.ranks.sum_of(torch.cat((here_N, total[None])))
-    return known[:-1], known[-1]
+    if known is not None:
+        return known["own"][:-1], known["own"][-1]
+    here_N = torch.cat((q_V, q_V.new_zeros(1)))[head.ranks.here(valid_N)[0]]
+    every = head.ranks.sum_of(torch.cat((here_N, total[None])))
+    return every[:-1], every[-1]
 
 
 def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) -> None:
@@ -236,18 +232,18 @@ def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) ->
         )
 
 
-def _shapes(call: HeadCall, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
-    N = call.tokens
-    each = (N if keep else 0,), call.wide
+def _shapes(head: Head, args: CrossEntropyArgs, keep: bool) -> dict[str, Shape]:
+    N = head.tokens
+    each = (N if keep else 0,), head.wide
     return {
-        "loss": ((N,) if args.reduction == "none" else (), call.wide),
+        "loss": ((N,) if args.reduction == "none" else (), head.wide),
         "lse": each,
         "miss": each,
-        "own": ((0,), call.wide),
+        "own": ((0,), head.wide),
     }
 
 
 CROSS_ENTROPY = Function(
     "cross_entropy", "linear_cross_entropy", CrossEntropyArgs, forward, backward, shapes=_shapes, returned=("loss",),
-    differentiable=1, known=("lse", "miss", "own"),
+    upstream=("loss",), known=("lse", "miss", "own"),
 )  # fmt: skip

@@ -3,30 +3,26 @@
 N tokens, n rows computed, D hidden size, V vocabulary, K classes of a teacher's top k.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from lowtide.errors import TargetIndexError, message
-from lowtide.head.call import DivergenceArgs, Head, HeadCall, Wanted, scalar_on
+from lowtide.head.call import DivergenceArgs, Head, Wanted, scalar_on
 from lowtide.head.engine import Numbers, Terms, gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.nodes import Function, Shape, head_flop
+from lowtide.head.nodes import Function, head_flop
 from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.scaling import FP16_LIFT, factor_lift
-from lowtide.head.stored import StoredGradients, lacks_denominator, stored_gradients
+from lowtide.head.scaling import weight_lift
+from lowtide.head.stored import Shape, lacks_denominator, stored_gradients
 from lowtide.head.terms.dense import Dense
 from lowtide.head.terms.topk import KnownClasses
 
 KNOWN = ("lse", "other_lse", "pivot")  # of each token, what backward needs
 
 
-def forward(
-    head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool
-) -> tuple[dict[str, Tensor], StoredGradients | None]:
+def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
     """Return the value, reduced, with ``keep`` what `backward` needs of each token, and the gradients for upstream 1.
 
     On the CPU masked tokens are dropped; elsewhere they are computed as zeros, for a count would stop the host.
@@ -36,7 +32,7 @@ def forward(
     factor: Tensor | None = None
     if any(wanted):
         factor = torch.ones((), dtype=head.wide, device=head.input.device)
-        if denominator is not None and not lacks_denominator(head.input.dtype, head.weight_VD.dtype):
+        if denominator is not None and not lacks_denominator(head):
             factor = factor / denominator
         factor = factor.expand(head.tokens)
         if args.mask is not None:  # a mean over nothing has a factor of infinity
@@ -50,10 +46,10 @@ def forward(
     if keep:
         values |= {name: rows.among_all(numbers[name]) for name in KNOWN}
     if not any(wanted):
-        return values, None
+        return values
     # copies: an operator returns no memory of others
     kept = None if args.mask is None else (args.mask.clone(), args.mask.any())
-    return values, stored_gradients(head, into, denominator=denominator, input_factor_N=input_factor_N, kept=kept)
+    return values | stored_gradients(head, into, denominator=denominator, input_factor_N=input_factor_N, kept=kept)
 
 
 def backward(
@@ -85,8 +81,7 @@ def _run(
         return run(head, rows, plan, terms), into
     factor = rows.of(factor_N).contiguous()
     if plan.backend == "row" and head.dtype == torch.float16:
-        # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
-        terms.lift = FP16_LIFT * factor_lift(factor, head.scale)
+        terms.lift = weight_lift(factor, head.scale)
     return run(head, rows, plan, terms, into, upstream=lambda _, part: factor[part], known=known), into
 
 
@@ -128,33 +123,31 @@ def _scaled(head: Head, scale: Tensor | None) -> Head:
     """Return a side whose logits are multiplied with 1 over the temperature."""
     if scale is None:
         return head
-    return replace(head, scale=scale, softcap=None if head.softcap is None else head.softcap * scale)
+    return head._replace(scale=scale, softcap=None if head.softcap is None else head.softcap * scale)
 
 
 def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stored: bool) -> tuple[HeadPlan, Terms]:
     plan, teacher_plan = plan_both_sides(head, args, rows.n, wanted, stored=stored)
     if args.teacher_input is None or args.teacher_weight is None:
         return plan, KnownClasses(head, plan, args, rows)
-    teacher = Head(
+    teacher = head._replace(
         input=args.teacher_input,
         weight_VD=args.teacher_weight,
-        bias_V=None if args.teacher_bias is None else args.teacher_bias.to(head.wide).contiguous(),
+        bias_V=args.teacher_bias,
         scale=None,
         softcap=args.teacher_softcap,
         dtype=args.teacher_dtype,
-        wide=head.wide,
         ranks=Alone(len(args.teacher_weight)) if head.ranks.alone else head.ranks,
-        options=head.options,
-    )
+    ).prepared()
     form = Dense
     if plan.backend == "row":
         from lowtide.head.terms.dense_kernels import DenseKernels as form
     return plan, form(head, plan, _scaled(teacher, head.scale), teacher_plan, rows, args.kind, args.beta)
 
 
-def _shapes(call: HeadCall, args: DivergenceArgs, keep: bool) -> dict[str, Shape]:
-    of_value: tuple[int, ...] = (call.tokens,) if args.reduction == "none" else ()
-    return {"value": (of_value, call.wide)} | dict.fromkeys(KNOWN, ((call.tokens if keep else 0,), call.wide))
+def _shapes(head: Head, args: DivergenceArgs, keep: bool) -> dict[str, Shape]:
+    of_value: tuple[int, ...] = (head.tokens,) if args.reduction == "none" else ()
+    return {"value": (of_value, head.wide)} | dict.fromkeys(KNOWN, ((head.tokens if keep else 0,), head.wide))
 
 
 def _flop_of_teacher(args: DivergenceArgs) -> int:
@@ -165,5 +158,5 @@ def _flop_of_teacher(args: DivergenceArgs) -> int:
 
 DIVERGENCE = Function(
     "divergence", "linear_divergence", DivergenceArgs, forward, backward, shapes=_shapes, returned=("value",),
-    differentiable=1, known=KNOWN, ignores=lambda args: args.mask is not None, beside=_flop_of_teacher,
+    upstream=("value",), known=KNOWN, ignores=lambda args: args.mask is not None, beside=_flop_of_teacher,
 )  # fmt: skip

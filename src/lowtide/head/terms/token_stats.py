@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lowtide.graph import is_last_backward
-from lowtide.head.call import Head, HeadCall, TokenStatsArgs, Wanted
+from lowtide.head.call import Head, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers, run
 from lowtide.head.gradients import Gradients
-from lowtide.head.nodes import Function, Shape
+from lowtide.head.nodes import Function
 from lowtide.head.plan import plan_token_stats
 from lowtide.head.rows import Rows, drops_rows, positions
+from lowtide.head.stored import Shape
 from lowtide.head.terms.cross_entropy import check_classes
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
@@ -23,7 +24,7 @@ DIFFERENTIABLE = ("logprob", "entropy", "lse", "mean_logit")
 COMPUTED = {"mean_logit": "mean", "argmax": "top"}  # names among a row's numbers, where they differ
 
 
-def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tuple[dict[str, Tensor], None]:
+def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
     """Return each wanted statistic of all N tokens, and what `backward` needs of them.
 
     On the CPU tokens whose targets are all ignored are dropped, if nothing but what is of the targets is wanted.
@@ -51,7 +52,9 @@ def forward(head: Head, args: TokenStatsArgs, wanted: Wanted, keep: bool) -> tup
     found |= {name: found.pop(computed) for name, computed in COMPUTED.items() if computed in found}
     found["is_top1"] = (found["argmax"][:, None] == y_NK) & kept_NK & is_class_NK
     found["logprob"] = found["logprob"].where(is_class_NK, torch.nan).where(kept_NK, 0)
-    return found, None
+    if not keep:
+        del found["top_logprob"]
+    return found
 
 
 def backward(
@@ -101,18 +104,19 @@ def _names(args: TokenStatsArgs) -> frozenset[str]:
     return frozenset(COMPUTED.get(name, name) for name in args.wanted)
 
 
-def _shapes(call: HeadCall, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
+def _shapes(head: Head, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
     (N, K), of_top = args.target.shape, (len(args.target), args.topk) if args.topk else (0,)
     wide: dict[str, tuple[int, ...]] = {
         name: (N if name in args.wanted else 0,) for name in ("entropy", "mean_logit", "sum_sq_prob")
     }
     wide |= {"logprob": (N, K), "lse": (N,), "top_logprob": (N if keep else 0,), "topk_values": of_top}
     others = {"is_top1": ((N, K), torch.bool), "argmax": ((N,), torch.int64), "topk_ids": (of_top, torch.int64)}
-    return {name: (shape, call.wide) for name, shape in wide.items()} | others
+    return {name: (shape, head.wide) for name, shape in wide.items()} | others
 
 
 TOKEN_STATS = Function(
     "token_stats", "linear_token_stats", TokenStatsArgs, forward, backward, shapes=_shapes,
-    returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "topk_values", "topk_ids", "is_top1"), differentiable=4,
+    returned=(*DIFFERENTIABLE, "argmax", "sum_sq_prob", "topk_values", "topk_ids", "is_top1"),
+    upstream=DIFFERENTIABLE,
     known=("logprob", "entropy", "lse", "argmax", "top_logprob"),
 )  # fmt: skip
