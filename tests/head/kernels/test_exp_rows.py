@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits
+from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import (
     Reports,
     add_column_sums,
@@ -22,8 +22,7 @@ from lowtide.head.kernels.exp_rows import (
     target_logits,
 )
 from lowtide.head.kernels.exp_terms import RowTerms
-from lowtide.head.kernels.gemm import LogitTransform, tiles_across
-from lowtide.kernel_launch import multiprocessors
+from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from support import oracle, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +30,6 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 UNIT = 16 // DTYPE.itemsize  # rows start at multiples of 16 bytes
 SMALL = GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
 CONFIG = GemmConfig() if DEVICE == "cuda" else SMALL
-PROGRAMS = multiprocessors(torch.device(DEVICE))
 NEAR = 2e-5 if DEVICE == "cuda" else 3e-6  # of float32 numbers, made with a GPU's quick exp
 NEAR_GRAD = 6e-3 if DEVICE == "cuda" else 1e-5  # E, s x and, of two numbers that nearly cancel, both
 POISON = -7.0
@@ -535,13 +533,13 @@ def test_input_gradients(dtype: torch.dtype, D: int, names: tuple[str, ...]) -> 
     rows.rest.copy_(torch.randn(C, generator=g))
     product = torch.randn(C, D, generator=g).to(DEVICE)
     s, rest = rows.s.double()[:, None], rows.rest.double()[:, None]
-    rows.s[3] = 0  # of a class of no weight, and a product that is not used
-    s[3] = 0
+    rows.s[2:4] = 0  # ignored, and of a class of no weight: products that are not used
+    s[2:4], rest[4] = 0, 0
     product[2:4] = torch.tensor([[NAN], [INF]])
-    b.y[2], b.g[2] = -1, NAN
+    b.y[2], b.g[2], b.y[4] = -1, NAN, V  # the last is another rank's: what its entry lost is added there
     out = torch.full((C + 2, D), POISON, dtype=dtype, device=DEVICE)
-    finish_input_grad(product, out[1:-1], b.w, b.y, rows.s, rows.rest, b.g, terms)
-    want = (s * (product.double() + rest * b.w.double()[b.y.clamp(min=0).long()])).where(s != 0, 0)
+    finish_input_grad(product, out[1:-1], b.w, rows.s, b.y, rows.rest, even=terms.even(b.g))
+    want = (s * (product.double() + rest * b.w.double()[b.y.clamp(0, V - 1).long()])).where(s != 0, 0)
     if terms.uniform_D is not None:
         m = kwargs.get("logit_scale", torch.ones((), device=DEVICE)).double()
         want -= m * b.g.double()[:, None] * terms.smoothing / V * terms.uniform_D.double()
@@ -605,23 +603,12 @@ def three_products(b: Batch, kwargs: dict[str, Any]) -> Head:
     scaled, dx = (torch.full((C, D), NAN, dtype=DTYPE, device=DEVICE) for _ in range(2))
     transform = LogitTransform(terms.bias_V, terms.scale, terms.softcap)
     target_logits(b.x, b.w, b.y, terms, rows.target_logit, rows.uniform_logit, rows.listed_count)
-    exp_logits(b.x, b.w, rows.target_logit, b.y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, transform=transform)
+    gemm_tiles(exp_tile, b.x, b.w, e, ExpRows.of(rows.target_logit, b.y, sums), transform, CONFIG)
     finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled)
-    shifted_exp_logits(
-        b.x,
-        b.w,
-        rows.listed,
-        rows.listed_count,
-        rows.highest,
-        b.y,
-        CONFIG,
-        PROGRAMS,
-        sum_CP=sums,
-        e_CV=e,
-        transform=transform,
-    )
+    again = ExpRows.of(rows.highest, b.y, sums)
+    shifted_exp_logits(b.x, b.w, e, again, (rows.listed, rows.listed_count), transform, CONFIG)
     finish_rows(sums, b.x, b.y, b.g, rows, terms, e_CV=e, scaled_CD=scaled, shifted=True)
-    finish_input_grad(e.float() @ b.w.float(), dx, b.w, b.y, rows.s, rows.rest, b.g, terms)
+    finish_input_grad(e.float() @ b.w.float(), dx, b.w, rows.s, b.y, rows.rest, even=terms.even(b.g))
     db = torch.zeros(V, device=DEVICE)
     add_column_sums(e, rows.s, db)
     uniform_w, uniform_b = uniform_part(b, terms)
@@ -642,14 +629,12 @@ def rebuilt(b: Batch, kwargs: dict[str, Any], lse: Tensor, miss: Tensor, block: 
     for first in range(0, V, block):
         w = b.w[first : first + block]
         e = torch.full((C, -(-block // UNIT) * UNIT), NAN, dtype=DTYPE, device=DEVICE)[:, : len(w)]
-        exp_logits(
-            b.x, w, reference, b.y, CONFIG, PROGRAMS, e_CV=e, coefficient_C=coefficient, first_class=first,
-            transform=transform.of_classes(slice(first, first + block)),
-        )  # fmt: skip
+        part = transform.of_classes(slice(first, first + block))
+        gemm_tiles(exp_tile, b.x, w, e, ExpRows.of(reference, b.y, None, coefficient, first), part, CONFIG)
         product += e.float() @ w.float()
         dw[first : first + block] += e.float().T @ scaled.float()
         add_column_sums(e, s, db[first : first + block])
-    finish_input_grad(product, dx, b.w, b.y, s, rest, b.g, terms)
+    finish_input_grad(product, dx, b.w, s, b.y, rest, even=terms.even(b.g))
     return dx, dw, db
 
 

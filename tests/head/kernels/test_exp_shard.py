@@ -19,7 +19,6 @@ from head.kernels.test_exp_rows import (
     NEAR,
     NEAR_GRAD,
     POISON,
-    PROGRAMS,
     SETS,
     UNIT,
     Batch,
@@ -34,10 +33,10 @@ from head.kernels.test_exp_rows import (
     uniform_logits,
     without_target,
 )
-from lowtide.head.kernels.exp_logits import exp_logits, shifted_exp_logits
+from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports, finish_rows, sum_rows
 from lowtide.head.kernels.exp_terms import RowTerms
-from lowtide.head.kernels.gemm import LogitTransform, tiles_across
+from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from support import relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
@@ -76,11 +75,12 @@ def sums_of(b: Batch, classes: slice, z: Tensor, kwargs: dict[str, Any]) -> Part
     V = len(w)
     e = torch.full((C, -(-V // UNIT) * UNIT), POISON, dtype=DTYPE, device=DEVICE)[:, :V]
     sums = torch.full((C, tiles_across(V, CONFIG)), NAN, device=DEVICE)
-    common: dict[str, Any] = {"transform": LogitTransform(terms.bias_V, terms.scale, terms.softcap)}
-    exp_logits(b.x, w, rows.target_logit, y, CONFIG, PROGRAMS, sum_CP=sums, e_CV=e, **common)
+    transform = LogitTransform(terms.bias_V, terms.scale, terms.softcap)
+    gemm_tiles(exp_tile, b.x, w, e, ExpRows.of(rows.target_logit, y, sums), transform, CONFIG)
     told = torch.full((2, C), NAN, device=DEVICE)
     sum_rows(sums, y, rows, told, e_CV=e)
-    shifted_exp_logits(b.x, w, rows.listed, rows.listed_count, rows.highest, y, CONFIG, PROGRAMS, sum_CP=sums, **common)
+    again = ExpRows.of(rows.highest, y, sums)
+    shifted_exp_logits(b.x, w, None, again, (rows.listed, rows.listed_count), transform, CONFIG)
     sum_rows(sums, y, rows, told, shifted=True)
     scaled = torch.full((C, D), POISON, dtype=DTYPE, device=DEVICE)
     return Part(classes, y, rows, terms, e, scaled, told)
@@ -94,11 +94,10 @@ def finish_part(b: Batch, part: Part, told: Tensor) -> None:
         finish_rows(told, b.x, part.y, b.g, rows, terms, e_CV=part.e, scaled_CD=part.scaled, shifted=shifted)
         if not shifted:
             sums = torch.full((len(b.y), tiles_across(width, CONFIG)), NAN, device=DEVICE)
-            shifted_exp_logits(
-                b.x, b.w[part.classes], rows.listed, rows.listed_count, rows.highest, part.y, CONFIG, PROGRAMS,
-                sum_CP=sums, transform=LogitTransform(terms.bias_V, terms.scale, terms.softcap), e_CV=part.e,
-                find_highest=(False,),
-            )  # fmt: skip
+            transform = LogitTransform(terms.bias_V, terms.scale, terms.softcap)
+            again, listed = ExpRows.of(rows.highest, part.y, sums), (rows.listed, rows.listed_count)
+            w = b.w[part.classes]
+            shifted_exp_logits(b.x, w, part.e, again, listed, transform, CONFIG, find_highest=(False,))
 
 
 def in_parts(b: Batch, sizes: list[int], kwargs: dict[str, Any]) -> list[Part]:

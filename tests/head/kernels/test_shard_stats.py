@@ -10,9 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head.kernels.configs import GemmConfig
+from lowtide.head.kernels.exp_rows import finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.kernels.stats_logits import Entries, Sums, gradient_tile, tile_stats
-from lowtide.head.kernels.stats_rows import RowStats, finish_input_grad, merge_stats, prepare_stats, put_entries
+from lowtide.head.kernels.stats_rows import RowStats, merge_stats, prepare_stats, put_entries
 from lowtide.head.kernels.stats_topk import highest_logits, merge_highest, shard_highest
 from support import relative_error
 
@@ -180,7 +181,8 @@ def test_gradients_of_all_ranks_add_up(shards: list[int], name: str) -> None:
             gemm_tiles(gradient_tile, case.x, case.w[classes], of_block, entries, transform, CONFIG)
             put_entries(of_block, entries, first)
             e[:, block] = of_block
-        finish_input_grad(e.float() @ case.w[part].float(), out, case.w[part], entries, part.start)
+        w, of_targets = case.w[part], (entries.s, entries.id[:, 1:], entries.rest)
+        finish_input_grad(e.float() @ w.float(), out, w, *of_targets, part.start)
         dx += out
         dw[part] = e.float().T @ scaled.float()
     assert relative_error(dx, want_x) < (4 * NEAR if DEVICE == "cpu" else 1e-2)

@@ -1,4 +1,4 @@
-"""`exp_logits` for Hopper's own instructions: E = exp(x W^T - reference) and its row sums, without bias, scale or cap.
+"""The exponential GEMM for Hopper's own instructions: E = exp(x W^T - reference) and its row sums, of plain logits.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
 
@@ -33,8 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.gemm import descriptor, matrix
-from lowtide.kernel_launch import Launcher
+from lowtide.head.kernels.gemm import descriptor
+from lowtide.kernel_launch import Launcher, multiprocessors
 
 try:
     from triton.experimental import gluon
@@ -235,30 +235,18 @@ def runs_on(device: torch.device) -> bool:
 
 
 def exp_logits_hopper(
-    x_CD: Tensor,
-    w_VD: Tensor,
-    reference_C: Tensor,
-    y_C: Tensor,
-    programs: int,
-    *,
-    group: int = 16,
-    e_CV: Tensor | None = None,
-    sum_CP: Tensor | None = None,
-    coefficient_C: Tensor | None = None,
-    first_class: int = 0,
+    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None, group: int = 16
 ) -> None:
-    """Write ``E = exp(x @ w.T - reference)`` and its sums, for what `unsupported` finds nothing to say about.
+    """Do what `exp_logits.exp_tile` does, for what `unsupported` finds nothing to say about; nothing is allocated.
 
-    The arguments are those of `exp_logits`; tiles are COLUMNS wide, and ``group`` row tiles share a part of the weight
-    in cache. Nothing is allocated.
+    Tiles are COLUMNS wide, and ``group`` row tiles share a part of the weight in cache.
     """
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)
-    _exp_logits_hopper[(programs,)](
+    _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](
         x_d, _descriptor(w_VD, COLUMNS.value, DEPTH.value),
-        x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value),
-        ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP)[:2], first_class), C, V, D, GROUP=group,
-        BOUND=V % COLUMNS.value != 0 or coefficient_C is not None, STORE=e_CV is not None, num_warps=4,
+        x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value), rows, C, V, D, GROUP=group,
+        BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip
 
 

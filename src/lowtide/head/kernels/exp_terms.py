@@ -7,8 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
-LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, likewise
-TO_BLAME = tl.constexpr(2.0**8)
 
 
 class RowTerms(NamedTuple):
@@ -28,6 +26,10 @@ class RowTerms(NamedTuple):
     uniform_D: Tensor | None  # float32, sum_v q_v w_v, with smoothing
     uniform_bias: Tensor | None  # 0-d float32, sum_v q_v b_v, with smoothing
     own_weight: Tensor | None = None  # float32 [C]: the targets' weights, in place of all classes'
+
+    def even(self, factor_C: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, float]:
+        """Return (sum_v q_v w_v, g, m, a / V), what smoothing adds to every row's dX."""
+        return self.uniform_D, factor_C, self.scale, self.smoothing / self.vocab
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,32 +63,6 @@ def row_weights(i, y, lse, terms):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def row_loss(i, own, miss, lse, uniform_logit_ptr, terms):  # type: ignore[no-untyped-def]
-    """The loss, from what `row_weights` calls own, lse - t and lse."""
-    loss = tl.where(own == 0.0, 0.0, own * miss) + terms.z_loss * lse * lse
-    if terms.uniform_D is not None:
-        total = 1.0 * terms.vocab
-        if terms.total_class_weight is not None:
-            total = tl.load(terms.total_class_weight)
-        loss += terms.smoothing / terms.vocab * (total * lse - tl.load(uniform_logit_ptr + i))
-    return loss
-
-
-@triton.jit
-def row_gradient(i, kept, t, r, e, own, spread, k, g_ptr, terms):  # type: ignore[no-untyped-def]
-    """(s, the coefficient at the target, whether s is small beyond use, with the sum to blame)."""
-    weight = tl.load(g_ptr + i) * k
-    if terms.scale is not None:
-        weight *= tl.load(terms.scale)
-    s = tl.where(kept & (k != 0.0), weight / (r + e), 0.0)
-    lost = (r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0)
-    c = tl.where(k == 0.0, 0.0, (spread * e - own * r) / k)
-    if terms.softcap is not None:
-        c *= 1.0 - (t / terms.softcap) * (t / terms.softcap)
-    return s, c, lost
-
-
-@triton.jit
 def out_of_range(r, t):  # type: ignore[no-untyped-def]
     """Whether a sum relative to t left the range in which all of this is safe."""
     return ~(r <= MOST) | ~(tl.abs(t) < float("inf"))
@@ -108,27 +84,6 @@ def sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-de
         at = p + tl.arange(0, BLOCK)
         sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
     return tl.sum(sums, 0)
-
-
-@triton.jit
-def sum_of_ranks(sums_ptr, i, W, rows):  # type: ignore[no-untyped-def]
-    """A row's sum from every rank's."""
-    total = tl.load(sums_ptr + i)
-    for rank in range(1, W):
-        total += tl.load(sums_ptr + 2 * rank * rows + i)
-    return total
-
-
-@triton.jit
-def lse_of_ranks(sums_ptr, i, W, rows):  # type: ignore[no-untyped-def]
-    """The logsumexp of all ranks' classes but the target."""
-    top = tl.load(sums_ptr + rows + i)
-    for rank in range(1, W):
-        top = tl.maximum(top, tl.load(sums_ptr + (2 * rank + 1) * rows + i))
-    total = tl.exp(tl.load(sums_ptr + rows + i) - top)
-    for rank in range(1, W):
-        total += tl.exp(tl.load(sums_ptr + (2 * rank + 1) * rows + i) - top)
-    return tl.where(top == float("-inf"), top, top + tl.log(total))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
