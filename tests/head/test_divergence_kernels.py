@@ -102,9 +102,10 @@ def test_values_and_gradients(
     upstream[1, 2:5] = 0
     got = torch.autograd.grad(value, student, upstream)
     want = torch.autograd.grad(expected, true, upstream.double())
+    rounding = 10 * torch.finfo(torch.float32).eps * upstream.norm().item()  # of terms that may all but cancel
     for g, e, leaf in zip(got, want, student, strict=True):
         assert g.dtype == leaf.dtype
-        assert relative_error(g, e) < NEAR[dtype]
+        assert relative_error(g, e) < NEAR[dtype] + rounding / e.norm().item()
 
 
 @pytest.mark.parametrize(
