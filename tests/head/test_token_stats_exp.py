@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 from lowtide.head.call import Head, TokenStatsArgs, Wanted
 from lowtide.head.engine import gradient_buffers
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import configs, exp_rows, stats_logits, stats_rows
+from lowtide.head.kernels import configs, stats_logits, stats_rows
+from lowtide.head.kernels.exp_terms import finish_input_grad
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.terms import token_stats as terms
@@ -256,7 +257,7 @@ def test_entries_are_rounded_once() -> None:
     e = softmax_part.bfloat16()
     stats_rows.put_entries(e, entries, 0)
     dx = torch.empty(N, D)
-    exp_rows.finish_input_grad(e.float() @ w.float(), dx, w, entries.s, entries.id[:, 1:], entries.rest)
+    finish_input_grad(e.float() @ w.float(), dx, w, entries.s, entries.id[:, 1:], entries.rest)
     exact = softmax_part.scatter_add(1, ids, g.double() / entries.s[:, None])
     torch.testing.assert_close(e.double(), exact, rtol=2**-7, atol=1e-6)  # the interpreter cuts digits off
     rounded = e.double().scatter(1, ids, exact.gather(1, ids))

@@ -16,12 +16,11 @@ from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logit
 from lowtide.head.kernels.exp_rows import (
     Reports,
     add_column_sums,
-    finish_input_grad,
     finish_rows,
     prepare_rows,
     target_logits,
 )
-from lowtide.head.kernels.exp_terms import RowTerms
+from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from support import oracle, relative_error
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.exp_rows import finish_input_grad
+from lowtide.head.kernels.exp_terms import finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.kernels.stats_logits import Entries, Sums, gradient_tile, tile_stats
 from lowtide.head.kernels.stats_rows import RowStats, merge_stats, prepare_stats, put_entries

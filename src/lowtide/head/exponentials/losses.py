@@ -23,7 +23,7 @@ from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows
 from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports
-from lowtide.head.kernels.exp_terms import RowTerms
+from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
@@ -296,7 +296,7 @@ class CrossEntropy(Exponentials):
             e, y, s, rest, g = of_rows if rows.stop - rows.start == len(e_CV) else (x[rows] for x in of_rows)
             product_CD = product[: len(e)] if alone else out_CD
             matmul_into(e, self.weight_VD, product_CD, add=False)
-            exp_rows.finish_input_grad(product_CD, out_CD[rows], self.weight_VD, s, y, rest, even=self.terms.even(g))
+            finish_input_grad(product_CD, out_CD[rows], self.weight_VD, s, y, rest, even=self.terms.even(g))
 
     def _close(self, into: Gradients, C: int, *, last: bool) -> None:
         """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
@@ -339,4 +339,4 @@ class CrossEntropy(Exponentials):
         """See `Exponentials.finish_input`."""
         (s_C, rest_C), factor_C = piece.rows[2:], self._factor_n[piece.part]
         even = self.terms.even(factor_C)
-        exp_rows.finish_input_grad(product_CD, out_CD, self.weight_VD, s_C, piece.y_C, rest_C, even=even)
+        finish_input_grad(product_CD, out_CD, self.weight_VD, s_C, piece.y_C, rest_C, even=even)

@@ -25,7 +25,7 @@ class ExpRows(NamedTuple):
     y: Tensor  # [C] int32: classes, counted as ``first_class`` and on; -1 for ignored tokens
     coefficient: Tensor | None  # [C] float32: what E holds at the target; None: 0
     sums: Tensor | None  # [C, P] float32: takes each tile's row sums of exp(z - reference), the target left out
-    sum_stride: int
+    sum_stride: int  # not a matrix: Triton 3.6 loses a stride of 1 in a record within a record
     first_class: int  # that of W's first row
 
     @classmethod

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
-from lowtide.head.kernels.exp_terms import RowTerms, dot, out_of_range, row_weights, scaled_row, sum_of_tiles, zero_row
+from lowtide.head.kernels.exp_terms import RowTerms, block_of, dot, out_of_range, row_weights, scaled_row
 from lowtide.head.kernels.gemm import finish_logits, matrix
 from lowtide.kernel_launch import Launcher
 
@@ -50,6 +50,24 @@ class Reports(NamedTuple):
     highest: Tensor  # int32: see to_ordered
     listed: Tensor  # int32: rows to be done again
     listed_count: Tensor  # int32 [1]: how many
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _zero_row(row_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write zeros: an ignored row whose logits are no numbers."""
+    for v in range(0, V, BLOCK):
+        at = v + tl.arange(0, BLOCK)
+        tl.store(row_ptr + at, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=at < V)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's sum from what its tiles left."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for p in range(0, P, BLOCK):
+        at = p + tl.arange(0, BLOCK)
+        sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
+    return tl.sum(sums, 0)
 
 
 @Launcher
@@ -89,7 +107,7 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: t
         alive = i < tl.load(rows.listed_count)
         i = tl.load(rows.listed + i, mask=alive, other=0).to(tl.int64)
     if alive:
-        r = sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
+        r = _sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
         if SHIFTED:
             tl.store(sent_ptr + C + i, from_ordered(tl.load(rows.highest + i)) + tl.log(r))
         else:
@@ -104,7 +122,7 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: t
                     tl.store(rows.listed + slot, i.to(tl.int32))
             elif r != 0.0:  # noqa: SIM102 (decided when run, the other when compiled)
                 if e_ptr is not None:
-                    zero_row(e_ptr + i * e_stride, V, BLOCK)
+                    _zero_row(e_ptr + i * e_stride, V, BLOCK)
 
 
 @Launcher
@@ -127,7 +145,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         y = tl.where(kept, y, 0)
         t = tl.load(rows.target_logit + i)
         if not RANKS:
-            r = sum_of_tiles(sum_ptr + i * sum_stride, parts, BLOCK)
+            r = _sum_of_tiles(sum_ptr + i * sum_stride, parts, BLOCK)
         elif not SHIFTED:
             r = tl.load(sum_ptr + i)
             for rank in range(1, parts):
@@ -189,7 +207,7 @@ def _finish_rows(  # type: ignore[no-untyped-def]
                     tl.store(row + y, stored)
                 if not RANKS:  # noqa: SIM102 (decided when compiled, the other when run)
                     if ~kept & (r != 0.0):
-                        zero_row(row, V, BLOCK)
+                        _zero_row(row, V, BLOCK)
                 tl.store(rows.rest + i, tl.where(here, c - stored.to(tl.float32), 0.0))
             if scaled_ptr is not None:
                 scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
@@ -233,47 +251,6 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
     tl.store(at + 3 * plane, tl.where(y < width, c - c.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0))
     if scaled_ptr is not None:
         scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
-
-
-@triton.jit
-def _entry(targets, w, i, k, first_class, V):  # type: ignore[no-untyped-def]
-    """What the k-th target's entry lost in rounding, and where its row of W is; 0 where that is not here."""
-    y_ptr, y_stride, rest_ptr, K = targets
-    w_ptr, w_stride, _ = w
-    y = tl.load(y_ptr + i * y_stride + k).to(tl.int64) - first_class
-    here = (y >= 0) & (y < V)
-    return tl.where(here, tl.load(rest_ptr + i * K + k), 0.0), w_ptr + tl.where(here, y, 0) * w_stride
-
-
-@Launcher
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _finish_input_grad(  # type: ignore[no-untyped-def]
-    product_ptr, out_ptr, w, s_ptr, targets, even, first_class, V, D, K, ONE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k) - m g (a / V) sum_v q_v w_v."""
-    uniform_ptr, g_ptr, scale_ptr, share = even
-    i = tl.program_id(0).to(tl.int64)
-    s = tl.load(s_ptr + i)
-    if ONE:
-        rest, w_row = _entry(targets, w, i, 0, first_class, V)
-    if uniform_ptr is not None:
-        kept = tl.load(targets[0] + i) >= 0
-        share *= tl.load(g_ptr + i)
-        if scale_ptr is not None:
-            share *= tl.load(scale_ptr)
-    for d in range(0, D, BLOCK):
-        at = d + tl.arange(0, BLOCK)
-        inside = at < D
-        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
-        for k in range(K):
-            if not ONE:
-                rest, w_row = _entry(targets, w, i, k, first_class, V)
-            extent = tl.where(rest == 0.0, 0, D)  # where nothing was lost infinity times 0 would be NaN
-            grad += rest * tl.load(w_row + at, mask=at < extent, other=0.0).to(tl.float32)
-        grad = tl.where(s == 0.0, 0.0, grad * s)
-        if uniform_ptr is not None:
-            grad = tl.where(kept, grad - share * tl.load(uniform_ptr + at, mask=inside, other=0.0), 0.0)
-        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @Launcher
@@ -372,36 +349,7 @@ def prepare_rows(
     )  # fmt: skip
 
 
-def finish_input_grad(
-    product_CD: Tensor,
-    out_CD: Tensor,
-    w_VD: Tensor,
-    s_C: Tensor,
-    y_CK: Tensor,
-    rest_CK: Tensor,
-    first_class: int = 0,
-    even: tuple[Tensor | None, Tensor | None, Tensor | None, float] = (None, None, None, 0.0),
-) -> None:
-    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32).
-
-    What the targets' entries lost in rounding, [C] or [C, K] and contiguous, is added where ``w_VD``, of the classes
-    from ``first_class`` on, has theirs. Where a row is ignored s is 0. With smoothing there is one target a row, and
-    ``even`` from `RowTerms`.
-    """
-    (C, D), V = product_CD.shape, len(w_VD)
-    K = rest_CK.numel() // C if V else 0
-    _finish_input_grad[(C,)](
-        product_CD, out_CD, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), even, first_class, V, D, K,
-        ONE=K == 1, BLOCK=block_of(D), num_warps=4,
-    )  # fmt: skip
-
-
 def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor) -> None:
     """Add ``sum_i s_i E_iv`` to ``out_V``, float32."""
     C, V = e_CV.shape
     _add_column_sums[(triton.cdiv(V, 128),)](matrix(e_CV), s_C, out_V, C, ROWS=32, COLUMNS=128, num_warps=4)
-
-
-def block_of(D: int) -> int:
-    """Return how many numbers of a row of D a program takes at a time."""
-    return min(1024, max(64, int(triton.next_power_of_2(D))))

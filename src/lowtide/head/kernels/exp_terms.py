@@ -1,10 +1,13 @@
-"""A row's arithmetic on the exponential path; the letters and formulas are those of `exp_rows`."""
+"""A row's arithmetic, of losses and of statistics; the letters and formulas are those of `exp_rows`."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lowtide.head.kernels.gemm import matrix
+from lowtide.kernel_launch import Launcher, power_of_2
 
 MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
 
@@ -69,24 +72,6 @@ def out_of_range(r, t):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def zero_row(row_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write zeros: an ignored row whose logits are no numbers."""
-    for v in range(0, V, BLOCK):
-        at = v + tl.arange(0, BLOCK)
-        tl.store(row_ptr + at, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=at < V)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's sum from what its tiles left."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for p in range(0, P, BLOCK):
-        at = p + tl.arange(0, BLOCK)
-        sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
-    return tl.sum(sums, 0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write s x, and 0 where s is 0, whatever x holds."""
     for d in range(0, D, BLOCK):
@@ -94,3 +79,73 @@ def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-un
         x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
         x = tl.where(s == 0.0, 0.0, x * s)
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
+
+
+@triton.jit
+def _entry(targets, w, i, k, first_class, V):  # type: ignore[no-untyped-def]
+    """What the k-th target's entry lost in rounding, and where its row of W is; 0 where that is not here."""
+    y_ptr, y_stride, rest_ptr, K = targets
+    w_ptr, w_stride, _ = w
+    y = tl.load(y_ptr + i * y_stride + k).to(tl.int64) - first_class
+    here = (y >= 0) & (y < V)
+    return tl.where(here, tl.load(rest_ptr + i * K + k), 0.0), w_ptr + tl.where(here, y, 0) * w_stride
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+def _finish_input_grad(  # type: ignore[no-untyped-def]
+    product_ptr, out_ptr, w, s_ptr, targets, even, first_class, V, D, K, ONE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k) - m g (a / V) sum_v q_v w_v."""
+    uniform_ptr, g_ptr, scale_ptr, share = even
+    i = tl.program_id(0).to(tl.int64)
+    s = tl.load(s_ptr + i)
+    if ONE:
+        rest, w_row = _entry(targets, w, i, 0, first_class, V)
+    if uniform_ptr is not None:
+        kept = tl.load(targets[0] + i) >= 0
+        share *= tl.load(g_ptr + i)
+        if scale_ptr is not None:
+            share *= tl.load(scale_ptr)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        inside = at < D
+        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
+        for k in range(K):
+            if not ONE:
+                rest, w_row = _entry(targets, w, i, k, first_class, V)
+            extent = tl.where(rest == 0.0, 0, D)  # where nothing was lost infinity times 0 would be NaN
+            grad += rest * tl.load(w_row + at, mask=at < extent, other=0.0).to(tl.float32)
+        grad = tl.where(s == 0.0, 0.0, grad * s)
+        if uniform_ptr is not None:
+            grad = tl.where(kept, grad - share * tl.load(uniform_ptr + at, mask=inside, other=0.0), 0.0)
+        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def finish_input_grad(
+    product_CD: Tensor,
+    out_CD: Tensor,
+    w_VD: Tensor,
+    s_C: Tensor,
+    y_CK: Tensor,
+    rest_CK: Tensor,
+    first_class: int = 0,
+    even: tuple[Tensor | None, Tensor | None, Tensor | None, float] = (None, None, None, 0.0),
+) -> None:
+    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32).
+
+    What the targets' entries lost in rounding, [C] or [C, K] and contiguous, is added where ``w_VD``, of the classes
+    from ``first_class`` on, has theirs. Where a row is ignored s is 0. With smoothing there is one target a row, and
+    ``even`` from `RowTerms`.
+    """
+    (C, D), V = product_CD.shape, len(w_VD)
+    K = rest_CK.numel() // C if V else 0
+    _finish_input_grad[(C,)](
+        product_CD, out_CD, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), even, first_class, V, D, K,
+        ONE=K == 1, BLOCK=block_of(D), num_warps=4,
+    )  # fmt: skip
+
+
+def block_of(D: int) -> int:
+    """Return how many numbers of a row of D a program takes at a time."""
+    return min(1024, max(64, power_of_2(D)))

@@ -89,13 +89,17 @@ def gemm_tiles(
     config: GemmConfig,
     programs: int | None = None,
 ) -> None:
-    """Compute x W^T tile by tile, BOUND whether the last one is cut off at V; a program for each multiprocessor."""
+    """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V.
+
+    As many programs run as there are multiprocessors, or as asked for.
+    """
     V, D = w_VD.shape
     programs = (programs or multiprocessors(x_CD.device)) * config.per_multiprocessor
     _each_tile[(programs,)](
-        *descriptors(x_CD, w_VD, out_CV, config), rows, transform, len(x_CD), V, D, epilogue=epilogue,
-        BOUND=V % config.columns != 0, CONFIG=config, PROGRAMS=programs, num_stages=config.stages,
-        num_warps=config.warps,
+        descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth),
+        None if out_CV is None else descriptor(out_CV, config.rows, config.columns // config.pieces),
+        rows, transform, len(x_CD), V, D, epilogue=epilogue, BOUND=V % config.columns != 0, CONFIG=config,
+        PROGRAMS=programs, num_stages=config.stages, num_warps=config.warps,
     )  # fmt: skip
 
 
@@ -126,14 +130,6 @@ def halves(z, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
 def matrix(x: Tensor | None) -> tuple[Tensor | None, int, int]:
     """Return a matrix as kernels take it: its pointer, its row stride and its width."""
     return (None, 0, 0) if x is None else (x, x.stride(0), x.shape[1])
-
-
-def descriptors(
-    x_CD: Tensor, w_VD: Tensor, out_CV: Tensor | None, config: GemmConfig
-) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor | None]:
-    """Return what TMA needs to know of the operands, and of the result where it is stored."""
-    out = None if out_CV is None else descriptor(out_CV, config.rows, config.columns // config.pieces)
-    return descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth), out
 
 
 def descriptor(x: Tensor, rows: int, columns: int, kind: Any = TensorDescriptor, *layout: Any) -> Any:

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
-from lowtide.head.kernels.exp_rows import block_of
-from lowtide.head.kernels.exp_terms import dot, scaled_row
+from lowtide.head.kernels.exp_terms import block_of, dot, scaled_row
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform, finish_logits, matrix
 from lowtide.head.kernels.stats_logits import FLOOR, Entries, Sums, put_sums
 from lowtide.kernel_launch import Launcher, power_of_2
