@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import lowtide
 from distributed.launch import DEVICE, main
 from distributed.vocab_cases import head, plain, shard_of, spread, whole
+from head.kernel_plans import input_grad, weight_grad
 from lowtide.head.engine import Chunks
 from lowtide.head.plan import HeadPlan
 from lowtide.head.terms import dense, divergence
@@ -48,21 +48,6 @@ def _with_kernels() -> None:
     if DEVICE == "cpu":
         Chunks.input_grad = input_grad
         Chunks.weight_grad = weight_grad
-
-
-def input_grad(chunks: Chunks, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
-    """Narrow operands, a wide product: as on a GPU."""
-    product = g_CV.float() @ chunks.weight_VD.float()
-    out_CD.copy_(product if factor_C is None else product * factor_C[:, None])
-
-
-def weight_grad(
-    chunks: Chunks, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool
-) -> None:
-    x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
-    if first:
-        total_VD.zero_()
-    total_VD += g_CV.float().T @ x.float()
 
 
 def values_and_gradients() -> None:
