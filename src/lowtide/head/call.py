@@ -146,8 +146,7 @@ def check_head(
         )
         raise ArgumentTypeError(message(weight_name, "a plain tensor, as input is", got, hint))
     if linear_weight.dim() != 2:
-        swapped = input.dim() == 2 and linear_weight.shape[-1:] == input.shape[-1:]
-        hint = SWAPPED.format(*names) if swapped else ""
+        hint = SWAPPED.format(*names) * (input.dim() == 2 and linear_weight.shape[-1:] == input.shape[-1:])
         raise ArgumentValueError(message(weight_name, "shape [V, D]", _shape(linear_weight), hint))
     V, D = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != D:
@@ -185,8 +184,7 @@ def check_target(input: Tensor, target: Tensor, linear_weight: Tensor, *, severa
     if (target.shape[:-1] if several else target.shape) != input.shape[:-1] or (several and target.shape[-1] == 0):
         expected, K = f"shape {list(input.shape[:-1])}", axes_and(input, "K")
         expected = f"{expected} or {K} with K above 0" if several else expected
-        swapped = target.dim() > 0 and target.shape[0] == linear_weight.shape[0]
-        hint = SWAPPED.format(*NAMES) if swapped else ""
+        hint = SWAPPED.format(*NAMES) * (target.shape[:1] == linear_weight.shape[:1])
         raise ArgumentValueError(message("target", f"{expected}, as input is {_shape(input)}", _shape(target), hint))
     check_device("target", target, input)
 

@@ -41,9 +41,9 @@ class Terms:
         raise NotImplementedError
 
     def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Any) -> Tensor | None:
-        """Replace logits by the gradient with respect to ``x @ w.T + bias``, ``g`` that of the ``known`` `numbers`.
+        """Replace logits by the gradient with respect to ``x @ w.T + bias``; return what each row lacks.
 
-        Returns what each row's gradient is still to be multiplied with [C]; None: 1.
+        That is a factor [C], None: 1. ``g`` is the upstream gradient of ``known``, the `numbers` of these rows.
         """
         raise NotImplementedError
 
@@ -85,10 +85,9 @@ def run(
 
 
 class Chunks:
-    """What all chunks of a pass share: their GEMMs, for every device and dtype, as the plan chose them, and memory.
+    """What all chunks of a pass share: memory for logits and, with `Terms.apart`, for their gradient; and the GEMMs.
 
-    That is memory for logits and, with `Terms.apart`, for their gradient. Operands are narrow and results wide, without
-    a wide copy of the weight.
+    These have narrow operands and wide results, without a wide copy of the weight, as the plan chose them.
     """
 
     def __init__(self, head: Head, rows: Rows, plan: HeadPlan, terms: Terms) -> None:
@@ -195,8 +194,7 @@ class Chunks:
     ) -> None:
         """Add a chunk's gradients; across ranks the sum of the input's runs beside the weight's GEMM.
 
-        ``g_CV``, the gradient of its logits, is overwritten; ``outside`` [C] is what each row is still to be multiplied
-        with, None: 1.
+        ``g_CV``, the gradient of its logits, is overwritten; ``outside`` is what each row lacks, see `Terms.gradient_`.
         """
         head, index, write = self.head, self.rows.index, None
         if into.input_ND is None and into.weight_VD is None and into.bias_V is None:
@@ -281,13 +279,11 @@ def gradient_buffers(
     """
     x, (V, D), wide, into = head.input, head.weight_VD.shape, head.wide, Gradients()
     if wanted[0]:
-        lifted, dtype = stored and x.dtype == torch.float16, x.dtype
-        if lifted and plan.backend == "exp":
-            dtype = wide
-        elif lifted:
-            into.lift_N = x.new_ones(head.tokens, dtype=wide)
+        lifted, exp = stored and x.dtype == torch.float16, plan.backend == "exp"
+        into.lift_N = x.new_ones(head.tokens, dtype=wide) if lifted and not exp else None
         some = rows.index is not None and not head.ranks.spread  # the other hidden states are in no chunk
-        into.input_ND = (x.new_zeros if some else x.new_empty)(head.tokens, D, dtype=dtype)
+        new = x.new_zeros if some else x.new_empty
+        into.input_ND = new(head.tokens, D, dtype=wide if lifted and exp else x.dtype)
     if wanted[1]:
         dtype = wide if plan.accumulate == "float32" else head.weight_VD.dtype
         into.weight_VD = (x.new_empty if plan.chunks else x.new_zeros)(V, D, dtype=dtype)

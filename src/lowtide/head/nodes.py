@@ -71,12 +71,9 @@ class Function:
     def _connected(self, head: Head, args: Any, recompute: bool) -> tuple[Tensor, ...]:
         trained = any(tensor is not None and tensor.requires_grad for tensor in head[:3])
         fields, ranks = (*head[:_HEAD], *args), None if isinstance(head.ranks, Alone) else head.ranks
-        values: Any
         if not (torch.is_grad_enabled() and trained):
-            values = self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]
-        else:
-            values = (self.recomputed if recompute else self.stored).apply(*fields, ranks)
-        return values if isinstance(values, tuple) else (values,)
+            return self.run(ranks, (*fields, False, False, False, False))[: len(self.returned)]
+        return (self.recomputed if recompute else self.stored).apply(*fields, ranks)  # type: ignore[no-any-return]
 
     def _split(self, fields: Sequence[Any], ranks: Ranks | None = None) -> tuple[Head, Any, Wanted]:
         head = Head(*(*fields[:_HEAD], Alone(fields[1].shape[0]) if ranks is None else ranks))
@@ -129,24 +126,19 @@ def _nodes(function: Function) -> tuple[Any, Any]:
     tensors = (*tensor_fields(Head), *(_HEAD + i for i in tensor_fields(function.args)))
     returned, known = len(function.returned), tuple(map(function.names.index, function.known))
 
-    def store(ctx: Any, *args: Any) -> Tensor:
+    def store(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *fields, ranks = args
         found = function.run(ranks, (*fields, *ctx.needs_input_grad[:3], False))
         keep(ctx, found[len(function.names) :], Head(*(*fields[:_HEAD], ranks)))
-        return found[0]
+        return found[:returned]
 
-    def multiply(ctx: Any, upstream: Tensor) -> Any:
-        return multiplied(ctx, upstream, function.public)
-
-    def save(ctx: Any, *args: Any) -> Any:
+    def save(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *fields, ranks = args
         found = function.run(ranks, (*fields, False, False, False, True))
         # what is returned is copied: the caller may write to it
         numbers = [found[i].clone() if i < returned else found[i] for i in known]
         save_for_recompute(ctx, *(fields[i] for i in tensors), *numbers)
         ctx.ranks, ctx.scalars = ranks, [None if i in tensors else field for i, field in enumerate(fields)]
-        if returned == 1:
-            return found[0]
         ctx.mark_non_differentiable(*found[len(function.upstream) : returned])
         return found[:returned]
 
@@ -162,4 +154,5 @@ def _nodes(function: Function) -> tuple[Any, Any]:
         return [grad if flag else None for grad, flag in zip((dx, dw, db), wanted, strict=True)], trained
 
     public = function.public
-    return node("Stored", public, store, multiply), node("Recomputed", public, save, recompute)
+    stored = node("Stored", public, store, lambda ctx, upstream: multiplied(ctx, upstream, public))
+    return stored, node("Recomputed", public, save, recompute)

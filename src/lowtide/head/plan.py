@@ -174,8 +174,7 @@ def plan_head(
         weight_frozen: True if neither ``linear_weight`` nor ``linear_bias`` needs a gradient.
         capped_and_smoothed: True if the loss has both a soft cap and label smoothing.
         weight_fits: False if the weight's rows do not lie one after another, at 16-byte addresses.
-        input_is_copied: True if the hidden states of a chunk have to be copied: another dtype, or axes that cannot be
-            flattened without.
+        input_is_copied: True if a chunk's hidden states have to be copied: another dtype, or axes that do not flatten.
         function: True for `linear_apply`, whose function gets a chunk's logits in pieces: `HeadPlan.piece_rows`.
         capability: Compute capability of a GPU that is planned for and is not this machine's. None: this machine's.
         device_bytes: Likewise that GPU's memory.

@@ -128,9 +128,7 @@ def cut(work: Work) -> Cut:
 def accumulate_in(work: Work, chunks: int) -> Literal["float32", "input"]:
     """Return where the weight's gradient is summed over so many chunks: see `HeadOptions`."""
     dtype, asked, exp, few = work.weight_dtype, work.options.accumulate, work.choice[0] == "exp", 1
-    if dtype == torch.float16:
-        return "float32"
-    if not exp and work.device.type != "cpu" and dtype not in (work.dtype, work.wide):
+    if dtype == torch.float16 or (not exp and work.device.type != "cpu" and dtype not in (work.dtype, work.wide)):
         return "float32"  # a GPU's GEMM of operands narrowed in another way cannot add to the weight's dtype
     if dtype.itemsize >= work.wide.itemsize:
         return "input"
@@ -204,10 +202,8 @@ def _cut_logits(work: Work) -> Cut:
     if cpu and gemms["backward_gemm"] == "narrow":
         fixed, row = fixed + ONEDNN_BYTES, row + ONEDNN_ROW_BYTES
     rows = int(min(max(1, (budget - fixed) // max(1, row)), enough))
-    if cpu:
-        rows = evenly(N, rows)
-    else:
-        rows = whole_tiles(rows)
+    rows = evenly(N, rows) if cpu else whole_tiles(rows)
+    if not cpu:
         rows = min(level(N, rows) if work.function else rows, max(1, N))
     if work.function:
         more["piece_rows"] = evenly(rows, piece_rows)

@@ -29,16 +29,16 @@ def lift_of_rows(x_ND: Tensor) -> Tensor:
     return lift_of(torch.linalg.vector_norm(x_ND, torch.inf, dim=1)) if x_ND.numel() else x_ND.new_ones(len(x_ND))
 
 
-def factor_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
-    """Return the power of two that brings the largest product of these factors to [2**-3, 2**-2).
+def weight_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
+    """Return what fp16 hidden states times these factors are lifted by, so that they neither overflow nor underflow.
 
-    Hidden states in fp16 that are multiplied by the scaled factors neither overflow nor underflow.
+    It brings the largest product of the factors to [2**-3, 2**-2) where kernels have left 2**-14 beside them.
     """
     largest = factor.abs().amax() if factor.numel() else factor.new_ones(())
     for other in others:
         if other is not None:
             largest = largest * other.abs().amax()
-    return lift_of(largest) * 2.0 ** -(FP16_TOP_EXPONENT + 2)
+    return lift_of(largest) * FP16_LIFT * 2.0 ** -(FP16_TOP_EXPONENT + 2)
 
 
 def scaled(

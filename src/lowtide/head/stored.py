@@ -43,7 +43,7 @@ def stored_shapes(head: Head, wanted: Wanted, *, per_token: bool, ignores: bool)
     N, one = (head.tokens,), () if lacks_denominator(head) else NOTHING
     of_input = N if per_token or head.input.dtype == torch.float16 else one
     return gradient_shapes(head, wanted) | {
-        # what the first two are still to be multiplied with
+        # what the first two are still to be multiplied with, where there is such a factor
         "input_factor": (of_input if wanted.input else NOTHING, head.wide),
         "weight_factor": (one if wanted.weight and not per_token else NOTHING, head.wide),
         # which of the hidden states here count, and whether any token does, here or on another rank that holds classes
@@ -94,8 +94,7 @@ def stored_gradients(
 def keep(ctx: Any, stored: Sequence[Tensor], head: Head) -> None:
     """Keep what was stored on a node of autograd's graph until `multiplied` is called there."""
     keep_stored(ctx, stored, head[:3])
-    ctx.no_tokens, ctx.lacks_denominator = not head.tokens, lacks_denominator(head)
-    ctx.bias_dtype = None if head.bias_V is None else head.bias_V.dtype
+    ctx.no_tokens, ctx.bias_dtype = not head.tokens, None if head.bias_V is None else head.bias_V.dtype
 
 
 def multiplied(ctx: Any, upstream: Tensor, function: str) -> tuple[list[Tensor | None], Sequence[Tensor | None]]:
@@ -103,17 +102,16 @@ def multiplied(ctx: Any, upstream: Tensor, function: str) -> tuple[list[Tensor |
     stored, sources, in_place = take_stored(ctx, function)
     dx, dw, db, input_factor, weight_factor, kept_tokens, kept_any = stored
     per_token, ignores = upstream.dim() == 1, kept_any.dim() == 0
-    factored = per_token or ctx.lacks_denominator
     if ctx.no_tokens and not ignores:  # as a sum of no rows, 0 whatever comes from upstream
         upstream = torch.zeros_like(upstream)
     grads: list[Tensor | None] = [None, None, None]
     if ctx.needs_input_grad[0]:
-        factor = upstream * input_factor if factored else upstream
+        factor = upstream * input_factor if input_factor.numel() else upstream
         grads[0] = grad = scaled(dx, factor, in_place, kept_tokens if ignores else None)
         if per_token:  # nor does a NaN get out where nothing flows back
             grad.masked_fill_((factor == 0).view(*dx.shape[:-1], 1), 0)
     if ctx.needs_input_grad[1]:
-        factor = upstream * weight_factor if factored else upstream
+        factor = upstream * weight_factor if weight_factor.numel() else upstream
         grads[1] = scaled(dw, factor.where(kept_any, 0) if ignores else factor, in_place)
     if ctx.needs_input_grad[2]:
         grads[2] = (db * (upstream.where(kept_any, 0) if ignores else upstream)).to(ctx.bias_dtype)

@@ -20,7 +20,7 @@ from lowtide.head.gradients import Gradients
 from lowtide.head.nodes import Function
 from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.scaling import FP16_LIFT, factor_lift
+from lowtide.head.scaling import weight_lift
 from lowtide.head.stored import Shape, lacks_denominator, stored_gradients
 from lowtide.head.terms.loss import Loss, Settle
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
@@ -137,8 +137,7 @@ def _run(head: Head, loss: Loss, plan: HeadPlan, settle: Settle | None, known: N
     if plan.backend == "row":
         terms: Terms = RowLoss(head, loss)
         if head.dtype == torch.float16 and into.weight_VD is not None:
-            # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
-            terms.lift = FP16_LIFT * factor_lift(factor_n, head.scale, loss.class_weight)
+            terms.lift = weight_lift(factor_n, head.scale, loss.class_weight)
         return run(head, rows, plan, terms, into, upstream=None if settle is None else lambda _, part: factor_n[part])
     want = frozenset({"mean"} if loss.label_smoothing else ())
     terms = Statistics(head, plan, loss.y[:, None], want, loss.class_weight)

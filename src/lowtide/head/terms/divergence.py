@@ -14,7 +14,7 @@ from lowtide.head.nodes import Function, head_flop
 from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
-from lowtide.head.scaling import FP16_LIFT, factor_lift
+from lowtide.head.scaling import weight_lift
 from lowtide.head.stored import Shape, lacks_denominator, stored_gradients
 from lowtide.head.terms.dense import Dense
 from lowtide.head.terms.topk import KnownClasses
@@ -81,8 +81,7 @@ def _run(
         return run(head, rows, plan, terms), into
     factor = rows.of(factor_N).contiguous()
     if plan.backend == "row" and head.dtype == torch.float16:
-        # an fp16 gradient is stored 2**14 times too large; what multiplies x must not be as much too small
-        terms.lift = FP16_LIFT * factor_lift(factor, head.scale)
+        terms.lift = weight_lift(factor, head.scale)
     return run(head, rows, plan, terms, into, upstream=lambda _, part: factor[part], known=known), into
 
 
