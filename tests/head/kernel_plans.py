@@ -59,6 +59,8 @@ def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks") -> list[s
     def loss_plan(head: Any, args: Any, n: int, wanted: Any, known: bool = False) -> HeadPlan:
         exp = head.dtype == torch.float32 and not (head.softcap is not None and args.label_smoothing)
         plan = of_loss(head, args, n, wanted, known)
+        if not (exp or head.ranks.alone):
+            return plan
         return small(plan, "exp" if exp else "row", head.dtype, "blocks" if known else schedule)
 
     def pair_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:

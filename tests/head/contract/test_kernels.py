@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from head.contract.cases import DIFFERENTIABLE, FUNCTIONS, NARROW, arguments, check, flat, near, pairs, total
+from head.contract.cases import DIFFERENTIABLE, FUNCTIONS, NARROW, Arguments, arguments, check, flat, near, pairs, total
 from head.kernel_plans import use_kernels
 from lowtide import (
     HeadOptions,
@@ -325,3 +325,73 @@ def test_fp16_gradients_of_divergences_for_any_factor(reduction: str, factor: fl
     for g, t in zip(got, torch.autograd.grad(true * factor, exact), strict=True):
         if t.abs().max() < 6e4:
             assert relative_error(g, t) < 2e-3 + relative_error(t.half(), t)
+
+
+def tokens_of_every_kind(V: int) -> Arguments:
+    """Return ordinary tokens, sure ones, lost ones, ignored ones that hold anything, and some of hardly any weight."""
+    kwargs = arguments("linear_cross_entropy", SINGLE, D=32, V=V, leading=(45,), token_weight=True, reduction="sum")
+    x, w, y, weight = (kwargs[n].detach() for n in ("input", "linear_weight", "target", "token_weight"))
+    w.mul_(8).round_().div_(8)
+    x.mul_(8).round_().div_(8)  # on a grid: float32 logits are exact, large ones too
+    sure = w[y] / w[y].square().sum(1, keepdim=True)
+    for i in range(8, 16):  # more so from token to token
+        x[i] = sure[i] * 4 * (i - 7)
+    x[16:24] *= 256
+    x[24], x[25] = -4096 * sure[24], 4096 * sure[25]  # lost, and sure
+    y[[30, 31, 32, 44]] = -100
+    x[30], x[31] = torch.nan, torch.inf
+    weight[33], weight[34] = 0, 2.0**-110
+    return kwargs
+
+
+@both_schedules
+@pytest.mark.parametrize("ruled_out", [False, True])
+@pytest.mark.parametrize("V", [37, 64, 100])
+def test_tokens_of_every_kind(V: int, ruled_out: bool) -> None:
+    """Row by row, the same bits again; a class without a chance, and a kept token that is no number, in rows alone."""
+    kwargs = tokens_of_every_kind(V)
+    bias, y = kwargs["linear_bias"], kwargs["target"]
+    with torch.no_grad():
+        bias.mul_(8).round_().div_(8)
+        if ruled_out:
+            bias[[5, 36]] = -torch.inf
+            y[(y == 36) | (y == 5)] = 9
+    clean = in_float64(kwargs)
+    kept = y >= 0
+    clean["input"].data[~kept] = 0
+    each = kwargs | {"reduction": "none"}
+    leaves = ("input", "linear_weight", "linear_bias")
+    want = oracle(**clean | {"reduction": "none"})
+    want_x, *others = torch.autograd.grad(want.sum(), [clean[n] for n in leaves])
+    assert want.max() > 100
+    found = linear_cross_entropy(**each)
+    (found_x,) = torch.autograd.grad(found.sum(), kwargs["input"])
+    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=1e-5)
+    runs = []
+    for _ in range(2):
+        loss = linear_cross_entropy(**kwargs)
+        runs.append((loss, *torch.autograd.grad(loss, [kwargs[n] for n in leaves])))
+    assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
+    loss, got_x, *rest = runs[0]
+    assert relative_error(loss, want.sum()) < 2e-5
+    # float32 holds an lse of thousands to 2**-13 of a nat, and blocks are rebuilt from it
+    loose = max(1e-5, want.max().item() * 2.0**-22)
+    for i, (g, e) in enumerate(zip(got_x, want_x, strict=True)):
+        least = 1e-15 * abs(float(kwargs["token_weight"][i]))  # float64's own, of what is left of softmax - 1
+        assert (g.double() - e).norm() <= loose * e.norm() + least, i
+    assert (got_x[~kept] == 0).all()
+    for g, e in zip(rest, others, strict=True):
+        assert relative_error(g, e) < loose
+
+    with torch.no_grad():
+        kwargs["input"][3] = torch.nan
+        if ruled_out:
+            y[7] = 5
+    again = linear_cross_entropy(**each)
+    (grad,) = torch.autograd.grad(again.sum(), kwargs["input"])
+    assert again[3].isnan()
+    assert grad[3].isnan().all()
+    assert (again[7] == torch.inf) == ruled_out
+    untouched = torch.tensor([i not in (3, 7) for i in range(45)])
+    assert torch.equal(again[untouched], found[untouched])
+    assert relative_error(grad[untouched], found_x[untouched]) < 1e-6
