@@ -88,7 +88,7 @@ def compare(
             total(want, through), [wide[n] for n in leaves], materialize_grads=True, allow_unused=True
         )
 
-    if bounds is not None and "want" not in kwargs:
+    if "want" not in kwargs and not kwargs.get("shift") and kwargs["input"].numel():
         with torch.no_grad():
             kwargs["input"][~counting(kwargs)] = torch.nan
 
@@ -142,6 +142,13 @@ def few_classes() -> None:
             kwargs = problem("linear_cross_entropy", choice | {"num_items": 2.5}, 0, classes)
             kwargs["target"] %= most
             compare("linear_cross_entropy", kwargs, WAYS if classes == V else WAYS[:2], (choice, classes, most))
+
+
+def all_ignored() -> None:
+    """The mean is 0 / 0, or 0 where the number of items is given; all gradients are 0."""
+    for gradient, items in itertools.product(("auto", "recompute"), (None, 2.5)):
+        kwargs = problem("linear_cross_entropy", {"ignored": "all", "gradient": gradient, "num_items": items}, 0)
+        compare("linear_cross_entropy", kwargs, WAYS, (gradient, items))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.kernels.exp_rows import (
     Reports,
     add_column_sums,
@@ -21,15 +20,11 @@ from lowtide.head.kernels.exp_rows import (
     target_logits,
 )
 from lowtide.head.kernels.exp_terms import RowTerms
-from lowtide.kernel_launch import multiprocessors
 from support import oracle, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 UNIT = 16 // DTYPE.itemsize  # rows start at multiples of 16 bytes
-SMALL = GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
-CONFIG = GemmConfig() if DEVICE == "cuda" else SMALL
-PROGRAMS = multiprocessors(torch.device(DEVICE))
 NEAR = 2e-5 if DEVICE == "cuda" else 3e-6  # of float32 numbers, made with a GPU's quick exp
 NEAR_GRAD = 6e-3 if DEVICE == "cuda" else 1e-5  # E, s x and, of two numbers that nearly cancel, both
 POISON = -7.0
