@@ -8,8 +8,8 @@ microseconds whether it is still the same.
 import _random
 import builtins
 import functools
-from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -223,3 +223,26 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # empty yet
         return None
+
+
+def code_and_words(fn: Callable[..., Any]) -> Any:
+    """Return what tells functions apart that do different things: code, and the words that it closes over.
+
+    Not the function itself: one that is made anew for each step is the same to us, and must not be kept alive.
+    """
+    if isinstance(fn, functools.partial):
+        return code_and_words(fn.func), tuple(map(_word, fn.args)), tuple((k, _word(v)) for k, v in fn.keywords.items())
+    if isinstance(fn, MethodType):
+        return code_and_words(fn.__func__), type(fn.__self__)
+    if isinstance(fn, FunctionType):
+        cells = [cell for cell in fn.__closure__ or () if cell != CellType()]  # others are not filled yet
+        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(_word(cell.cell_contents) for cell in cells)
+    return type(fn)
+
+
+def _word(value: object) -> Any:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, FunctionType):
+        return value.__code__  # no deeper: a function may close over itself
+    return type(value)

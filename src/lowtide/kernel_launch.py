@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +28,20 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Return why no Triton kernel can run on ``device``, or None if they can."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels are for NVIDIA GPUs, and the tensors are on {device.type}"
+    if torch.cuda.is_available() and not _has_triton():  # without a GPU this is a plan for a machine that has both
+        return "Triton is not installed"
+    return None
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 class Launcher:

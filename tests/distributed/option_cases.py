@@ -115,12 +115,13 @@ def compare(
 
 
 def every_option() -> None:
-    """The ways take turns, on two ranks and on three."""
+    """How many ranks there are, and the way in which they have the arguments, are two options more."""
     for name, function in FUNCTIONS.items():
         fewer = {option: values for option, values in FEWER.items() if option in function.options}
-        for i, choice in enumerate(pairs(function.options | fewer, seed=1)):
-            ways = WAYS if THOROUGH else [WAYS[(i + j) % 3] for j in range(dist.get_world_size() - 1)]
-            compare(name, problem(name, choice, i), ways, choice, i)
+        for i, choice in enumerate(pairs(function.options | fewer | {"ranks": [2, 3], "way": [*WAYS]}, seed=1)):
+            ranks, way = choice.pop("ranks"), choice.pop("way")
+            if THOROUGH or ranks == dist.get_world_size():
+                compare(name, problem(name, choice, i), WAYS if THOROUGH else (way,), choice, i)
 
 
 def few_tokens() -> None:

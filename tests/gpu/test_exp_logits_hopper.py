@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from lowtide.head.kernels import exp_logits_hopper as module
+from lowtide.head.kernels.exp_logits import ExpRows
 from lowtide.head.kernels.exp_logits_hopper import exp_logits_hopper, unsupported
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -66,11 +67,9 @@ class Case:
         self.sum_buffer.fill_(torch.nan)
         e_CV, sum_CP = self.e if e else None, self.sums if sums else None
         assert unsupported(self.x, self.w, e_CV) is None
-        exp_logits_hopper(
-            self.x, self.w, self.reference, self.y,
-            programs or torch.cuda.get_device_properties(self.x.device).multi_processor_count, e_CV=e_CV, sum_CP=sum_CP,
-            coefficient_C=self.coefficient if coefficient else None, first_class=first_class,
-        )  # fmt: skip
+        of_target = self.coefficient if coefficient else None
+        rows = ExpRows.of(self.reference, self.y, sum_CP, of_target, first_class)
+        exp_logits_hopper(self.x, self.w, e_CV, rows, programs or None)
 
     def check(self, *, e: bool = True, sums: bool = True, coefficient: bool = False, first_class: int = 0) -> None:
         C, V = self.e.shape

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply
+from lowtide.code import code_and_words
 from lowtide.errors import LowtideError
 from lowtide.head.function import checks as apply_checks
 from support import head
@@ -251,7 +252,7 @@ def test_what_the_comparison_remembers_of_a_function() -> None:
 
         return made
 
-    code = apply_checks.code_of
+    code = code_and_words
     same = make("a", torch.ones(3)), make("a", torch.zeros(2))
     assert code(same[0]) == code(same[1])
     others = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide import HeadOptions, linear_apply, linear_cross_entropy, linear_divergence, linear_logprobs
-from lowtide.head.scaling import lift_of, lift_of_rows
+from lowtide.head.scaling import lift_of, lift_of_rows, weight_lift
 from support import oracle, relative_error
 
 SMALL = HeadOptions(workspace_mib=1e-6)
@@ -100,6 +100,8 @@ def test_lifts() -> None:
     assert ((top >= 2**13) & (top < 2**14)).all()
     assert (x * lift)[:6].half().isfinite().all()
     assert torch.equal(lift_of_rows(torch.empty(3, 0)), torch.ones(3))
+    tiny = torch.tensor([2.0**-120, 2.0**-140, 0])
+    assert 2.0**-3 <= tiny.max() * weight_lift(tiny, torch.tensor(2.0**10)) * 2.0 ** (10 - 14) < 2.0**-2
 
 
 def test_no_width_at_all() -> None:

@@ -246,15 +246,13 @@ def fastest(trials: Sequence[Trial]) -> Trial | None:
 
 
 def build_kernel(chunk: Chunk, config: GemmConfig) -> tuple[Callable[[], object], Tensor]:
-    """Return what runs `exp_logits` with these tile sizes, and where it leaves the row sums."""
-    from lowtide.head.kernels.exp_logits import exp_logits
-    from lowtide.head.kernels.gemm import tiles_across
-    from lowtide.kernel_launch import multiprocessors
+    """Return what runs the exponential GEMM with these tile sizes, and where it leaves the row sums."""
+    from lowtide.head.kernels.exp_logits import ExpRows, exp_tile
+    from lowtide.head.kernels.gemm import PLAIN, gemm_tiles, tiles_across
 
     sum_CP = torch.empty(len(chunk.x_CD), tiles_across(len(chunk.w_VD), config), device=chunk.x_CD.device)
-    programs = multiprocessors(chunk.x_CD.device)
-    arguments = (chunk.x_CD, chunk.w_VD, chunk.reference_C, chunk.y_C, config, programs)
-    return partial(exp_logits, *arguments, e_CV=chunk.e_CV, sum_CP=sum_CP), sum_CP
+    rows = ExpRows.of(chunk.reference_C, chunk.y_C, sum_CP)
+    return partial(gemm_tiles, exp_tile, chunk.x_CD, chunk.w_VD, chunk.e_CV, rows, PLAIN, config), sum_CP
 
 
 def _try(config: GemmConfig, chunk: Chunk, build: Build, timer: Timer) -> Trial:

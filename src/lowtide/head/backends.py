@@ -1,12 +1,10 @@
 """Which implementation of the head runs, and why: pure functions of devices, dtypes and sizes."""
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.options import HeadOptions
+from lowtide.kernel_launch import why_no_triton
 
 HOPPER = (9, 0)
 TOO_SMALL = (12, 0)  # GPUs for workstations, whose shared memory does not hold the tiles
@@ -88,20 +86,6 @@ def why_not_row(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool 
     if reason is None and V < 1:
         reason = "the vocabulary is empty"
     return reason or ("its kernels read a teacher's whole logits, and its top k is given" if topk else None)
-
-
-def why_no_triton(device: torch.device) -> str | None:
-    """Return why no Triton kernel can run on ``device``, or None if they can."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"its kernels are for NVIDIA GPUs, and the tensors are on {device.type}"
-    if torch.cuda.is_available() and not _has_triton():  # without a GPU this is a plan for a machine that has both
-        return "Triton is not installed"
-    return None
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -52,7 +52,7 @@ class Head(NamedTuple):
 
     input: Tensor  # [..., D]
     weight_VD: Tensor  # this rank's rows
-    bias_V: Tensor | None  # as the caller's; `prepared` wide, and so is the scale
+    bias_V: Tensor | None  # wide where it is `prepared`, and so is the scale
     scale: Tensor | None  # scalar
     softcap: float | Tensor | None
     dtype: torch.dtype  # of the GEMMs' operands

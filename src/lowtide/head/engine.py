@@ -158,7 +158,7 @@ class Chunks:
             matmul_into(x_CD, self._weight_of_logits.T, z_V, add=bias_first)
         if bias_V is not None and not bias_first:
             z_V.add_(bias_V)
-        if not self.raw:
+        if not self.raw and (head.scale is not None or cap is not None):
             for part in slices(V, V if cap is None else self.plan.columns):  # on a CPU one operator is better than many
                 if head.scale is not None:
                     z_V[:, part].mul_(head.scale)

@@ -64,7 +64,7 @@ class Function:
         With ``recompute`` backward recomputes the logits, else forward stores the gradients. Exchanges between ranks
         are no operators of a graph: where there are any, a compiler's ends, and begins anew.
         """
-        if torch.compiler.is_compiling() and not head.ranks.alone:
+        if not head.ranks.alone and torch.compiler.is_compiling():
             return exchanges_between_ranks_run_in_eager(self._connected, head, args, recompute)
         return self._connected(head, args, recompute)
 
@@ -115,7 +115,7 @@ def head_flop(input: Tensor, linear_weight: Tensor, wanted: Sequence[bool] = ())
 def _filled(head: Head, shapes: dict[str, Shape], found: Values) -> tuple[Tensor, ...]:
     """Return what has these shapes and dtypes, without numbers where it was not found."""
     new = head.input.new_empty
-    return tuple(found[name] if name in found else new(shape, dtype=dtype) for name, (shape, dtype) in shapes.items())
+    return tuple([found[name] if name in found else new(size, dtype=dtype) for name, (size, dtype) in shapes.items()])
 
 
 def _nodes(function: Function) -> tuple[Any, Any]:

@@ -38,7 +38,7 @@ def weight_lift(factor: Tensor, *others: Tensor | None) -> Tensor:
     for other in others:
         if other is not None:
             largest = largest * other.abs().amax()
-    return lift_of(largest) * FP16_LIFT * 2.0 ** -(FP16_TOP_EXPONENT + 2)
+    return lift_of(largest) * (FP16_LIFT * 2.0 ** -(FP16_TOP_EXPONENT + 2))
 
 
 def scaled(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.head.backends import why_no_triton
+from lowtide.kernel_launch import why_no_triton
 
 PIECE = 2**16  # elements: plain PyTorch holds about seven such temporaries in float32, in the CPU's caches
 _TWO_ROOTS = 1.5957691216057308  # 2 sqrt(2 / pi)

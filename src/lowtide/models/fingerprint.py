@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.arguments import is_dtensor
-from lowtide.head.backends import why_no_triton
+from lowtide.kernel_launch import why_no_triton
 from lowtide.samples import INTEGERS
 
 _ROW = 4096  # values that are summed at a time, whose factors stay in the cache

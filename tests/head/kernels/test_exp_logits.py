@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from lowtide.head.kernels.configs import GemmConfig
-from lowtide.head.kernels.exp_logits import exp_logits, from_ordered, shifted_exp_logits, to_ordered
-from lowtide.head.kernels.gemm import LogitTransform, tiles_across
+from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, from_ordered, shifted_exp_logits, to_ordered
+from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.kernel_launch import multiprocessors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,12 +83,6 @@ def options(V: int, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
-def launched(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a launcher's arguments, the logits' options among them in their record."""
-    others = {name: value for name, value in kwargs.items() if name not in OPTIONS}
-    return others | {"transform": LogitTransform(**{name: kwargs[name] for name in OPTIONS if name in kwargs})}
-
-
 def logits(b: Batch, bias_V: Tensor | None = None, scale: Tensor | None = None, softcap: float | None = None) -> Tensor:
     z = b.x.double() @ b.w.double().T
     if bias_V is not None:
@@ -130,7 +124,7 @@ def stored_width(V: int) -> int:
 
 def run(
     b: Batch, config: GemmConfig = CONFIG, *, e: bool = True, sums: bool = True,
-    programs: int = PROGRAMS, **kwargs: Any,
+    programs: int = PROGRAMS, coefficient_C: Tensor | None = None, first_class: int = 0, **kwargs: Any,
 ) -> Result:  # fmt: skip
     """Return what the kernel wrote, after a look at what stands around it."""
     C, V = len(b.x), len(b.w)
@@ -138,10 +132,9 @@ def run(
     room = e_room(C, V)
     narrow = torch.full((C + 2, P + 3), POISON, device=DEVICE)
     s = narrow[1 : C + 1, :P]
-    exp_logits(
-        b.x, b.w, b.reference, b.y, config, programs, e_CV=room[1 : C + 1, :V] if e else None,
-        sum_CP=s if sums else None, **launched(kwargs),
-    )  # fmt: skip
+    rows = ExpRows.of(b.reference, b.y, s if sums else None, coefficient_C, first_class)
+    e_CV = room[1 : C + 1, :V] if e else None
+    gemm_tiles(exp_tile, b.x, b.w, e_CV, rows, LogitTransform(**kwargs), config, programs)
     assert around_is_poison(room, stored_width(V))
     assert around_is_poison(narrow, P)
     return Result(room[1 : C + 1, :V] if e else None, s if sums else None)
@@ -370,8 +363,8 @@ def run_shifted(
     listed[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
     count = torch.tensor([len(rows)], dtype=torch.int32, device=DEVICE)
     shifted_exp_logits(
-        b.x, b.w, listed, count, highest, b.y, config, programs, sum_CP=narrow[1 : C + 1, :P],
-        e_CV=room[1 : C + 1, :V] if e else None, **launched(kwargs),
+        b.x, b.w, room[1 : C + 1, :V] if e else None, ExpRows.of(highest, b.y, narrow[1 : C + 1, :P]), (listed, count),
+        LogitTransform(**kwargs), config, programs,
     )  # fmt: skip
     others = torch.ones(C, dtype=torch.bool, device=DEVICE)
     others[rows] = False

@@ -14,12 +14,11 @@ pytest.importorskip("triton")
 from lowtide.head.kernels.exp_rows import (
     Reports,
     add_column_sums,
-    finish_input_grad,
     finish_rows,
     prepare_rows,
     target_logits,
 )
-from lowtide.head.kernels.exp_terms import RowTerms
+from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
 from support import oracle, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -528,13 +527,13 @@ def test_input_gradients(dtype: torch.dtype, D: int, names: tuple[str, ...]) -> 
     rows.rest.copy_(torch.randn(C, generator=g))
     product = torch.randn(C, D, generator=g).to(DEVICE)
     s, rest = rows.s.double()[:, None], rows.rest.double()[:, None]
-    rows.s[3] = 0  # of a class of no weight, and a product that is not used
-    s[3] = 0
+    rows.s[2:4] = 0  # ignored, and of a class of no weight: products that are not used
+    s[2:4], rest[4] = 0, 0
     product[2:4] = torch.tensor([[NAN], [INF]])
-    b.y[2], b.g[2] = -1, NAN
+    b.y[2], b.g[2], b.y[4] = -1, NAN, V  # the last is another rank's: what its entry lost is added there
     out = torch.full((C + 2, D), POISON, dtype=dtype, device=DEVICE)
-    finish_input_grad(product, out[1:-1], b.w, b.y, rows.s, rows.rest, b.g, terms)
-    want = (s * (product.double() + rest * b.w.double()[b.y.clamp(min=0).long()])).where(s != 0, 0)
+    finish_input_grad(product, out[1:-1], b.w, rows.s, b.y, rows.rest, even=terms.even(b.g))
+    want = (s * (product.double() + rest * b.w.double()[b.y.clamp(0, V - 1).long()])).where(s != 0, 0)
     if terms.uniform_D is not None:
         m = kwargs.get("logit_scale", torch.ones((), device=DEVICE)).double()
         want -= m * b.g.double()[:, None] * terms.smoothing / V * terms.uniform_D.double()

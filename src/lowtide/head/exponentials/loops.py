@@ -23,7 +23,6 @@ from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import rows_are_aligned
-from lowtide.kernel_launch import multiprocessors
 
 
 @dataclass(kw_only=True)
@@ -48,7 +47,6 @@ class Exponentials:
         self.weight_VD = aligned_rows(head.weight_VD, head.dtype)
         self.width = len(self.weight_VD)
         self.config = configs.of_device(head.input.device)
-        self.programs = multiprocessors(head.input.device)
         self.ahead = 0 if self.ranks.alone else 1
 
     def begin(self, piece: Piece) -> Piece:

@@ -20,10 +20,11 @@ from lowtide.head.call import Head
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.exponentials.smoothing import put_outer, weighted_sum
 from lowtide.head.gradients import Gradients
-from lowtide.head.kernels import configs, exp_logits, exp_logits_hopper, exp_rows
+from lowtide.head.kernels import configs, exp_logits_hopper, exp_rows
+from lowtide.head.kernels.exp_logits import ExpRows, exp_tile, shifted_exp_logits
 from lowtide.head.kernels.exp_rows import Reports
-from lowtide.head.kernels.exp_terms import RowTerms
-from lowtide.head.kernels.gemm import LogitTransform, tiles_across
+from lowtide.head.kernels.exp_terms import RowTerms, finish_input_grad
+from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.matmul import matmul_into, slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.planner import padded
@@ -155,37 +156,20 @@ class CrossEntropy(Exponentials):
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.head.input.device)
 
-    def exponentials(
-        self,
-        piece: Piece,
-        w_VD: Tensor,
-        reference_C: Tensor,
-        *,
-        sum_CP: Tensor | None = None,
-        e_CV: Tensor | None = None,
-        coefficient_C: Tensor | None = None,
-        first_class: int = 0,
-    ) -> None:
+    def exponentials(self, piece: Piece, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows) -> None:
         """Write E of a piece and some classes, or its sums."""
         if self.hopper:
-            exp_logits_hopper.exp_logits_hopper(
-                piece.x_CD, w_VD, reference_C, piece.y_C, self.programs, sum_CP=sum_CP, e_CV=e_CV,
-                coefficient_C=coefficient_C, first_class=first_class,
-            )  # fmt: skip
+            exp_logits_hopper.exp_logits_hopper(piece.x_CD, w_VD, e_CV, rows)
             return
-        transform = self.transform.of_classes(slice(first_class, first_class + len(w_VD)))
-        exp_logits.exp_logits(
-            piece.x_CD, w_VD, reference_C, piece.y_C, self.config, self.programs, transform=transform, sum_CP=sum_CP,
-            e_CV=e_CV, coefficient_C=coefficient_C, first_class=first_class,
-        )  # fmt: skip
+        transform = self.transform.of_classes(slice(rows.first_class, rows.first_class + len(w_VD)))
+        gemm_tiles(exp_tile, piece.x_CD, w_VD, e_CV, rows, transform, self.config)
 
     def _shifted(self, piece: Piece, e_CV: Tensor | None, find_highest: tuple[bool, ...]) -> None:
         """Do the listed rows again, relative to another reference; the host never learns how many they are."""
-        rows = piece.rows
-        exp_logits.shifted_exp_logits(
-            piece.x_CD, self.weight_VD, rows.listed, rows.listed_count, rows.highest, piece.y_C, self.config,
-            self.programs, sum_CP=self._sums[: len(piece.y_C)], transform=self.transform, e_CV=e_CV,
-            find_highest=find_highest,
+        rows = ExpRows.of(piece.rows.highest, piece.y_C, self._sums[: len(piece.y_C)])
+        shifted_exp_logits(
+            piece.x_CD, self.weight_VD, e_CV, rows, (piece.rows.listed, piece.rows.listed_count), self.transform,
+            self.config, find_highest=find_highest,
         )  # fmt: skip
 
     def terms_of(self, piece: Piece) -> RowTerms:
@@ -242,7 +226,7 @@ class CrossEntropy(Exponentials):
         piece.rows = rows = Reports(target[0], target[-1], loss, lse, miss, s, rest, highest, listed, count)
         sums = self._sums[: len(loss)]
         if self.width:
-            self.exponentials(piece, self.weight_VD, rows.target_logit, sum_CP=sums, e_CV=e_CV)
+            self.exponentials(piece, self.weight_VD, e_CV, ExpRows.of(rows.target_logit, piece.y_C, sums))
         if isinstance(self.ranks, Alone):
             piece.exchange = sums
             return piece
@@ -312,7 +296,7 @@ class CrossEntropy(Exponentials):
             e, y, s, rest, g = of_rows if rows.stop - rows.start == len(e_CV) else (x[rows] for x in of_rows)
             product_CD = product[: len(e)] if alone else out_CD
             matmul_into(e, self.weight_VD, product_CD, add=False)
-            exp_rows.finish_input_grad(product_CD, out_CD[rows], self.weight_VD, y, s, rest, g, self.terms)
+            finish_input_grad(product_CD, out_CD[rows], self.weight_VD, s, y, rest, even=self.terms.even(g))
 
     def _close(self, into: Gradients, C: int, *, last: bool) -> None:
         """End a chunk: the weight's product while the input's is being summed, and then what that came to."""
@@ -348,9 +332,11 @@ class CrossEntropy(Exponentials):
     def fill(self, piece: Piece, w_BD: Tensor, e_CB: Tensor, first_class: int) -> None:
         """See `Exponentials.fill`."""
         reference_C, coefficient_C = piece.rows[:2]
-        self.exponentials(piece, w_BD, reference_C, e_CV=e_CB, coefficient_C=coefficient_C, first_class=first_class)
+        rows = ExpRows.of(reference_C, piece.y_C, None, coefficient_C, first_class)
+        self.exponentials(piece, w_BD, e_CB, rows)
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:
         """See `Exponentials.finish_input`."""
         (s_C, rest_C), factor_C = piece.rows[2:], self._factor_n[piece.part]
-        exp_rows.finish_input_grad(product_CD, out_CD, self.weight_VD, piece.y_C, s_C, rest_C, factor_C, self.terms)
+        even = self.terms.even(factor_C)
+        finish_input_grad(product_CD, out_CD, self.weight_VD, s_C, piece.y_C, rest_C, even=even)

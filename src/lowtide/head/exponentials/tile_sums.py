@@ -14,6 +14,7 @@ from lowtide.head.call import Head
 from lowtide.head.exponentials.loops import Exponentials, Piece, aligned_rows
 from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import stats_logits, stats_rows, stats_topk
+from lowtide.head.kernels.exp_terms import finish_input_grad
 from lowtide.head.kernels.gemm import LogitTransform, gemm_tiles, tiles_across
 from lowtide.head.kernels.stats_logits import Entries, Sums
 from lowtide.head.kernels.stats_rows import RowStats
@@ -127,4 +128,5 @@ class TileStatistics(Exponentials):
 
     def finish_input(self, piece: Piece, product_CD: Tensor, out_CD: Tensor) -> None:  # noqa: ARG002
         """See `Exponentials.finish_input`."""
-        stats_rows.finish_input_grad(product_CD, out_CD, self.weight_VD, self.entries, self.ranks.first)
+        s, ids, rest = self.entries.s, self.entries.id[:, 1:], self.entries.rest
+        finish_input_grad(product_CD, out_CD, self.weight_VD, s, ids, rest, self.ranks.first)

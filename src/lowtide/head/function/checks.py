@@ -3,13 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from types import CellType, FunctionType, MethodType
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from lowtide.code import code_and_words
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.call import NAMES
 from lowtide.head.engine import Chunks, Terms
@@ -274,27 +273,4 @@ def _key_of(terms: FunctionTerms) -> Any:
     function, weight_VD = terms.function, terms.head.weight_VD
     shapes = tuple((a.shape[len(function.leading) :], a.dtype) for a in terms.args)
     params = tuple((p.shape, p.dtype) for p in terms.params)
-    return code_of(function.plain), function.per_token, weight_VD.shape, weight_VD.dtype, shapes, params
-
-
-def code_of(fn: Callable[..., Any]) -> Any:
-    """Return what tells functions apart that do different things: code, and the words that it closes over.
-
-    Not the function itself: one that is made anew for each step is the same to us, and must not be kept alive.
-    """
-    if isinstance(fn, partial):
-        return code_of(fn.func), tuple(map(_word, fn.args)), tuple((k, _word(v)) for k, v in fn.keywords.items())
-    if isinstance(fn, MethodType):
-        return code_of(fn.__func__), type(fn.__self__)
-    if isinstance(fn, FunctionType):
-        cells = [cell for cell in fn.__closure__ or () if cell != CellType()]  # others are not filled yet
-        return fn.__code__, tuple(map(_word, fn.__defaults__ or ())), tuple(_word(cell.cell_contents) for cell in cells)
-    return type(fn)
-
-
-def _word(value: object) -> Any:
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, FunctionType):
-        return value.__code__  # no deeper: a function may close over itself
-    return type(value)
+    return code_and_words(function.plain), function.per_token, weight_VD.shape, weight_VD.dtype, shapes, params

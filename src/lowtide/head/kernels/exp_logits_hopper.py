@@ -1,4 +1,4 @@
-"""`exp_logits` for Hopper's own instructions: E = exp(x W^T - reference) and its row sums, without bias, scale or cap.
+"""The exponential GEMM for Hopper's own instructions: E = exp(x W^T - reference) and its row sums, of plain logits.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across the vocabulary.
 
@@ -33,8 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.exp_logits import ExpRows
-from lowtide.head.kernels.gemm import descriptor, matrix
-from lowtide.kernel_launch import Launcher
+from lowtide.head.kernels.gemm import descriptor
+from lowtide.kernel_launch import Launcher, multiprocessors
 
 try:
     from triton.experimental import gluon
@@ -61,15 +61,16 @@ ROWS = gl.constexpr(64)  # of each consumer; a tile has twice as many
 COLUMNS = gl.constexpr(256)
 PIECE = gl.constexpr(128)  # columns stored at a time: two pieces share a buffer
 DEPTH = gl.constexpr(64)
+GROUP = gl.constexpr(16)  # row tiles that share a part of W in cache
 STAGES_LOG2 = gl.constexpr(2)
 STAGES = gl.constexpr(4)
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _tile_at(tile, C, V, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the tile's place, (row tile, column tile): groups of GROUP row tiles share W in cache, rows go first."""
+@gluon.jit
+def _tile_at(tile, C, V):  # type: ignore[no-untyped-def]
+    """Return the tile's place, (row tile, column tile): groups of GROUP row tiles, rows go first."""
     row_tiles = gl.cdiv(C, 2 * ROWS)
     width = GROUP * gl.cdiv(V, COLUMNS)
     first = (tile // width) * GROUP
@@ -83,14 +84,14 @@ def _stage_and_phase(step):  # type: ignore[no-untyped-def]
     return step & (STAGES - 1), (step >> STAGES_LOG2) & 1
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
-def _produce(x_d, w_d, stages, C, V, D, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+@gluon.jit
+def _produce(x_d, w_d, stages, C, V, D):  # type: ignore[no-untyped-def]
     """Load the stages. What lies outside of x and w arrives as zeros, and counts as bytes that arrived."""
     x_s, w_s, full, empty = stages
     tiles = gl.cdiv(C, 2 * ROWS) * gl.cdiv(V, COLUMNS)
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row_tile, p = _tile_at(tile, C, V, GROUP)
+        row_tile, p = _tile_at(tile, C, V)
         row = row_tile * (2 * ROWS)
         for k in range(gl.cdiv(D, DEPTH)):
             stage, phase = _stage_and_phase(step)
@@ -105,9 +106,8 @@ def _produce(x_d, w_d, stages, C, V, D, GROUP: gl.constexpr):  # type: ignore[no
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consume(  # type: ignore[no-untyped-def]
-    HALF: gl.constexpr, e_d, e_s, stages, rows_of, C, V, D, GROUP: gl.constexpr, BOUND: gl.constexpr,
-    STORE: gl.constexpr,
-):  # fmt: skip
+    HALF: gl.constexpr, e_d, e_s, stages, rows_of, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
+):
     """Multiply, and finish, the HALF-th ROWS rows of each tile."""
     x_s, w_s, full, empty = stages
     whole: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -116,7 +116,7 @@ def _consume(  # type: ignore[no-untyped-def]
     buffer = e_s.index(HALF)
     step = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row_tile, p = _tile_at(tile, C, V, GROUP)
+        row_tile, p = _tile_at(tile, C, V)
         row = row_tile * (2 * ROWS) + HALF * ROWS
         column = p * COLUMNS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -179,7 +179,7 @@ def _consume(  # type: ignore[no-untyped-def]
 @Launcher
 @gluon.jit(do_not_specialize=["C", "V", "D"])  # type: ignore[untyped-decorator]
 def _exp_logits_hopper(  # type: ignore[no-untyped-def]
-    x_d, w_d, e_d, rows, C, V, D, GROUP: gl.constexpr, BOUND: gl.constexpr, STORE: gl.constexpr
+    x_d, w_d, e_d, rows, C, V, D, BOUND: gl.constexpr, STORE: gl.constexpr
 ):  # fmt: skip
     """Set up the stages and the barriers, and send the warps to their parts."""
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, DEPTH], x_d.layout)
@@ -194,9 +194,9 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
     stages = (x_s, w_s, full, empty)
     gl.warp_specialize(
         [
-            (_consume, (0, e_d, e_s, stages, rows, C, V, D, GROUP, BOUND, STORE)),
-            (_consume, (1, e_d, e_s, stages, rows, C, V, D, GROUP, BOUND, STORE)),
-            (_produce, (x_d, w_d, stages, C, V, D, GROUP)),
+            (_consume, (0, e_d, e_s, stages, rows, C, V, D, BOUND, STORE)),
+            (_consume, (1, e_d, e_s, stages, rows, C, V, D, BOUND, STORE)),
+            (_produce, (x_d, w_d, stages, C, V, D)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -235,30 +235,15 @@ def runs_on(device: torch.device) -> bool:
 
 
 def exp_logits_hopper(
-    x_CD: Tensor,
-    w_VD: Tensor,
-    reference_C: Tensor,
-    y_C: Tensor,
-    programs: int,
-    *,
-    group: int = 16,
-    e_CV: Tensor | None = None,
-    sum_CP: Tensor | None = None,
-    coefficient_C: Tensor | None = None,
-    first_class: int = 0,
+    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None
 ) -> None:
-    """Write ``E = exp(x @ w.T - reference)`` and its sums, for what `unsupported` finds nothing to say about.
-
-    The arguments are those of `exp_logits`; tiles are COLUMNS wide, and ``group`` row tiles share a part of the weight
-    in cache. Nothing is allocated.
-    """
+    """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, for what `unsupported` finds nothing to say about."""
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)
-    _exp_logits_hopper[(programs,)](
+    _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](
         x_d, _descriptor(w_VD, COLUMNS.value, DEPTH.value),
-        x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value),
-        ExpRows(reference_C, y_C, coefficient_C, *matrix(sum_CP)[:2], first_class), C, V, D, GROUP=group,
-        BOUND=V % COLUMNS.value != 0 or coefficient_C is not None, STORE=e_CV is not None, num_warps=4,
+        x_d if e_CV is None else _descriptor(e_CV, ROWS.value, PIECE.value), rows, C, V, D,
+        BOUND=V % COLUMNS.value != 0 or rows.coefficient is not None, STORE=e_CV is not None, num_warps=4,
     )  # fmt: skip
 
 

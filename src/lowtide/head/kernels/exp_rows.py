@@ -29,21 +29,12 @@ from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
 from lowtide.head.kernels.exp_logits import from_ordered, to_ordered
-from lowtide.head.kernels.exp_terms import (
-    RowTerms,
-    dot,
-    lse_of_ranks,
-    out_of_range,
-    row_gradient,
-    row_loss,
-    row_weights,
-    scaled_row,
-    sum_of_ranks,
-    sum_of_tiles,
-    zero_row,
-)
-from lowtide.head.kernels.gemm import Matrix, finish_logits, matrix
+from lowtide.head.kernels.exp_terms import RowTerms, block_of, dot, out_of_range, row_weights, scaled_row
+from lowtide.head.kernels.gemm import finish_logits, matrix
 from lowtide.kernel_launch import Launcher
+
+LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, would leave float32's range
+TO_BLAME = tl.constexpr(2.0**8)
 
 
 class Reports(NamedTuple):
@@ -61,12 +52,31 @@ class Reports(NamedTuple):
     listed_count: Tensor  # int32 [1]: how many
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _zero_row(row_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write zeros: an ignored row whose logits are no numbers."""
+    for v in range(0, V, BLOCK):
+        at = v + tl.arange(0, BLOCK)
+        tl.store(row_ptr + at, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=at < V)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's sum from what its tiles left."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for p in range(0, P, BLOCK):
+        at = p + tl.arange(0, BLOCK)
+        sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
+    return tl.sum(sums, 0)
+
+
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
 def _target_logits(  # type: ignore[no-untyped-def]
-    x_ptr, x_stride, w_ptr, w_stride, y_ptr, t_ptr, uniform_ptr, count_ptr, terms, D, width, BLOCK: tl.constexpr
+    x, w, y_ptr, t_ptr, uniform_ptr, count_ptr, terms, width, BLOCK: tl.constexpr
 ):
-    """See `target_logits`."""
+    x_ptr, x_stride, D = x
+    w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)
     if i == 0:
         tl.store(count_ptr, 0)
@@ -89,14 +99,15 @@ def _target_logits(  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `sum_rows`."""
+    sum_ptr, sum_stride, P = sums
+    e_ptr, e_stride, V = e
     i = tl.program_id(0).to(tl.int64)
     alive = i < C
     if SHIFTED:
         alive = i < tl.load(rows.listed_count)
         i = tl.load(rows.listed + i, mask=alive, other=0).to(tl.int64)
     if alive:
-        r = sum_of_tiles(sums.base + i * sums.stride, sums.width, BLOCK)
+        r = _sum_of_tiles(sum_ptr + i * sum_stride, P, BLOCK)
         if SHIFTED:
             tl.store(sent_ptr + C + i, from_ordered(tl.load(rows.highest + i)) + tl.log(r))
         else:
@@ -110,8 +121,8 @@ def _sum_rows(sums, y_ptr, e, sent_ptr, rows, C, SHIFTED: tl.constexpr, BLOCK: t
                     slot = tl.atomic_add(rows.listed_count, 1)
                     tl.store(rows.listed + slot, i.to(tl.int32))
             elif r != 0.0:  # noqa: SIM102 (decided when run, the other when compiled)
-                if e.base is not None:
-                    zero_row(e.base + i * e.stride, e.width, BLOCK)
+                if e_ptr is not None:
+                    _zero_row(e_ptr + i * e_stride, V, BLOCK)
 
 
 @Launcher
@@ -120,7 +131,9 @@ def _finish_rows(  # type: ignore[no-untyped-def]
     sums, y_ptr, g_ptr, x, scaled_ptr, e, rows, terms, C, RANKS: tl.constexpr, SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `finish_rows`."""
+    sum_ptr, sum_stride, parts = sums
+    x_ptr, x_stride, D = x
+    e_ptr, e_stride, V = e
     i = tl.program_id(0).to(tl.int64)
     alive = i < C
     if SHIFTED:
@@ -132,11 +145,19 @@ def _finish_rows(  # type: ignore[no-untyped-def]
         y = tl.where(kept, y, 0)
         t = tl.load(rows.target_logit + i)
         if not RANKS:
-            r = sum_of_tiles(sums.base + i * sums.stride, sums.width, BLOCK)
+            r = _sum_of_tiles(sum_ptr + i * sum_stride, parts, BLOCK)
         elif not SHIFTED:
-            r = sum_of_ranks(sums.base, i, sums.width, C)
-        if RANKS:
-            others = lse_of_ranks(sums.base, i, sums.width, C)
+            r = tl.load(sum_ptr + i)
+            for rank in range(1, parts):
+                r += tl.load(sum_ptr + 2 * rank * C + i)
+        if RANKS:  # the logsumexp of all their classes but the target
+            top = tl.load(sum_ptr + C + i)
+            for rank in range(1, parts):
+                top = tl.maximum(top, tl.load(sum_ptr + (2 * rank + 1) * C + i))
+            total = tl.exp(tl.load(sum_ptr + C + i) - top)
+            for rank in range(1, parts):
+                total += tl.exp(tl.load(sum_ptr + (2 * rank + 1) * C + i) - top)
+            others = tl.where(top == float("-inf"), top, top + tl.log(total))
             gap = others - t
             more = log1p(tl.exp(-tl.abs(gap)))
             lse = tl.where(gap > 0.0, others, t) + more
@@ -156,29 +177,40 @@ def _finish_rows(  # type: ignore[no-untyped-def]
             miss = (reference - t) + tl.log(r + e_y)
             lse = reference + tl.log(r + e_y)
         own, spread, k = row_weights(i, y, lse, terms)
-        loss = row_loss(i, own, miss, lse, rows.uniform_logit, terms)
+        loss = tl.where(own == 0.0, 0.0, own * miss) + terms.z_loss * lse * lse
+        if terms.uniform_D is not None:
+            Q = 1.0 * terms.vocab
+            if terms.total_class_weight is not None:
+                Q = tl.load(terms.total_class_weight)
+            loss += terms.smoothing / terms.vocab * (Q * lse - tl.load(rows.uniform_logit + i))
         tl.store(rows.loss + i, tl.where(kept, loss, 0.0))
         tl.store(rows.lse + i, tl.where(kept, lse, 0.0))
         tl.store(rows.miss + i, tl.where(kept, miss, 0.0))
         wrong = out_of_range(r, t)
         if g_ptr is not None:
-            s, c, lost = row_gradient(i, kept, t, r, e_y, own, spread, k, g_ptr, terms)
-            wrong = wrong | lost
+            weight = tl.load(g_ptr + i) * k
+            if terms.scale is not None:
+                weight *= tl.load(terms.scale)
+            s = tl.where(kept & (k != 0.0), weight / (r + e_y), 0.0)
+            wrong = wrong | ((r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0))
+            c = tl.where(k == 0.0, 0.0, (spread * e_y - own * r) / k)
+            if terms.softcap is not None:
+                c *= 1.0 - (t / terms.softcap) * (t / terms.softcap)
             tl.store(rows.s + i, s)
-            if e.base is None:
+            if e_ptr is None:
                 tl.store(rows.rest + i, 0.0)
             else:
-                stored = c.to(e.base.dtype.element_ty)
-                row = e.base + i * e.stride
-                here = kept & (y < e.width)
+                stored = c.to(e_ptr.dtype.element_ty)
+                row = e_ptr + i * e_stride
+                here = kept & (y < V)
                 if here:
                     tl.store(row + y, stored)
                 if not RANKS:  # noqa: SIM102 (decided when compiled, the other when run)
                     if ~kept & (r != 0.0):
-                        zero_row(row, e.width, BLOCK)
+                        _zero_row(row, V, BLOCK)
                 tl.store(rows.rest + i, tl.where(here, c - stored.to(tl.float32), 0.0))
             if scaled_ptr is not None:
-                scaled_row(x.base + i * x.stride, scaled_ptr + i * x.width, s, x.width, BLOCK)
+                scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
         if not SHIFTED:  # noqa: SIM102 (decided when compiled, the other when run)
             if kept & wrong:
                 if not RANKS:
@@ -192,7 +224,8 @@ def _finish_rows(  # type: ignore[no-untyped-def]
 def _prepare_rows(  # type: ignore[no-untyped-def]
     lse_ptr, miss_ptr, y_ptr, g_ptr, x, scaled_ptr, numbers_ptr, plane, terms, width, BLOCK: tl.constexpr
 ):
-    """See `prepare_rows`: s is split in a power of two, exact on x, and the rest, put into E."""
+    """Split s in a power of two, exact on x, and the rest, put into E."""
+    x_ptr, x_stride, D = x
     i = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + i).to(tl.int64)
     kept = y >= 0
@@ -215,50 +248,24 @@ def _prepare_rows(  # type: ignore[no-untyped-def]
     tl.store(at, lse - tl.log(part))
     tl.store(at + plane, c)
     tl.store(at + 2 * plane, power)
-    tl.store(at + 3 * plane, tl.where(y < width, c - c.to(x.base.dtype.element_ty).to(tl.float32), 0.0))
+    tl.store(at + 3 * plane, tl.where(y < width, c - c.to(x_ptr.dtype.element_ty).to(tl.float32), 0.0))
     if scaled_ptr is not None:
-        scaled_row(x.base + i * x.stride, scaled_ptr + i * x.width, power, x.width, BLOCK)
-
-
-@Launcher
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish_input_grad(  # type: ignore[no-untyped-def]
-    product_ptr, out_ptr, w_ptr, w_stride, y_ptr, s_ptr, rest_ptr, g_ptr, terms, D, width, BLOCK: tl.constexpr
-):
-    """dX = s (E W + what the target's coefficient lost in rounding * w_y) - m g (a / V) sum_v q_v w_v."""
-    i = tl.program_id(0).to(tl.int64)
-    y = tl.load(y_ptr + i).to(tl.int64)
-    kept = y >= 0
-    w = w_ptr + tl.where(kept & (y < width), y, 0) * w_stride  # elsewhere the rest is 0
-    s = tl.load(s_ptr + i)
-    rest = tl.load(rest_ptr + i)
-    even = tl.zeros((1,), tl.float32)
-    if terms.uniform_D is not None:
-        even += terms.smoothing / terms.vocab * tl.load(g_ptr + i)
-        if terms.scale is not None:
-            even *= tl.load(terms.scale)
-    for d in range(0, D, BLOCK):
-        at = d + tl.arange(0, BLOCK)
-        grad = tl.load(product_ptr + i * D + at, mask=at < D, other=0.0)
-        grad += rest * tl.load(w + at, mask=at < D, other=0.0).to(tl.float32)
-        grad = tl.where(s == 0.0, 0.0, grad * s)
-        if terms.uniform_D is not None:
-            grad -= even * tl.load(terms.uniform_D + at, mask=at < D, other=0.0)
-        tl.store(out_ptr + i * D + at, tl.where(kept, grad, 0.0).to(out_ptr.dtype.element_ty), mask=at < D)
+        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, power, D, BLOCK)
 
 
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
-def _add_column_sums(e_ptr, e_stride, s_ptr, out_ptr, C, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_column_sums(e, s_ptr, out_ptr, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """out_v += sum_i s_i E_iv, in the order of the rows."""
+    e_ptr, e_stride, V = e
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for c in range(0, C, ROWS):
         row = c + tl.arange(0, ROWS)
         inside = (row < C)[:, None] & (column < V)[None, :]
         s = tl.load(s_ptr + row, mask=row < C, other=0.0)[:, None]
-        e = tl.load(e_ptr + row.to(tl.int64)[:, None] * e_stride + column[None, :], mask=inside, other=0.0)
-        total += tl.where(s == 0.0, 0.0, e.to(tl.float32) * s)
+        block = tl.load(e_ptr + row.to(tl.int64)[:, None] * e_stride + column[None, :], mask=inside, other=0.0)
+        total += tl.where(s == 0.0, 0.0, block.to(tl.float32) * s)
     out = tl.sum(total, 0) + tl.load(out_ptr + column, mask=column < V, other=0.0)
     tl.store(out_ptr + column, out, mask=column < V)
 
@@ -270,10 +277,9 @@ def target_logits(
 
     With smoothing also ``uniform_C``, the weighted sum m (x . uniform_D + uniform_bias) of this rank's logits.
     """
-    C, D = x_CD.shape
-    _target_logits[(C,)](
-        x_CD, x_CD.stride(0), w_VD, w_VD.stride(0), y_C, logit_C, uniform_C, count, terms, D, w_VD.shape[0],
-        BLOCK=block_of(D), num_warps=4,
+    _target_logits[(len(x_CD),)](
+        matrix(x_CD), matrix(w_VD), y_C, logit_C, uniform_C, count, terms, len(w_VD), BLOCK=block_of(x_CD.shape[1]),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -288,8 +294,7 @@ def sum_rows(
     """
     C, P = sum_CP.shape
     _sum_rows[(C,)](
-        matrix(sum_CP), y_C, matrix(e_CV), sums_2C, rows, C, SHIFTED=shifted,
-        BLOCK=block_of(P), num_warps=4,
+        matrix(sum_CP), y_C, matrix(e_CV), sums_2C, rows, C, SHIFTED=shifted, BLOCK=block_of(P), num_warps=4
     )  # fmt: skip
 
 
@@ -315,9 +320,8 @@ def finish_rows(
     """
     (C, D), several = x_CD.shape, sums.dim() == 3
     _finish_rows[(C,)](
-        Matrix(sums, sums.stride(0), sums.shape[0 if several else 1]), y_C, factor_C, matrix(x_CD), scaled_CD,
-        matrix(e_CV), rows, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D),
-        num_warps=4,
+        (sums, sums.stride(0), sums.shape[0 if several else 1]), y_C, factor_C, matrix(x_CD), scaled_CD, matrix(e_CV),
+        rows, terms, C, RANKS=several, SHIFTED=shifted, BLOCK=block_of(D), num_warps=4,
     )  # fmt: skip
 
 
@@ -345,32 +349,7 @@ def prepare_rows(
     )  # fmt: skip
 
 
-def finish_input_grad(
-    product_CD: Tensor,
-    out_CD: Tensor,
-    w_VD: Tensor,
-    y_C: Tensor,
-    s_C: Tensor,
-    rest_C: Tensor,
-    factor_C: Tensor,
-    terms: RowTerms,
-) -> None:
-    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32)."""
-    C, D = product_CD.shape
-    _finish_input_grad[(C,)](
-        product_CD, out_CD, w_VD, w_VD.stride(0), y_C, s_C, rest_C, factor_C, terms, D, w_VD.shape[0],
-        BLOCK=block_of(D), num_warps=4,
-    )  # fmt: skip
-
-
 def add_column_sums(e_CV: Tensor, s_C: Tensor, out_V: Tensor) -> None:
     """Add ``sum_i s_i E_iv`` to ``out_V``, float32."""
     C, V = e_CV.shape
-    _add_column_sums[(triton.cdiv(V, 128),)](
-        e_CV, e_CV.stride(0), s_C, out_V, C, V, ROWS=32, COLUMNS=128, num_warps=4
-    )  # fmt: skip
-
-
-def block_of(D: int) -> int:
-    """Return how many numbers of a row of D a program takes at a time."""
-    return min(1024, max(64, int(triton.next_power_of_2(D))))
+    _add_column_sums[(triton.cdiv(V, 128),)](matrix(e_CV), s_C, out_V, C, ROWS=32, COLUMNS=128, num_warps=4)

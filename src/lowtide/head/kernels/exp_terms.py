@@ -1,4 +1,4 @@
-"""A row's arithmetic on the exponential path; the letters and formulas are those of `exp_rows`."""
+"""A row's arithmetic, of losses and of statistics; the letters and formulas are those of `exp_rows`."""
 
 from typing import NamedTuple
 
@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.head.kernels.gemm import matrix
+from lowtide.kernel_launch import Launcher, power_of_2
+
 MOST = tl.constexpr(2.0**92)  # a sum above it, and its row's s would leave float32's range
-LEAST = tl.constexpr(2.0**-100)  # an s below it, with a sum to blame, likewise
-TO_BLAME = tl.constexpr(2.0**8)
 
 
 class RowTerms(NamedTuple):
@@ -28,6 +29,10 @@ class RowTerms(NamedTuple):
     uniform_D: Tensor | None  # float32, sum_v q_v w_v, with smoothing
     uniform_bias: Tensor | None  # 0-d float32, sum_v q_v b_v, with smoothing
     own_weight: Tensor | None = None  # float32 [C]: the targets' weights, in place of all classes'
+
+    def even(self, factor_C: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, float]:
+        """Return (sum_v q_v w_v, g, m, a / V), what smoothing adds to every row's dX."""
+        return self.uniform_D, factor_C, self.scale, self.smoothing / self.vocab
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,74 +66,9 @@ def row_weights(i, y, lse, terms):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def row_loss(i, own, miss, lse, uniform_logit_ptr, terms):  # type: ignore[no-untyped-def]
-    """The loss, from what `row_weights` calls own, lse - t and lse."""
-    loss = tl.where(own == 0.0, 0.0, own * miss) + terms.z_loss * lse * lse
-    if terms.uniform_D is not None:
-        total = 1.0 * terms.vocab
-        if terms.total_class_weight is not None:
-            total = tl.load(terms.total_class_weight)
-        loss += terms.smoothing / terms.vocab * (total * lse - tl.load(uniform_logit_ptr + i))
-    return loss
-
-
-@triton.jit
-def row_gradient(i, kept, t, r, e, own, spread, k, g_ptr, terms):  # type: ignore[no-untyped-def]
-    """(s, the coefficient at the target, whether s is small beyond use, with the sum to blame)."""
-    weight = tl.load(g_ptr + i) * k
-    if terms.scale is not None:
-        weight *= tl.load(terms.scale)
-    s = tl.where(kept & (k != 0.0), weight / (r + e), 0.0)
-    lost = (r > TO_BLAME) & (tl.abs(s) < LEAST) & (weight != 0.0)
-    c = tl.where(k == 0.0, 0.0, (spread * e - own * r) / k)
-    if terms.softcap is not None:
-        c *= 1.0 - (t / terms.softcap) * (t / terms.softcap)
-    return s, c, lost
-
-
-@triton.jit
 def out_of_range(r, t):  # type: ignore[no-untyped-def]
     """Whether a sum relative to t left the range in which all of this is safe."""
     return ~(r <= MOST) | ~(tl.abs(t) < float("inf"))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def zero_row(row_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write zeros: an ignored row whose logits are no numbers."""
-    for v in range(0, V, BLOCK):
-        at = v + tl.arange(0, BLOCK)
-        tl.store(row_ptr + at, tl.zeros((BLOCK,), row_ptr.dtype.element_ty), mask=at < V)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def sum_of_tiles(sum_ptr, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's sum from what its tiles left."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for p in range(0, P, BLOCK):
-        at = p + tl.arange(0, BLOCK)
-        sums += tl.load(sum_ptr + at, mask=at < P, other=0.0)
-    return tl.sum(sums, 0)
-
-
-@triton.jit
-def sum_of_ranks(sums_ptr, i, W, rows):  # type: ignore[no-untyped-def]
-    """A row's sum from every rank's."""
-    total = tl.load(sums_ptr + i)
-    for rank in range(1, W):
-        total += tl.load(sums_ptr + 2 * rank * rows + i)
-    return total
-
-
-@triton.jit
-def lse_of_ranks(sums_ptr, i, W, rows):  # type: ignore[no-untyped-def]
-    """The logsumexp of all ranks' classes but the target."""
-    top = tl.load(sums_ptr + rows + i)
-    for rank in range(1, W):
-        top = tl.maximum(top, tl.load(sums_ptr + (2 * rank + 1) * rows + i))
-    total = tl.exp(tl.load(sums_ptr + rows + i) - top)
-    for rank in range(1, W):
-        total += tl.exp(tl.load(sums_ptr + (2 * rank + 1) * rows + i) - top)
-    return tl.where(top == float("-inf"), top, top + tl.log(total))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -139,3 +79,73 @@ def scaled_row(x_ptr, out_ptr, s, D, BLOCK: tl.constexpr):  # type: ignore[no-un
         x = tl.load(x_ptr + at, mask=at < D, other=0.0).to(tl.float32)
         x = tl.where(s == 0.0, 0.0, x * s)
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
+
+
+@triton.jit
+def _entry(targets, w, i, k, first_class, V):  # type: ignore[no-untyped-def]
+    """What the k-th target's entry lost in rounding, and where its row of W is; 0 where that is not here."""
+    y_ptr, y_stride, rest_ptr, K = targets
+    w_ptr, w_stride, _ = w
+    y = tl.load(y_ptr + i * y_stride + k).to(tl.int64) - first_class
+    here = (y >= 0) & (y < V)
+    return tl.where(here, tl.load(rest_ptr + i * K + k), 0.0), w_ptr + tl.where(here, y, 0) * w_stride
+
+
+@Launcher
+@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
+def _finish_input_grad(  # type: ignore[no-untyped-def]
+    product_ptr, out_ptr, w, s_ptr, targets, even, first_class, V, D, K, ONE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k) - m g (a / V) sum_v q_v w_v."""
+    uniform_ptr, g_ptr, scale_ptr, share = even
+    i = tl.program_id(0).to(tl.int64)
+    s = tl.load(s_ptr + i)
+    if ONE:
+        rest, w_row = _entry(targets, w, i, 0, first_class, V)
+    if uniform_ptr is not None:
+        kept = tl.load(targets[0] + i) >= 0
+        share *= tl.load(g_ptr + i)
+        if scale_ptr is not None:
+            share *= tl.load(scale_ptr)
+    for d in range(0, D, BLOCK):
+        at = d + tl.arange(0, BLOCK)
+        inside = at < D
+        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
+        for k in range(K):
+            if not ONE:
+                rest, w_row = _entry(targets, w, i, k, first_class, V)
+            extent = tl.where(rest == 0.0, 0, D)  # where nothing was lost infinity times 0 would be NaN
+            grad += rest * tl.load(w_row + at, mask=at < extent, other=0.0).to(tl.float32)
+        grad = tl.where(s == 0.0, 0.0, grad * s)
+        if uniform_ptr is not None:
+            grad = tl.where(kept, grad - share * tl.load(uniform_ptr + at, mask=inside, other=0.0), 0.0)
+        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def finish_input_grad(
+    product_CD: Tensor,
+    out_CD: Tensor,
+    w_VD: Tensor,
+    s_C: Tensor,
+    y_CK: Tensor,
+    rest_CK: Tensor,
+    first_class: int = 0,
+    even: tuple[Tensor | None, Tensor | None, Tensor | None, float] = (None, None, None, 0.0),
+) -> None:
+    """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32).
+
+    What the targets' entries lost in rounding, [C] or [C, K] and contiguous, is added where ``w_VD``, of the classes
+    from ``first_class`` on, has theirs. Where a row is ignored s is 0. With smoothing there is one target a row, and
+    ``even`` from `RowTerms`.
+    """
+    (C, D), V = product_CD.shape, len(w_VD)
+    K = rest_CK.numel() // C if V else 0
+    _finish_input_grad[(C,)](
+        product_CD, out_CD, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), even, first_class, V, D, K,
+        ONE=K == 1, BLOCK=block_of(D), num_warps=4,
+    )  # fmt: skip
+
+
+def block_of(D: int) -> int:
+    """Return how many numbers of a row of D a program takes at a time."""
+    return min(1024, max(64, power_of_2(D)))

@@ -39,14 +39,6 @@ class LogitTransform(NamedTuple):
 PLAIN = LogitTransform()
 
 
-class Matrix(NamedTuple):
-    """A matrix whose rows lie ``stride`` numbers apart."""
-
-    base: Tensor | None  # a tuple in Triton has ``values`` of its own
-    stride: int
-    width: int
-
-
 @triton.jit
 def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
     """Apply a `LogitTransform` to products [..., columns] of these classes."""
@@ -62,14 +54,13 @@ def finish_logits(z, columns, V, transform):  # type: ignore[no-untyped-def]
 @Launcher
 @triton.jit(do_not_specialize=["C"])  # type: ignore[untyped-decorator]
 def _each_tile(  # type: ignore[no-untyped-def]
-    x_d, w_d, out_d, rows, transform, C, V, D, epilogue: tl.constexpr, ASKED: tl.constexpr, CONFIG: tl.constexpr,
+    x_d, w_d, out_d, rows, transform, C, V, D, epilogue: tl.constexpr, BOUND: tl.constexpr, CONFIG: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Call ``epilogue(z, row, p, C, V, out_d, rows, transform, ASKED, CONFIG)`` on every PROGRAMS-th tile of x W^T.
+    """Call ``epilogue(z, row, p, C, V, out_d, rows, transform, BOUND, CONFIG)`` on every PROGRAMS-th tile of x W^T.
 
     Groups of CONFIG.group row tiles share W in cache; rows go first, p counts across. Beyond C and V products are 0.
-    What an epilogue reads and writes for each row is ``rows``, what it is compiled for ASKED (a constant taken out of
-    a record would be a value).
+    What an epilogue reads and writes for each row is ``rows``.
     """
     ROWS: tl.constexpr = CONFIG.rows
     COLUMNS: tl.constexpr = CONFIG.columns
@@ -85,7 +76,7 @@ def _each_tile(  # type: ignore[no-untyped-def]
         z = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(steps):
             z = tl.dot(x_d.load([row, k * CONFIG.depth]), w_d.load([p * COLUMNS, k * CONFIG.depth]).T, z)
-        epilogue(z, row, p, C, V, out_d, rows, transform, ASKED, CONFIG)
+        epilogue(z, row, p, C, V, out_d, rows, transform, BOUND, CONFIG)
 
 
 def gemm_tiles(
@@ -97,53 +88,48 @@ def gemm_tiles(
     transform: LogitTransform,
     config: GemmConfig,
     programs: int | None = None,
-    *,
-    asked: bool = False,
 ) -> None:
-    """Compute x W^T tile by tile, ASKED also where the last tile is cut off at V; a program for each multiprocessor."""
+    """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V.
+
+    As many programs run as there are multiprocessors, or as asked for.
+    """
     V, D = w_VD.shape
     programs = (programs or multiprocessors(x_CD.device)) * config.per_multiprocessor
     _each_tile[(programs,)](
-        *descriptors(x_CD, w_VD, out_CV, config), rows, transform, len(x_CD), V, D, epilogue=epilogue,
-        ASKED=asked or V % config.columns != 0, CONFIG=config, PROGRAMS=programs, num_stages=config.stages,
-        num_warps=config.warps,
+        descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth),
+        None if out_CV is None else descriptor(out_CV, config.rows, config.columns // config.pieces),
+        rows, transform, len(x_CD), V, D, epilogue=epilogue, BOUND=V % config.columns != 0, CONFIG=config,
+        PROGRAMS=programs, num_stages=config.stages, num_warps=config.warps,
     )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gathered_logits(  # type: ignore[no-untyped-def]
-    x, rows, listed, w, columns, V, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+    x_matrix, rows, listed, w_matrix, columns, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """Return x W^T, float32, of any ``rows`` (int64), where ``listed``, and any ``columns`` below V; see `matrix`."""
+    """Return x W^T, float32, of any ``rows`` (int64), where ``listed``, and any ``columns`` below V."""
+    x_ptr, x_stride = x_matrix
+    w_ptr, w_stride = w_matrix
     inside = columns < V
     z = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in range(0, x.width, DEPTH):
+    for k in range(0, D, DEPTH):
         d = k + tl.arange(0, DEPTH)
-        d_inside, x_at = d < x.width, x.base + rows[:, None] * x.stride + d[None, :]
-        of_x = tl.load(x_at, mask=listed[:, None] & d_inside[None, :], other=0.0)
-        w_at = w.base + columns.to(tl.int64)[None, :] * w.stride + d[:, None]
-        of_w = tl.load(w_at, mask=inside[None, :] & d_inside[:, None], other=0.0)
-        z = tl.dot(of_x, of_w, z)
+        x = tl.load(x_ptr + rows[:, None] * x_stride + d[None, :], mask=listed[:, None] & (d < D)[None, :], other=0.0)
+        w_at = w_ptr + columns.to(tl.int64)[None, :] * w_stride + d[:, None]
+        w = tl.load(w_at, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+        z = tl.dot(x, w, z)
     return z
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def halves(z, CONFIG: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a tile's left and right half of the columns: finished one after the other, they need fewer registers."""
-    return tl.split(tl.permute(tl.reshape(z, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    return tl.split(tl.permute(tl.reshape(z, (CONFIG.rows, 2, CONFIG.columns // 2)), (0, 2, 1)))
 
 
-def matrix(x: Tensor | None) -> Matrix:
-    """Return a matrix as kernels read it."""
-    return Matrix(None, 0, 0) if x is None else Matrix(x, x.stride(0), x.shape[1])
-
-
-def descriptors(
-    x_CD: Tensor, w_VD: Tensor, out_CV: Tensor | None, config: GemmConfig
-) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor | None]:
-    """Return what TMA needs to know of the operands, and of the result where it is stored."""
-    out = None if out_CV is None else descriptor(out_CV, config.rows, config.columns // config.pieces)
-    return descriptor(x_CD, config.rows, config.depth), descriptor(w_VD, config.columns, config.depth), out
+def matrix(x: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """Return a matrix as kernels take it: its pointer, its row stride and its width."""
+    return (None, 0, 0) if x is None else (x, x.stride(0), x.shape[1])
 
 
 def descriptor(x: Tensor, rows: int, columns: int, kind: Any = TensorDescriptor, *layout: Any) -> Any:

@@ -47,13 +47,9 @@ def select(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return classes, what each token counts, and the parts of the mean's denominator, from contiguous int64 targets.
 
-    ``shard`` is, where the vocabulary is sharded, this rank's first class, how many it has, and what stands in the
-    place of the others; classes are then counted from its first one.
-
-    Returns:
-        tuple[Tensor, Tensor, Tensor]: int32 [N], -1 for ignored tokens, class 0 for those whose target is no class;
-        float32 [N], the token's weight, 0 if ignored, NaN if its target is no class; float32, sums of kept class
-        weights.
+    Classes are int32 [N], -1 for ignored tokens, 0 for those whose target is no class; what a token counts is float32
+    [N], 0 if ignored, NaN if its target is no class. ``shard`` is, where the vocabulary is sharded, this rank's first
+    class, how many it has, and what stands in the place of the others; classes are then counted from its first one.
     """
     N = target_N.numel()
     blocks = triton.cdiv(N, BLOCK)

@@ -110,7 +110,7 @@ def tile_stats(z, row, p, C, V, _out_d, sums, transform, BOUND: tl.constexpr, CO
     Half a tile at a time, since the exponentials of a whole one do not fit the registers beside its logits.
     """
     HALF: tl.constexpr = CONFIG.columns // 2
-    left, right = halves(z, CONFIG.rows, CONFIG.columns)
+    left, right = halves(z, CONFIG)
     at_left = p * CONFIG.columns + tl.arange(0, HALF)
     at_right = at_left + HALF
     left = finish_logits(left, at_left, V, transform)
@@ -155,7 +155,7 @@ def gradient_tile(z, row, p, C, V, g_d, of_row, transform, _bound: tl.constexpr,
         even = tl.load(of_row.even + rows, mask=inside, other=0.0)
     pieces = (z,)
     if PIECES == 2:
-        pieces = halves(z, CONFIG.rows, CONFIG.columns)
+        pieces = halves(z, CONFIG)
     for i in tl.static_range(PIECES):
         logits = finish_logits(pieces[i], column + i * WIDTH + tl.arange(0, WIDTH), V, transform)
         gradient, below = _exponential(logits, lse, transform)

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.head.kernels.elementary import expm1, log1p
-from lowtide.head.kernels.exp_rows import block_of
-from lowtide.head.kernels.exp_terms import dot, scaled_row
+from lowtide.head.kernels.exp_terms import block_of, dot, scaled_row
 from lowtide.head.kernels.gemm import PLAIN, LogitTransform, finish_logits, matrix
 from lowtide.head.kernels.stats_logits import FLOOR, Entries, Sums, put_sums
 from lowtide.kernel_launch import Launcher, power_of_2
@@ -41,6 +40,8 @@ def _merge_stats(  # type: ignore[no-untyped-def]
     parts, out, told, y_ptr, x, w, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """See `merge_stats`: sums about the highest logit of all parts; ``told`` is written where ``out`` has no room."""
+    x_ptr, x_stride, D = x
+    w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, WIDTH)
     inside = p < parts.P
@@ -88,7 +89,7 @@ def _merge_stats(  # type: ignore[no-untyped-def]
                     y -= first_class
                     here = (y >= 0) & (y < V)
                     y = tl.where(here, y, 0)
-                t = finish_logits(dot(x.base + i * x.stride, w.base + y * w.stride, x.width, BLOCK), y, V, transform)
+                t = finish_logits(dot(x_ptr + i * x_stride, w_ptr + y * w_stride, D, BLOCK), y, V, transform)
             if out.lse is None:
                 tl.store(told.logit + k * told.plane + i * told.row, tl.where(here, t, 0.0))
             else:
@@ -136,7 +137,7 @@ def merge_stats(
 def _prepare_stats(  # type: ignore[no-untyped-def]
     known, upstream, y_ptr, x, scaled_ptr, entries, transform, V, K, CLASSES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """See `prepare_stats`."""
+    x_ptr, x_stride, D = x
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, CLASSES)  # the highest class, and the targets
     is_target = (k > 0) & (k <= K)
@@ -190,42 +191,23 @@ def _prepare_stats(  # type: ignore[no-untyped-def]
     tl.store(entries.id + row, place, mask=k <= K)
     tl.store(entries.entry + row, entry, mask=k <= K)
     if upstream.logprob is not None:
-        rest = entry - entry.to(x.base.dtype.element_ty).to(tl.float32)
+        rest = entry - entry.to(x_ptr.dtype.element_ty).to(tl.float32)
         tl.store(entries.rest + of_target, tl.where(place < 0, 0.0, rest), mask=is_target)
     if scaled_ptr is not None:
-        scaled_row(x.base + i * x.stride, scaled_ptr + i * x.width, s, x.width, BLOCK)
+        scaled_row(x_ptr + i * x_stride, scaled_ptr + i * D, s, D, BLOCK)
 
 
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _put_entries(g, id_ptr, entry_ptr, first_class, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `put_entries`."""
+def _put_entries(g, ids, entry_ptr, first_class, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    g_ptr, g_stride, columns = g
+    id_ptr, _, count = ids
     i = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDTH)
     column = tl.load(id_ptr + i * count + k, mask=k < count, other=-1)
-    here = (column >= first_class) & (column < first_class + g.width)  # no id is below 0 that counts
+    here = (column >= first_class) & (column < first_class + columns)  # no id is below 0 that counts
     entry = tl.load(entry_ptr + i * count + k, mask=here, other=0.0)
-    tl.store(g.base + i * g.stride + column - first_class, entry.to(g.base.dtype.element_ty), mask=here)
-
-
-@Launcher
-@triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
-def _finish_input_grad(product_ptr, out_ptr, w, entries, first_class, V, D, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dX = s (E W + sum_k what the k-th target's entry lost in rounding * w_k), of the classes that are here."""
-    i = tl.program_id(0).to(tl.int64)
-    s = tl.load(entries.s + i)
-    for d in range(0, D, BLOCK):
-        at = d + tl.arange(0, BLOCK)
-        inside = at < D
-        grad = tl.load(product_ptr + i * D + at, mask=inside, other=0.0)
-        for k in range(K):
-            y = tl.load(entries.id + i * (K + 1) + 1 + k).to(tl.int64) - first_class
-            here = (y >= 0) & (y < V)
-            rest = tl.where(here, tl.load(entries.rest + i * K + k), 0.0)
-            w_row = tl.load(w.base + tl.where(here, y, 0) * w.stride + at, mask=inside, other=0.0)
-            grad += tl.where(rest == 0.0, 0.0, rest * w_row.to(tl.float32))
-        grad = tl.where(s == 0.0, 0.0, grad * s)
-        tl.store(out_ptr + i * D + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(g_ptr + i * g_stride + column - first_class, entry.to(g_ptr.dtype.element_ty), mask=here)
 
 
 def prepare_stats(
@@ -254,19 +236,5 @@ def prepare_stats(
 
 def put_entries(g_CV: Tensor, entries: Entries, first_class: int) -> None:
     """Write those entries into ``g_CV`` whose classes are its columns, counted as ``first_class`` and on."""
-    count = entries.id.shape[1]
-    _put_entries[(len(g_CV),)](
-        matrix(g_CV), entries.id, entries.entry, first_class, count, WIDTH=power_of_2(count), num_warps=1
-    )
-
-
-def finish_input_grad(product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, entries: Entries, first_class: int = 0) -> None:
-    """Write dX into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32, contiguous), E rounded.
-
-    ``w_VD`` holds the classes from ``first_class`` on; what entries of other ranks' classes lose is added there.
-    """
-    (C, D), V = product_CD.shape, len(w_VD)
-    _finish_input_grad[(C,)](
-        product_CD, out_CD, matrix(w_VD), entries, first_class, V, D, entries.rest.shape[1] if V else 0,
-        BLOCK=block_of(D), num_warps=4,
-    )  # fmt: skip
+    WIDTH = power_of_2(entries.id.shape[1])
+    _put_entries[(len(g_CV),)](matrix(g_CV), matrix(entries.id), entries.entry, first_class, WIDTH=WIDTH, num_warps=1)

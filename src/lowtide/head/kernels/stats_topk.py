@@ -23,16 +23,18 @@ NOTHING = tl.constexpr(2**31 - 1)  # stands for the class of a number that canno
 @Launcher
 @triton.jit(do_not_specialize=["first_class"])  # type: ignore[untyped-decorator]
 def _select_highest(  # type: ignore[no-untyped-def]
-    numbers, tile_ptr, ids, value_ptr, first_class, n, k, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+    z, tile_ptr, ids, value_ptr, first_class, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """A program a row: the highest, k times. Of equal ones the one of the lowest class; NaN is above all numbers.
 
     Without tiles the numbers' classes are their places, else they are in tiles of COLUMNS classes.
     """
+    z_ptr, z_stride, n = z
+    id_ptr, id_stride, k = ids
     i = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < n
-    z = tl.load(numbers.base + i * numbers.stride + at, mask=inside, other=float("-inf"))
+    z = tl.load(z_ptr + i * z_stride + at, mask=inside, other=float("-inf"))
     label = at
     if tile_ptr is not None:
         tile = tl.load(tile_ptr + i * (n // COLUMNS) + at // COLUMNS, mask=inside, other=0)
@@ -44,15 +46,15 @@ def _select_highest(  # type: ignore[no-untyped-def]
         chosen = tl.min(tl.where(key == highest, label, NOTHING), 0)
         is_chosen = label == chosen
         if value_ptr is not None:
-            tl.store(value_ptr + i * ids.stride + j, tl.sum(tl.where(is_chosen, z, 0.0), 0))
-        tl.store(ids.base + i * ids.stride + j, (first_class + chosen).to(ids.base.dtype.element_ty))
+            tl.store(value_ptr + i * id_stride + j, tl.sum(tl.where(is_chosen, z, 0.0), 0))
+        tl.store(id_ptr + i * id_stride + j, (first_class + chosen).to(id_ptr.dtype.element_ty))
         key = tl.where(is_chosen, float("-inf"), key)
         label = tl.where(is_chosen, NOTHING, label)
 
 
 @Launcher
 @triton.jit  # type: ignore[untyped-decorator]
-def _pair_logits(x, w, order_ptr, begin_ptr, out_ptr, transform, V, T, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pair_logits(x, w, order_ptr, begin_ptr, out_ptr, transform, V, D, T, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The logits of the pairs of one tile; -inf beyond V."""
     p = tl.program_id(0)
     begin = tl.load(begin_ptr + p)
@@ -62,7 +64,7 @@ def _pair_logits(x, w, order_ptr, begin_ptr, out_ptr, transform, V, T, COLUMNS: 
         slots = first + tl.arange(0, ROWS)
         listed = slots < end
         pair = tl.load(order_ptr + slots, mask=listed, other=0)
-        z = gathered_logits(x, pair // T, listed, w, columns, V, ROWS, COLUMNS, 64)
+        z = gathered_logits(x, pair // T, listed, w, columns, V, D, ROWS, COLUMNS, 64)
         z = finish_logits(z, columns, V, transform)
         z = tl.where((columns < V)[None, :], z, float("-inf"))
         tl.store(out_ptr + pair[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], z, mask=listed[:, None])
@@ -92,8 +94,8 @@ def highest_logits(
     begin = torch.searchsorted(tile_of_pair, torch.arange(P + 1, dtype=torch.int32, device=x_CD.device), out_int32=True)
     logits = torch.empty(C, T * columns, dtype=torch.float32, device=x_CD.device)
     _pair_logits[(P, SHARES.value)](
-        matrix(x_CD), matrix(w_VD), order, begin, logits, transform, len(w_VD), T, COLUMNS=columns, num_stages=3,
-        num_warps=8,
+        matrix(x_CD)[:2], matrix(w_VD)[:2], order, begin, logits, transform, *w_VD.shape, T, COLUMNS=columns,
+        num_stages=3, num_warps=8,
     )  # fmt: skip
     _select(logits, tile_CT, ids_Ck, values_Ck, columns, first_class)
 
@@ -101,9 +103,9 @@ def highest_logits(
 def _select(
     z_Cn: Tensor, tile_CT: Tensor | None, ids_Ck: Tensor, values_Ck: Tensor | None, columns: int = 1, first: int = 0
 ) -> None:
-    (C, n), width = z_Cn.shape, power_of_2(z_Cn.shape[1])
-    _select_highest[(C,)](
-        matrix(z_Cn), tile_CT, matrix(ids_Ck), values_Ck, first, n, ids_Ck.shape[1], COLUMNS=columns, WIDTH=width,
+    width = power_of_2(z_Cn.shape[1])
+    _select_highest[(len(z_Cn),)](
+        matrix(z_Cn), tile_CT, matrix(ids_Ck), values_Ck, first, COLUMNS=columns, WIDTH=width,
         num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
     )  # fmt: skip
 

@@ -14,12 +14,7 @@ from lowtide.head.ranks.shard import VocabShard, shard_of_dtensor
 def ranks_of(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, shard: object, *, scale: Tensor | None = None
 ) -> Ranks:
-    """Return how the ranks share a head of DTensors, or with ``shard`` of this rank's rows.
-
-    Raises:
-        ArgumentTypeError: DTensors beside plain tensors, or something that is no `VocabShard`.
-        ArgumentValueError: A mesh or placements that are not those of tensor parallelism, or other sizes.
-    """
+    """Return how the ranks share a head of DTensors, or with ``shard`` of this rank's rows, all of which is checked."""
     recorded = torch.is_grad_enabled()
     scale_trained = recorded and scale is not None and scale.requires_grad
     trained = scale_trained or (recorded and input.requires_grad)

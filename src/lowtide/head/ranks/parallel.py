@@ -105,12 +105,7 @@ class Ranks:
     def compare(self, numbers: dict[str, int], *, known: bool = False) -> bool:
         """Check numbers that must be the same on every rank, and learn how many classes each holds; the host waits.
 
-        Returns:
-            bool: Whether ``known`` is true on all of them.
-
-        Raises:
-            ArgumentValueError: On every rank: they differ, or the ranks' classes are not all of the vocabulary's, in
-                the order of the ranks.
+        Returns whether ``known`` is true on all of them. Raises on all, where numbers differ or classes are missing.
         """
         mine = [self.first, self.rows, known, *numbers.values()]
         told = exchange.numbers_of_all(mine, self._group, self._device)
@@ -186,10 +181,8 @@ class Ranks:
     def begin_gather(self, x: Tensor) -> Exchange:
         """Begin to gather it.
 
-        Raises:
-            ArgumentValueError: On the CPU, the ranks disagree on whether the hidden states or ``logit_scale`` get a
-                gradient: some would wait for the others' parts of it. Elsewhere to look would stop the host, and they
-                do wait.
+        Raises on the CPU where the ranks disagree on whether the hidden states or ``logit_scale`` get a gradient: some
+        would wait for the others' parts of it. Elsewhere to look would stop the host, and they do wait.
         """
         if self._checked or not x.numel():
             return exchange.begin_gather(x, self._group)
@@ -239,12 +232,7 @@ class Ranks:
         return whole, Ranks(self.shard, input.shape[:-1], self._device, None, self.mesh, trained=trained)
 
     def check_alike(self, name: str, weight: Tensor) -> None:
-        """Check that another head is sharded as this one: the same classes on each rank.
-
-        Raises:
-            ArgumentTypeError: A DTensor beside plain tensors, or the other way round.
-            ArgumentValueError: Other classes.
-        """
+        """Check that another head is sharded as this one: by DTensors or not, and the same classes on each rank."""
         if is_dtensor(weight) != (self.mesh is not None):
             own, other = ("a plain tensor", "a DTensor")[:: 1 if self.mesh is None else -1]
             raise ArgumentTypeError(message(name, f"{own}, as input is", other))

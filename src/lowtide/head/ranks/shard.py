@@ -111,11 +111,7 @@ class VocabShard:
 
 
 def shard_of_dtensor(name: str, weight: Any, mesh: Any) -> VocabShard:
-    """Return the shard that a DTensor [V, ...] holds here.
-
-    Raises:
-        ArgumentValueError: Another mesh or placement than ``Shard(0)`` on one axis.
-    """
+    """Return the shard that a DTensor [V, ...] holds here: it must be ``Shard(0)`` on one axis, that of ``mesh``."""
     if weight.device_mesh != mesh or mesh.ndim != 1 or not weight.placements[0].is_shard(0):
         hint = (
             'Place all of them on the axis of the vocabulary alone, such as mesh["tp"]; inside the forward of what'

@@ -218,11 +218,7 @@ def _own_weights(
 
 
 def check_classes(target_N: Tensor, wrong: Tensor, V: int, ignore_index: int) -> None:
-    """Raise where a target is wrong; this looks at numbers, which on a device would stop the host.
-
-    Raises:
-        TargetIndexError: With the first one's value and place.
-    """
+    """Raise where a target is wrong; this looks at numbers, which on a device would stop the host."""
     if wrong.any():
         position = int(wrong.nonzero()[0, 0])
         raise TargetIndexError(

@@ -104,11 +104,7 @@ def _denominator(head: Head, args: DivergenceArgs) -> Tensor | None:
 
 
 def _check_ids(head: Head, args: DivergenceArgs) -> None:
-    """Raise on the CPU where an id is negative; elsewhere its row becomes NaN, for a check would stop the host.
-
-    Raises:
-        TargetIndexError: With the first one's value and place.
-    """
+    """Raise on the CPU where an id is negative; elsewhere its row becomes NaN, for a check would stop the host."""
     if args.topk_ids is not None and args.topk_logprobs is not None and drops_rows(head.input.device):
         ids = args.topk_ids.reshape(-1)
         wrong = ((ids < 0) & (args.topk_logprobs.reshape(-1) > -torch.inf)).nonzero()

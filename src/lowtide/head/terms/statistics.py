@@ -108,7 +108,7 @@ class Statistics(Terms):
             block, of_all = z[rows], slice(part.start + rows.start, part.start + rows.stop)
             slope = None if cap is None else (block / cap).square_().neg_().add_(1)
             numbers = self._softmax_(block, of_all)
-            outside = self._gradient_(block, of_all, numbers, upstream(numbers, of_all), slope=slope, normalised=True)
+            outside = self.gradient_(block, of_all, numbers, upstream(numbers, of_all), slope=slope, normalised=True)
             found.append((numbers, outside))
         return joined(found)
 
@@ -186,20 +186,7 @@ class Statistics(Terms):
             ids = ids.gather(1, best).long()
         return {"topk_values": values, "topk_ids": ids}
 
-    def gradient_(self, z: Tensor, part: slice, known: Numbers, g: Upstream) -> Tensor | None:
-        """Turn logits into the gradient of the numbers, times their upstream gradients.
-
-        With p the softmax, g_k, h, l and m the upstream gradients of the log-probabilities of targets y_k, of the
-        entropy H, of the logsumexp and of the mean logit, and f_v = 1 - (z_v / softcap)**2 (1 without a cap):
-
-            scale f_v (sum_k g_k ([v = y_k] - p_v) - h p_v (log p_v + H) + l p_v + m q_v / V)
-
-        The entries of the targets and of the highest class are built from their log-probabilities, in which nothing has
-        cancelled, and 1 - p = -expm1(log p).
-        """
-        return self._gradient_(z, part, known, g)
-
-    def _gradient_(
+    def gradient_(
         self,
         z: Tensor,
         part: slice,
@@ -209,7 +196,18 @@ class Statistics(Terms):
         normalised: bool = False,
         slope: Tensor | None = None,
     ) -> Tensor | None:
-        """See `gradient_`; ``normalised`` logits are probabilities already, and ``slope`` is the f_v that they had."""
+        """Turn logits into the gradient of the numbers, times their upstream gradients.
+
+        With p the softmax, g_k, h, l and m the upstream gradients of the log-probabilities of targets y_k, of the
+        entropy H, of the logsumexp and of the mean logit, and f_v = 1 - (z_v / softcap)**2 (1 without a cap):
+
+            scale f_v (sum_k g_k ([v = y_k] - p_v) - h p_v (log p_v + H) + l p_v + m q_v / V)
+
+        The entries of the targets and of the highest class are built from their log-probabilities, in which nothing has
+        cancelled, and 1 - p = -expm1(log p).
+
+        ``normalised`` logits are probabilities already, and ``slope`` is the f_v that they had.
+        """
         head, V, cap, q = self.head, self.head.ranks.vocab, self.head.softcap, self.q_V
         if not head.ranks.alone:
             z[:, head.ranks.rows :] = 0
