@@ -127,9 +127,9 @@ def stats_oracle(
 ) -> dict[str, Tensor]:
     """Every statistic of `linear_token_stats`, from whole logits."""
     z = logits_of(input, linear_weight, linear_bias, softcap, logit_scale)
-    p = z.softmax(-1)
+    p, logp = z.softmax(-1), z.log_softmax(-1)
     stats = {
-        "entropy": torch.special.entr(p).sum(-1),
+        "entropy": -(p * logp.clamp(min=-1e4)).sum(-1),  # also of classes that are ruled out
         "lse": z.logsumexp(-1),
         "mean_logit": z.mean(-1),
         "argmax": z.argmax(-1),

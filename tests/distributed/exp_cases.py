@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -18,19 +17,15 @@ import lowtide
 from distributed.launch import THOROUGH, main
 from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
 from lowtide.head import plan as planner
-from lowtide.head.call import CrossEntropyArgs, Head, Wanted
+from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.engine import Chunks
 from lowtide.head.exponentials import loops, losses
-from lowtide.head.exponentials.tile_sums import TileStatistics
-from lowtide.head.gradients import Gradients
 from lowtide.head.kernels import configs
 from lowtide.head.matmul import matmul_into
 from lowtide.head.plan import HeadPlan
 from lowtide.head.ranks import tokens
-from lowtide.head.ranks.given import ranks_of
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.ranks.shard import Limits
-from lowtide.head.rows import Rows
 from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
 
@@ -156,79 +151,6 @@ def edges() -> None:
                 in_full, true = in_full[in_full.any(1)], true[in_full.any(1)]
                 assert len(true)
             torch.testing.assert_close(in_full, true, rtol=2e-5, atol=2e-6, msg=lambda m, w=(i, way): f"{w} {m}")
-
-
-def statistics() -> None:
-    """Values and gradients of token statistics, beside float64 autograd on all classes; a rank may have none."""
-    vars(configs)["of_device"] = lambda device: SMALL
-    warnings.simplefilter("ignore", RuntimeWarning)
-    want, K, k = frozenset(("entropy", "sum_sq_prob", "mean")), 2, 7
-    cases: Any = itertools.product((False, True), ("replicated", "sequence"), (V, 2))
-    for i, (all_options, way, classes) in enumerate(cases):
-        x, w, b, _ = head((1, N), D, classes, seed=i)
-        y = torch.randint(0, classes, (N, K), generator=torch.Generator().manual_seed(i))
-        y[3::4, 0] = -1  # ignored
-        with torch.no_grad():
-            x[:, : N // 5] *= 10
-            if all_options and classes == V:
-                b[: V // 2] = -torch.inf  # a rank has nothing left
-                y[y >= 0] = y[y >= 0] % (V - V // 2) + V // 2
-        topk = min(k, classes)
-        scale, softcap = (torch.tensor(0.7), 30.0) if all_options and classes < V else (None, None)
-        leaves = [t.detach().double().requires_grad_() for t in (x.view(N, D), w, b)]
-        z = (leaves[0] @ leaves[1].T + leaves[2]) * (1.0 if scale is None else scale.double())
-        z = z if softcap is None else softcap * torch.tanh(z / softcap)
-        logp = z.log_softmax(1)
-        p = logp.exp()
-        true = {
-            "lse": z.logsumexp(1), "entropy": -(p * logp.clamp(min=-1e4)).sum(1), "sum_sq_prob": p.square().sum(1),
-            "logprob": logp.gather(1, y.clamp(min=0)), "mean": z.mean(1), "top": logp.argmax(1),
-            "top_logprob": logp.amax(1), "topk_values": z.topk(topk, 1).values,
-        }  # fmt: skip
-        px, pw, pb = (spread(way, t, of_vocab=j > 0) for j, t in enumerate((x, w, b)))
-        ranks = ranks_of(px, pw, pb, None)
-        assert ranks is not None
-        of_rank = Head(
-            px.detach().to_local(), pw.detach().to_local(), pb.detach().to_local(), scale, softcap, torch.float32,
-            None, "auto", "auto", ranks,
-        ).prepared()  # fmt: skip
-        rows = ranks.slots
-        plan = HeadPlan(
-            backend="exp", reason="", gradient="recompute", accumulate="input", rows=rows, chunks=-(-rows // 16),
-            chunk_rows=16, scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="blocks", block_columns=24,
-            sum_rows=9,
-        )  # fmt: skip
-        index = ranks.order(plan)
-        order = Rows(tokens=N, index=index, filled=index is not None)
-        found = TileStatistics(of_rank, order.of(y, -1), plan).forward(want, topk)
-        for name, x_n in found.items():
-            if name in true:
-                got, what = order.among_all(x_n), true[name]
-                close = {"rtol": 2e-5, "atol": 2e-4} if name != "top" else {}
-                torch.testing.assert_close(
-                    got.to(what.dtype), what.detach(), **close, msg=lambda m, c=(i, name): f"{c} {m}"
-                )
-        ids = order.among_all(found["topk_ids"])
-        torch.testing.assert_close(z.gather(1, ids), true["topk_values"], rtol=2e-5, atol=2e-4)
-        names = ("logprob", "entropy", "lse") if b.isinf().any() else ("logprob", "entropy", "lse", "mean")
-        g = {name: torch.randn(true[name].shape, generator=torch.Generator().manual_seed(3)) for name in names}
-        g["logprob"][y < 0] = 0
-        g = {name: u.where(torch.arange(N).view(-1, *[1] * (u.dim() - 1)) % 7 > 0, 0) for name, u in g.items()}
-        expected = torch.autograd.grad(sum((true[name] * u.double()).sum() for name, u in g.items()), leaves)
-        into = Gradients(
-            input_ND=torch.full((math.prod(of_rank.input.shape[:-1]), D), torch.nan),
-            weight_VD=torch.full(of_rank.weight_VD.shape, torch.nan), bias_V=torch.zeros(len(of_rank.weight_VD)),
-        )  # fmt: skip
-        upstream = {name: order.of(u) for name, u in g.items()}
-        TileStatistics(of_rank, order.of(y, -1), plan).gradients(found, upstream, into)
-        shares = (
-            ranks.mine(expected[0].view(1, N, D)).reshape(-1, D),
-            *(t[ranks.first : ranks.first + ranks.rows] for t in expected[1:]),
-        )
-        for got, true_part in zip((into.input_ND, into.weight_VD, into.bias_V), shares, strict=True):
-            assert got is not None
-            error = (got.double() - true_part).norm() / max(1e-3, true_part.norm().item()) if got.numel() else 0
-            assert error < 2e-4, (i, error)
 
 
 def trained_on_one_rank() -> None:

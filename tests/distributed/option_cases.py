@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from distributed.launch import DEVICE, THOROUGH, main
 from distributed.vocab_cases import WAYS, D, V, mesh, near, part_of, plain, shard_of, spread, whole
-from head.contract.cases import FUNCTIONS, KINDS, TAILS, Arguments, arguments, flat, pairs, total, trained
+from head.contract.cases import FUNCTIONS, KINDS, TAILS, Arguments, arguments, counting, flat, pairs, total, trained
+from support import in_float64, relative_error
 
 IN_PARTS = {"input": False, "teacher_input": False}  # and whether it is the vocabulary's axis that is cut
 IN_PARTS |= dict.fromkeys(("linear_weight", "linear_bias", "teacher_weight", "teacher_bias"), True)
@@ -49,9 +50,9 @@ def in_parts(kwargs: Arguments, way: str, i: int) -> Arguments:
     return ours | shard_of(way, ours["linear_weight"])
 
 
-def problem(name: str, choice: Arguments, i: int, classes: int = V) -> Arguments:
+def problem(name: str, choice: Arguments, i: int, classes: int = V, **form: Any) -> Arguments:
     """Return the contract's arguments, on the device of the cases; some tokens are sure, some leaves are frozen."""
-    kwargs = arguments(name, seed=i, D=D, V=classes, **choice)
+    kwargs = arguments(name, seed=i, **({"D": D, "V": classes} | form), **choice)
     kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(DEVICE).detach().requires_grad_(t.requires_grad), kwargs)
     with torch.no_grad():
         kwargs["input"] *= 1 + 3 * (i % 2)
@@ -62,26 +63,55 @@ def problem(name: str, choice: Arguments, i: int, classes: int = V) -> Arguments
     return kwargs | {n: kwargs[n].detach() for n in FROZEN[i % len(FROZEN)] if kwargs.get(n) is not None}
 
 
-def compare(name: str, kwargs: Arguments, ways: Iterable[str], what: object, i: int = 0) -> None:
-    """Hold values, and the gradients of all that can have one, against the whole's."""
-    function, leaves = FUNCTIONS[name], {n: kwargs[n] for n in trained(kwargs)}
-    want = flat(function.truth(**{n: value for n, value in kwargs.items() if n != "options"}))
-    true: tuple[Tensor, ...] = ()
+def through(t: Tensor) -> Tensor:
+    """Give each value an upstream gradient of its own, of a size that loses no digits."""
+    return t + t.sin() / 2
+
+
+def compare(
+    name: str,
+    kwargs: Arguments,
+    ways: Iterable[str],
+    what: object,
+    i: int = 0,
+    bounds: tuple[float, float] | None = None,
+) -> None:
+    """Hold values, and the gradients of all that can have one, against the whole's in float64.
+
+    ``bounds`` are the relative errors of values and gradients; None: float64's own.
+    """
+    wide = in_float64(kwargs)
+    function, leaves = FUNCTIONS[name], trained(kwargs)
+    want, true = flat(function.truth(**wide)), tuple[Tensor, ...]()
     if any(value.requires_grad for value in want.values()):
-        true = torch.autograd.grad(total(want), [*leaves.values()], materialize_grads=True, allow_unused=True)
+        true = torch.autograd.grad(
+            total(want, through), [wide[n] for n in leaves], materialize_grads=True, allow_unused=True
+        )
+
+    if "want" not in kwargs and not kwargs.get("shift") and kwargs["input"].numel():
+        with torch.no_grad():
+            kwargs["input"][~counting(kwargs)] = torch.nan
+
+    def agree(got: Tensor, e: Tensor, place: object, of_gradient: bool) -> None:
+        if bounds is None or not e.is_floating_point():
+            near(got, e, place)
+        else:
+            assert relative_error(plain(got), e) <= bounds[of_gradient] or e.isnan().all(), place
+
     for way in ways:
         ours = in_parts(kwargs, way, i)
         got = {key: plain(value) for key, value in flat(function.run(**ours)).items()}
         assert got.keys() == want.keys(), (way, what)
         for key, value in want.items():
             assert got[key].requires_grad == value.requires_grad, (key, way, what)
-            near(got[key], value, (key, way, what))
-        grads = torch.autograd.grad(total(got), [ours[n] for n in leaves], allow_unused=True) if true else ()
+            agree(got[key], value, (key, way, what), False)
+        grads = torch.autograd.grad(total(got, through), [ours[n] for n in leaves], allow_unused=True) if true else ()
         for n, grad, e in zip(leaves, grads, true, strict=bool(true)):
             if grad is None:
                 assert not e.any(), (n, way, what)
             else:
-                near(whole(way, grad, of_vocab=IN_PARTS[n]) if n in IN_PARTS else plain(grad), e, (n, way, what))
+                grad = whole(way, grad, of_vocab=IN_PARTS[n]) if n in IN_PARTS else plain(grad)
+                agree(grad, e, (n, way, what), True)
 
 
 def every_option() -> None:
@@ -113,6 +143,13 @@ def few_classes() -> None:
             kwargs = problem("linear_cross_entropy", choice | {"num_items": 2.5}, 0, classes)
             kwargs["target"] %= most
             compare("linear_cross_entropy", kwargs, WAYS if classes == V else WAYS[:2], (choice, classes, most))
+
+
+def all_ignored() -> None:
+    """The mean is 0 / 0, or 0 where the number of items is given; all gradients are 0."""
+    for gradient, items in itertools.product(("auto", "recompute"), (None, 2.5)):
+        kwargs = problem("linear_cross_entropy", {"ignored": "all", "gradient": gradient, "num_items": items}, 0)
+        compare("linear_cross_entropy", kwargs, WAYS, (gradient, items))
 
 
 if __name__ == "__main__":

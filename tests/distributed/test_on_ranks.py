@@ -21,7 +21,7 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
     ("option", 2, "torch"),
     ("fsdp", 2, "transformers"),
     ("vocab", 2, "torch"),
-    ("pair", 3, "triton"),
+    ("kernel", 3, "triton"),
     ("fsdp", 3, "transformers"),  # a vocabulary of 97 and layers of 16 do not divide by 3
     ("tensor_parallel", 4, "torch"),
     ("data", 3, "torch"),

@@ -108,34 +108,6 @@ def near(got: Any, want: Tensor, what: object) -> None:
     torch.testing.assert_close(plain(got), want, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m: f"{what}: {m}")
 
 
-def edges() -> None:
-    """All ignored, and poisoned rows; few tokens and classes: option_cases."""
-    for way, gradient in with_each(("forward", "recompute")):
-        options = lowtide.HeadOptions(gradient=gradient)
-        x, w, _, y = head((2, 4), D, V, dtype=torch.float64, seed=4, bias=False)
-        px, pw = spread(way, x, of_vocab=False), spread(way, w, of_vocab=True)
-        ignored = torch.full_like(y, -100)
-        mean = lowtide.linear_cross_entropy(px, pw, ignored, options=options, **shard_of(way, pw))
-        assert plain(mean).isnan()
-        zero = lowtide.linear_cross_entropy(px, pw, ignored, num_items=3, options=options, **shard_of(way, pw))
-        assert plain(zero) == 0
-        assert all(
-            not whole(way, g, of_vocab=k > 0).any() for k, g in enumerate(torch.autograd.grad(plain(zero), (px, pw)))
-        )
-        with torch.no_grad():
-            x[0, 1], x[1, 2] = torch.nan, torch.inf
-        y[0, 1] = y[1, 2] = -100
-        px = spread(way, x, of_vocab=False)
-        loss = lowtide.linear_cross_entropy(px, pw, y, options=options, **shard_of(way, pw))
-        kept = y != -100
-        want = oracle(x[kept], w, y[kept])
-        near(loss, want, ("poisoned", way))
-        true_x, true_w = torch.autograd.grad(want, (x, w))
-        got_x, got_w = torch.autograd.grad(plain(loss), (px, pw))
-        near(whole(way, got_x, of_vocab=False), true_x, ("poisoned", way))
-        near(whole(way, got_w, of_vocab=True), true_w, ("poisoned", way))
-
-
 def uses_of_autograd() -> None:
     """Every subset that needs gradients, a graph kept and used twice, upstream gradients, no gradients, autocast."""
     x, w, b, y = head(LEADING, D, V, dtype=torch.float64, seed=9)

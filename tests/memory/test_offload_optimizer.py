@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -385,26 +386,6 @@ def test_some_parameters_without_gradients_frozen_or_tied(side: LazySide) -> Non
     pair.train(1)
 
 
-@pytest.mark.parametrize("moment", ["before forward", "before backward", "before step"])
-def test_states_that_are_cleared(moment: str, side: LazySide) -> None:
-    pair = Pair()
-    pair.train(2)
-
-    def clear(now: str) -> None:
-        if now == moment:
-            pair.ours.state.clear()
-            pair.theirs.state.clear()
-
-    clear("before forward")
-    losses = [model(batch(3)) for model in (pair.model, pair.stock)]
-    clear("before backward")
-    for loss in losses:
-        loss.backward()
-    clear("before step")
-    pair.step()
-    pair.train(2)
-
-
 class EarlySide(LazySide):
     """Its copies are made at once."""
 
@@ -419,54 +400,53 @@ class EarlySide(LazySide):
         return event
 
 
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("moment", ["forward", "before backward", "before step"])
-def test_states_that_somebody_writes_to(
-    moment: str, early: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def clear(optimizer: Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def halve(optimizer: Optimizer) -> None:
     """In place, wherever they are: what is being copied is copied again."""
+    for entry in optimizer.state.values():
+        entry["exp_avg"].mul_(0.5)
+
+
+def put_others(optimizer: Optimizer) -> None:
+    for entry in optimizer.state.values():
+        entry["exp_avg_sq"] = torch.full_like(entry["exp_avg_sq"], 2.0)
+
+
+MOMENTS = ("before forward", "forward", "before backward", "before step")
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("change", "moment"),
+    [
+        *((clear, moment) for moment in MOMENTS if moment != "forward"),
+        *((halve, moment) for moment in MOMENTS[1:]),
+        *((put_others, moment) for moment in MOMENTS),
+    ],
+)
+def test_states_that_somebody_changes(
+    change: Callable[[Optimizer], None], moment: str, early: bool, side: LazySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if early:
         at_once = EarlySide()
         monkeypatch.setattr(offload, "side_for", lambda _: at_once)
     pair = Pair()
     pair.train(2)
 
-    def halve(now: str, *optimizers: Optimizer) -> None:
-        if now == moment:
-            for optimizer in optimizers:
-                for entry in optimizer.state.values():
-                    entry["exp_avg"].mul_(0.5)
+    def come_to(now: str) -> None:
+        for optimizer in (pair.ours, pair.theirs) if now == moment else ():
+            change(optimizer)
 
-    both = (pair.ours, pair.theirs)
-    hook = pair.model.blocks[2].register_forward_hook(lambda *_: halve("forward", *both))
+    come_to("before forward")
+    hook = pair.model.blocks[2].register_forward_hook(lambda *_: come_to("forward"))
     losses = [model(batch(3)) for model in (pair.model, pair.stock)]
     hook.remove()
-    halve("before backward", *both)
+    come_to("before backward")
     for loss in losses:
         loss.backward()
-    halve("before step", *both)
+    come_to("before step")
     pair.step()
-    pair.train(1)
-
-
-@pytest.mark.parametrize("moment", ["before forward", "forward", "before backward", "before step"])
-def test_states_that_somebody_replaces(moment: str, side: LazySide) -> None:
-    pair = Pair()
     pair.train(2)
-
-    def replace(now: str) -> None:
-        if now == moment:
-            for optimizer in (pair.ours, pair.theirs):
-                for entry in optimizer.state.values():
-                    entry["exp_avg_sq"] = torch.full_like(entry["exp_avg_sq"], 2.0)
-
-    replace("before forward")
-    hook = pair.model.blocks[2].register_forward_hook(lambda *_: replace("forward"))
-    losses = [model(batch(3)) for model in (pair.model, pair.stock)]
-    hook.remove()
-    replace("before backward")
-    for loss in losses:
-        loss.backward()
-    replace("before step")
-    pair.step()
-    pair.train(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -450,9 +450,11 @@ def pairs(options: dict[str, list[Any]], seed: int) -> Iterator[Arguments]:
         yield {name: options[name][i] for name, i in best.items()}
 
 
-def check(name: str, choice: Arguments, dtype: torch.dtype, seed: int = 0, D: int = 9, V: int = 23) -> None:
+def check(
+    name: str, choice: Arguments, dtype: torch.dtype, seed: int = 0, D: int = 9, V: int = 23, **bounds: Any
+) -> None:
     """Compare a function's values and gradients with plain PyTorch's in float64; some outputs get an upstream."""
-    function, choose = FUNCTIONS[name], random.Random(seed)
+    function, choose = replace(FUNCTIONS[name], **bounds), random.Random(seed)
     kwargs = arguments(name, dtype, seed, D, V, **choice)
     wide = in_float64(kwargs)
     got, want = flat(function.run(**kwargs)), flat(function.truth(**wide))

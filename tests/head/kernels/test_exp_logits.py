@@ -155,22 +155,18 @@ def assert_sums_close(got: Tensor | None, want_C: Tensor, size_C: Tensor | None 
 
 
 SIZES = [(1, 1, 1), (3, 2, 1), (16, 32, 4), (17, 37, 5), (33, 64, 3), (50, 100, 9)]  # C, V, D / UNIT
+# depths that are no multiple of 16 bytes, in rows that are
+SIZES += [(5, 37, D / UNIT) for D in (1, 3, 2 * UNIT + 1)]
 
 
 @each_config
 @pytest.mark.parametrize(("C", "V", "D"), SIZES + ([(300, 1003, 25), (513, 512, 32)] if DEVICE == "cuda" else []))
-def test_sizes(C: int, V: int, D: int, config: GemmConfig) -> None:
-    b = batch(C, V, D * UNIT)
+def test_sizes(C: int, V: int, D: float, config: GemmConfig) -> None:
+    b = batch(C, V, round(D * UNIT))
     got = run(b, config)
     e, total = truth(b)
     assert_rows_close(got.e, e, NEAR_E)
     assert_sums_close(got.sums, total)
-
-
-@pytest.mark.parametrize("D", [1, 3, 2 * UNIT + 1])
-def test_depths_that_are_no_multiple_of_16_bytes_in_rows_that_are(D: int) -> None:
-    b = batch(5, 37, D)
-    assert_rows_close(run(b).e, truth(b)[0], NEAR_E)
 
 
 @pytest.mark.parametrize("V", [37, 64])
@@ -228,35 +224,26 @@ def test_how_many_programs_there_are_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("edges", [(0, 37, 74, 100), (0, 32, 64, 100), (0, 1, 99, 100)])
-def test_slices_of_the_vocabulary(edges: tuple[int, ...]) -> None:
-    """The target has its coefficient in the slice that holds it, in the others it is nowhere."""
+@pytest.mark.parametrize("names", [(), tuple(OPTIONS)], ids=["plain", "all"])
+def test_slices_of_the_vocabulary(names: tuple[str, ...], edges: tuple[int, ...]) -> None:
+    """The target has its coefficient, or 0 without one, in the slice that holds it, in the others it is nowhere."""
     V = 100
-    b, kwargs = batch(40, V, 5 * UNIT), options(V, tuple(OPTIONS))
+    b, kwargs = batch(40, V, 5 * UNIT), options(V, names)
     b.y[:6] = torch.tensor([0, 36, 37, 63, 64, 99])
-    c = torch.linspace(-2, 2, 40, device=DEVICE).to(DTYPE).float()
-    bias = kwargs.pop("bias_V")
-    want, total = truth(b, coefficient=c, bias_V=bias, **kwargs)
-    sums = torch.zeros(40, 1, device=DEVICE)
+    c = torch.linspace(-2, 2, 40, device=DEVICE).to(DTYPE).float() if names else None
+    want, total = truth(b, coefficient=c, **kwargs)
+    bias, sums = kwargs.pop("bias_V", None), torch.zeros(40, 1, device=DEVICE)
     for first, end in itertools.pairwise(edges):
         part = b._replace(w=b.w[first:end])
-        got = run(part, coefficient_C=c, first_class=first, bias_V=bias[first:end], **kwargs)
+        of_part = kwargs | ({} if bias is None else {"bias_V": bias[first:end]})
+        got = run(part, coefficient_C=c, first_class=first, **of_part)
         assert_rows_close(got.e, want[:, first:end], NEAR_E)
         assert got.e is not None
         assert got.sums is not None
         here = at_target(part, first)
-        assert torch.equal(got.e[here].float(), c[here.any(1)])
-        sums += got.sums.sum(1, keepdim=True)
-    assert_sums_close(sums, total)
-
-
-def test_slices_without_a_coefficient_hold_0_at_the_target() -> None:
-    b = batch(40, 100, 5 * UNIT)
-    want, total = truth(b)
-    sums = torch.zeros(40, 1, device=DEVICE)
-    for first, end in [(0, 37), (37, 100)]:
-        got = run(b._replace(w=b.w[first:end]), first_class=first)
-        assert_rows_close(got.e, want[:, first:end], NEAR_E)
-        assert got.sums is not None
+        assert torch.equal(
+            got.e[here].float(), torch.zeros(40, device=DEVICE)[here.any(1)] if c is None else c[here.any(1)]
+        )
         sums += got.sums.sum(1, keepdim=True)
     assert_sums_close(sums, total)
 

@@ -49,6 +49,9 @@ def options(V: int, U: int | None = None) -> dict[str, Tensor]:
     return {"bias_V": bias.to(DEVICE), "teacher_bias_U": other.to(DEVICE), "scale": torch.tensor(0.6, device=DEVICE)}
 
 
+ALL = tuple(options(1))
+
+
 def padded(z_CV: Tensor, stride: int | None = None) -> Tensor:
     """Return a room of rows ``stride`` long, NaN after the logits and in one row before them and one after."""
     C, V = z_CV.shape
@@ -196,13 +199,6 @@ def test_sizes(kind: Kind, V: int, U: int, block: int, gradient: str) -> None:
         check(z, other, kind, gradient, block=block)
 
 
-@pytest.mark.parametrize("name", ["bias_V", "teacher_bias_U", "scale"])
-@every_kind
-def test_each_option_alone(kind: Kind, name: str) -> None:
-    z, other = sides(3, 37)
-    check(z, other, kind, **{name: options(37)[name]})
-
-
 @pytest.mark.parametrize(
     ("V", "U", "gradient"),
     [
@@ -230,28 +226,27 @@ def test_vocabularies_of_different_sizes(kind: Kind, V: int, U: int, gradient: s
         assert g.isnan().any(1).all()
 
 
+FACTOR = torch.tensor([-1 / 3, 0.0, 1e-2, 5.0], device=DEVICE)
+
+
 @pytest.mark.parametrize(
-    ("caps", "gradient", "with_options"),
+    ("C", "V", "spread", "caps", "gradient", "names"),
     [
-        ({"softcap": 3.0}, "wide", False),
-        ({"softcap": 3.0}, "float16", True),
-        ({"teacher_softcap": 2.0}, "wide", False),
-        ({"teacher_softcap": 2.0}, "bfloat16", True),
-        *(({"softcap": 0.4, "teacher_softcap": 30}, gradient, True) for gradient in LOOSE),
+        *((3, 37, 2.0, {}, "wide", (name,)) for name in ("bias_V", "teacher_bias_U", "scale")),
+        (2, 45, 4.0, {"softcap": 3.0}, "wide", ()),
+        (2, 45, 4.0, {"softcap": 3.0}, "float16", ALL),
+        (2, 45, 4.0, {"teacher_softcap": 2.0}, "wide", ()),
+        (2, 45, 4.0, {"teacher_softcap": 2.0}, "bfloat16", ALL),
+        # tanh is all but 1: its slope must not cancel
+        *((2, 45, 4.0, {"softcap": 0.4, "teacher_softcap": 30}, gradient, ALL) for gradient in LOOSE),
+        (4, 37, 2.0, {"factor_C": FACTOR}, "wide", ALL),
     ],
 )
 @every_kind
-def test_soft_caps(kind: Kind, caps: dict[str, float], gradient: str, with_options: bool) -> None:
-    """Also where tanh is all but 1: its slope must not cancel."""
-    z, other = sides(2, 45, spread=4.0)
-    check(z, other, kind, gradient, **caps, **(options(45) if with_options else {}))
-
-
-@every_kind
-def test_the_factor_is_in_a_wide_gradient(kind: Kind) -> None:
-    z, other = sides(4, 37)
-    factor = torch.tensor([-1 / 3, 0.0, 1e-2, 5.0], device=DEVICE)
-    check(z, other, kind, factor_C=factor, **options(37))
+def test_options(
+    kind: Kind, C: int, V: int, spread: float, caps: dict[str, Any], gradient: str, names: tuple[str, ...]
+) -> None:
+    check(*sides(C, V, spread=spread), kind, gradient, **caps, **{name: options(V)[name] for name in names})
 
 
 @pytest.mark.parametrize(("gradient", "poison"), [*((g, torch.nan) for g in LOOSE), ("wide", torch.inf)])

@@ -1,0 +1,119 @@
+"""Kernels with the vocabulary in parts: without a GPU in Triton's interpreter; tokens that do not count hold NaN."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.launch import DEVICE, main
+from distributed.option_cases import FEWER, compare, problem
+from distributed.vocab_cases import WAYS, head, plain, shard_of, spread
+from head.contract.cases import FUNCTIONS, NARROW, pairs
+from head.kernel_plans import use_kernels
+from lowtide import TokenStats, linear_cross_entropy, linear_token_stats
+from support import oracle
+
+SINGLE = torch.float32
+RUNS = [  # on a GPU statistics have kernels in bfloat16
+    ("linear_token_stats", SINGLE if DEVICE == "cpu" else torch.bfloat16, 1e-5 if DEVICE == "cpu" else 2e-4),
+    *(("linear_divergence", dtype, 1e-5) for dtype in (SINGLE, *NARROW)),
+]
+FEW: dict[str, list[Any]] = {
+    "ignored": ["some"],
+    "logit_scale": [1.0, -0.7, "tensor"],
+    "num_items": [None],
+    "reduction": ["none", "mean"],
+    "tail": [None],
+    "targets": [1, 3],
+    "teacher_softcap": [None, 1.5],
+    "temperature": ["tensor"],
+    "workspace_mib": [None],
+}
+
+
+@contextmanager
+def _kernels() -> Iterator[list[str]]:
+    """Nothing but the kernels may run; on a GPU they do."""
+    warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter computes in NumPy
+    with pytest.MonkeyPatch.context() as patched:
+        yield use_kernels(patched) if DEVICE == "cpu" else []
+
+
+def every_option() -> None:
+    """Every pair of options of the functions but cross entropy: exp_cases."""
+    ways = itertools.cycle(WAYS)
+    for name, dtype, near in RUNS:
+        function, backend = FUNCTIONS[name], "row" if name == "linear_divergence" else "exp"
+        fewer = FEWER | FEW | ({"workspace_mib": [0.004]} if DEVICE != "cpu" else {})
+        options = function.options | {option: values for option, values in fewer.items() if option in function.options}
+        with _kernels() as used:
+            for i, choice in enumerate(pairs(options, seed=2)):
+                kwargs = problem(name, choice, i, V=61, D=24, dtype=dtype)
+                bounds = (near, function.tolerance[dtype][1])
+                compare(name, kwargs, [next(ways)], (dtype, choice), i, bounds)
+            assert DEVICE != "cpu" or set(used) == {backend}
+
+
+def statistics_of_few_classes() -> None:
+    """A rank has no class, or none that is possible; some tokens are sure."""
+    want = tuple(name for name in TokenStats._fields if name != "mean_logit")
+    choice = {"leading": (2, 11), "targets": 2, "linear_bias": True, "want": want, "ignored": "some"}
+    for i, (classes, way) in enumerate(((2, "replicated"), (2, "sequence"), *((61, way) for way in WAYS))):
+        kwargs = problem("linear_token_stats", choice, 2 * i, V=classes, D=24, dtype=SINGLE)
+        with torch.no_grad():
+            kwargs["input"][:, :2] *= 10
+            if classes == 61:
+                kwargs["linear_bias"].requires_grad_(False)[:40] = -torch.inf
+                kwargs["target"] = kwargs["target"].where(kwargs["target"] < 0, kwargs["target"] % 21 + 40)
+        with _kernels():
+            compare("linear_token_stats", kwargs, [way], (classes, way), i, (2e-5, 2e-4))
+
+
+def sure_tokens_and_equal_logits() -> None:
+    """What is left of 1 has as many digits as the others' probabilities; equal logits have their classes' order."""
+    x, w, _, _ = head((1, 19), 32, 73, seed=3, bias=False)
+    with torch.no_grad():
+        w /= 3
+        w[60] = 0
+        w[5] = x[0, 0] * 20 / x[0, 0].square().sum()
+        x[0, 3], x[0, 4] = torch.nan, torch.inf
+    z = (x[0, :1].double() @ w.double().T).detach()
+    others = (z - z[:, 5:6]).exp().scatter(1, torch.tensor([[5]], device=DEVICE), 0).sum(1)
+    bias = torch.full((73,), -torch.inf, device=DEVICE)
+    bias[[3, 50, 51, 71]] = torch.tensor([1.0, 2.0, 2.0, 1.0], device=DEVICE)
+    for way in WAYS:
+        px, nothing = (spread(way, t.detach(), of_vocab=False) for t in (x, torch.zeros_like(x)))
+        pw, pb = (spread(way, t.detach(), of_vocab=True) for t in (w, bias))
+        y = torch.full((1, 19, 2), 5, device=DEVICE)
+        with _kernels():
+            logprob = plain(linear_token_stats(px, pw, y, want=("logprob",), **shard_of(way, pw)).logprob)
+            kwargs = {"linear_bias": pb, "want": ("topk",), "topk": 9, **shard_of(way, pw)}
+            ids = plain(linear_token_stats(nothing, pw, **kwargs).topk.ids)
+        torch.testing.assert_close(logprob[0, :1, 0].double(), -others.log1p(), rtol=1e-4, atol=0)
+        assert torch.equal(logprob[0].isnan().all(1).nonzero()[:, 0].cpu(), torch.tensor([3, 4]))
+        assert not logprob[0, 5:].isnan().any()
+        assert (ids == torch.tensor([50, 51, 3, 71, 0, 1, 2, 4, 5], device=DEVICE)).all()
+
+
+def a_target_without_a_chance() -> None:
+    """A bias of -inf at the target: the loss is infinite, as in plain PyTorch, and other rows' are as they were."""
+    x, w, b, y = head((1, 6), 24, 61)
+    with torch.no_grad():
+        b[20], y[0], y[0, 1] = -torch.inf, 5, 20
+    want = oracle(x, w, y, linear_bias=b, reduction="none").detach()
+    for way in WAYS:
+        px, pw, pb = (spread(way, t.detach(), of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        with _kernels():
+            loss = linear_cross_entropy(px, pw, y, linear_bias=pb, reduction="none", **shard_of(way, pw))
+        torch.testing.assert_close(plain(loss), want, rtol=1e-5, atol=1e-5)
+        assert plain(loss)[0, 1] == torch.inf
+
+
+if __name__ == "__main__":
+    main(vars())

@@ -1,0 +1,397 @@
+"""The contract by kernels, from hidden states to gradients: in Triton's interpreter, against float64 autograd.
+
+The exponential path in float32, since the interpreter's bfloat16 products are wrong; rows of logits in every dtype.
+On a GPU `tests/gpu` runs all of it as users do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from head.contract.cases import DIFFERENTIABLE, FUNCTIONS, NARROW, Arguments, arguments, check, flat, near, pairs, total
+from head.kernel_plans import use_kernels
+from lowtide import (
+    HeadOptions,
+    TokenStats,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_logprobs,
+    linear_token_stats,
+)
+from support import divergence_oracle, head, in_float64, logits_of, oracle, relative_error, stats_oracle
+
+if torch.cuda.is_available():
+    pytest.skip("on a GPU tests/gpu runs these kernels", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
+SINGLE = torch.float32
+STATS = tuple(name for name in TokenStats._fields if name != "topk")
+FEWER: dict[str, list[Any]] = {  # options of which some values are enough here
+    "leading": [(2, 7)],
+    "workspace_mib": [None],
+    "tail": [None],
+    "topk": [4],
+    "teacher_D": [9],
+    "targets": [1, None, 8],
+    "want": [STATS, TokenStats._fields, *((name,) for name in DIFFERENTIABLE)],
+}
+RUNS = [  # functions in the dtypes that their kernels take, and the schedules of the exponential path
+    *((name, SINGLE, "chunks") for name in FUNCTIONS),
+    ("linear_cross_entropy", SINGLE, "blocks"),
+    *((name, dtype, "chunks") for name in FUNCTIONS if name != "linear_token_stats" for dtype in NARROW),
+]
+SIZES = [(37, 24, 61), (1, 8, 2), (33, 40, 64), (5, 8, 1)]  # N, D, V
+LOSSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capped": {"softcap": 9.0, "z_loss": 0.01, "logit_scale": 0.7},
+    "smoothed": {"label_smoothing": 0.1, "z_loss": 0.01, "weight": True, "token_weight": True},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"logit_scale": 0.7, "softcap": 9.0},
+    "negative": {"logit_scale": -1.3},
+}
+
+
+@pytest.fixture(params=["chunks"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backends of the plans that were made; the parameter is the exponential path's schedule."""
+    return use_kernels(monkeypatch, request.param)
+
+
+both_schedules = pytest.mark.parametrize("kernels", ["chunks", "blocks"], indirect=True)
+
+
+@pytest.mark.parametrize(("name", "dtype", "kernels"), RUNS, indirect=["kernels"])
+def test_every_pair_of_options(name: str, dtype: torch.dtype, kernels: list[str]) -> None:
+    options, bounds = FUNCTIONS[name].options, dict[str, Any]()
+    options = options | {option: values for option, values in FEWER.items() if option in options}
+    if "logit_scale" in options:
+        options["logit_scale"] = [1.0, -1.3, "tensor", *(["trained"] if dtype == SINGLE else [])]
+    if name == "linear_logprobs":
+        options["targets"] = [1]  # several are a statistic
+    if name == "linear_apply":
+        options["args"], bounds["tolerance"] = ["trained"], near(1e-12, 1e-5, 8e-3, 1e-3)
+    for i, choice in enumerate(pairs(options, seed=1)):
+        check(name, choice, dtype, seed=i, D=24, V=61, **bounds)
+    exp, row = ("exp" in kernels, "row" in kernels)
+    assert exp == (dtype == SINGLE and name not in ("linear_divergence", "linear_apply"))
+    assert row == (name == "linear_divergence" or (not exp and name != "linear_apply") or "smoothing" in str(options))
+
+
+def losing_digits(x: Tensor, w: Tensor, scale: float = 1.0) -> float:
+    """Return what float32 may lose of a logit: a part of its largest term."""
+    return (x.abs() @ w.abs().T).amax().item() * abs(scale) * 2**-22
+
+
+@both_schedules
+@pytest.mark.parametrize(
+    ("size", "huge", "name"),
+    [
+        *((SIZES[0], huge, name) for huge in (False, True) for name in LOSSES),
+        *((SIZES[1], False, name) for name in LOSSES),
+        *((SIZES[2], name != "smoothed", name) for name in LOSSES),
+    ],
+)
+def test_losses_of_any_size(name: str, size: tuple[int, int, int], huge: bool) -> None:
+    """Some tokens are ignored, and hold NaN."""
+    N, D, V = size
+    kwargs = arguments("linear_cross_entropy", SINGLE, D=D, V=V, leading=(N,), **LOSSES[name])
+    del kwargs["options"], kwargs["reduction"]
+    kwargs["target"][3::4] = -100
+    if huge:
+        with torch.no_grad():
+            kwargs["input"][: N // 5] *= 100  # of one token alone the gradient may be too small for float32
+    leaves = ("input", "linear_weight", "linear_bias")
+    found = []
+    for given in (in_float64(kwargs), kwargs):
+        value = oracle(**given)
+        found.append((value, *torch.autograd.grad(value, [given[n] for n in leaves])))
+    # a single product may err so much, and lse has no more digits, from which blocks are rebuilt
+    digits = losing_digits(kwargs["input"], kwargs["linear_weight"]) if huge else 0.0
+    with torch.no_grad():
+        kwargs["input"][3::4] = torch.nan
+    loss = linear_cross_entropy(**kwargs)
+    got = (loss, *torch.autograd.grad(loss, [kwargs[n] for n in leaves]))
+    for i, (g, true, baseline) in enumerate(zip(got, *found, strict=True)):
+        assert relative_error(g, true) < (4 if i else 1) * 5e-6 + digits + 4 * relative_error(baseline, true)
+    with torch.no_grad():
+        assert relative_error(linear_cross_entropy(**kwargs), found[0][0]) < 5e-6 + digits + 4 * relative_error(
+            found[1][0], found[0][0]
+        )
+
+
+@pytest.mark.parametrize("K", [1, 5])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("N", "D", "V"), SIZES)
+def test_statistics_of_sure_tokens(name: str, N: int, D: int, V: int, K: int) -> None:
+    """Also of targets that occur twice, are ignored, or get no upstream; a token without any may hold NaN."""
+    options = OPTIONS[name]
+    kwargs = arguments("linear_token_stats", SINGLE, D=D, V=V, leading=(N,), linear_bias=name == "all", want=STATS)
+    kwargs |= options | {"topk": None}
+    leaves = [n for n in ("input", "linear_weight", "linear_bias") if kwargs[n] is not None]
+    y = torch.randint(0, V, (N, K))
+    with torch.no_grad():
+        kwargs["input"][: N // 5] *= 3 if "softcap" in options else 30  # not sure of all that meets the cap
+        z = logits_of(kwargs["input"], *(kwargs[n] for n in ("linear_weight", "linear_bias")), **options)
+    y[: N // 8, 0] = z.argmax(1)[: N // 8]
+    if K > 1:
+        y[1::3, 1], y[2::5, 1] = y[1::3, 0], -100
+    y[3::4, 0] = -100
+    kwargs["target"] = y if K > 1 else y[:, 0]
+    wide = in_float64({n: value for n, value in kwargs.items() if n not in ("want", "topk")})
+    want = stats_oracle(**wide)
+    digits = losing_digits(kwargs["input"], kwargs["linear_weight"], options.get("logit_scale", 1.0))
+    got = linear_token_stats(**kwargs)
+    for field in (*DIFFERENTIABLE, "sum_sq_prob"):
+        torch.testing.assert_close(getattr(got, field).double(), want[field], rtol=5e-6, atol=4 * digits)
+    assert torch.equal(got.argmax, want["argmax"])
+    assert torch.equal(got.is_top1, want["is_top1"])
+    z = logits_of(*(wide[n] for n in ("input", "linear_weight", "linear_bias")), **options).detach()
+    top = want["argmax"][:, None]
+    below = -(z - z.gather(1, top)).exp().scatter(1, top, 0).sum(1, keepdim=True).log1p()
+    sure = want["is_top1"].view(N, K) & (below > -0.1)
+    found = got.logprob.view(N, K)
+    torch.testing.assert_close(found[sure].double(), below.expand(N, K)[sure], rtol=8 * digits, atol=1e-37)
+
+    upstream = {field: torch.randn(want[field].shape) for field in DIFFERENTIABLE}
+    for g in upstream.values():
+        g[2::7] = 0
+    expected = torch.autograd.grad(
+        [want[f] for f in upstream], [wide[n] for n in leaves], [g.double() for g in upstream.values()]
+    )
+    kwargs["input"].data[2::7] = torch.nan  # nothing flows back to these
+    found = torch.autograd.grad([getattr(got, f) for f in upstream], [kwargs[n] for n in leaves], [*upstream.values()])
+    assert (found[0][2::7] == 0).all()
+    given = sum(g.norm().item() for g in upstream.values())
+    others = (
+        wide["linear_weight"].norm().item(),
+        wide["input"].norm().item(),
+        1.0,
+    )  # what the logits' is multiplied with
+    for g, e, other in zip(found, expected, others, strict=False):
+        # the targets' parts and p times their sum, float32 both, may all but cancel
+        rounding = torch.finfo(SINGLE).eps * given * other if K > 1 else 0
+        scale = max(e.norm().item(), 1e-6 * given, 1e-30)
+        assert (g.double() - e).norm().item() <= (2e-5 + 4 * digits) * scale + rounding
+
+
+@pytest.mark.parametrize(("name", "k"), [("plain", 1), ("all", 40), ("negative", 7)])
+@pytest.mark.parametrize(("N", "D", "V"), [*SIZES, (20, 24, 300)])
+def test_highest_logits(name: str, N: int, D: int, V: int, k: int) -> None:
+    kwargs = arguments("linear_token_stats", SINGLE, D=D, V=V, leading=(N,), linear_bias=name == "all")
+    kwargs = {n: kwargs[n] for n in ("input", "linear_weight", "linear_bias")} | OPTIONS[name]
+    found = linear_token_stats(**kwargs, want=("topk",), topk=min(k, V)).topk
+    z = logits_of(**in_float64(kwargs)).detach()
+    values = z.topk(min(k, V), 1).values
+    digits = losing_digits(kwargs["input"], kwargs["linear_weight"], OPTIONS[name].get("logit_scale", 1.0))
+    assert (found.values.diff(dim=1) <= 0).all()
+    assert (found.ids.sort(1).values.diff(dim=1) > 0).all()
+    for got in (found.values.double(), z.gather(1, found.ids)):  # classes that belong to the values
+        torch.testing.assert_close(got, values, rtol=5e-6, atol=4 * digits)
+
+
+def highest(x: Tensor, w: Tensor, b: Tensor, k: int) -> Any:
+    return linear_token_stats(x, w, linear_bias=b, want=("topk",), topk=k).topk
+
+
+def test_highest_logits_of_as_many_tiles() -> None:
+    x, w, b = torch.randn(3, 16), torch.randn(300, 16), torch.zeros(300)
+    peaks = torch.tensor([5, 33, 95, 128, 190, 255, 299])  # each in a tile of its own
+    b[peaks] = 100 + 20 * torch.arange(7.0)
+    found = highest(x, w, b, 7)
+    assert torch.equal(found.ids, (x @ w.T + b).topk(7, 1).indices)
+    assert torch.equal(found.ids.sort(1).values, peaks.expand(3, 7))
+
+
+def test_highest_logits_of_equals_and_of_nothing() -> None:
+    w = torch.randint(-4, 5, (1, 16)).float().expand(75, 16).contiguous()  # whole numbers: products are exact
+    x, b = torch.randint(-4, 5, (5, 16)).float(), torch.zeros(75)
+    b[::2] = -torch.inf
+    x[3] = torch.nan
+    found = highest(x, w, b, 40)
+    first = torch.cat((torch.arange(1, 75, 2), torch.tensor([0, 2, 4])))  # the lowest classes, and then those without
+    assert torch.equal(found.ids[[0, 1, 2, 4]], first.expand(4, 40))
+    assert torch.equal(found.values[0].isinf(), torch.arange(40) >= 37)
+    assert found.values[3].isnan().all()
+    assert (found.ids[3].sort().values == torch.arange(40)).all()
+
+
+def test_rows_that_are_no_numbers() -> None:
+    x, w, y = torch.randn(6, 16), torch.randn(50, 16), torch.randint(0, 50, (6,))
+    x[1], x[2] = torch.nan, torch.inf
+    found = linear_token_stats(x, w, y, want=STATS)
+    for values in (found.logprob, found.entropy, found.lse, linear_logprobs(x, w, y)):
+        assert torch.equal(values.isnan(), torch.tensor([False, True, True, False, False, False]))
+    assert (found.argmax < 50).all()
+
+
+def test_classes_ruled_out_by_the_bias() -> None:
+    x, w, b = torch.randn(20, 16), torch.randn(90, 16), torch.zeros(90)
+    b[:70] = -torch.inf  # two tiles and a part have no class left
+    y = torch.randint(70, 90, (20,))
+    found = linear_token_stats(x, w, y, linear_bias=b, want=STATS)
+    want = stats_oracle(x.double(), w[70:].double(), y - 70)
+    for field in ("logprob", "entropy", "lse", "sum_sq_prob"):
+        assert relative_error(getattr(found, field), want[field]) < 5e-6
+    assert torch.equal(found.argmax, want["argmax"] + 70)
+
+
+@pytest.mark.parametrize(("name", "dtype", "kernels"), RUNS, indirect=["kernels"])
+def test_no_tokens(name: str, dtype: torch.dtype) -> None:
+    kwargs = arguments(name, dtype, D=16, V=50, leading=(0,), **({"want": STATS} if "stats" in name else {}))
+    found = flat(FUNCTIONS[name].run(**kwargs))
+    for g in torch.autograd.grad(total(found).nan_to_num(), [kwargs["input"], kwargs["linear_weight"]]):
+        assert (g == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kernels"),
+    [run for run in RUNS if run[0] in ("linear_cross_entropy", "linear_token_stats", "linear_divergence")],
+    indirect=["kernels"],
+)
+def test_some_gradients_alone(name: str, dtype: torch.dtype) -> None:
+    leaves = ("input", "linear_weight", "linear_bias")
+    choice: dict[str, Any] = {"want": STATS} if name == "linear_token_stats" else {}
+    kwargs = arguments(name, dtype, D=24, V=61, leading=(20,), **choice)
+    whole = torch.autograd.grad(total(flat(FUNCTIONS[name].run(**kwargs))), [kwargs[n] for n in leaves])
+    for wanted in ((0,), (1,), (2,), (1, 2)):
+        cut = kwargs | {n: kwargs[n].detach().requires_grad_(i in wanted) for i, n in enumerate(leaves)}
+        found = torch.autograd.grad(total(flat(FUNCTIONS[name].run(**cut))), [cut[leaves[i]] for i in wanted])
+        for i, g in zip(wanted, found, strict=True):
+            assert torch.equal(g, whole[i]), (wanted, i)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, *NARROW])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tv"])
+def test_what_does_not_count_may_hold_anything(kind: str, dtype: torch.dtype) -> None:
+    student, teacher = head(10, 24, 61, dtype=dtype), [t.detach() for t in head(10, 16, 61, dtype=dtype, seed=1)[:3]]
+    mask, upstream = torch.arange(10) % 3 != 0, torch.ones(10)
+    upstream[1] = 0  # this one counts in forward, and nothing flows back to it
+    results = []
+    for bad in (0.0, torch.nan, torch.inf):
+        x, tx = student[0].detach().clone(), teacher[0].clone()
+        x[~mask], tx[~mask], x[1] = bad, bad, bad
+        leaves = [x.requires_grad_(), student[1], student[2]]
+        value = linear_divergence(
+            x, student[1], tx, teacher[1], linear_bias=student[2], teacher_bias=teacher[2], kind=kind, mask=mask
+        )
+        results.append((value[mask & (upstream != 0)], *torch.autograd.grad(value, leaves, upstream)))
+        assert (value[~mask] == 0).all()
+    for clean, *others in zip(*results, strict=True):
+        assert clean.isfinite().all()
+        assert all(torch.equal(clean, got) for got in others)
+
+
+@pytest.mark.parametrize("gradient", ["forward", "recompute"])
+@pytest.mark.parametrize("factor", [2.0**-14, 1.0, 2.0**16])
+@pytest.mark.parametrize("logit_scale", [1.0, 100.0])
+def test_fp16_gradients_for_any_factor(gradient: Any, factor: float, logit_scale: float) -> None:
+    """Neither what multiplies the hidden states nor what is stored leaves fp16's range before the factor has come."""
+    x, w, _, y = head(20, 8, 33, dtype=torch.float16, bias=False)
+    y[3] = -100
+    with torch.no_grad():
+        most = 1e3 / (factor * logit_scale)  # so that the gradients are within float16's range
+        size = min(700.0, most)
+        x *= size
+        w *= min(most, 1 / (size * logit_scale))
+    kwargs: dict[str, Any] = {"logit_scale": logit_scale, "reduction": "sum", "options": HeadOptions(gradient=gradient)}
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    true = torch.autograd.grad(factor * oracle(*exact, y, logit_scale=logit_scale, reduction="sum"), exact)
+    losses = [linear_cross_entropy(x, w, y, **kwargs)]
+    if gradient == "recompute":
+        losses.append(-linear_logprobs(x, w, y, logit_scale=logit_scale).sum())
+    for loss in losses:
+        for g, t in zip(torch.autograd.grad(factor * loss, (x, w)), true, strict=True):
+            assert relative_error(g, t) < 2e-3 + 2 * relative_error(t.half(), t)
+
+
+@pytest.mark.parametrize("factor", [2.0**-14, 1.0, 2.0**16])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_fp16_gradients_of_divergences_for_any_factor(reduction: str, factor: float) -> None:
+    x, w, _, _ = head(10, 8, 33, dtype=torch.float16)
+    teacher = torch.randn(10, 8).half()
+    with torch.no_grad():
+        x /= 2**12 if factor > 1 else 1
+    value = linear_divergence(x, w, teacher, w.detach() / 2, temperature=0.25, reduction=reduction).sum()
+    got = torch.autograd.grad(value * factor, (x, w))
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    true = divergence_oracle(*exact, teacher.double(), w.detach().double() / 2, temperature=0.25).sum()
+    for g, t in zip(got, torch.autograd.grad(true * factor, exact), strict=True):
+        if t.abs().max() < 6e4:
+            assert relative_error(g, t) < 2e-3 + relative_error(t.half(), t)
+
+
+def tokens_of_every_kind(V: int) -> Arguments:
+    """Return ordinary tokens, sure ones, lost ones, ignored ones that hold anything, and some of hardly any weight."""
+    kwargs = arguments("linear_cross_entropy", SINGLE, D=32, V=V, leading=(45,), token_weight=True, reduction="sum")
+    x, w, y, weight = (kwargs[n].detach() for n in ("input", "linear_weight", "target", "token_weight"))
+    w.mul_(8).round_().div_(8)
+    x.mul_(8).round_().div_(8)  # on a grid: float32 logits are exact, large ones too
+    sure = w[y] / w[y].square().sum(1, keepdim=True)
+    for i in range(8, 16):  # more so from token to token
+        x[i] = sure[i] * 4 * (i - 7)
+    x[16:24] *= 256
+    x[24], x[25] = -4096 * sure[24], 4096 * sure[25]  # lost, and sure
+    y[[30, 31, 32, 44]] = -100
+    x[30], x[31] = torch.nan, torch.inf
+    weight[33], weight[34] = 0, 2.0**-110
+    return kwargs
+
+
+@both_schedules
+@pytest.mark.parametrize("ruled_out", [False, True])
+@pytest.mark.parametrize("V", [37, 64, 100])
+def test_tokens_of_every_kind(V: int, ruled_out: bool) -> None:
+    """Row by row, the same bits again; a class without a chance, and a kept token that is no number, in rows alone."""
+    kwargs = tokens_of_every_kind(V)
+    bias, y = kwargs["linear_bias"], kwargs["target"]
+    with torch.no_grad():
+        bias.mul_(8).round_().div_(8)
+        if ruled_out:
+            bias[[5, 36]] = -torch.inf
+            y[(y == 36) | (y == 5)] = 9
+    clean = in_float64(kwargs)
+    kept = y >= 0
+    clean["input"].data[~kept] = 0
+    each = kwargs | {"reduction": "none"}
+    leaves = ("input", "linear_weight", "linear_bias")
+    want = oracle(**clean | {"reduction": "none"})
+    want_x, *others = torch.autograd.grad(want.sum(), [clean[n] for n in leaves])
+    assert want.max() > 100
+    found = linear_cross_entropy(**each)
+    (found_x,) = torch.autograd.grad(found.sum(), kwargs["input"])
+    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=1e-5)
+    runs = []
+    for _ in range(2):
+        loss = linear_cross_entropy(**kwargs)
+        runs.append((loss, *torch.autograd.grad(loss, [kwargs[n] for n in leaves])))
+    assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
+    loss, got_x, *rest = runs[0]
+    assert relative_error(loss, want.sum()) < 2e-5
+    # float32 holds an lse of thousands to 2**-13 of a nat, and blocks are rebuilt from it
+    loose = max(1e-5, want.max().item() * 2.0**-22)
+    for i, (g, e) in enumerate(zip(got_x, want_x, strict=True)):
+        least = 1e-15 * abs(float(kwargs["token_weight"][i]))  # float64's own, of what is left of softmax - 1
+        assert (g.double() - e).norm() <= loose * e.norm() + least, i
+    assert (got_x[~kept] == 0).all()
+    for g, e in zip(rest, others, strict=True):
+        assert relative_error(g, e) < loose
+
+    with torch.no_grad():
+        kwargs["input"][3] = torch.nan
+        if ruled_out:
+            y[7] = 5
+    again = linear_cross_entropy(**each)
+    (grad,) = torch.autograd.grad(again.sum(), kwargs["input"])
+    assert again[3].isnan()
+    assert grad[3].isnan().all()
+    assert (again[7] == torch.inf) == ruled_out
+    untouched = torch.tensor([i not in (3, 7) for i in range(45)])
+    assert torch.equal(again[untouched], found[untouched])
+    assert relative_error(grad[untouched], found_x[untouched]) < 1e-6

@@ -1,0 +1,116 @@
+"""The head by its Triton kernels where there is no GPU: in the interpreter, in chunks as small as a test's matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide.head.apply as face
+from lowtide.head.engine import Chunks, gradient_buffers
+from lowtide.head.function import chunk
+from lowtide.head.gradients import Gradients
+from lowtide.head.plan import HeadPlan
+from lowtide.head.terms import cross_entropy, divergence, token_stats
+
+CHUNK = 7  # rows
+
+
+def use_kernels(patched: pytest.MonkeyPatch, schedule: str = "chunks") -> list[str]:
+    """Have every call run by kernels, as on a GPU; return the list that gets each plan's backend.
+
+    Float32 has the exponential path (in bfloat16 the interpreter's products are wrong), in that ``schedule``, and
+    what it cannot do the row kernels. Buffers for gradients are full of NaN.
+    """
+    from lowtide.head.kernels import configs, stats_rows
+
+    put_entries = stats_rows.put_entries
+
+    def each_class_once(g_CV: Tensor, entries: Any, first_class: int) -> None:
+        """On a GPU two entries for one class of a row would race; the interpreter, without threads, hides that."""
+        for row in entries.id[: len(g_CV)].tolist():
+            classes = [v for v in row if v >= 0]
+            assert len(set(classes)) == len(classes)
+        put_entries(g_CV, entries, first_class)
+
+    config = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
+    used: list[str] = []
+    of_loss, of_stats, of_pair, of_apply = (
+        cross_entropy.plan_cross_entropy, token_stats.plan_token_stats, divergence.plan_both_sides, face.plan_head,
+    )  # fmt: skip
+
+    def small(plan: HeadPlan, backend: str, dtype: torch.dtype, of_kind: str = schedule) -> HeadPlan:
+        used.append(backend)
+        narrow, blocks = dtype != torch.float32, of_kind == "blocks"
+        gemms: dict[str, Any] = {
+            "logits_gemm": "blocks" if narrow else "same", "backward_gemm": "narrow" if narrow else "same",
+        }  # fmt: skip
+        rows = {"chunk_rows": CHUNK, "chunks": -(-plan.rows // CHUNK), "block_rows": 11, "piece_rows": 3}
+        if backend == "exp":
+            return replace(
+                plan, backend="exp", accumulate="input", schedule=of_kind, block_columns=24 if blocks else 10**6,
+                sum_rows=17, product_rows=CHUNK if blocks else 3, **rows,
+            )  # fmt: skip
+        return replace(plan, backend=backend, **rows, **gemms)
+
+    def loss_plan(head: Any, args: Any, n: int, wanted: Any, known: bool = False) -> HeadPlan:
+        exp = head.dtype == torch.float32 and not (head.softcap is not None and args.label_smoothing)
+        plan = of_loss(head, args, n, wanted, known)
+        if not (exp or head.ranks.alone):
+            return plan
+        return small(plan, "exp" if exp else "row", head.dtype, "blocks" if known else schedule)
+
+    def pair_plans(head: Any, args: Any, n: int, wanted: Any, *, stored: bool) -> tuple[HeadPlan, HeadPlan]:
+        student, teacher = of_pair(head, args, n, wanted, stored=stored)
+        if args.teacher_weight is None:
+            return student, teacher
+        pieces = 3 if head.dtype != torch.float32 and any(wanted) else CHUNK
+        student = replace(small(student, "row", head.dtype), product_rows=pieces)
+        return student, replace(student, logits_gemm=small(teacher, "row", args.teacher_dtype).logits_gemm)
+
+    def apply_plan(N: int, D: int, V: int, dtype: torch.dtype, *args: Any, **kwargs: Any) -> HeadPlan:
+        return small(of_apply(N, D, V, dtype, *args, **kwargs), "torch", dtype)
+
+    def stats_plan(head: Any, *args: Any) -> HeadPlan:
+        plan = of_stats(head, *args)
+        return plan if head.dtype != torch.float32 else small(plan, "exp", head.dtype, "blocks")
+
+    def poisoned(*args: Any, **kwargs: Any) -> Gradients:
+        into = gradient_buffers(*args, **kwargs)
+        for buffer in (into.input_ND, into.weight_VD):
+            if buffer is not None and args[2].chunks:
+                buffer.fill_(torch.nan)
+        return into
+
+    patched.setattr(cross_entropy, "plan_cross_entropy", loss_plan)
+    patched.setattr(token_stats, "plan_token_stats", stats_plan)
+    patched.setattr(divergence, "plan_both_sides", pair_plans)
+    patched.setattr(divergence, "Dense", None)  # nothing else may run
+    patched.setattr(face, "plan_head", apply_plan)
+    patched.setattr(chunk, "why_not_row", lambda *_: None)
+    for module in (cross_entropy, token_stats, divergence):
+        patched.setattr(module, "drops_rows", lambda device: False)
+        patched.setattr(module, "gradient_buffers", poisoned)
+    patched.setattr(configs, "of_device", lambda device: config)
+    patched.setattr(stats_rows, "put_entries", each_class_once)
+    patched.setattr(Chunks, "input_grad", input_grad)
+    patched.setattr(Chunks, "weight_grad", weight_grad)
+    return used
+
+
+def input_grad(chunks: Chunks, g_CV: Tensor, factor_C: Tensor | None, out_CD: Tensor) -> None:
+    """Narrow operands, a wide product: as on a GPU."""
+    product = g_CV.float() @ chunks.weight_VD.float()
+    out_CD.copy_(product if factor_C is None else product * factor_C[:, None])
+
+
+def weight_grad(
+    chunks: Chunks, g_CV: Tensor, factor_C: Tensor | None, x_CD: Tensor, total_VD: Tensor, first: bool
+) -> None:
+    x = (x_CD if factor_C is None else x_CD * factor_C[:, None]).to(g_CV.dtype)
+    if first:
+        total_VD.zero_()
+    total_VD += g_CV.float().T @ x.float()
