@@ -51,6 +51,12 @@ def check_device(name: str, value: Tensor, input: Tensor) -> None:
         raise ArgumentValueError(message(name, f"a tensor on {input.device}, as input is", str(value.device)))
 
 
+def check_shape(name: str, value: Tensor, shape: Sequence[int], why: str) -> None:
+    """Check that a tensor has a shape; ``why`` says in words what gives it."""
+    if value.shape != tuple(shape):
+        raise ArgumentValueError(message(name, f"shape {list(shape)}, {why}", str(list(value.shape))))
+
+
 def is_dtensor(tensor: object) -> bool:
     """Return whether a tensor is one of torch.distributed.tensor, of which this rank holds a part."""
     return type(tensor) is not Tensor and type(tensor) is not Parameter and hasattr(tensor, "device_mesh")

@@ -15,6 +15,7 @@ from lowtide.arguments import (
     check_name,
     check_number,
     check_real,
+    check_shape,
     check_tensor,
     is_dtensor,
     operand_dtype,
@@ -162,9 +163,8 @@ def check_head(
         if operand_dtype(tensor) != dtype:
             hint = "Cast one of them, or run under torch.autocast."
             raise ArgumentTypeError(message(name, f"dtype {input.dtype}, as {input_name} has", str(tensor.dtype), hint))
-    if linear_bias is not None and linear_bias.shape != (V,):
-        expected = f"shape [{V}], as {weight_name} is [{V}, {D}]"
-        raise ArgumentValueError(message(bias_name, expected, _shape(linear_bias)))
+    if linear_bias is not None:
+        check_shape(bias_name, linear_bias, (V,), f"as {weight_name} is [{V}, {D}]")
     return dtype
 
 
@@ -191,9 +191,7 @@ def check_target(input: Tensor, target: Tensor, linear_weight: Tensor, *, severa
 
 def check_per_token(name: str, value: Tensor, input: Tensor) -> None:
     """Check a tensor [...] with one real number for each of the hidden states [..., D]."""
-    if check_real(name, value).shape != input.shape[:-1]:
-        expected = f"shape {list(input.shape[:-1])}, as input is {_shape(input)}"
-        raise ArgumentValueError(message(name, expected, _shape(value)))
+    check_shape(name, check_real(name, value), input.shape[:-1], f"as input is {_shape(input)}")
     check_device(name, value, input)
 
 

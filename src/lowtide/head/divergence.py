@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_device, check_name, check_number, check_tensor, positive_scalar
+from lowtide.arguments import check_device, check_name, check_number, check_shape, check_tensor, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.backends import choose, why_not_row
 from lowtide.head.call import (
@@ -238,9 +238,7 @@ def _check_topk(input: Tensor, teacher_topk: object) -> tuple[Tensor, Tensor, st
     if ids.dim() != input.dim() or ids.shape[:-1] != input.shape[:-1] or ids.shape[-1] == 0:
         expected = f"shape {axes_and(input, 'K')} with K above 0, as input is {list(input.shape)}"
         raise ArgumentValueError(message("teacher_topk.ids", expected, str(list(ids.shape))))
-    if logprobs.shape != ids.shape:
-        expected = f"shape {list(ids.shape)}, as the ids have"
-        raise ArgumentValueError(message("teacher_topk.logprobs", expected, str(list(logprobs.shape))))
+    check_shape("teacher_topk.logprobs", logprobs, ids.shape, "as the ids have")
     N, K = math.prod(input.shape[:-1]), ids.shape[-1]
     return ids.long().reshape(N, K), logprobs.detach().reshape(N, K), tail
 

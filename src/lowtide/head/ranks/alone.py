@@ -27,10 +27,10 @@ class Alone:
     sum_of = logsumexp_of = highest_of = add_up_ = put_together_ = whole_rows = own_classes = share_of = itself
     local = whole = result = mine = class_weight = itself
 
-    def nothing(self, *_: object) -> None:
+    def nothing(self, *_: object, **__: object) -> None:
         """Return that tokens are in order, and that nothing was gathered which might be kept."""
 
-    order = reordered = keep = let_go = nothing
+    order = reordered = keep = nothing
 
     def chunks(self, plan: Any) -> Iterator[slice]:
         """Yield each chunk's rows."""

@@ -152,17 +152,13 @@ class Ranks:
         return x if self._tokens is None else self._tokens.mine(x)
 
     def keep(self, *, kept: bool = True) -> None:
-        """Gather each chunk once from here on: a second pass over them finds them here.
+        """Gather each chunk once from here on: a second pass over them finds them here. Or let go of all that is kept.
 
         Where nobody trains the hidden states, some ranks may train their weights and others not. These have no second
         pass, and would not come to a second gathering.
         """
         if self._tokens is not None:
             self._tokens.kept = [] if kept else None
-
-    def let_go(self) -> None:
-        """Undo `keep`."""
-        self.keep(kept=False)
 
     @property
     def limits(self) -> Limits:

@@ -114,7 +114,7 @@ def backward(
     factor = factor if rows.kept is None else factor.where(rows.kept, 0)
     _run(head, loss, plan, lambda: (factor, into), rows.of_each({name: known[name] for name in ("lse", "miss")}))
     if is_last_backward():
-        head.ranks.let_go()
+        head.ranks.keep(kept=False)
     return into
 
 

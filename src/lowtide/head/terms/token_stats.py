@@ -90,7 +90,7 @@ def backward(
         known = rows.of_each(numbers)
         run(head, rows, plan, terms, into, upstream=lambda _, part: g_n.of(lambda x: x[part]), known=known)
     if is_last_backward():
-        head.ranks.let_go()
+        head.ranks.keep(kept=False)
     return into
 
 
