@@ -32,6 +32,7 @@ FEW: dict[str, list[Any]] = {
     "reduction": ["none", "mean"],
     "tail": [None],
     "targets": [1, 3],
+    "teacher_bias": [True],
     "teacher_softcap": [None, 1.5],
     "temperature": ["tensor"],
     "workspace_mib": [None],
