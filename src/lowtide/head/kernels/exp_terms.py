@@ -139,7 +139,7 @@ def finish_input_grad(
     ``even`` from `RowTerms`.
     """
     (C, D), V = product_CD.shape, len(w_VD)
-    K = rest_CK.numel() // C if V else 0
+    K = (rest_CK.shape[1] if rest_CK.dim() > 1 else 1) if V else 0  # there may be room for more rows
     _finish_input_grad[(C,)](
         product_CD, out_CD, matrix(w_VD), s_C, (y_CK, y_CK.stride(0), rest_CK, K), even, first_class, V, D, K,
         ONE=K == 1, BLOCK=block_of(D), num_warps=4,
