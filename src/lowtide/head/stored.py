@@ -20,14 +20,6 @@ STORED = 7  # tensors: see `stored_shapes`
 NOTHING = (0,)  # the shape of what was not asked for
 
 
-def lacks_denominator(head: Head) -> bool:
-    """Return whether gradients are stored before the division by the denominator.
-
-    Divided by N before GradScaler's factor is known, an fp16 gradient would sink below fp16's smallest numbers.
-    """
-    return torch.float16 in (head.input.dtype, head.weight_VD.dtype)
-
-
 def gradient_shapes(head: Head, wanted: Wanted) -> dict[str, Shape]:
     """Return the gradients' shapes, those of what they belong to, and dtypes; the bias's is wide."""
     x, w = head.input, head.weight_VD
@@ -40,7 +32,7 @@ def gradient_shapes(head: Head, wanted: Wanted) -> dict[str, Shape]:
 
 def stored_shapes(head: Head, wanted: Wanted, *, per_token: bool, ignores: bool) -> dict[str, Shape]:
     """Return what forward stores, in this order; ``ignores``: whether tokens can be left out."""
-    N, one = (head.tokens,), () if lacks_denominator(head) else NOTHING
+    N, one = (head.tokens,), () if head.lacks_denominator else NOTHING
     of_input = N if per_token or head.input.dtype == torch.float16 else one
     return gradient_shapes(head, wanted) | {
         # what the first two are still to be multiplied with, where there is such a factor
@@ -70,7 +62,7 @@ def stored_gradients(
     """Return summed gradients in the dtypes of what they belong to, with the factors that they still lack."""
     input, wide, input_factor = head.input, head.wide, input_factor_N
     found = {} if kept is None else {"kept_tokens": kept[0], "kept_any": kept[1]}
-    if input_factor_N is None and lacks_denominator(head):
+    if input_factor_N is None and head.lacks_denominator:
         one = torch.ones((), dtype=wide, device=input.device)
         # where there are no tokens, there is nothing to divide
         input_factor = inverse = one if denominator is None or not head.tokens else 1 / denominator

@@ -21,7 +21,7 @@ from lowtide.head.nodes import Function
 from lowtide.head.plan import HeadPlan, plan_cross_entropy
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import weight_lift
-from lowtide.head.stored import Shape, lacks_denominator, stored_gradients
+from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.loss import Loss, Settle
 from lowtide.head.terms.statistics import Statistics, Upstream, silenced
 
@@ -78,7 +78,7 @@ def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> d
         into = gradient_buffers(head, rows, plan, wanted, stored=True)
         if per_token:  # the head is frozen: its input's gradient is stored without any row's factor
             return torch.ones_like(loss.unit) if rows.kept is None else rows.kept.to(head.wide), into
-        return loss.unit if lacks_denominator(head) else loss.divided(), into
+        return loss.unit if head.lacks_denominator else loss.divided(), into
 
     numbers = _run(head, loss, plan, settle if any(wanted) else None, None)
     loss_n = numbers["loss"] * loss.unit

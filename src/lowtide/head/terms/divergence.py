@@ -15,7 +15,7 @@ from lowtide.head.plan import HeadPlan, plan_both_sides
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.rows import Rows, drops_rows, positions
 from lowtide.head.scaling import weight_lift
-from lowtide.head.stored import Shape, lacks_denominator, stored_gradients
+from lowtide.head.stored import Shape, stored_gradients
 from lowtide.head.terms.dense import Dense
 from lowtide.head.terms.topk import KnownClasses
 
@@ -32,7 +32,7 @@ def forward(head: Head, args: DivergenceArgs, wanted: Wanted, keep: bool) -> dic
     factor: Tensor | None = None
     if any(wanted):
         factor = torch.ones((), dtype=head.wide, device=head.input.device)
-        if denominator is not None and not lacks_denominator(head):
+        if denominator is not None and not head.lacks_denominator:
             factor = factor / denominator
         factor = factor.expand(head.tokens)
         if args.mask is not None:  # a mean over nothing has a factor of infinity
