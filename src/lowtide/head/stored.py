@@ -48,7 +48,11 @@ def found_gradients(head: Head, into: Gradients) -> dict[str, Tensor]:
     """Return gradients in the shapes and dtypes of what they belong to."""
     shapes, found = gradient_shapes(head, Wanted(True, True, True)), (into.input_ND, into.weight_VD, into.bias_V)
     named = zip(shapes.items(), found, strict=True)
-    return {name: x.view(shape).to(dtype) for (name, (shape, dtype)), x in named if x is not None}
+    # no view without need: one shares its memory, and autograd adds to another gradient's only where nothing does
+    kept = {
+        name: (x if x.shape == shape else x.view(shape), dtype) for (name, (shape, dtype)), x in named if x is not None
+    }
+    return {name: x.to(dtype) for name, (x, dtype) in kept.items()}
 
 
 def stored_gradients(
