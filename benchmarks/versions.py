@@ -149,7 +149,9 @@ def one(src: str) -> dict[str, dict[str, float]]:
 def answer(run: Any) -> dict[str, dict[str, float]]:
     out, _ = run.communicate()
     lines = [line for line in out.splitlines() if line.startswith("{")]
-    result: dict[str, dict[str, float]] = json.loads(lines[-1]) if lines else {}
+    if run.returncode or not lines:
+        raise RuntimeError(f"a measuring process ended with exit status {run.returncode}")
+    result: dict[str, dict[str, float]] = json.loads(lines[-1])
     return result
 
 

@@ -25,4 +25,5 @@ def _memory_given_back() -> Iterator[None]:
     yield
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that a test multiplied on
         torch.cuda.empty_cache()

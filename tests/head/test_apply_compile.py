@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lowtide import HeadOptions, linear_apply, plan_head
 from lowtide.head.function import function as apply_function
-from lowtide.head.function.chunk import spans
+from lowtide.head.matmul import slices
+from lowtide.head.planner import evenly
 from support import head, relative_error
 
 # torch.compile warns of what it does itself, when inductor first loads and when it follows an autograd.Function
@@ -97,7 +98,8 @@ def test_inductor_compiles_pieces_of_unequal_size_once(out: str) -> None:
 
 def _pieces(N: int, D: int, V: int, options: HeadOptions) -> list[slice]:
     plan = plan_head(N, D, V, torch.float32, "cpu", options, function=True)
-    return [piece for part in spans(N, plan.chunk_rows) for piece in spans(part.stop - part.start, plan.piece_rows)]
+    lengths = [part.stop - part.start for part in slices(N, plan.chunk_rows)]
+    return [piece for C in lengths for piece in slices(C, evenly(C, plan.piece_rows))]
 
 
 def test_masks_and_leading_axes_compile_once_too(counter: CompileCounterWithBackend) -> None:

@@ -146,18 +146,10 @@ def linear_apply(
         return pytree.tree_map(lambda leaf: next(left) if leaf is _TENSOR else leaf, rest)
 
     function = UserFunction(
-        plain=fn,
-        run=compiled(fn) if compile else fn,
-        per_token=out == "token",
-        graph=torch.is_grad_enabled(),
-        autocast=current_autocast(head.input.device),
-        token_args=len(token_args),
-        with_params=with_params,
-        leading=leading,
-        plan=plan,
-        gradient=options.gradient,
-        settings=head[3:],
-    )
+        plain=fn, run=compiled(fn) if compile else fn, per_token=out == "token", graph=torch.is_grad_enabled(),
+        autocast=current_autocast(head.input.device), token_args=len(token_args), with_params=with_params,
+        leading=leading, plan=plan, gradient=options.gradient, settings=head[3:],
+    )  # fmt: skip
     *found, spec = _NODE.apply(*head[:3], index, *token_args, *tensors, function)  # type: ignore[no-untyped-call]
     found = found if ranks.alone else [x if x is None else ranks.result(x) for x in found]
     return pytree.tree_unflatten(found, spec)

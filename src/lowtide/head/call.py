@@ -101,15 +101,9 @@ Call = tuple[Head, Ranks | Alone, HeadOptions]
 
 
 def checked_call(
-    function: str,
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    logit_scale: float | Tensor,
-    softcap: float | None,
-    options: HeadOptions | None,
-    vocab_shard: object,
-) -> Call:
+    function: str, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, logit_scale: float | Tensor,
+    softcap: float | None, options: HeadOptions | None, vocab_shard: object,
+) -> Call:  # fmt: skip
     """Check what all functions of the logits get; return it local to this rank, with a scale ready to be trained."""
     refuse_transforms(function, input, linear_weight, linear_bias, logit_scale, instead=NAIVE)
     options = check_options(options)
@@ -242,13 +236,13 @@ class CrossEntropyArgs(NamedTuple):
     """What `lowtide.linear_cross_entropy` gets beside the head; labels already shifted."""
 
     target: Tensor  # [...]
-    weight: Tensor | None  # [V_r]
-    token_weight: Tensor | None  # [...]
-    num_items: Tensor | None  # scalar
-    reduction: str
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
+    weight: Tensor | None = None  # [V_r]
+    token_weight: Tensor | None = None  # [...]
+    num_items: Tensor | None = None  # scalar
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
 
 class TokenStatsArgs(NamedTuple):

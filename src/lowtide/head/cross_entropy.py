@@ -7,7 +7,6 @@ from torch.nn.functional import pad
 
 from lowtide.arguments import check_device, check_flag, check_index, check_number, check_real
 from lowtide.errors import ArgumentValueError, message
-from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.call import CrossEntropyArgs, check_per_token, check_reduction, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -113,10 +112,6 @@ def linear_cross_entropy(
         check_per_token("token_weight", token_weight, input)
     if shift and target.dim() == 0:
         raise ArgumentValueError(message("input", "at least two axes [T, D] with shift=True", str(list(input.shape))))
-    if options.backend != "auto" and ranks.alone:  # meta tensors too, which nothing is planned for
-        both = softcap is not None and label_smoothing != 0
-        exp = why_not_exp(input.device, head.dtype, input.shape[-1], V, capped_and_smoothed=both)
-        choose("cross entropy", options, exp=exp, row=why_not_row(input.device, head.dtype, V))
     ignore_index = check_index("ignore_index", ignore_index)
     target = ranks.whole(target).long()
     if token_weight is not None:
@@ -125,15 +120,11 @@ def linear_cross_entropy(
         target = _shifted(target, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, 0)
     args = CrossEntropyArgs(
-        target=target,
-        weight=None if weight is None else ranks.class_weight(ranks.whole(weight.detach())),
-        token_weight=token_weight,
-        num_items=denominator,
-        reduction=reduction,
-        ignore_index=ignore_index,
+        target=target, weight=None if weight is None else ranks.class_weight(ranks.whole(weight.detach())),
+        token_weight=token_weight, num_items=denominator, reduction=reduction, ignore_index=ignore_index,
         label_smoothing=check_number("label_smoothing", label_smoothing, 0, 1),
         z_loss=check_number("z_loss", z_loss, -math.inf, math.inf, above=True),
-    )
+    )  # fmt: skip
     recompute = choose_gradient(options, reduction, head.frozen and ranks.alone) == "recompute"
     (loss,) = CROSS_ENTROPY(head, args, recompute=recompute)
     if reduction == "none":

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lowtide.arguments import check_device, check_name, check_number, check_tensor, positive_scalar
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
-from lowtide.head.backends import choose, why_not_row
 from lowtide.head.call import (
     DivergenceArgs,
     axes_and,
@@ -161,9 +160,6 @@ def linear_divergence(
                 got = f"a {type(value).__name__}"
                 raise ArgumentValueError(message(name, "None with teacher_topk", got, "Give one teacher."))
         ids, logprobs, tail = _check_topk(input, teacher_topk)
-    if options.backend != "auto" and ranks.alone:
-        V, given = linear_weight.shape[0], teacher_topk is not None
-        choose("divergence", options, row=why_not_row(input.device, head.dtype, V, topk=given))
     gradient = choose_gradient(options, reduction, head.frozen and ranks.alone, divergence=True)
     if isinstance(ranks, Ranks) and ranks.spread:
         whole, ranks = ranks.gathered(input)
@@ -172,31 +168,20 @@ def linear_divergence(
     args = DivergenceArgs(
         teacher_input=None if teacher_input is None else ranks.whole(teacher_input.detach()),
         teacher_weight=None if teacher_weight is None else ranks.local(teacher_weight.detach()),
-        teacher_bias=None if teacher_bias is None else ranks.local(teacher_bias.detach()),
-        topk_ids=ranks.whole(ids),
-        topk_logprobs=ranks.whole(logprobs),
-        mask=None if mask is None else mask.reshape(-1),
-        temperature=_check_temperature(temperature),
-        num_items=denominator,
-        teacher_softcap=check_softcap("teacher_softcap", teacher_softcap),
-        teacher_dtype=teacher_dtype,
-        kind=kind,
-        beta=beta,
-        tail=tail,
-        reduction=reduction,
-    )
+        teacher_bias=None if teacher_bias is None else ranks.local(teacher_bias.detach()), topk_ids=ranks.whole(ids),
+        topk_logprobs=ranks.whole(logprobs), mask=None if mask is None else mask.reshape(-1),
+        temperature=_check_temperature(temperature), num_items=denominator,
+        teacher_softcap=check_softcap("teacher_softcap", teacher_softcap), teacher_dtype=teacher_dtype, kind=kind,
+        beta=beta, tail=tail, reduction=reduction,
+    )  # fmt: skip
     (value,) = DIVERGENCE(head, args, recompute=gradient == "recompute")
     return ranks.result(value.view(input.shape[:-1]) if reduction == "none" else value)
 
 
 def _check_teacher(
-    input: Tensor,
-    dtype: torch.dtype,
-    hidden: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    input: Tensor, dtype: torch.dtype, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     ranks: Ranks | Alone,
-) -> torch.dtype:
+) -> torch.dtype:  # fmt: skip
     """Check the teacher's own head, and return the dtype that its GEMM's operands take."""
     for name, value in (("teacher_input", hidden), ("teacher_weight", weight)):
         if value is None:

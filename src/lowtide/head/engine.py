@@ -19,7 +19,7 @@ from lowtide.head.rows import Rows, take_rows
 BIAS_FIRST = 2048  # hidden size from which a GPU's product hides that it reads what it adds to
 
 Numbers = dict[str, Tensor]
-Upstream = Callable[[Numbers, slice], Any]
+UpstreamOf = Callable[[Numbers, slice], Any]
 
 
 class Terms:
@@ -47,7 +47,7 @@ class Terms:
         """
         raise NotImplementedError
 
-    def both_(self, z: Tensor, part: slice, upstream: Upstream) -> tuple[Numbers, Tensor | None]:
+    def both_(self, z: Tensor, part: slice, upstream: UpstreamOf) -> tuple[Numbers, Tensor | None]:
         """Return `numbers` and what `gradient_` does; a kernel that computes both at once overrides it."""
         numbers = self.numbers(z, part)
         return numbers, self.gradient_(z, part, numbers, upstream(numbers, part))
@@ -60,7 +60,7 @@ def run(
     terms: Terms,
     into: Gradients | None = None,
     *,
-    upstream: Upstream | None = None,
+    upstream: UpstreamOf | None = None,
     known: Numbers | None = None,
 ) -> Numbers:
     """Return numbers of each row [n, ...], and with ``upstream`` add the gradients ``into`` their memory, by chunks.
@@ -169,7 +169,7 @@ class Chunks:
         return z
 
     def gradient(
-        self, terms: Terms, x_CD: Tensor, part: slice, upstream: Upstream, known: Numbers | None
+        self, terms: Terms, x_CD: Tensor, part: slice, upstream: UpstreamOf, known: Numbers | None
     ) -> tuple[Numbers, Tensor, Tensor | None]:
         """Return a chunk's numbers, the gradient of its logits [C, V_r], and what its rows still lack."""
         C, V = len(x_CD), self.head.ranks.rows

@@ -16,6 +16,7 @@ from torch import Tensor
 from lowtide.graph import Operator, node, save_for_recompute, saved_for_recompute, schema_of, tensor_fields, undisturbed
 from lowtide.head.call import Head, Wanted
 from lowtide.head.gradients import Gradients
+from lowtide.head.plan import check_backend
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks, exchanges_between_ranks_run_in_eager
 from lowtide.head.stored import STORED, Shape, found_gradients, gradient_shapes, keep, multiplied, stored_shapes
@@ -64,6 +65,7 @@ class Function:
         With ``recompute`` backward recomputes the logits, else forward stores the gradients. Exchanges between ranks
         are no operators of a graph: where there are any, a compiler's ends, and begins anew.
         """
+        check_backend(head, args)
         if not head.ranks.alone and torch.compiler.is_compiling():
             return exchanges_between_ranks_run_in_eager(self._connected, head, args, recompute)
         return self._connected(head, args, recompute)

@@ -5,7 +5,7 @@ N tokens, D hidden size, V vocabulary, C rows of a chunk.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,8 @@ from lowtide.head.planner import (
 from lowtide.head.ranks.alone import Alone
 from lowtide.head.ranks.parallel import Ranks
 from lowtide.head.rows import input_is_copied, rows_are_aligned
+
+Args = CrossEntropyArgs | TokenStatsArgs | DivergenceArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,19 +126,11 @@ def plan_of(work: Work, *, of_teacher: bool = False) -> HeadPlan:
             f" row is computed at a time, in {scratch / MIB:.2f} MiB"
         )
     return HeadPlan(
-        backend=backend,
-        reason=reason,
-        gradient=work.gradient,
-        accumulate=accumulate,
-        rows=N,
-        chunks=-(-N // rows),
-        chunk_rows=rows,
-        scratch_bytes=scratch,
+        backend=backend, reason=reason, gradient=work.gradient, accumulate=accumulate, rows=N, chunks=-(-N // rows),
+        chunk_rows=rows, scratch_bytes=scratch,
         accumulator_bytes=V * D * work.wide.itemsize if accumulate == "float32" and not work.weight_frozen else 0,
-        cast_bytes=V * D * work.dtype.itemsize if work.weight_dtype != work.dtype and cast else 0,
-        note=note,
-        **more,
-    )
+        cast_bytes=V * D * work.dtype.itemsize if work.weight_dtype != work.dtype and cast else 0, note=note, **more,
+    )  # fmt: skip
 
 
 def plan_head(
@@ -278,11 +272,9 @@ def _check_sizes(**sizes: int) -> None:
 
 def plan_cross_entropy(head: Head, args: CrossEntropyArgs, n: int, wanted: Wanted, known: bool = False) -> HeadPlan:
     """Return the plan for n rows, the same on every rank: for the largest shard, and what all ranks can do."""
-    alone, capped = head.ranks.alone, head.softcap is not None and args.label_smoothing != 0
-    row = why_not_row(head.input.device, head.dtype, head.ranks.most_rows) if alone else NOT_OF_SHARDS
-    why_not = {"exp": _why_not_exp(head, capped_and_smoothed=capped), "row": row}
-    gradient = "recompute" if known else choose_gradient(head.options, args.reduction, alone and not any(wanted[1:]))
-    return plan_of(_work(head, n, wanted, "cross entropy", why_not, gradient=gradient))
+    frozen = head.ranks.alone and not any(wanted[1:])
+    gradient = "recompute" if known else choose_gradient(head.options, args.reduction, frozen)
+    return plan_of(_work(head, args, n, wanted, gradient=gradient))
 
 
 def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -> HeadPlan:
@@ -293,7 +285,7 @@ def plan_token_stats(head: Head, args: TokenStatsArgs, n: int, wanted: Wanted) -
         "tile_numbers": 3 + len(args.wanted & {"entropy", "sum_sq_prob", "mean_logit"}),
         "sum_row_bytes": topk_row_bytes(topk, head.ranks.most_rows, head.input.device),
     }
-    return plan_of(_work(head, n, wanted, "statistics", {"exp": _why_not_exp(head, stats=(K, topk))}, **more))
+    return plan_of(_work(head, args, n, wanted, **more))
 
 
 def plan_both_sides(
@@ -305,29 +297,45 @@ def plan_both_sides(
         teacher = (weight.shape[1], weight.shape[0] if head.ranks.alone else V + 1, args.teacher_dtype)
     elif args.topk_ids is not None:
         teacher = (0, args.topk_ids.shape[1], head.dtype)
-    why_not = {"row": why_not_row(head.input.device, head.dtype, V, topk=weight is None)}
     more = {"gradient": "forward" if stored else "recompute", "teacher": teacher, "values_only": not any(wanted)}
-    work = _work(head, n, wanted, "divergence", why_not, **more)
+    work = _work(head, args, n, wanted, **more)
     return plan_of(work), plan_of(work, of_teacher=True)
 
 
-def _why_not_exp(head: Head, **of_work: Any) -> str | None:
-    """Return why the exponential path cannot run on every rank; a shard's rows are copied where they do not fit."""
-    w, ranks = head.weight_VD, head.ranks
-    if isinstance(ranks, Ranks) and not ranks.limits.exponentials:
-        return NOT_ON_EVERY_RANK
-    fits = not ranks.alone or w.dtype != head.dtype or rows_are_aligned(w)
-    return why_not_exp(head.input.device, head.dtype, w.shape[1], ranks.most_rows, weight_fits=fits, **of_work)
+def check_backend(head: Head, args: Args) -> None:
+    """Raise where an implementation asked for by name cannot run; for meta tensors too, of which nothing is planned."""
+    if head.backend != "auto" and head.ranks.alone:
+        _choose(head, args)
 
 
-def _work(head: Head, n: int, wanted: Wanted, name: str, why_not: dict[str, str | None], **more: Any) -> Work:
+def _choose(head: Head, args: Args) -> tuple[str, str]:
+    """Return the implementation that runs, and why: one that runs on every rank."""
+    device, ranks, w = head.input.device, head.ranks, head.weight_VD
+    where = "" if ranks.alone else " where the vocabulary is sharded"
+    row = partial(why_not_row, device, head.dtype, ranks.most_rows)
+
+    def exp(**of_work: Any) -> str | None:
+        if isinstance(ranks, Ranks) and not ranks.limits.exponentials:
+            return NOT_ON_EVERY_RANK
+        copied = not ranks.alone or w.dtype != head.dtype or torch.compiler.is_compiling()
+        fits = copied or rows_are_aligned(w)
+        return why_not_exp(device, head.dtype, w.shape[1], ranks.most_rows, weight_fits=fits, **of_work)
+
+    if isinstance(args, DivergenceArgs):
+        return choose("divergence", head.options, row=row(topk=args.topk_ids is not None))
+    if isinstance(args, TokenStatsArgs):
+        return choose("statistics", head.options, where, exp=exp(stats=(args.target.shape[1], args.topk)))
+    why_not = exp(capped_and_smoothed=head.softcap is not None and args.label_smoothing != 0)
+    return choose("cross entropy", head.options, where, exp=why_not, row=row() if ranks.alone else NOT_OF_SHARDS)
+
+
+def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
     """Return what a pass over n tokens is, on every rank alike: by the largest shard and the smallest GPU."""
     ranks, weight, sharded = head.ranks, head.weight_VD, not head.ranks.alone
     copied = sharded or n != head.tokens or input_is_copied(head.input, head.dtype)  # rounded, or gathered, on any rank
     if not isinstance(ranks, Alone):
         n, more["device_bytes"] = ranks.slots, ranks.limits.gpu_bytes
-    where = " where the vocabulary is sharded" if sharded and "exp" in why_not else ""
-    choice = choose(name, head.options, where, **why_not)
+    choice = _choose(head, args)
     size = n, weight.shape[1], ranks.most_rows + (sharded and choice[0] != "exp")  # a column for other ranks' classes
     more |= {"weight_frozen": not any(wanted[1:]), "sharded": sharded, "input_is_copied": copied}
     return Work(size, head.dtype, weight.dtype, head.input.device, head.options, choice, **more)

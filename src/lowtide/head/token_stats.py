@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError, message
-from lowtide.head.backends import choose, why_not_exp, why_not_row
 from lowtide.head.call import Call, CrossEntropyArgs, TokenStatsArgs, check_target, checked_call
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import choose_gradient
@@ -204,19 +203,10 @@ def _token_stats(
     if options.gradient == "forward" and not (by_loss and head.frozen):
         hint = "Each token's upstream gradient is known in backward only."
         raise UnsupportedError(message("gradient", "'auto' or 'recompute' for values of each token", "'forward'", hint))
-    if options.backend != "auto" and ranks.alone:
-        place = head.input.device, head.dtype, head.input.shape[-1], ranks.vocab
-        if by_loss:
-            choose("cross entropy", options, exp=why_not_exp(*place), row=why_not_row(*place[:2], ranks.vocab))
-        else:
-            choose("statistics", options, exp=why_not_exp(*place, stats=(K, topk)))
     ignore_index, target = check_index("ignore_index", ignore_index), ranks.whole(target)
     if by_loss and target is not None:
         # a token's log-probability is minus its cross entropy, which has backends of its own; 0 - x leaves no -0.0
-        of_loss = CrossEntropyArgs(
-            target=target.long(), weight=None, token_weight=None, num_items=None, reduction="none",
-            ignore_index=ignore_index, label_smoothing=0.0, z_loss=0.0,
-        )  # fmt: skip
+        of_loss = CrossEntropyArgs(target.long(), reduction="none", ignore_index=ignore_index)
         recompute = choose_gradient(options, "none", head.frozen and ranks.alone) == "recompute"
         (loss,) = CROSS_ENTROPY(head, of_loss, recompute=recompute)
         return TokenStats(logprob=ranks.result(0 - loss.view(target.shape)))

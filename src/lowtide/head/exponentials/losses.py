@@ -45,7 +45,7 @@ class CrossEntropy(Exponentials):
         alone, q, smoothing, softcap = self.ranks.alone, loss.class_weight, loss.label_smoothing, head.softcap
         assert not isinstance(softcap, Tensor)
         self.transform = LogitTransform(head.bias_V, head.scale, softcap)
-        self.hopper = self.transform.is_plain and exp_logits_hopper.runs_on(head.input.device)
+        self.hopper = self.transform.is_plain and exp_logits_hopper.why_not_on(head.input.device) is None
         if self.hopper:
             self.config = configs.GemmConfig(columns=exp_logits_hopper.COLUMNS.value)
         self.tiles = tiles_across(self.width, self.config)
@@ -56,17 +56,10 @@ class CrossEntropy(Exponentials):
             if head.bias_V is not None:
                 uniform = head.bias_V.sum() if q is None else head.bias_V @ q
         self.terms = RowTerms(
-            vocab=self.ranks.vocab,
-            bias_V=head.bias_V,
-            scale=head.scale,
-            softcap=softcap,
-            class_weight=q if alone else None,
-            total_class_weight=loss.total,
-            smoothing=smoothing,
-            z_loss=loss.z_loss,
-            uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None,
-            uniform_bias=uniform,
-        )
+            vocab=self.ranks.vocab, bias_V=head.bias_V, scale=head.scale, softcap=softcap,
+            class_weight=q if alone else None, total_class_weight=loss.total, smoothing=smoothing, z_loss=loss.z_loss,
+            uniform_D=weighted_sum(q, self.weight_VD) if smoothing else None, uniform_bias=uniform,
+        )  # fmt: skip
         self._views: dict[int, tuple[Tensor, ...]] = {}
         self._e: Tensor | None = None  # a chunk's E, whose sums and gradients are computed
         self._settled = False  # whether there are the rows' factors, and what takes the gradients

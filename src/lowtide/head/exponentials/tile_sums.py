@@ -69,13 +69,8 @@ class TileStatistics(Exponentials):
 
     def _begin_sums(self, out: RowStats, y_nK: Tensor, highest: list[Tensor], piece: Piece) -> Piece:
         """Compute a piece's statistics of the classes here, and begin to exchange them where there are others."""
-        part, x_CD, w_VD, transform = (
-            piece.part,
-            aligned_rows(piece.x_CD.get(), self.head.dtype),
-            self.weight_VD,
-            self.transform,
-        )
-        y_CK = y_nK[part]
+        part, w_VD, transform = piece.part, self.weight_VD, self.transform
+        x_CD, y_CK = aligned_rows(piece.x_CD.get(), self.head.dtype), y_nK[part]
         if self.width:
             gemm_tiles(stats_logits.tile_stats, x_CD, w_VD, None, self.sums, transform, self.config)
         if self.ranks.alone:

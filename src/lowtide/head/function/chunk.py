@@ -28,8 +28,9 @@ from lowtide.head.function.function import (
     vjp,
 )
 from lowtide.head.gradients import Gradients
-from lowtide.head.matmul import narrow_view
+from lowtide.head.matmul import narrow_view, slices
 from lowtide.head.plan import HeadPlan
+from lowtide.head.planner import evenly
 from lowtide.head.rows import Rows, take_leading
 
 Totals = list[Tensor | None]
@@ -133,7 +134,7 @@ class FunctionTerms(Terms):
     def _run(self, z: Tensor, part: slice, given: Sequence[Tensor | None] | None) -> None:
         """Call the function on a chunk's rows, for its results or the gradient that ``given`` upstream ones make."""
         own_cV, index, chosen, start = self._own_rows(z, part)
-        pieces = spans(len(own_cV), self.plan.piece_rows)
+        pieces = list(slices(len(own_cV), evenly(len(own_cV), self.plan.piece_rows)))
         if not pieces and self.spec is None:
             pieces = [slice(0, 0)]  # what the function makes of no rows at all tells dtypes and shapes
         for piece in pieces:
@@ -261,12 +262,6 @@ class FunctionTerms(Terms):
         """Return what all ranks have added up, each its own rows or sums."""
         ways = {True: self.head.ranks.put_together_, False: self.head.ranks.add_up_}
         return [None if x is None else ways[by_row](x) for x, by_row in zip(totals, rowwise, strict=True)]
-
-
-def spans(total: int, most: int) -> list[slice]:
-    """Return slices of at most ``most`` rows that cover ``total``, as few as can be, their sizes one apart at most."""
-    count = -(-total // most)
-    return [slice(i * total // count, (i + 1) * total // count) for i in range(count)]
 
 
 def put_or_add(totals: Totals, values: Totals, rowwise: Sequence[bool], index: Tensor | None, part: slice) -> None:

@@ -47,14 +47,9 @@ class UserFunction:
 
 
 def evaluate(
-    function: UserFunction,
-    z_cV: Tensor,
-    args: Sequence[Tensor],
-    params: Sequence[Tensor],
-    anchor: Tensor | None,
-    *,
+    function: UserFunction, z_cV: Tensor, args: Sequence[Tensor], params: Sequence[Tensor], anchor: Tensor | None, *,
     compiled: bool = True,
-) -> Results:
+) -> Results:  # fmt: skip
     """Call the function on a piece of logits, which it sees in their own memory; check results, and what they reach.
 
     Token arguments [c, ...] and params are leaves where they get a gradient; the logits' graph begins at ``anchor``,

@@ -139,17 +139,10 @@ def _shifted_exp_logits(  # type: ignore[no-untyped-def]
 
 
 def shifted_exp_logits(
-    x_CD: Tensor,
-    w_VD: Tensor,
-    e_CV: Tensor | None,
-    rows: ExpRows,
-    listed: tuple[Tensor, Tensor],
-    transform: LogitTransform,
-    config: GemmConfig,
-    programs: int | None = None,
-    *,
+    x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, listed: tuple[Tensor, Tensor],
+    transform: LogitTransform, config: GemmConfig, programs: int | None = None, *,
     find_highest: tuple[bool, ...] = (True, False),
-) -> None:
+) -> None:  # fmt: skip
     """Recompute, relative to their highest logit, the rows whose numbers are ``listed``: a list, and how long it is.
 
     Costs two launches that end at once where there are none. Rows come out the same wherever they stand in the list.

@@ -53,7 +53,7 @@ try:
     store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
     GLUON_ERROR = None
-except (ImportError, AttributeError) as error:  # then what follows can be defined and not run: `unsupported` says why
+except (ImportError, AttributeError) as error:  # then what follows can be defined and not run: `why_not_on` says why
     gluon, gl, GLUON_ERROR = triton, tl, str(error)
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -203,41 +203,27 @@ def _exp_logits_hopper(  # type: ignore[no-untyped-def]
     )
 
 
-def unsupported(x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None = None) -> str | None:
-    """Return why `exp_logits_hopper` can't take these, or None where it can."""
-    for name, tensor in (("x_CD", x_CD), ("w_VD", w_VD), ("e_CV", e_CV)):
-        if tensor is None:
-            continue
-        if tensor.dtype != torch.bfloat16:
-            return f"{name} is {tensor.dtype}, and the kernel is for torch.bfloat16"
-        if not tensor.numel():
-            return f"{name} is empty"
-        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
-            return f"{name} does not start, or its rows do not, at multiples of 16 bytes: strides {tensor.stride()}"
+@cache
+def why_not_on(device: torch.device) -> str | None:
+    """Return why `exp_logits_hopper` does not run on ``device``, or None where it does."""
     if GLUON_ERROR is not None:
         return f"Triton {triton.__version__} has no Gluon for Hopper: {GLUON_ERROR}"
     if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
         return f"Triton is {triton.__version__}, and the kernel needs 3.6"
-    if x_CD.device.type != "cuda" or torch.version.cuda is None:
-        return f"the tensors are on {x_CD.device}, and the kernel needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(x_CD.device) != (9, 0):
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"the tensors are on {device}, and the kernel needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) != (9, 0):
         return "the GPU's compute capability is not 9.0"
     return None
-
-
-@cache
-def runs_on(device: torch.device) -> bool:
-    """Return whether the GPU and Triton are such that the kernel runs, for operands that lie as it takes them."""
-    if device.type != "cuda":
-        return False
-    x = torch.empty(8, 8, dtype=torch.bfloat16, device=device)
-    return unsupported(x, x) is None
 
 
 def exp_logits_hopper(
     x_CD: Tensor, w_VD: Tensor, e_CV: Tensor | None, rows: ExpRows, programs: int | None = None
 ) -> None:
-    """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, for what `unsupported` finds nothing to say about."""
+    """Do what `exp_logits.exp_tile` does, in tiles COLUMNS wide, of bfloat16 rows at multiples of 16 bytes; none empty.
+
+    Where `why_not_on` finds nothing to say about the device.
+    """
     (C, D), V = x_CD.shape, w_VD.shape[0]
     x_d = _descriptor(x_CD, ROWS.value, DEPTH.value)
     _exp_logits_hopper[(programs or multiprocessors(x_CD.device),)](

@@ -299,17 +299,9 @@ def sum_rows(
 
 
 def finish_rows(
-    sums: Tensor,
-    x_CD: Tensor,
-    y_C: Tensor,
-    factor_C: Tensor | None,
-    rows: Reports,
-    terms: RowTerms,
-    *,
-    e_CV: Tensor | None = None,
-    scaled_CD: Tensor | None = None,
-    shifted: bool = False,
-) -> None:
+    sums: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor | None, rows: Reports, terms: RowTerms, *,
+    e_CV: Tensor | None = None, scaled_CD: Tensor | None = None, shifted: bool = False,
+) -> None:  # fmt: skip
     """Turn sums into losses and, where a factor is given, finish E and what the gradients' GEMMs need.
 
     That is E's entry at the target, what it lost in rounding, s and s x. Rows whose sums left the safe range go on the
@@ -326,17 +318,9 @@ def finish_rows(
 
 
 def prepare_rows(
-    lse_C: Tensor,
-    miss_C: Tensor,
-    x_CD: Tensor,
-    y_C: Tensor,
-    factor_C: Tensor,
-    terms: RowTerms,
-    width: int,
-    numbers_4C: Tensor,
-    *,
-    scaled_CD: Tensor | None,
-) -> None:
+    lse_C: Tensor, miss_C: Tensor, x_CD: Tensor, y_C: Tensor, factor_C: Tensor, terms: RowTerms, width: int,
+    numbers_4C: Tensor, *, scaled_CD: Tensor | None,
+) -> None:  # fmt: skip
     """From known lse and lse - t, write what E is recomputed with, so that s and s x are exact.
 
     ``numbers_4C``, float32 and contiguous, takes the reference of the exponentials, E's entry at the target, s (a power

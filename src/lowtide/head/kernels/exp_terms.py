@@ -123,15 +123,9 @@ def _finish_input_grad(  # type: ignore[no-untyped-def]
 
 
 def finish_input_grad(
-    product_CD: Tensor,
-    out_CD: Tensor,
-    w_VD: Tensor,
-    s_C: Tensor,
-    y_CK: Tensor,
-    rest_CK: Tensor,
-    first_class: int = 0,
+    product_CD: Tensor, out_CD: Tensor, w_VD: Tensor, s_C: Tensor, y_CK: Tensor, rest_CK: Tensor, first_class: int = 0,
     even: tuple[Tensor | None, Tensor | None, Tensor | None, float] = (None, None, None, 0.0),
-) -> None:
+) -> None:  # fmt: skip
     """Write dX, or this rank's part of it, into ``out_CD`` (contiguous) from ``product_CD = E W`` (float32).
 
     What the targets' entries lost in rounding, [C] or [C, K] and contiguous, is added where ``w_VD``, of the classes

@@ -80,15 +80,9 @@ def _each_tile(  # type: ignore[no-untyped-def]
 
 
 def gemm_tiles(
-    epilogue: Any,
-    x_CD: Tensor,
-    w_VD: Tensor,
-    out_CV: Tensor | None,
-    rows: tuple[Any, ...],
-    transform: LogitTransform,
-    config: GemmConfig,
-    programs: int | None = None,
-) -> None:
+    epilogue: Any, x_CD: Tensor, w_VD: Tensor, out_CV: Tensor | None, rows: tuple[Any, ...], transform: LogitTransform,
+    config: GemmConfig, programs: int | None = None,
+) -> None:  # fmt: skip
     """Call the epilogue on every tile of x W^T, BOUND where the last one is cut off at V.
 
     As many programs run as there are multiprocessors, or as asked for.

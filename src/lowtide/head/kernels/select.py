@@ -38,13 +38,9 @@ def _select(target_ptr, weights, out, N, V, ignore_index, shard, BLOCK: tl.const
 
 
 def select(
-    target_N: Tensor,
-    V: int,
-    ignore_index: int,
-    token_weight_N: Tensor | None,
-    class_weight_V: Tensor | None,
+    target_N: Tensor, V: int, ignore_index: int, token_weight_N: Tensor | None, class_weight_V: Tensor | None,
     shard: tuple[int, int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return classes, what each token counts, and the parts of the mean's denominator, from contiguous int64 targets.
 
     Classes are int32 [N], -1 for ignored tokens, 0 for those whose target is no class; what a token counts is float32

@@ -97,16 +97,9 @@ def _merge_stats(  # type: ignore[no-untyped-def]
 
 
 def merge_stats(
-    parts: Sums,
-    out: RowStats | Sums,
-    V: int,
-    y_CK: Tensor,
-    x_CD: Tensor | None = None,
-    w_VD: Tensor | None = None,
-    *,
-    transform: LogitTransform = PLAIN,
-    first_class: int = 0,
-) -> None:
+    parts: Sums, out: RowStats | Sums, V: int, y_CK: Tensor, x_CD: Tensor | None = None, w_VD: Tensor | None = None, *,
+    transform: LogitTransform = PLAIN, first_class: int = 0,
+) -> None:  # fmt: skip
     """Turn sums over tiles or ranks into the numbers of each row, or into sums of one part: what a rank tells others.
 
     With M the highest logit and over the other classes R the sum of exp(z - M), H of exp(z - M) (z - M), S of
@@ -211,16 +204,9 @@ def _put_entries(g, ids, entry_ptr, first_class, WIDTH: tl.constexpr):  # type: 
 
 
 def prepare_stats(
-    known: RowStats,
-    upstream: RowStats,
-    y_CK: Tensor | None,
-    x_CD: Tensor,
-    entries: Entries,
-    V: int,
-    *,
-    transform: LogitTransform = PLAIN,
-    scaled_CD: Tensor | None = None,
-) -> None:
+    known: RowStats, upstream: RowStats, y_CK: Tensor | None, x_CD: Tensor, entries: Entries, V: int, *,
+    transform: LogitTransform = PLAIN, scaled_CD: Tensor | None = None,
+) -> None:  # fmt: skip
     """From what forward found and the upstream gradients, write what `gradient_tile` and the functions below take.
 
     ``upstream`` holds any of logprob (0 where ignored), entropy, lse and mean; ``known`` what has one of these, and

@@ -71,15 +71,9 @@ def _pair_logits(x, w, order_ptr, begin_ptr, out_ptr, transform, V, D, T, COLUMN
 
 
 def highest_logits(
-    x_CD: Tensor,
-    w_VD: Tensor,
-    tiles: Sums,
-    config: GemmConfig,
-    values_Ck: Tensor,
-    ids_Ck: Tensor,
-    first_class: int = 0,
-    transform: LogitTransform = PLAIN,
-) -> None:
+    x_CD: Tensor, w_VD: Tensor, tiles: Sums, config: GemmConfig, values_Ck: Tensor, ids_Ck: Tensor,
+    first_class: int = 0, transform: LogitTransform = PLAIN,
+) -> None:  # fmt: skip
     """Write each row's k highest logits, in descending order.
 
     ``tiles`` are from `stats_logits.tile_stats`; ``values_Ck`` (float32) and ``ids_Ck`` (integers), of equal strides,
@@ -111,14 +105,9 @@ def _select(
 
 
 def shard_highest(
-    x_CD: Tensor,
-    w_VD: Tensor,
-    tiles: Sums,
-    config: GemmConfig,
-    k: int,
-    first_class: int,
+    x_CD: Tensor, w_VD: Tensor, tiles: Sums, config: GemmConfig, k: int, first_class: int,
     transform: LogitTransform = PLAIN,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return what this rank tells the others of its k highest logits [2, C, k]: these, and their classes' int32 bits.
 
     The arguments are `highest_logits`'s. Where a rank has fewer than k classes the rest are -inf of no class.

@@ -10,25 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def size_of(group: Any) -> int:
-    """Return the number of ranks."""
-    return dist.get_world_size(group)
-
-
-def rank_in(group: Any) -> int:
-    """Return which of them this one is."""
-    return dist.get_rank(group)
-
-
-def everyone() -> Any:
-    """Return the group of all ranks."""
-    return dist.group.WORLD
-
-
 def numbers_of_all(numbers: list[int], group: Any, device: torch.device) -> list[list[int]]:
     """Return each rank's whole numbers; the host waits for them."""
     mine = torch.tensor(numbers, device=device)
-    told = [torch.zeros_like(mine) for _ in range(size_of(group))]
+    told = [torch.zeros_like(mine) for _ in range(group.size())]
     dist.all_gather(told, mine, group=group)
     of_ranks: list[list[int]] = torch.stack(told).tolist()
     return of_ranks
@@ -49,7 +34,7 @@ class Exchange(NamedTuple):
 
 def begin_gather(x: Tensor, group: Any) -> Exchange:
     """Begin to gather every rank's ``x`` [W, ...]."""
-    out = x.new_empty(size_of(group), *x.shape)
+    out = x.new_empty(group.size(), *x.shape)
     if not out.numel():
         return Exchange(out)
     # torch 2.13's name for what was all_gather_into_tensor
@@ -61,7 +46,7 @@ def rows_of_all_classes(z_CV: Tensor, rows: list[int], classes: list[int], group
     """Return this rank's share of the rows [c, V] from all rows of this rank's classes; each rank's are these many."""
     if not sum(rows):
         return z_CV.new_empty(0, sum(classes))
-    c, V_r = rows[rank_in(group)], z_CV.shape[1]
+    c, V_r = rows[group.rank()], z_CV.shape[1]
     sizes = [c * V for V in classes]
     out = _swapped(z_CV.contiguous().view(-1), [C * V_r for C in rows], sizes, group)
     pairs = zip(out.split_with_sizes(sizes), classes, strict=True)
@@ -70,7 +55,7 @@ def rows_of_all_classes(z_CV: Tensor, rows: list[int], classes: list[int], group
 
 def classes_of_all_rows(g_cV: Tensor, rows: list[int], classes: list[int], group: Any) -> Tensor:
     """Undo `rows_of_all_classes`: return all rows of this rank's classes [C, V_r]."""
-    V_r = classes[rank_in(group)]
+    V_r = classes[group.rank()]
     if not sum(rows):
         return g_cV.new_empty(0, V_r)
     blocks = torch.cat([block.reshape(-1) for block in g_cV.split_with_sizes(classes, 1)])
@@ -92,7 +77,7 @@ def begin_sum(part: Tensor, group: Any) -> Exchange:
 
 def begin_scattered_sum(part_CD: Tensor, group: Any) -> Exchange:
     """Begin to add up all ranks' ``part_CD``; each rank gets its own rows of the sum."""
-    out = part_CD.new_empty(part_CD.shape[0] // size_of(group), part_CD.shape[1])
+    out = part_CD.new_empty(part_CD.shape[0] // group.size(), part_CD.shape[1])
     # torch 2.13's name for what was reduce_scatter_tensor
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return Exchange(out, reduce_scatter(out, part_CD, group=group, async_op=True))

@@ -46,7 +46,7 @@ class Ranks:
     ) -> None:
         self.shard, self.mesh, self._group = shard, mesh, shard.group
         self.first, self.rows, self.vocab, self.most_rows = shard.first, shard.rows, shard.vocab, shard.most_rows
-        self.size = exchange.size_of(shard.group)
+        self.size = shard.group.size()
         self._device, self._checked = device, device.type != "cpu"
         self._classes: list[int] = []  # of each rank, known after `compare`
         self._exchanges = trained + scale_trained  # a trained scale makes ``trained`` true as well
@@ -122,7 +122,7 @@ class Ranks:
 
     def share_of(self, part: slice) -> slice:
         """Return the rows of a chunk that are this rank's share: where tokens are spread, its own."""
-        rows, rank = self._shares(part.stop - part.start), exchange.rank_in(self._group)
+        rows, rank = self._shares(part.stop - part.start), self._group.rank()
         start = part.start + sum(rows[:rank])
         return slice(start, start + rows[rank])
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.arguments import check_tensor
@@ -76,7 +77,7 @@ class VocabShard:
 
     def __post_init__(self) -> None:
         if self.group is None:
-            object.__setattr__(self, "group", exchange.everyone())
+            object.__setattr__(self, "group", dist.group.WORLD)
         if min(self.first, self.rows) < 0 or self.first + self.rows > self.vocab:
             got = f"first={self.first}, rows={self.rows}, vocab={self.vocab}"
             raise ArgumentValueError(message("VocabShard", "first and rows of 0 or more that end within vocab", got))
@@ -99,15 +100,15 @@ class VocabShard:
             group: A process group. None: all ranks.
         """
         rows = check_tensor("linear_weight", linear_weight).shape[0]
-        group = exchange.everyone() if group is None else group
+        group = dist.group.WORLD if group is None else group
         sizes = [size for (size,) in _tell([rows], group, linear_weight.device)]
-        first = sum(sizes[: exchange.rank_in(group)])
+        first = sum(sizes[: group.rank()])
         return cls(group=group, first=first, rows=rows, vocab=sum(sizes), largest=max(sizes))
 
     @property
     def most_rows(self) -> int:
         """Return the most rows that any rank holds."""
-        return -(-self.vocab // exchange.size_of(self.group)) if self.largest is None else self.largest
+        return -(-self.vocab // self.group.size()) if self.largest is None else self.largest
 
 
 def shard_of_dtensor(name: str, weight: Any, mesh: Any) -> VocabShard:

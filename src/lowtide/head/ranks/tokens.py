@@ -23,7 +23,7 @@ class SpreadTokens:
 
     def __init__(self, group: Any, leading: Sequence[int], axis: int, device: torch.device) -> None:
         self._group, self._axis = group, axis
-        W, rank, N, T = exchange.size_of(group), exchange.rank_in(group), math.prod(leading), leading[axis]
+        W, rank, N, T = group.size(), group.rank(), math.prod(leading), leading[axis]
         size = -(-T // W)  # DTensor's rule
         spans = [slice(min(r * size, T), min((r + 1) * size, T)) for r in range(W)]
         self._span = spans[rank]

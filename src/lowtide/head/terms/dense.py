@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.head.call import Head
-from lowtide.head.engine import Chunks, Numbers, Terms, Upstream
+from lowtide.head.engine import Chunks, Numbers, Terms, UpstreamOf
 from lowtide.head.matmul import slices
 from lowtide.head.plan import HeadPlan
 from lowtide.head.rows import Rows
@@ -48,7 +48,7 @@ class Dense(Terms):
         """
         return self._gradient_(self._sides(z, part), known, g, False)
 
-    def both_(self, z: Tensor, part: slice, upstream: Upstream) -> tuple[Numbers, Tensor | None]:
+    def both_(self, z: Tensor, part: slice, upstream: UpstreamOf) -> tuple[Numbers, Tensor | None]:
         """Return `numbers` and what `gradient_` does, from one product with each side's weight."""
         sides = self._sides(z, part)
         known = self._numbers(sides)

@@ -5,7 +5,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from lowtide.head.engine import Numbers, Upstream
+from lowtide.head.engine import Numbers, UpstreamOf
 from lowtide.head.kernels.gemm import LogitTransform
 from lowtide.head.kernels.pair_rows import Pair, pair_gradient, pair_logsumexps, pair_rows, pair_sums
 from lowtide.head.terms.dense import Dense
@@ -22,7 +22,7 @@ class DenseKernels(Dense):
         caps = (number(x.softcap) if isinstance(x.softcap, float) else x.softcap for x in (self.head, self.teacher))
         return [LogitTransform(x.bias_V, x.scale, cap) for x, cap in zip((self.head, self.teacher), caps, strict=True)]
 
-    def both_(self, z: Tensor, part: slice, upstream: Upstream) -> tuple[Numbers, Tensor | None]:
+    def both_(self, z: Tensor, part: slice, upstream: UpstreamOf) -> tuple[Numbers, Tensor | None]:
         """Return "value" and what `gradient_` does."""
         if not self.head.ranks.alone:
             return super().both_(z, part, upstream)

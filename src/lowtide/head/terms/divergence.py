@@ -127,14 +127,10 @@ def _terms(head: Head, args: DivergenceArgs, rows: Rows, wanted: Wanted, *, stor
     if args.teacher_input is None or args.teacher_weight is None:
         return plan, KnownClasses(head, plan, args, rows)
     teacher = head._replace(
-        input=args.teacher_input,
-        weight_VD=args.teacher_weight,
-        bias_V=args.teacher_bias,
-        scale=None,
-        softcap=args.teacher_softcap,
-        dtype=args.teacher_dtype,
+        input=args.teacher_input, weight_VD=args.teacher_weight, bias_V=args.teacher_bias, scale=None,
+        softcap=args.teacher_softcap, dtype=args.teacher_dtype,
         ranks=Alone(len(args.teacher_weight)) if head.ranks.alone else head.ranks,
-    ).prepared()
+    ).prepared()  # fmt: skip
     form = Dense
     if plan.backend == "row":
         from lowtide.head.terms.dense_kernels import DenseKernels as form
