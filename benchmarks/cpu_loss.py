@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowtide import linear_cross_entropy
 from lowtide.bench.results import begin
-from lowtide.measure import run_child
+from lowtide.measure.child import run_child
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ["2048x256x8192", "1024x1024x32000", "256x2048x128256"]

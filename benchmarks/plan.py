@@ -20,9 +20,10 @@ from typing import Any
 from lowtide.bench.plan import check_plan
 from lowtide.bench.results import Files
 from lowtide.errors import LowtideError
-from lowtide.measure import describe_machine, gib, source_commit
+from lowtide.measure.machine import describe_machine, source_commit
+from lowtide.measure.units import gib
 from lowtide.memory import plan_memory
-from lowtide.memory.planner.gpus import find_gpu
+from lowtide.memory.planner.at_hand import find_gpu
 from lowtide.memory.planner.shapes import read_settings
 from lowtide.train.shapes import SHAPES
 

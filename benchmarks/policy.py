@@ -27,7 +27,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import lowtide
 from lowtide.bench.results import Files
-from lowtide.measure import cuda_peak_bytes, describe_machine, gib, reset_cuda_peak, source_commit, time_side_by_side
+from lowtide.measure.machine import describe_machine, source_commit
+from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
+from lowtide.measure.timing import time_side_by_side
+from lowtide.measure.units import gib
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.train.model import model_config
 

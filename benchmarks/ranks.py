@@ -42,8 +42,8 @@ from lowtide.bench.limit import bare_gemms, limit_rows
 from lowtide.bench.problem import make_problem
 from lowtide.bench.results import begin
 from lowtide.bench.shapes import Shape
-from lowtide.measure import peak_above, time_side_by_side
 from lowtide.measure.collectives import counted_collectives
+from lowtide.measure.timing import peak_above, time_side_by_side
 
 SHAPES = (Shape("llama-8b, 8192 tokens", 8192, 4096, 128256), Shape("qwen-4k", 8192, 4096, 151936))
 RESULTS = Path(__file__).parent / "results"

@@ -178,7 +178,7 @@ def main() -> None:
 
 def report(rounds: list[Any], out: Path | None) -> list[dict[str, Any]]:
     """Return a row for each case, and write all of them."""
-    from lowtide.measure import describe_machine
+    from lowtide.measure.machine import describe_machine
 
     rows = []
     for case in (case for case in rounds[0]["new"] if case in rounds[0]["base"]):

@@ -6,22 +6,24 @@ Hugging Face model (`patch`), one that puts log-probabilities, entropies and div
 trainers (`patch_trl`), and a callback that does both in a Trainer (`PatchCallback`).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lowtide import distributed, errors, layers, losses, memory, nn
-from lowtide.head.apply import linear_apply
-from lowtide.head.cross_entropy import linear_cross_entropy
-from lowtide.head.divergence import TeacherTopK, linear_divergence
-from lowtide.head.options import HeadOptions
-from lowtide.head.plan import HeadPlan, plan_divergence, plan_head
-from lowtide.head.ranks.shard import VocabShard
-from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
-from lowtide.mlp.swiglu import swiglu_mlp
-from lowtide.models import PatchReport, patch, unpatch
-from lowtide.trl import TrlReport, patch_trl, unpatch_trl
+from lowtide import errors
+from lowtide.lazy import on_first_use
 
 if TYPE_CHECKING:
+    from lowtide import distributed, layers, losses, memory, nn
+    from lowtide.head.apply import linear_apply
+    from lowtide.head.cross_entropy import linear_cross_entropy
+    from lowtide.head.divergence import TeacherTopK, linear_divergence
+    from lowtide.head.options import HeadOptions
+    from lowtide.head.plan import HeadPlan, plan_divergence, plan_head
+    from lowtide.head.ranks.shard import VocabShard
+    from lowtide.head.token_stats import TokenStats, linear_logprobs, linear_token_stats
+    from lowtide.mlp.swiglu import swiglu_mlp
+    from lowtide.models import PatchReport, patch, unpatch
     from lowtide.models.callback import PatchCallback
+    from lowtide.trl import TrlReport, patch_trl, unpatch_trl
 
 __version__ = "0.1.0"
 
@@ -55,19 +57,24 @@ __all__ = [
     "unpatch_trl",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Return `PatchCallback`, which is a class of transformers' and imports it: so not before somebody asks for it."""
-    if name != "PatchCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from lowtide.models.callback import PatchCallback
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        hint = "pip install 'lowtide[hf]'"
-        raise errors.UnsupportedError(
-            errors.message("PatchCallback", "transformers, whose callback it is", "none installed", hint)
-        ) from error
-    globals()[name] = PatchCallback  # found there from now on, also by what reads the module's dictionary
-    return PatchCallback
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "lowtide.distributed": (),
+        "lowtide.head.apply": ("linear_apply",),
+        "lowtide.head.cross_entropy": ("linear_cross_entropy",),
+        "lowtide.head.divergence": ("TeacherTopK", "linear_divergence"),
+        "lowtide.head.options": ("HeadOptions",),
+        "lowtide.head.plan": ("HeadPlan", "plan_divergence", "plan_head"),
+        "lowtide.head.ranks.shard": ("VocabShard",),
+        "lowtide.head.token_stats": ("TokenStats", "linear_logprobs", "linear_token_stats"),
+        "lowtide.layers": (),
+        "lowtide.losses": (),
+        "lowtide.memory": (),
+        "lowtide.mlp.swiglu": ("swiglu_mlp",),
+        "lowtide.models": ("PatchReport", "patch", "unpatch"),
+        "lowtide.models.callback": ("PatchCallback",),
+        "lowtide.nn": (),
+        "lowtide.trl": ("TrlReport", "patch_trl", "unpatch_trl"),
+    },
+)

@@ -1,5 +1,9 @@
 """The errors that lowtide raises: each names the argument, what was expected, what came, and what to do."""
 
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 __all__ = ["ArgumentTypeError", "ArgumentValueError", "LowtideError", "TargetIndexError", "UnsupportedError"]
 
 
@@ -27,3 +31,20 @@ def message(argument: str, expected: str, got: object, hint: str = "") -> str:
     """Return an error's one sentence: ``argument: expected ..., got .... What to do.``"""
     text = f"{argument}: expected {expected}, got {got}."
     return f"{text} {hint}" if hint else text
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the known name that is nearest to one that is unknown; empty where none is near.
+
+    Of names such as ``llama-3.2-1b`` the letters before the first digit count, where the whole name is too far off.
+    """
+    names = list(known)
+    found = get_close_matches(name.lower(), names, n=1)
+    if not found:
+        stems = {_stem(one): one for one in reversed(names)}
+        found = [stems[stem] for stem in get_close_matches(_stem(name.lower()), stems, n=1)]
+    return f"Did you mean {found[0]}?" if found else ""
+
+
+def _stem(name: str) -> str:
+    return re.split(r"(?<=[a-z])\W*\d", name)[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from head.contract.cases import arguments
 from lowtide import HeadOptions, TeacherTopK, linear_divergence, plan_divergence
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from support import divergence_of, divergence_oracle, head, relative_error
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0), ("tv", 0.5)]

@@ -23,7 +23,8 @@ from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
 from lowtide.head.options import HeadOptions
 from lowtide.head.plan import HeadPlan, plan_head
-from lowtide.measure import mib, peak_above, time_side_by_side
+from lowtide.measure.timing import peak_above, time_side_by_side
+from lowtide.measure.units import mib
 
 NAIVE, TWO_CHUNKS, DEFAULT, TOKEN = "naive", "two chunks", "default", "default, per token"
 FUSED, COMPILED, TWO_COMPILED = "linear_cross_entropy", "default, compiled", "two chunks, compiled"

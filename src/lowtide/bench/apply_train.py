@@ -14,7 +14,8 @@ from lowtide.bench.config import ApplyBenchConfig
 from lowtide.bench.rows import release
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.apply import linear_apply
-from lowtide.measure import cuda_peak_bytes, mib, reset_cuda_peak
+from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
+from lowtide.measure.units import mib
 from lowtide.train.model import model_config
 from lowtide.train.shapes import DEFAULT
 

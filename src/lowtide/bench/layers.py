@@ -21,7 +21,7 @@ from lowtide.bench.reference import relative_error
 from lowtide.bench.results import begin
 from lowtide.bench.rows import reason_of, release
 from lowtide.layers import add_rms_norm, rms_norm, rotary
-from lowtide.measure import time_side_by_side
+from lowtide.measure.timing import time_side_by_side
 
 EPS = 1e-5
 IN_A_ROW = 8  # calls: all but the first are launched while others run, as in a model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.problem import Problem, blocks
-from lowtide.measure import time_side_by_side
+from lowtide.measure.timing import time_side_by_side
 
 CHUNKS = (2048, 4096)  # rows; and all of them at once, where that fits
 MOST_LOGITS = 24 * 2**30  # bytes: more than that is not tried

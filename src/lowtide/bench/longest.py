@@ -17,9 +17,11 @@ from lowtide.bench.longest_config import LongestBenchConfig
 from lowtide.bench.longest_fit import OWN, Demand, Fit
 from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of, measure
 from lowtide.bench.results import begin
-from lowtide.measure import available_bytes, gib, parse_gib, run_child
-from lowtide.measure.child import ALLOCATOR
-from lowtide.memory.planner.gpus import GPUS, find_gpu
+from lowtide.measure.child import ALLOCATOR, run_child
+from lowtide.measure.resident import available_bytes
+from lowtide.measure.units import gib, parse_gib
+from lowtide.memory.planner.at_hand import find_gpu
+from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.plan import USABLE
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import word_of

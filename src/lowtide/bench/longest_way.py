@@ -24,8 +24,9 @@ from lowtide.bench.rows import reason_of
 from lowtide.bench.step_way import VOCABULARY, steps
 from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing, with_lora
 from lowtide.errors import UnsupportedError
-from lowtide.measure import available_bytes, gib
 from lowtide.measure.failures import is_out_of_memory, is_the_gpus
+from lowtide.measure.resident import available_bytes
+from lowtide.measure.units import gib
 from lowtide.memory import apply_policy
 from lowtide.memory.planner.shapes import with_layers
 from lowtide.memory.policy_words import parse_policies

@@ -13,7 +13,8 @@ from lowtide.bench.mlp_peers import MLP_PEERS, MlpPeer, Stack, bare_products, ma
 from lowtide.bench.peers import LOWTIDE, CannotError
 from lowtide.bench.results import begin
 from lowtide.bench.rows import reason_of, release
-from lowtide.measure import kept_above, mib, peak_above, time_side_by_side
+from lowtide.measure.timing import kept_above, peak_above, time_side_by_side
+from lowtide.measure.units import mib
 
 _COLUMNS = (
     f"{'':18}{'forward ms':>11}{'backward ms':>12}{'both ms':>9}{'limit ms':>9}{'over it':>9}"

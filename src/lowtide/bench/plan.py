@@ -11,8 +11,11 @@ import torch
 
 from lowtide.bench.ways import make_optimizer
 from lowtide.errors import UnsupportedError, message
-from lowtide.measure import cuda_reserved_bytes, describe_machine, gib, time_side_by_side
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.machine import describe_machine
+from lowtide.measure.resident import cuda_reserved_bytes
+from lowtide.measure.timing import time_side_by_side
+from lowtide.measure.units import gib
 from lowtide.memory import MemoryPlan, apply_policy, offload_optimizer, remove_policy
 from lowtide.models import patch
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.measure import describe_machine, source_commit
+from lowtide.measure.machine import describe_machine, source_commit
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from lowtide.bench.problem import Problem, Setting
 from lowtide.bench.reference import Floor, Reference, reference, relative_error, rounding_floor
 from lowtide.bench.shapes import Shape
 from lowtide.head.plan import HeadPlan, plan_head
-from lowtide.measure import mib, peak_above, time_side_by_side
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.timing import peak_above, time_side_by_side
+from lowtide.measure.units import mib
 
 REASON_LENGTH = 200
 OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit

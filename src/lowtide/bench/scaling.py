@@ -16,8 +16,7 @@ from lowtide.bench.pictures import require_matplotlib
 from lowtide.bench.results import Files, begin, replace
 from lowtide.bench.ways import LIGER, LOWTIDE, STOCK, Way
 from lowtide.errors import ArgumentValueError, message
-from lowtide.measure import run_command
-from lowtide.measure.child import ALLOCATOR
+from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
 
 WAYS = (LOWTIDE, LIGER, STOCK)

@@ -18,7 +18,8 @@ from transformers import TrainerCallback
 
 from lowtide.bench.rows import reason_of, release
 from lowtide.bench.ways import LEARNING_RATE, Way, build_way
-from lowtide.measure import cuda_peak_bytes, gib, peak_resident_bytes
+from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
+from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
 from lowtide.train.metrics import WARM_STEPS, Recorder, StepMetrics
 from lowtide.train.parallel import all_read, engine_of

@@ -13,8 +13,7 @@ from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import begin
 from lowtide.bench.step_way import VOCABULARY, measure
 from lowtide.bench.ways import language_part
-from lowtide.measure import run_child
-from lowtide.measure.child import ALLOCATOR
+from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.train.model import model_config
 
 _COLUMNS = f"{'':34}{'T':>9}{'s':>9}{'tokens/s':>11}{'GiB':>8}{'loss':>9}{'last':>9}{'of first':>10}\n"

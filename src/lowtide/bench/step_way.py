@@ -14,16 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import LOWTIDE, SDPA, Way, attention_of, build_way, make_optimizer
 from lowtide.errors import UnsupportedError, message
-from lowtide.measure import (
-    cuda_peak_bytes,
-    cuda_reserved_bytes,
-    gib,
-    peak_resident_bytes,
-    reset_cuda_peak,
-    time_side_by_side,
-)
 from lowtide.measure.child import allocator_setting
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.resident import cuda_peak_bytes, cuda_reserved_bytes, peak_resident_bytes, reset_cuda_peak
+from lowtide.measure.timing import time_side_by_side
+from lowtide.measure.units import gib
 from lowtide.memory import offload_optimizer
 from lowtide.memory.policy_words import split_states
 

@@ -26,7 +26,7 @@ from lowtide.bench.rows import Bench, Row, answers, release
 from lowtide.bench.shapes import Shape
 from lowtide.bench.sweep_config import SweepBenchConfig
 from lowtide.errors import UnsupportedError, message
-from lowtide.measure import time_side_by_side
+from lowtide.measure.timing import time_side_by_side
 
 DRAWING = 3.0  # seconds that are left for the picture
 _PROBE = {"cuda": (4096, 4096, 32768), "cpu": (512, 512, 2048)}  # the most of N, D and V that the rate is measured with

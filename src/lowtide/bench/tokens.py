@@ -19,7 +19,8 @@ from lowtide.bench.peers import LOWTIDE, CannotError
 from lowtide.bench.problem import ROWS, Problem, blocks
 from lowtide.bench.reference import exact_products, relative_error
 from lowtide.bench.rows import reason_of, release
-from lowtide.measure import mib, peak_above, time_side_by_side
+from lowtide.measure.timing import peak_above, time_side_by_side
+from lowtide.measure.units import mib
 
 Values = dict[str, Tensor]  # by name, [N] or [N, K], or 0-d: their mean
 Function = Callable[[], Values]

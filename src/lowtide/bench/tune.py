@@ -23,8 +23,8 @@ from lowtide.head.backends import why_not_exp
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.configs import GemmConfig
 from lowtide.head.planner import padded
-from lowtide.measure import Timing, time_side_by_side
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.timing import Timing, time_side_by_side
 
 CALLS = 4  # of a timed run, so that the host's work for one launch hides behind the last one's
 NO_TIME = "not tried: no time left"

@@ -1,4 +1,4 @@
-"""The ``lowtide`` command: one file a subcommand, each with ``add(subparsers)``, which sets ``main`` and ``parser``."""
+"""The ``lowtide`` command: one file a subcommand, imported when it is called, each with ``add(parser)``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 
-from lowtide.cli import bench, plan, profile, train
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import LowtideError
 
-SUBCOMMANDS = (train, plan, profile, bench)
+SUBCOMMANDS = {
+    "train": "train a model on text or conversations",
+    "plan": "what fits in a budget of memory, and how fast",
+    "profile": "where a step's memory and time go, beside its peers",
+    "bench": "measure lowtide beside its peers",
+}
 
 OF_TRAIN = ("transformers", "accelerate", "tokenizers", "psutil", "rich")  # the extra's, without which lowtide imports
 
@@ -105,6 +111,10 @@ def _in_group() -> bool:
     return in_group()
 
 
+def _load(name: str, parser: OneLineParser) -> None:
+    import_module(f"lowtide.cli.{name}").add(parser)
+
+
 def _parser() -> OneLineParser:
     import lowtide
 
@@ -116,6 +126,7 @@ def _parser() -> OneLineParser:
     )
     parser.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="subcommand", metavar="COMMAND", required=True)
-    for subcommand in SUBCOMMANDS:
-        subcommand.add(subparsers)
+    for name, help in SUBCOMMANDS.items():
+        one = subparsers.add_parser(name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter)
+        one.load = partial(_load, name)
     return parser

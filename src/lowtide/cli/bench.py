@@ -41,15 +41,9 @@ Main = Callable[[argparse.Namespace], int]
 OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # options that say how large a run is
 
 
-def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure lowtide beside its peers",
-        description=texts.BENCH,
-        epilog=texts.BENCH_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: OneLineParser) -> None:
+    """Make it the subcommand's parser."""
+    parser.description, parser.epilog = texts.BENCH, texts.BENCH_EXAMPLES
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
 
     def benchmark(config: type, run: Main, help: str, texts: tuple[str, str, str], **names: Iterable[str]) -> None:

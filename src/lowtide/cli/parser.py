@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from lowtide.errors import did_you_mean
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -19,9 +20,13 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **kwargs})
         # argparse takes -4 for a value and -4GiB for an option: then nobody says that it must not be negative
         self._negative_number_matcher = re.compile(r"^-\.?\d")
+        self.load: Callable[[OneLineParser], None] | None = None  # adds what it has, when it is first to parse
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; a command that wants a further word and got none shows what there is, with status 2."""
+        if self.load is not None:
+            load, self.load = self.load, None
+            load(self)
         wanted = any(isinstance(each, argparse._SubParsersAction) and each.required for each in self._actions)
         if wanted and not (sys.argv[1:] if args is None else args):
             self.print_help(sys.stderr)
@@ -31,17 +36,16 @@ class OneLineParser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with the arguments that are not known, and the options that may have been meant."""
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        near = [match for word in unknown for match in difflib.get_close_matches(word.partition("=")[0], known, n=1)]
-        meant = f". Is {', '.join(near)} meant?" if near else ""
-        self.error(f"unknown arguments: {' '.join(unknown)}{meant}")
+        flags = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("-")]
+        hints = [did_you_mean(flag, [one[2:] for one in known]).replace("mean ", "mean --") for flag in flags]
+        self.error(". ".join([f"unknown arguments: {' '.join(unknown)}", " ".join(filter(None, hints))]).rstrip(". "))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = difflib.get_close_matches(str(value), [str(choice) for choice in action.choices or ()], n=1)
-            if near:
-                error.message += f". Is {near[0]} meant?"
+            if hint := did_you_mean(str(value), map(str, action.choices or ())):
+                error.message += f". {hint}"
             raise
 
     def error(self, message: str) -> NoReturn:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.parser import OneLineParser
 from lowtide.errors import ArgumentValueError, message
-from lowtide.measure import parse_gib
+from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.adapters import PROJECTIONS, Adapters, numbers_alone
-from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import DTYPES, OPTIMIZERS
+from lowtide.memory.planner.gpus import GPUS, gpu_named
+from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS
 from lowtide.memory.planner.shapes import read_settings, read_shape, with_layers
 from lowtide.train.config import TrainConfig
-from lowtide.train.shapes import DEFAULT, SHAPES
+from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
 if TYPE_CHECKING:
     from lowtide.memory import MemoryPlan
@@ -50,15 +50,9 @@ examples:
       rates measured on the GPU at hand; one real step, predicted beside measured"""
 
 
-def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="what fits in a budget of memory, and how fast",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: OneLineParser) -> None:
+    """Make it the subcommand's parser."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     add = parser.add_argument
     names = ", ".join(SHAPES)
     add("--model", required=True, metavar="MODEL", help=f"a config.json, a folder with one, or one of {names}")
@@ -126,13 +120,16 @@ def main(arguments: argparse.Namespace) -> int:
         LowtideError: something the user can mend.
     """
     from lowtide.head.options import HeadOptions
-    from lowtide.memory import plan_memory
 
     if arguments.grad_accum < 1:
         raise ArgumentValueError(message("grad_accum", "at least 1", str(arguments.grad_accum)))
     for name, file in (("json", arguments.json), ("png", arguments.png)):  # before minutes of a check are spent
         if file is not None and not Path(file).absolute().parent.is_dir():
             raise ArgumentValueError(message(name, "a file in a folder that exists", str(file)))
+    budget = None if arguments.budget is None else parse_gib("budget", arguments.budget)
+    host = parse_gib("host", arguments.host)
+    if arguments.gpu is not None and not arguments.gpu.lower().startswith("cuda"):
+        gpu_named(arguments.gpu)  # before torch is loaded
     adapters = _adapters(arguments)
     others = {"--lora-rank": adapters, "--attention-mask": arguments.attention_mask}
     others["--no-fused-mlp"] = not arguments.fused_mlp
@@ -142,12 +139,14 @@ def main(arguments: argparse.Namespace) -> int:
     if adapters is not None and (kind := numbers_alone(read_shape(settings))):
         hint = "Say in Python how many numbers are trained: lowtide.memory.plan_memory(..., adapters=NUMBERS)."
         raise ArgumentValueError(message("lora_rank", f"none for {kind}", str(adapters.rank), hint))
+    from lowtide.memory import plan_memory
+
     plan = plan_memory(
         settings,
         arguments.seq_len,
         arguments.batch_size,
-        None if arguments.budget is None else parse_gib("budget", arguments.budget),
-        parse_gib("host", arguments.host),
+        budget,
+        host,
         arguments.gpu,
         dtype=arguments.dtype,
         optimizer=arguments.optimizer,
@@ -199,14 +198,8 @@ def _settings(name: str, layers: int | None) -> dict[str, Any]:
     """Return the config of a ``--model``, with another number of layers where asked for."""
     if name == DEFAULT:
         settings = read_settings({"vocab_size": TrainConfig.vocab_size, **SHAPES[name]})
-    elif name in SHAPES:
-        settings = read_settings(SHAPES[name])
-    elif (path := Path(name).expanduser()).is_file() or (path / "config.json").is_file():
-        settings = read_settings(path)
     else:
-        expected = f"a config.json, a folder with one, or one of {', '.join(SHAPES)}"
-        hint = "Nothing is fetched from the network: download the model's config.json first."
-        raise ArgumentValueError(message("model", expected, repr(name), hint))
+        settings = read_settings(SHAPES[name] if name in SHAPES else config_file(name))
     return settings if layers is None else with_layers(settings, layers)
 
 

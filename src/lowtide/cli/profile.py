@@ -36,15 +36,9 @@ examples:
       what layers keep, mixed"""
 
 
-def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="where a step's memory and time go, beside its peers",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: OneLineParser) -> None:
+    """Make it the subcommand's parser."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     names = {"names": ", ".join(SHAPES), "impls": ", ".join(IMPLEMENTATIONS), "policies": FORM}
     add_options(parser, ProfileConfig, names)
     parser.set_defaults(main=main, parser=parser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 from lowtide.cli.parser import OneLineParser, add_options
 from lowtide.train.config import TrainConfig
-from lowtide.train.shapes import SHAPES
+from lowtide.train.corpus import text_files
+from lowtide.train.shapes import SHAPES, config_file
 
 _DESCRIPTION = """\
 Train a causal language model whose logits are never built. With no argument, a small Llama is trained on the sources of
@@ -57,15 +59,9 @@ On a CPU that other programs use too, set OMP_WAIT_POLICY=PASSIVE in the environ
 can make training ten times slower there. --compare runs both as the environment says."""
 
 
-def add(subparsers: argparse._SubParsersAction[OneLineParser]) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a model on text or conversations",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add(parser: OneLineParser) -> None:
+    """Make it the subcommand's parser."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     add_options(parser, TrainConfig, {"names": ", ".join(SHAPES)})
     parser.add_argument(
         "--compare", action="store_true", help="train twice, with and without lowtide; nothing is saved"
@@ -99,27 +95,37 @@ def main(arguments: argparse.Namespace) -> int:
         raise _usage("compare", "no --resume, --output or --no-patch beside it", "one of them")
     if arguments.write_launch_file is not None:
         return _write_launch_file(arguments.write_launch_file, given)
+    config = None if given.get("resume") else _checked(TrainConfig(**given))
+    console = Console()
+    if "transformers" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        console.print("loading torch and transformers ...")
     # peft imports it wherever it is installed, and on a CPU it logs what a training run has no use for
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from lowtide.train.progress import quiet_transformers
 
     quiet_transformers()
-    if arguments.compare:
+    if arguments.compare and config is not None:
         from lowtide.train import compare
 
-        return 0 if compare(TrainConfig(**given), console=Console(), json_file=arguments.json).equal else 1
-    return _train(given, Console())
+        return 0 if compare(config, console=console, json_file=arguments.json).equal else 1
+    return _train(config, given, console)
 
 
-def _train(given: dict[str, Any], console: Any) -> int:
+def _checked(config: TrainConfig) -> TrainConfig:
+    """Return a config whose model and data are there, before seconds are spent on loading libraries."""
+    if config.model not in SHAPES:
+        config_file(config.model)
+    text_files(config.data)
+    return config
+
+
+def _train(config: TrainConfig | None, given: dict[str, Any], console: Any) -> int:
     from lowtide.train import train
     from lowtide.train.ranks import is_first_rank
     from lowtide.train.resuming import resumed_config
     from lowtide.train.run import finish_complete_run
 
-    if not given.get("resume"):
-        config = TrainConfig(**given)
-    else:
+    if config is None:
         config = resumed_config(given)
         if model := finish_complete_run(config):
             if is_first_rank():

@@ -11,7 +11,7 @@ from lowtide.bench.settings import Device, Dtype, options_of, setting
 from lowtide.bench.ways import IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import parse_gib
-from lowtide.memory.planner.job import OPTIMIZERS
+from lowtide.memory.planner.optimizers import OPTIMIZERS
 
 Optimizer = Literal["adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum"]
 Fsdp = Literal["none", "zero2", "zero3"]

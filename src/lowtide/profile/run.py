@@ -17,8 +17,8 @@ from lowtide.bench.head import chosen_device, chosen_dtype
 from lowtide.bench.results import Files, begin, replace
 from lowtide.bench.ways import LIGER, Way, language_part
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
-from lowtide.measure import ChildResult, parse_gib, run_child
-from lowtide.measure.child import ALLOCATOR
+from lowtide.measure.child import ALLOCATOR, ChildResult, run_child
+from lowtide.measure.units import parse_gib
 from lowtide.profile.config import AUTO, ProfileConfig
 from lowtide.profile.flops import device_peak, step_flop
 from lowtide.profile.include import include, read_profiles

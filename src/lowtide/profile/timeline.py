@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from lowtide.measure import gib
+from lowtide.measure.units import gib
 from lowtide.profile.owners import ACTIVATIONS, OTHER, OWNERS, Known, Owned, owners_of
 from lowtide.profile.phases import FORWARD, KINDS, Phase
 from lowtide.profile.recording import Recording

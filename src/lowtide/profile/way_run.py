@@ -22,15 +22,15 @@ from torch.autograd.profiler import profile
 from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import COMPILE, SDPA, Way, attention_of, build_way, make_optimizer
 from lowtide.errors import UnsupportedError
-from lowtide.measure import (
+from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.resident import (
     cuda_peak_bytes,
     cuda_reserved_bytes,
-    gib,
     peak_resident_bytes,
     reset_cuda_peak,
     resident_bytes,
 )
-from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.units import gib
 from lowtide.profile.owners import known_before, optimizer_tensors
 from lowtide.profile.phases import EMBEDDING, END, HEAD_BACKWARD, OPTIMIZER, Phase, PhaseMarks, mended
 from lowtide.profile.recording import Recording, record, storages

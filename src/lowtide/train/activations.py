@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.head.options import HeadOptions
-from lowtide.measure import gib, parse_gib
+from lowtide.measure.units import gib, parse_gib
 from lowtide.memory import ActivationPolicy, MemoryPlan, apply_policy, plan_memory
 from lowtide.memory.planner.search import Mixture, name_of
 from lowtide.memory.policy_words import layer_policies

@@ -11,9 +11,11 @@ import torch
 
 from lowtide.errors import LowtideError
 from lowtide.head.options import HeadOptions
-from lowtide.measure import available_bytes, gib, resident_bytes
+from lowtide.measure.resident import available_bytes, resident_bytes
+from lowtide.measure.units import gib
 from lowtide.memory.planner.adapters import PROJECTIONS
-from lowtide.memory.planner.gpus import GPUS, find_gpu
+from lowtide.memory.planner.at_hand import find_gpu
+from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.plan import USABLE
 from lowtide.memory.planner.search import Mixture, Search

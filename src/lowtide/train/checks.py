@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, gather_object
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.measure import gib
+from lowtide.measure.units import gib
 from lowtide.train.chat import ChatFormat
 from lowtide.train.conversations import Conversation
 from lowtide.train.corpus import Corpus

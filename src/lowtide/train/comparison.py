@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
-from lowtide.measure import run_child
+from lowtide.measure.child import run_child
 from lowtide.train.config import TrainConfig
 from lowtide.train.prepare import prepare
 from lowtide.train.progress import quiet_transformers

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.measure import parse_gib
+from lowtide.measure.units import parse_gib
 from lowtide.memory.policy_words import parse_policies
 from lowtide.train.shapes import SHAPES
 

@@ -189,15 +189,7 @@ def open_corpus(paths: Sequence[str], *, text_field: str, streams: int, seq_len:
     Raises:
         ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or there is too little text.
     """
-    skipped = 0
-    files: list[Path] = []
-    if paths:
-        for given in paths:
-            found, left_out = _search(Path(given).expanduser())
-            files += found
-            skipped += left_out
-    else:
-        files = _standard_library()
+    files, skipped = text_files(paths) if paths else (_standard_library(), 0)
     files = list({path.resolve(): path for path in [*files, *reversed(files)]}.values())  # each by its first name
     sizes = tuple(path.stat().st_size for path in files)
     chat = _is_chat(files, text_field)
@@ -214,6 +206,16 @@ def open_corpus(paths: Sequence[str], *, text_field: str, streams: int, seq_len:
     for path in corpus.files[:_LOOKED_AT]:
         _check_first_line(path, text_field, chat)
     return corpus
+
+
+def text_files(paths: Sequence[str]) -> tuple[list[Path], int]:
+    """Return the text files of the paths that the user named, in order, and how many others their folders hold.
+
+    Raises:
+        ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or a folder without text.
+    """
+    found = [_search(Path(path).expanduser()) for path in paths]
+    return [file for files, _ in found for file in files], sum(skipped for _, skipped in found)
 
 
 def _search(path: Path) -> tuple[list[Path], int]:

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, message
-from lowtide.measure import (
+from lowtide.measure.resident import (
     cuda_peak_bytes,
     peak_resident_bytes,
     reset_cuda_peak,

@@ -11,7 +11,7 @@ import torch
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.parallel import built_whole
-from lowtide.train.shapes import DEFAULT, SHAPES
+from lowtide.train.shapes import DEFAULT, SHAPES, config_file
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _ALONE = "Take --packing none, where every document has a row of its own."
@@ -36,13 +36,7 @@ def model_config(name: str, *, vocab_size: int) -> Any:
     if name in SHAPES:
         shape = {"vocab_size": vocab_size, **SHAPES[name]} if name == DEFAULT else SHAPES[name]
         return _from_settings(shape, name)
-    path = Path(name).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        got = f"{name}, a folder without one" if path.is_dir() else repr(name)
-        expected = f"a folder with a config.json, a config as a .json file, or one of {', '.join(SHAPES)}"
-        hint = "Models are not fetched from the network: download it first and name its folder."
-        raise ArgumentValueError(message("model", expected, got, hint))
+    file = config_file(name)
     try:
         settings = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:

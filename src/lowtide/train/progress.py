@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from lowtide.measure import mib, resident_bytes
+from lowtide.measure.resident import resident_bytes
+from lowtide.measure.units import mib
 from lowtide.train.metrics import StepMetrics
 
 LINE_EVERY_SECONDS = 10.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from lowtide.measure import mib
+from lowtide.measure.units import mib
 from lowtide.train.checkpoints import MERGED
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import has_weights

@@ -7,7 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowtide.measure import describe_machine, mib
+from lowtide.measure.machine import describe_machine
+from lowtide.measure.units import mib
 
 EARLY_STEPS = 50
 NARROW_EARLY_STEPS = 20

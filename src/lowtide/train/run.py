@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
-from lowtide.measure import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.train import checkpoints
 from lowtide.train.activations import states_away
 from lowtide.train.advice import advise

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from lowtide.errors import ArgumentValueError, did_you_mean, message
 
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -129,3 +132,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+def config_file(name: str) -> Path:
+    """Return the config.json of a ``--model`` that is no built-in name.
+
+    Raises:
+        ArgumentValueError: there is none.
+    """
+    path = Path(name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        return file
+    got = f"{name}, a folder without one" if path.is_dir() else repr(name)
+    expected = f"a folder with a config.json, a config as a .json file, or one of {', '.join(SHAPES)}"
+    hint = "Models are not fetched from the network: download it first and name its folder."
+    raise ArgumentValueError(message("model", expected, got, did_you_mean(name, SHAPES) or hint))

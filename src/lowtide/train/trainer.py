@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from lowtide.errors import ArgumentValueError, message
+from lowtide.errors import ArgumentValueError, did_you_mean, message
 from lowtide.train import checkpoints, states
 from lowtide.train.checkpoints import SCHEDULER
 from lowtide.train.config import TrainConfig
@@ -403,7 +403,8 @@ def _trainer_args(pairs: tuple[str, ...], own: set[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or key not in known:
-            raise ArgumentValueError(message("trainer_args", "KEY=VALUE with a key of TrainingArguments", repr(pair)))
+            expected = "KEY=VALUE with a key of TrainingArguments"
+            raise ArgumentValueError(message("trainer_args", expected, repr(pair), did_you_mean(key, known)))
         if key in own or key in ("bf16", "fp16"):
             hint = "`lowtide train --help` lists lowtide's own options."
             raise ArgumentValueError(message("trainer_args", "a key that no option of lowtide sets", repr(key), hint))

@@ -11,12 +11,13 @@ from torch import nn
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.head.options import HeadOptions
-from lowtide.measure import as_gib, gib
-from lowtide.measure.units import gib_text
+from lowtide.measure.units import as_gib, gib, gib_text
 from lowtide.memory.planner.adapters import Adapters, numbers_alone
-from lowtide.memory.planner.gpus import Gpu, find_gpu
-from lowtide.memory.planner.job import DTYPES, OPTIMIZERS, Job
+from lowtide.memory.planner.at_hand import find_gpu
+from lowtide.memory.planner.gpus import Gpu
+from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_bytes import checkpoint_bytes
+from lowtide.memory.planner.optimizers import DTYPES, OPTIMIZERS
 from lowtide.memory.planner.report import MemoryPlan, rung_of
 from lowtide.memory.planner.search import Candidate, Search, largest_batch, longest_sequence
 from lowtide.memory.planner.shapes import KINDS, read_shape
@@ -279,8 +280,8 @@ def _dtype(dtype: object, model_or_config: Any, autocast: bool) -> torch.dtype:
         if not isinstance(model_or_config, nn.Module):
             return torch.float32 if autocast else torch.bfloat16
         dtype = next(model_or_config.parameters()).dtype
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
+    found = getattr(torch, dtype) if dtype in DTYPES else dtype
+    if found not in [getattr(torch, name) for name in DTYPES]:
         raise ArgumentValueError(message("dtype", f"one of {', '.join(DTYPES)}", f"{dtype!r}"))
     assert isinstance(found, torch.dtype)
     if autocast and found != torch.float32:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lowtide.head.options import HeadOptions
-from lowtide.measure import gib
 from lowtide.measure.text import folded, table
+from lowtide.measure.units import gib
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.search import Candidate, name_of
 from lowtide.memory.planner.step_bytes import Phase

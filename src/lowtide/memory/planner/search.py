@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
-from lowtide.measure import gib
+from lowtide.measure.units import gib
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.step_bytes import Memory

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
 # Fields that stand for parts of a layer whose bytes this planner does not know. Where one is set, it refuses.
@@ -174,7 +172,7 @@ def read_shape(model_or_config: Any) -> ModelShape:
     """
     if isinstance(model_or_config, ModelShape):
         return model_or_config
-    model = model_or_config if isinstance(model_or_config, nn.Module) else None
+    model = model_or_config if _is_module(model_or_config) else None
     settings = read_settings(model_or_config)
     shape = _from_settings(settings)
     if model is None and shape.model_type not in KINDS:
@@ -199,7 +197,7 @@ def read_settings(model_or_config: Any) -> dict[str, Any]:
         ArgumentValueError: As there.
     """
     given = model_or_config
-    config: Any = getattr(given, "config", None) if isinstance(given, nn.Module) else given
+    config: Any = getattr(given, "config", None) if _is_module(given) else given
     if isinstance(config, (str, Path)):
         config = _read_file(Path(config).expanduser())
     if callable(getattr(config, "get_text_config", None)):
@@ -365,6 +363,11 @@ def _flag(settings: Mapping[str, Any], name: str) -> bool:
     return value
 
 
+def _is_module(x: object) -> bool:
+    """Return whether it is a model, without importing torch for what is none."""
+    return callable(getattr(x, "named_modules", None))
+
+
 def _on_meta(settings: Mapping[str, Any], model_type: str) -> Any:
     """Return the model without weights, to count a type's parameters that nobody has compared yet.
 
@@ -384,7 +387,7 @@ def _on_meta(settings: Mapping[str, Any], model_type: str) -> Any:
         raise ArgumentValueError(message("model_type", expected, f"{model_type!r} ({why})")) from error
 
 
-def _compare(shape: ModelShape, model: nn.Module) -> None:
+def _compare(shape: ModelShape, model: Any) -> None:
     """Refuse a model whose parameters are not those that its config was read to have."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:

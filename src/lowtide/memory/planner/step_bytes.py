@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.optimizer_blocks import BLOCK_BYTES, layers_to_leave, share_away, share_back
-from lowtide.memory.planner.job import OPTIMIZERS, Job
+from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_bytes import PAGES, LayerBytes, masks_bytes
+from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.policy import ActivationPolicy
 
 MIB = 2**20

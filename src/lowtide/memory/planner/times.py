@@ -13,8 +13,9 @@ import torch
 
 from lowtide.memory.optimizer_blocks import share_back, share_out
 from lowtide.memory.planner.gpus import HALF_LENGTH, HALF_RATE
-from lowtide.memory.planner.job import OPTIMIZERS, Job
+from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_bytes import checkpoint_bytes, level_of
+from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.step_bytes import Groups, placed
 from lowtide.memory.policy import ActivationPolicy
 
