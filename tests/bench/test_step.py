@@ -13,8 +13,7 @@ from lowtide.bench import layers, step, step_way
 from lowtide.bench.config import LayersBenchConfig, StepBenchConfig
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import child
-from lowtide.measure.child import ChildResult
+from lowtide.measure import ChildResult, child
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.search import name_of
 from lowtide.memory.policy_words import parse_policies, split_states
@@ -111,6 +110,7 @@ def test_what_is_printed_is_read_back() -> None:
     assert parse_policies(printed, 16) == [tiled] * 4 + [KEEP_ALL] * 12
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_way_that_fails_is_a_row_that_says_why(tmp_path: Path) -> None:
     command = "bench step --model lowtide-small --tokens 16 --peer none --policy 5xall --warm 0 --reps 1 --device cpu"
     assert main([*command.split(), "--output", str(tmp_path)]) == 1

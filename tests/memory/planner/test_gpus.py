@@ -11,8 +11,7 @@ import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.memory.planner import gpus
-from lowtide.memory.planner.at_hand import MEASURED, find_gpu, measured_gpu
-from lowtide.memory.planner.gpus import GPUS, known_as
+from lowtide.memory.planner.gpus import GPUS, MEASURED, find_gpu, known_as, measured_gpu
 
 DRIVER = {
     "NVIDIA H100 80GB HBM3": "h100",
