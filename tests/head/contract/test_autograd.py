@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -357,16 +357,17 @@ def test_no_grad_and_inference_mode_compute_the_same_values(mode: Mode) -> None:
 
 def gemm_flop(*calls: Callable[[], Any]) -> list[int]:
     """Return what the GEMMs that really run take in each call, inside operators, too."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
+    with profile(use_kineto=True, record_shapes=True) as profiler:  # whose own list of events takes seconds to make
         for i, call in enumerate(calls):
             with record_function(f"call {i}"):
                 call()
     flop = [0] * len(calls)
-    ends = sorted(event.time_range.end for event in profiler.events() if event.name.startswith("call "))
-    for event in profiler.events():
-        if event.name in ("aten::mm", "aten::addmm"):
-            (rows, depth), (_, columns) = event.input_shapes[event.name == "aten::addmm" :][:2]
-            at = bisect(ends, event.time_range.start)
+    events = profiler.kineto_results.events()
+    starts = sorted(event.start_ns() for event in events if event.name().startswith("call "))
+    for event in events:
+        if event.name() in ("aten::mm", "aten::addmm"):
+            (rows, depth), (_, columns) = event.shapes()[event.name() == "aten::addmm" :][:2]
+            at = bisect(starts, event.start_ns()) - 1
             flop[at] += 2 * rows * depth * columns * (rows > 1)  # a bias's sum may be a product of one row
     return flop
 
