@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 import lowtide
 from lowtide import layers, losses
-from lowtide.errors import LowtideError
+from lowtide.errors import ArgumentTypeError, LowtideError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's own, about the tensors made here
 N, D, V, FF = 3, 4, 5, 6
@@ -25,7 +26,7 @@ def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         torch.randint(0, V, (N,)),
     )
     head: dict[str, Any] = {"input": x, "linear_weight": w, "linear_bias": b, "softcap": 3.0}
-    logprob = -torch.rand(2, 3)
+    logprob, scale = -torch.rand(2, 3), torch.tensor(0.5)
     names = ("chosen_logprob", "rejected_logprob", "ref_chosen_logprob", "ref_rejected_logprob")
     pairs = dict(zip(names, -torch.rand(4, 3), strict=True))
     return {
@@ -37,7 +38,7 @@ def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "weight": torch.rand(V),
                 "token_weight": torch.rand(N),
                 "num_items": torch.tensor(3),
-                "logit_scale": torch.tensor(0.5),
+                "logit_scale": scale,
                 "label_smoothing": 0.1,
                 "z_loss": 0.1,
                 "ignore_index": -100,
@@ -46,10 +47,10 @@ def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "options": lowtide.HeadOptions(),
             },
         ),
-        "linear_logprobs": (lowtide.linear_logprobs, {**head, "target": y, "logit_scale": 0.5, "ignore_index": -100}),
+        "linear_logprobs": (lowtide.linear_logprobs, {**head, "target": y, "logit_scale": scale, "ignore_index": -100}),
         "linear_token_stats": (
             lowtide.linear_token_stats,
-            {**head, "target": y, "want": ("logprob", "entropy"), "topk": 2, "logit_scale": 0.5},
+            {**head, "target": y, "want": ("logprob", "entropy"), "topk": 2, "logit_scale": scale},
         ),
         "linear_divergence": (
             lowtide.linear_divergence,
@@ -63,13 +64,24 @@ def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "kind": "jsd",
                 "beta": 0.5,
                 "reduction": "mean",
-                "num_items": 3,
+                "num_items": torch.tensor(3),
                 "teacher_softcap": 3.0,
             },
         ),
+        "linear_divergence of a top k": (
+            lambda ids, logprobs: lowtide.linear_divergence(x, w, None, None, teacher_topk=(ids, logprobs)),
+            {"ids": torch.zeros(N, 1, dtype=torch.long), "logprobs": -torch.rand(N, 1)},
+        ),
         "linear_apply": (
-            lowtide.linear_apply,
-            {"fn": entropy, **head, "mask": torch.ones(N, dtype=torch.bool), "logit_scale": 0.5, "out": "token"},
+            applied,
+            {
+                "fn": entropy,
+                **head,
+                "token_args": torch.rand(N),
+                "mask": torch.ones(N, dtype=torch.bool),
+                "logit_scale": scale,
+                "out": "token",
+            },
         ),
         "swiglu_mlp": (
             lowtide.swiglu_mlp,
@@ -79,6 +91,8 @@ def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "up_weight": torch.randn(FF, D),
                 "down_weight": torch.randn(D, FF),
                 "gate_bias": torch.randn(FF),
+                "up_bias": torch.randn(FF),
+                "down_bias": torch.randn(D),
                 "activation": "silu",
                 "checkpoint_level": 1,
                 "tile_tokens": 2,
@@ -126,7 +140,11 @@ def good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     }
 
 
-def entropy(z: torch.Tensor) -> torch.Tensor:
+def applied(fn: Any, input: Any, linear_weight: Any, token_args: Any, **kwargs: Any) -> Any:
+    return lowtide.linear_apply(fn, input, linear_weight, token_args, **kwargs)
+
+
+def entropy(z: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(z.softmax(-1)).sum(-1)
 
 
@@ -137,8 +155,15 @@ def bad_tensors(like: torch.Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "complex": number.to(torch.complex64),
         "sparse": number.to_sparse(),
-        "nested": torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged),
+        "nested": torch.nested.nested_tensor([number]),
         "float8": number.to(torch.float8_e4m3fn),
+        "float8, wide range": number.to(torch.float8_e5m2),
+    }
+    if not flat.dim():
+        return found
+    found |= {
+        "jagged": torch.nested.nested_tensor([number[:1], number[1:]], layout=torch.jagged),
+        "jagged, of another shape": torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged),
         "quantized": torch.quantize_per_tensor(number, 0.1, 0, torch.quint8),
         "wrong shape": flat.new_zeros((*flat.shape, 7, 2)),
         "on meta": flat.to("meta"),
@@ -147,7 +172,7 @@ def bad_tensors(like: torch.Tensor) -> dict[str, Any]:
         "numpy": flat.numpy() if flat.dtype != torch.bfloat16 else None,
         "object": object(),
     }
-    if flat.dim() == 2:
+    if flat.dim() > 1:
         found["csr"] = number.to_sparse_csr()
     found |= {
         "None": None,
@@ -155,14 +180,16 @@ def bad_tensors(like: torch.Tensor) -> dict[str, Any]:
         "int16": flat.to(torch.int16),
         "double": flat.double(),
         "half": flat.half(),
-        "one axis less": flat.sum(0) if flat.dim() else flat,
+        "one axis less": flat.sum(0),
         "empty": flat.new_zeros((0,)),
         "inf": number * math.inf,
     }
     return found
 
 
-REFUSED = {"complex", "sparse", "nested", "float8", "quantized", "wrong shape", "on meta", "text", "object", "csr"}
+NO_FORM = {"complex", "sparse", "nested", "jagged", "float8", "float8, wide range", "csr"}  # named as such
+REFUSED = NO_FORM | {"jagged, of another shape", "quantized", "wrong shape", "on meta", "text", "object"}
+AS_IT_IS = {"complex", "float8", "float8, wide range", "wrong shape", "quantized"}  # what fn gets for a token
 NUMBERS: dict[str, Any] = {
     "text": "a",
     "huge": 10**400,
@@ -186,17 +213,19 @@ NO_NUMBER = {"text", "complex", "vector", "complex tensor", "list", "object"}
 def judge(name: str, argument: str, kind: str, value: Any) -> str | None:
     """Return what is wrong with the answer to a bad argument, None where nothing is."""
     function, kwargs = good()[name]
-    must = (
-        kind in REFUSED if isinstance(kwargs[argument], torch.Tensor) else kind in NO_NUMBER
-    ) or kind == "complex tensor"
+    is_tensor = isinstance(kwargs[argument], torch.Tensor)
+    must = kind in NO_NUMBER or (is_tensor and kind in REFUSED)
+    must &= argument != "token_args" or kind not in AS_IT_IS
     leaves = {k: v.detach().requires_grad_(v.requires_grad) for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
     kwargs = {**kwargs, **leaves, argument: value}
     try:
         out = function(**kwargs)
     except LowtideError as error:
-        return (
-            None if argument.split("_")[0] in str(error) or "expected" in str(error) else f"says nothing of it: {error}"
-        )
+        if must and is_tensor and kind in NO_FORM:
+            of_it = re.match(rf"(teacher_topk\.)?{argument}(\[0\])?: expected", str(error))
+            return None if of_it and isinstance(error, ArgumentTypeError) else f"not named: {error!r}"
+        said = argument.split("_")[0] in str(error) or "expected" in str(error)
+        return None if said else f"says nothing of it: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:150]}"
     if must:
@@ -216,11 +245,17 @@ CASES += [("plan_head", size) for size in "NDV"]
 @pytest.mark.parametrize(("name", "argument"), CASES, ids=lambda x: str(x))
 def test_a_bad_argument_is_refused_in_lowtides_words(name: str, argument: str) -> None:
     value, wrong = good()[name][1][argument], {}
-    if isinstance(value, torch.Tensor) and value.dim():
-        bad = bad_tensors(value)
-    else:
-        bad = NUMBERS
+    is_tensor = isinstance(value, torch.Tensor)
+    bad = (bad_tensors(value) if is_tensor else {}) | (NUMBERS if not is_tensor or not value.dim() else {})
     for kind, other in bad.items():
         if (found := judge(name, argument, kind, other)) is not None:
             wrong[kind] = found
     assert not wrong
+
+
+def test_good_arguments_are_taken() -> None:
+    for function, kwargs in good().values():
+        function(**kwargs)
+    function, kwargs = good()["linear_cross_entropy"]  # integers and booleans are real numbers
+    counts = {"weight": torch.arange(V), "token_weight": torch.arange(N) > 0, "logit_scale": torch.tensor(2)}
+    function(**kwargs | counts)

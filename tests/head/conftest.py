@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,11 +18,20 @@ def cpu_multiplies_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     forget_plans()
 
 
-@pytest.fixture(params=["dropped", "computed as zeros"])
-def rows_of_no_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways with tokens that count for nothing, on the CPU: dropped as there, or computed as on other devices."""
+@pytest.fixture
+def keep_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Have tokens that count for nothing dropped, as on the CPU, or computed as zeros, as on other devices."""
     modules = [module for name, module in sys.modules.items() if name.startswith("lowtide.head")]
-    for module in modules if request.param != "dropped" else []:
-        if hasattr(module, "drops_rows"):
-            monkeypatch.setattr(module, "drops_rows", lambda device: False)
-    return request.param
+    modules = [module for module in modules if hasattr(module, "drops_rows")]
+
+    def keep(kept: bool) -> None:
+        for module in modules:
+            monkeypatch.setattr(module, "drops_rows", lambda device: not kept)
+
+    return keep
+
+
+@pytest.fixture(params=[False, True], ids=["dropped", "computed as zeros"])
+def rows_of_no_use(request: pytest.FixtureRequest, keep_rows: Callable[[bool], None]) -> None:
+    """Both ways with them."""
+    keep_rows(request.param)

@@ -56,8 +56,10 @@ def test_views_of_the_logits_and_changes_in_place(
     torch.testing.assert_close(got, want)
     if grad:
         upstream = torch.randn_like(want)
+        kept = upstream.clone()
         for g, e in zip(*(torch.autograd.grad(out, (x, w, b), upstream) for out in (got, want)), strict=True):
             torch.testing.assert_close(g, e)
+        assert torch.equal(upstream, kept), "of a view of the logits it is their gradient, and is not written over"
 
 
 @pytest.mark.parametrize("out", ["token", "sum"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,47 @@ from torch import Tensor
 
 from head.contract.cases import arguments
 from lowtide import HeadOptions, TeacherTopK, linear_divergence, plan_divergence
+from lowtide.errors import LowtideError
+from lowtide.head.backends import choose, why_not_row
+from lowtide.head.plan import plan_of
+from lowtide.head.planner import Work
 from lowtide.measure import track_allocations
 from support import divergence_of, divergence_oracle, head, relative_error
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0), ("tv", 0.5)]
 REVERSE = [("reverse_kl", 0.5), ("jsd", 1.0)]
 TAILS = ("bucket", "renormalise", "drop")
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, in Triton's interpreter; on a GPU `tests/gpu` runs them as users do."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU tests/gpu runs this path")
+    from head.kernel_plans import use_kernels
+
+    use_kernels(monkeypatch)
+
+
+def make(
+    dtype: torch.dtype, leading: Any = (3, 5), D: int = 9, V: int = 23, U: int | None = None, teacher_D: int = 4
+) -> tuple[list[Tensor], list[Tensor]]:
+    student, teacher = head(leading, D, V, dtype=dtype), head(leading, teacher_D, U or V, dtype=dtype, seed=1)
+    return list(student[:3]), [t.detach() for t in teacher[:3]]
+
+
+def doubled(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def call(
+    student: list[Tensor], teacher: list[Tensor], function: Callable[..., Tensor] = linear_divergence, **kwargs: Any
+) -> Tensor:
+    (x, w, b), (tx, tw, tb) = student, teacher
+    return function(x, w, tx, tw, linear_bias=b, teacher_bias=tb, **kwargs)
 
 
 def check_gradients(
@@ -61,41 +96,37 @@ def test_the_generalised_jsd_is_that_of_gkd() -> None:
         torch.testing.assert_close(got, each.sum(-1))
 
 
+def with_classes(side: list[Tensor], count: int) -> list[Tensor]:
+    """Return a side with so many classes more, of no probability: exp(-60) is nothing, and finite."""
+    x, w, b = side
+    more = max(count, 0)
+    return [x, torch.cat((w, w.new_zeros(more, w.shape[1]))), torch.cat((b, b.new_full((more,), -60.0)))]
+
+
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
-@pytest.mark.parametrize("larger", ["student", "teacher"])
-def test_classes_that_one_side_lacks_have_probability_zero(kind: str, beta: float, larger: str) -> None:
-    V, V_teacher = (17, 13) if larger == "student" else (13, 17)
-    x, w, b, _ = head(7, 5, V, dtype=torch.float64)
-    tx, tw, _, _ = head(7, 6, V_teacher, dtype=torch.float64, seed=1)
-    value = linear_divergence(
-        x, w, tx, tw, kind=kind, beta=beta, linear_bias=b, options=HeadOptions(workspace_mib=0.001)
-    )
-    log_s = F.pad((x @ w.T + b).log_softmax(-1), (0, 17 - V), value=-torch.inf)
-    log_t = F.pad((tx @ tw.T).log_softmax(-1), (0, 17 - V_teacher), value=-torch.inf)
+@pytest.mark.parametrize(("V", "U"), [(61, 45), (45, 61)])
+@pytest.mark.parametrize("by", ["torch", "kernels"])
+def test_classes_that_one_side_lacks_have_probability_zero(
+    kind: str, beta: float, V: int, U: int, by: str, request: pytest.FixtureRequest
+) -> None:
+    dtype = torch.float64 if by == "torch" else torch.float32
+    if by == "kernels":
+        request.getfixturevalue("kernels")
+    student, teacher = make(dtype, (2, 5), 24, V, U, teacher_D=16)
+    value = call(student, teacher, kind=kind, beta=beta, options=HeadOptions(workspace_mib=0.001))
+    true = doubled(student)
+    wide, others = with_classes(true, U - V), with_classes(doubled(teacher), V - U)
     forward, reverse = ((kind, beta) in named for named in ([("forward_kl", 0.5), ("jsd", 0.0)], REVERSE))
-    if (forward and larger == "teacher") or (reverse and larger == "student"):
+    if (forward and U > V) or (reverse and V > U):
         assert (value == torch.inf).all()
         if forward:  # the gradient of what is there
-            (dx,) = torch.autograd.grad(value.sum(), x)
-            torch.testing.assert_close(dx, (log_s.exp() - log_t.exp())[:, :V] @ w)
+            (dx,) = torch.autograd.grad(value.sum(), student[0])
+            s, t = (F.linear(*side).softmax(-1) for side in (wide, others))
+            assert relative_error(dx, (s - t)[..., :V] @ true[1]) < TOLERANCE[dtype]
         return
-    s, t = log_s.exp(), log_t.exp()
-    rows = slice(0, min(V, V_teacher))
-    if kind == "tv":
-        expected = (s - t).abs().sum(-1) / 2
-    elif forward:
-        expected = (t[:, rows] * (log_t - log_s)[:, rows]).sum(-1)
-    elif reverse:
-        expected = (s[:, rows] * (log_s - log_t)[:, rows]).sum(-1)
-    else:
-        m = beta * t + (1 - beta) * s
-        entropy = lambda p: torch.special.entr(p).sum(-1)  # noqa: E731
-        expected = entropy(m) - beta * entropy(t) - (1 - beta) * entropy(s)
-    torch.testing.assert_close(value, expected)
-    leaves = (x, w, b)
-    got, want = torch.autograd.grad(value.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
-    for g, e in zip(got, want, strict=True):
-        torch.testing.assert_close(g, e)
+    expected = call(wide, others, divergence_oracle, kind=kind, beta=beta)
+    assert relative_error(value, expected) < TOLERANCE[dtype]
+    check_gradients(value, expected, student, true, TOLERANCE[dtype])
 
 
 def test_classes_that_both_sides_rule_out() -> None:
@@ -143,13 +174,15 @@ def test_a_student_close_to_its_teacher(kind: str, beta: float) -> None:
     assert (same.abs() < 1e-7).all()
 
 
-def test_a_teacher_of_another_dtype() -> None:
-    x, w, _, _ = head(9, 6, 31)
-    tx, tw, _, _ = head(9, 4, 31, dtype=torch.bfloat16, seed=1)
-    value = linear_divergence(x, w, tx, tw)
-    expected = divergence_oracle(x, w, tx.detach().float(), tw.detach().float())
-    torch.testing.assert_close(value, expected)
-    check_gradients(value, expected, [x, w], [x, w], 1e-5)
+@pytest.mark.parametrize("by", ["torch", "kernels"])
+def test_a_teacher_of_another_dtype(by: str, request: pytest.FixtureRequest) -> None:
+    if by == "kernels":
+        request.getfixturevalue("kernels")
+    student, teacher = make(torch.float32)[0], make(torch.bfloat16)[1]
+    true, wide = doubled(student), doubled(teacher)
+    value, expected = call(student, teacher), call(true, wide, divergence_oracle)
+    assert relative_error(value, expected) < 1e-5
+    check_gradients(value, expected, student, true, 1e-5)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -232,20 +265,6 @@ def test_no_gradient_goes_to_the_teacher() -> None:
     torch.testing.assert_close(
         dw, torch.autograd.grad(divergence_oracle(x, w, (x * 2).detach(), w.detach()).sum(), w)[0]
     )
-
-
-def make(dtype: torch.dtype, leading: Any = (3, 5), D: int = 9, V: int = 23) -> tuple[list[Tensor], list[Tensor]]:
-    student, teacher = head(leading, D, V, dtype=dtype), head(leading, 4, V, dtype=dtype, seed=1)
-    return list(student[:3]), [t.detach() for t in teacher[:3]]
-
-
-def doubled(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
-
-
-def call(student: list[Tensor], teacher: list[Tensor], **kwargs: Any) -> Tensor:
-    (x, w, b), (tx, tw, tb) = student, teacher
-    return linear_divergence(x, w, tx, tw, linear_bias=b, teacher_bias=tb, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -332,3 +351,70 @@ def test_the_workspace_is_kept_beside_a_larger_teacher(kind: str, dtype: torch.d
         value.sum().backward()
     beyond = seen.peak_bytes - sum(t.grad.nbytes for t in (x, w, b)) - plan.accumulator_bytes - plan.cast_bytes
     assert max(beyond, plan.scratch_bytes) <= 2**20
+
+
+def test_vectors_of_any_strides(kernels: None) -> None:
+    """An expanded upstream gradient, mask and bias have one number in memory, a column of a matrix every other one."""
+    (x, w, b), (tx, tw, tb) = make(torch.float32, (2, 5), 24, 61, teacher_D=16)
+    mask = torch.ones(1, dtype=torch.bool)
+    strided = torch.stack((b.detach(), tb), 1)
+    kwargs = {"linear_bias": strided[:, 0], "teacher_bias": b.new_full((1,), 0.7).expand(61)}
+    got = linear_divergence(x, w, tx, tw, mask=mask.expand(2, 5), **kwargs)
+    want = linear_divergence(x, w, tx, tw, linear_bias=b.detach(), teacher_bias=torch.full((61,), 0.7))
+    assert torch.equal(got, want)
+    flat = linear_divergence(x.view(10, 24), w, tx.view(10, 16), tw, mask=mask.expand(10), **kwargs)
+    assert torch.equal(flat, want.view(10))
+    ones = torch.autograd.grad(want, (x, w), torch.ones(2, 5))
+    for g, e in zip(torch.autograd.grad(flat.sum(), (x, w)), ones, strict=True):
+        assert torch.equal(g, e)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("asked", ["auto", "row", "torch"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "topk", "against"),
+    [
+        (CUDA, torch.bfloat16, False, None),
+        (CUDA, torch.float16, False, None),
+        (CUDA, torch.float32, False, None),
+        (CUDA, torch.float64, False, "computes in float32"),
+        (CUDA, torch.bfloat16, True, "top k"),
+        (CPU, torch.bfloat16, False, "NVIDIA GPUs"),
+    ],
+)
+def test_which_backend_runs(
+    asked: Any, device: torch.device, dtype: torch.dtype, topk: bool, against: str | None
+) -> None:
+    options, row = HeadOptions(backend=asked), why_not_row(device, dtype, 100, topk=topk)
+    if asked == "row" and against:
+        with pytest.raises(LowtideError, match=f"backend: expected 'auto' or 'torch', got 'row'.*{against}"):
+            choose("divergence", options, row=row)
+        return
+    backend, reason = choose("divergence", options, row=row)
+    assert backend == ("torch" if asked == "torch" or against else "row")
+    assert (against or "") in reason or asked == "torch"
+    with pytest.raises(LowtideError, match="backend: expected 'auto', 'row' or 'torch', got 'exp'"):
+        choose("divergence", HeadOptions(backend="exp"), row=row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_plan_leaves_room_for_more_rows(dtype: torch.dtype) -> None:
+    """Beside both sides' logits nothing of the vocabulary's width is there, so that a chunk has more rows."""
+    V, U, D = 32000, 32100, 256
+    plans = {}
+    for backend in ("row", "torch"):
+        work = Work(
+            size=(65536, D, V), dtype=dtype, weight_dtype=dtype, device=CUDA, choice=(backend, ""), gradient="forward",
+            weight_frozen=False, teacher=(D, U, dtype), options=HeadOptions(workspace_mib=600),
+        )  # fmt: skip
+        plans[backend], other = plan_of(work), plan_of(work, of_teacher=True)
+        assert other.backend == plans[backend].backend == backend
+        assert plans[backend].scratch_bytes <= 600 * 2**20
+    row = plans["row"]
+    assert row.chunk_rows >= 1.25 * plans["torch"].chunk_rows
+    narrow = 0 if dtype == torch.float32 else row.chunk_rows * dtype.itemsize * V
+    assert row.product_rows * 4 * (V + U) + narrow < row.scratch_bytes
+    assert row.product_rows == row.chunk_rows if dtype == torch.float32 else 2 * row.product_rows <= row.chunk_rows
+    assert row.backward_gemm == ("same" if dtype == torch.float32 else "narrow")

@@ -10,10 +10,7 @@ import torch
 
 import lowtide
 from lowtide.graph import undisturbed
-from lowtide.head import plan
-from lowtide.head.kernels import configs
 from lowtide.head.matmul import matmul_into
-from lowtide.head.terms import cross_entropy as terms
 from support import head
 
 N, D, V = 12, 6, 31
@@ -45,16 +42,9 @@ def test_products_into_a_wider_dtype() -> None:
 @pytest.mark.parametrize("schedule", ["chunks", "blocks"])
 def test_triton_kernels_count(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    small = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
-    monkeypatch.setattr(configs, "of_device", lambda device: small)
+    from head.kernel_plans import use_kernels
 
-    def exponentials(head: Any, args: Any, n: int, *_: Any) -> plan.HeadPlan:
-        return plan.HeadPlan(
-            backend="exp", reason="", gradient="forward", accumulate="input", rows=n, chunks=2, chunk_rows=8,
-            scratch_bytes=0, accumulator_bytes=0, cast_bytes=0, schedule="chunks" if schedule == "chunks" else "blocks",
-            block_columns=V if schedule == "chunks" else 24, sum_rows=7, product_rows=5,
-        )  # fmt: skip
-
-    monkeypatch.setattr(terms, "plan_cross_entropy", exponentials)
+    used = use_kernels(monkeypatch, schedule)
     x, w, _, y = head(N, 8, V, bias=False)
     assert counted(lambda: lowtide.linear_cross_entropy(x, w, y).backward()) == 6 * N * 8 * V
+    assert used == ["exp"]

@@ -15,6 +15,7 @@ from head.test_cpu_work import wide_operators
 from lowtide import HeadOptions, TokenStats, linear_logprobs, linear_token_stats
 from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_exp
+from lowtide.head.terms.statistics import lse_of, row_sums
 from support import head, in_float64, relative_error, stats_oracle
 
 
@@ -79,6 +80,24 @@ def test_an_infinite_logit_is_no_probability() -> None:
     stats = as_dict(linear_token_stats(x, w, y, want=("logprob", "entropy", "sum_sq_prob"), linear_bias=b))
     assert F.log_softmax(F.linear(x, w, b), -1).isnan().all()
     assert all(value.isnan().all() for value in stats.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_logsumexp_of_infinite_logits_is_pytorchs(dtype: torch.dtype) -> None:
+    x, w = torch.randn(4, 8).to(dtype), torch.randn(11, 8).to(dtype)
+    for fill, places in ((-torch.inf, slice(None)), (-torch.inf, slice(3, None)), (torch.inf, 2), (torch.nan, 4)):
+        b = torch.zeros(11, dtype=dtype)
+        b[places] = fill
+        z = F.linear(x.double(), w.double(), b.double())
+        lse = linear_token_stats(x, w, want=("lse",), linear_bias=b).lse
+        torch.testing.assert_close(lse.double(), z.logsumexp(-1), equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_infinite_rows_beside_others() -> None:
+    z = torch.randn(5, 33)
+    z[0], z[1, 4], z[2, 7] = -torch.inf, torch.inf, torch.nan
+    z[3, 1:] = -torch.inf
+    torch.testing.assert_close(lse_of(row_sums(z.clone(), 8)), z.logsumexp(1), equal_nan=True)
 
 
 def test_one_factor_for_all_tokens_is_not_rounded_with_each() -> None:

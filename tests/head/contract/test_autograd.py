@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile, record_function
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -166,8 +167,8 @@ def strided(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float64, *NARROW])
 def test_strided_inputs(mode: Mode, dtype: torch.dtype) -> None:
-    for ignored, (kind, (x, w)) in itertools.product(("none", "some"), strided(dtype).items()):
-        kwargs = mode.arguments(tuple(x.shape[:-1]), 8, 29, dtype=dtype, ignored=ignored)
+    for i, (kind, (x, w)) in enumerate(strided(dtype).items(), dtype.itemsize // 8):  # each pair of two is there
+        kwargs = mode.arguments(tuple(x.shape[:-1]), 8, 29, dtype=dtype, ignored=("none", "some")[i % 2])
         # chunks of a few rows, which begin and end inside a sequence
         kwargs["options"] = HeadOptions(workspace_mib=0.008, gradient=kwargs["options"].gradient)
         results = []
@@ -202,8 +203,11 @@ def block_of(mode: Mode, kwargs: Arguments) -> Callable[..., Tensor]:
 def test_inside_a_checkpoint(mode: Mode, reentrant: bool) -> None:
     kwargs = mode.arguments()
     leaves = [kwargs[n] for n in LEAVES]
-    block = block_of(mode, kwargs)
-    checkpoint(block, *leaves, use_reentrant=reentrant).backward()
+    block, runs = block_of(mode, kwargs), []
+    value = checkpoint(lambda *leaves: (runs.append(1), block(*leaves))[1], *leaves, use_reentrant=reentrant)
+    assert len(runs) == 1, "what the function saves is its own"
+    value.backward()
+    assert len(runs) == 2
     for leaf, e in zip(leaves, torch.autograd.grad(block(*leaves), leaves), strict=True):
         torch.testing.assert_close(leaf.grad, e)
 
@@ -230,8 +234,10 @@ def test_inside_a_selective_checkpoint(mode: Mode, keep: CheckpointPolicy, early
 
 
 @every_mode
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize(("inputs", "weights"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "weights"),
+    [(dtype, wide, wide == (dtype == torch.bfloat16)) for dtype in NARROW for wide in (True, False)],
+)
 def test_autocast(mode: Mode, dtype: torch.dtype, inputs: bool, weights: bool) -> None:
     """Operands are rounded to autocast's dtype; each gradient comes in the dtype of what it belongs to."""
     own = {"out": "light " + mode.choice.get("out", "token")} if mode.name == "linear_apply" else {}
@@ -287,7 +293,7 @@ def test_a_second_derivative_is_an_error_that_names_the_way_out_and_not_lost(mod
 def test_transforms_and_forward_mode_are_errors_that_name_the_way_out(mode: Mode) -> None:
     kwargs = mode.arguments(4)
     kwargs |= {n: kwargs[n].detach() for n in trained(kwargs)}
-    for by in LEAVES[:2]:
+    for by in (*LEAVES[:2], *["temperature"] * (mode.name == "linear_apply")):
         one = kwargs[by]
 
         def run(t: Tensor, by: str = by) -> Tensor:
@@ -349,59 +355,68 @@ def test_no_grad_and_inference_mode_compute_the_same_values(mode: Mode) -> None:
         assert equal(found.values(), expected.values())
 
 
-def gemm_flop(call: Callable[[], Any]) -> int:
-    """Return what the GEMMs that really run take, inside operators, too."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
-        call()
-    flop = 0
-    for event in profiler.events():
-        if event.name in ("aten::mm", "aten::addmm"):
-            (rows, depth), (_, columns) = event.input_shapes[event.name == "aten::addmm" :][:2]
-            flop += 2 * rows * depth * columns * (rows > 1)  # a bias's sum may be a product of one row
+def gemm_flop(*calls: Callable[[], Any]) -> list[int]:
+    """Return what the GEMMs that really run take in each call, inside operators, too."""
+    with profile(use_kineto=True, record_shapes=True) as profiler:  # whose own list of events takes seconds to make
+        for i, call in enumerate(calls):
+            with record_function(f"call {i}"):
+                call()
+    flop = [0] * len(calls)
+    events = profiler.kineto_results.events()
+    starts = sorted(event.start_ns() for event in events if event.name().startswith("call "))
+    for event in events:
+        if event.name() in ("aten::mm", "aten::addmm"):
+            (rows, depth), (_, columns) = event.shapes()[event.name() == "aten::addmm" :][:2]
+            at = bisect(starts, event.start_ns()) - 1
+            flop[at] += 2 * rows * depth * columns * (rows > 1)  # a bias's sum may be a product of one row
     return flop
 
 
-def told_flop(call: Callable[[], Any]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return int(counter.get_total_flops())
+def told_flop(*calls: Callable[[], Any]) -> list[int]:
+    counters = [FlopCounterMode(display=False) for _ in calls]
+    for call, counter in zip(calls, counters, strict=True):
+        with counter:
+            call()
+    return [int(counter.get_total_flops()) for counter in counters]
 
 
 @every_operator
-@pytest.mark.parametrize("needed", [n for k in range(4) for n in itertools.combinations(LEAVES, k)], ids=len)
-def test_only_the_gemms_that_are_needed_and_those_are_told(mode: Mode, needed: tuple[str, ...]) -> None:
+def test_only_the_gemms_that_are_needed_and_those_are_told(mode: Mode) -> None:
     """PyTorch's counter is told what the operators compute; the profiler sees it."""
     N, D, V, teacher_D = 40, 6, 70, 14
     product = 2 * N * D * V
-    teacher = 2 * N * teacher_D * V if mode.name == "linear_divergence" and "tail" not in mode.choice else 0
-    gemms = product * len({*needed} & {*LEAVES[:2]})
-    # a gradient for each token that the head does not need is the input's alone: it is stored
-    stored = mode.stored or (needed == LEAVES[:1] and mode.stored_where_frozen)
-    for flop in (gemm_flop, told_flop):
+    forward = product + (2 * N * teacher_D * V if mode.name == "linear_divergence" and "tail" not in mode.choice else 0)
+    calls: list[Callable[[], Any]] = []
+    expected: list[int] = []
+    values: list[Tensor] = []
+    for needed in (n for k in range(4) for n in itertools.combinations(LEAVES, k)):
         kwargs = mode.arguments(N, D, V, dtype=torch.float32)
         for name in LEAVES:
             kwargs[name].requires_grad_(name in needed)
-        values: list[Tensor] = []
-        forward = flop(lambda kwargs=kwargs, values=values: values.append(total(mode.run(kwargs))))
-        assert forward == product + teacher + stored * gemms
-        with torch.no_grad():
-            assert flop(lambda kwargs=kwargs: mode.run(kwargs)) == product + teacher
-        if needed:
-            assert flop(values[0].backward) == (0 if stored else gemms + product + teacher)
+        gemms = product * len({*needed} & {*LEAVES[:2]})
+        # a gradient for each token that the head does not need is the input's alone: it is stored
+        stored = mode.stored or (needed == LEAVES[:1] and mode.stored_where_frozen)
+        calls.append(lambda kwargs=kwargs: values.append(total(mode.run(kwargs))))
+        calls.append(lambda kwargs=kwargs: torch.no_grad()(mode.run)(kwargs))
+        calls.append(lambda needed=needed: values[-1].backward() if needed else None)
+        expected += [forward + stored * gemms, forward, 0 if stored or not needed else gemms + forward]
+    assert gemm_flop(*calls) == expected
+    assert told_flop(*calls) == expected
 
 
 @pytest.mark.parametrize("mode", PER_TOKEN.values(), ids=PER_TOKEN)
 def test_tokens_of_no_use_cost_nothing_on_the_cpu(mode: Mode) -> None:
     """Those that do not count, in forward, and those to which nothing flows back."""
     kwargs = mode.arguments(40, 6, 70, dtype=torch.float32, linear_bias=False)
-    found = mode.run(kwargs)
-    used = torch.arange(40) < 10
-    values = [v for v in found.values() if v.requires_grad]
-    whole = gemm_flop(lambda: torch.autograd.backward(values, [torch.ones_like(v) for v in values], retain_graph=True))
-    upstream = [used.view(-1, *[1] * (v.dim() - 1)).to(v.dtype).expand_as(v) for v in values]
-    assert gemm_flop(lambda: torch.autograd.backward(values, upstream)) == whole / 4
+    values = [v for v in mode.run(kwargs).values() if v.requires_grad]
+    upstream = [(torch.arange(40) < 10).view(-1, *[1] * (v.dim() - 1)).to(v.dtype).expand_as(v) for v in values]
     some = mode.arguments(40, 6, 70, dtype=torch.float32, linear_bias=False, ignored="some")
-    if "want" not in mode.choice:
-        with torch.no_grad():
-            part, whole = gemm_flop(lambda: mode.run(some)), gemm_flop(lambda: mode.run(kwargs))
-        assert part == whole * counting(some).sum() / 40
+    run = torch.no_grad()(mode.run)
+    back, back_of_used, whole, part = gemm_flop(
+        lambda: torch.autograd.backward(values, [torch.ones_like(v) for v in values], retain_graph=True),
+        lambda: torch.autograd.backward(values, upstream),
+        lambda: run(kwargs),
+        lambda: run(some),
+    )
+    assert back_of_used == back / 4
+    assert "want" in mode.choice or part == whole * counting(some).sum() / 40

@@ -20,6 +20,12 @@ CASES = [  # a dtype, what else, and MiB
     (torch.bfloat16, "plain", 1),
     (torch.float16, "busy", 1),
 ]
+WORKSPACES = [  # of the divergences in the same code, a jsd holds most
+    (name, *case)
+    for name in MODES
+    for case in CASES
+    if name not in ("forward_kl", "reverse_kl-mean", "tv") or case[1:] in (("plain", 1), ("busy", 1))
+]
 WIDTHS = [  # each mode in two dtypes, and what computes in another way in each of the others in all
     *itertools.product(MODES, [torch.float32, torch.bfloat16]),
     *itertools.product(["mean", "each", "statistics", "jsd-sum", "top-k", "apply"], [torch.float64, torch.float16]),
@@ -48,7 +54,7 @@ def peak_of(mode: Mode, kwargs: Arguments, *, every: int = 1, **context: Any) ->
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize(("name", "dtype"), WIDTHS)
 def test_no_quarter_of_the_logits_is_ever_allocated(name: str, dtype: torch.dtype) -> None:
-    N, D, V = 256, 8, 1501
+    N, D, V = 256, 8, 601
     mode, ignored = MODES[name], "some" if dtype == torch.bfloat16 else "none"
     seen, _ = peak_of(
         mode, arguments(mode, N, D, V, dtype=dtype, **mode.function.busy | {"ignored": ignored, "shift": False})
@@ -82,9 +88,9 @@ def plan_of(mode: Mode, kwargs: Arguments, operand: torch.dtype, frozen: bool) -
     return mode.function.plan(N, D, V, teacher_D, operand, "cpu", options, topk=topk, **given)
 
 
-@every_mode
-@pytest.mark.parametrize(("dtype", "case", "workspace_mib"), CASES)
-def test_the_workspace_is_kept(mode: Mode, dtype: torch.dtype, case: str, workspace_mib: float) -> None:
+@pytest.mark.parametrize(("name", "dtype", "case", "workspace_mib"), WORKSPACES)
+def test_the_workspace_is_kept(name: str, dtype: torch.dtype, case: str, workspace_mib: float) -> None:
+    mode = MODES[name]
     if case == "some rows" and not mode.per_token:
         pytest.skip("one upstream gradient for all rows")
     D, V, autocast, frozen = 48, 4099, case == "autocast", case == "frozen head"

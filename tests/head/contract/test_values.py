@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,17 +32,16 @@ from support import in_float64, relative_error
 
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 PER_TOKEN = {name: mode for name, mode in MODES.items() if mode.per_token}
-ODD = [(1, 1, 1), (1, 3, 2), (37, 1, 5003), (5, 896, 3), (129, 33, 517), (4, 0, 9), (0, 5, 11)]
+ODD = [(1, 1, 1), (1, 3, 2), (7, 1, 5003), (5, 896, 3), (65, 33, 517), (4, 0, 9), (0, 5, 11)]
 
 
 @every_function
-@pytest.mark.parametrize("dtype", WIDE)
-def test_every_pair_of_options(name: str, dtype: torch.dtype, rows_of_no_use: str) -> None:
-    if name == "linear_apply" and rows_of_no_use != "dropped":
-        pytest.skip("masked rows are dropped on every device")
+def test_every_pair_of_options(name: str, keep_rows: Callable[[bool], None]) -> None:
+    """The dtype is one of them, and whether rows of no use are dropped."""
     for i in range(4):
-        for j, case in enumerate(pairs(FUNCTIONS[name].options, seed=i)):
-            check(name, case, dtype, seed=100 * i + j)
+        for j, case in enumerate(pairs(FUNCTIONS[name].options | {"dtype": WIDE, "keep": [False, True]}, seed=i)):
+            keep_rows(case.pop("keep"))
+            check(name, case, case.pop("dtype"), seed=100 * i + j)
 
 
 @pytest.mark.slow
@@ -55,15 +55,14 @@ def test_the_whole_product_of_options(name: str) -> None:
 
 
 @every_function
-@pytest.mark.parametrize("dtype", NARROW)
-def test_low_precision_with_every_pair_of_options(name: str, dtype: torch.dtype) -> None:
+def test_low_precision_with_every_pair_of_options(name: str) -> None:
     fixed = {"leading": [(3, 70)], "ignored": ["some"], "workspace_mib": [None], "accumulate": ["auto"]}
-    options = FUNCTIONS[name].options | fixed
+    options = FUNCTIONS[name].options | fixed | {"dtype": NARROW}
     if "logit_scale" in options:
         options["logit_scale"] = [1.0, 0.5, "tensor"]  # a trained one: test_trained_scale.py
     for i in range(2):
         for j, case in enumerate(pairs(options, seed=i)):
-            check(name, case, dtype, 100 * i + j, D=24, V=97)
+            check(name, case, case.pop("dtype"), 100 * i + j, D=24, V=97)
 
 
 @every_mode
@@ -147,7 +146,7 @@ def spoiled(kwargs: Arguments, bad: Tensor, poison: float) -> Arguments:
 
 @every_mode
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_tokens_that_do_not_count_may_hold_anything(mode: Mode, poison: float, rows_of_no_use: str) -> None:
+def test_tokens_that_do_not_count_may_hold_anything(mode: Mode, poison: float, rows_of_no_use: None) -> None:
     for gradient in ("auto", "recompute") if "gradient" not in mode.choice else ("recompute",):
         choice = {"gradient": gradient, "ignored": "some", "softcap": 3.0, "logit_scale": "trained"}
         kwargs = mode.arguments(60, 6, 31, dtype=torch.float32, **choice)
@@ -193,8 +192,12 @@ def test_the_upstream_of_a_token_that_does_not_count_is_not_looked_at(mode: Mode
 
 @pytest.mark.parametrize("mode", PER_TOKEN.values(), ids=PER_TOKEN)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_bad_hidden_states_spoil_their_own_rows_only(mode: Mode, poison: float, rows_of_no_use: str) -> None:
-    kwargs = mode.arguments(9, 6, 31, dtype=torch.float32)
+@pytest.mark.parametrize(("dtype", "frozen"), [(torch.float32, False), (torch.bfloat16, False), (torch.float16, True)])
+def test_bad_hidden_states_spoil_their_own_rows_only(
+    mode: Mode, poison: float, dtype: torch.dtype, frozen: bool, rows_of_no_use: None
+) -> None:
+    kwargs = mode.arguments(9, 6, 31, dtype=dtype, logit_scale="trained")
+    kwargs |= {n: kwargs[n].detach() for n in LEAVES[1:] if frozen}
     with torch.no_grad():
         kwargs["input"][4] = poison
     good = torch.arange(9) != 4
@@ -212,8 +215,10 @@ def test_bad_hidden_states_spoil_their_own_rows_only(mode: Mode, poison: float, 
     assert spoilt[good].isfinite().all()
     got = torch.autograd.grad(total({key: value[good] for key, value in found.items()}), [kwargs[n] for n in names])
     want = torch.autograd.grad(total({key: expected[key] for key in found}), [wide[n] for n in names])
+    near = 1e-4 if dtype == torch.float32 else 1e-2
+    assert (got[0][4] == 0).all()
     for n, g, e in zip(names, got, want, strict=True):
-        assert relative_error(g, e) < 1e-4, n
+        assert relative_error(g, e) < (near if e.dim() else 10 * near), n
 
 
 def of_counted(mode: Mode, kwargs: Arguments) -> dict[str, Tensor]:
@@ -224,7 +229,7 @@ def of_counted(mode: Mode, kwargs: Arguments) -> dict[str, Tensor]:
 
 @every_mode
 @pytest.mark.parametrize("dtype", [*WIDE, *NARROW])
-def test_nothing_counts(mode: Mode, dtype: torch.dtype, rows_of_no_use: str) -> None:
+def test_nothing_counts(mode: Mode, dtype: torch.dtype, rows_of_no_use: None) -> None:
     """The values are 0, or stock's 0 / 0, and what they send back is 0, whatever comes from upstream."""
     items: list[Arguments] = [{}]
     if "reduction" in mode.function.options and not mode.per_token:
