@@ -13,39 +13,71 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 
 import lowtide
 from distributed.launch import DEVICE, main
 from lowtide.distributed import count_items
 from lowtide.errors import ArgumentValueError
 
-VOCAB, D, T = 53, 8, 7  # neither a multiple of 2
+VOCAB, D, HIDDEN, T = 53, 8, 20, 7  # neither a multiple of 2
+LAYERS = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
 
 
-class Model(nn.Module):
-    """A body, whole on every rank of the vocabulary's axis, and a head that is in parts there."""
-
-    def __init__(self, options: lowtide.HeadOptions, *, sequence: bool) -> None:
+class Mlp(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.embed, self.body = nn.Embedding(VOCAB, D), nn.Linear(D, D)
-        self.head = nn.Linear(D, VOCAB)
-        self.options, self.sequence, self.mesh = options, sequence, None
+        self.up, self.down = nn.Linear(D, HIDDEN), nn.Linear(HIDDEN, D)
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        hidden = self.embed(ids)
-        return hidden + torch.tanh(self.body(hidden))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(x)))
 
-    def forward(self, ids: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
-        hidden: Any = self.hidden(ids)
-        if self.mesh is not None:
-            hidden = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+
+class Head(nn.Linear):
+    """The output layer with its loss inside, where FSDP2 has gathered this rank's classes."""
+
+    def __init__(self, gradient: Any, *, sequence: bool) -> None:
+        super().__init__(D, VOCAB)
+        self.options, self.sequence = lowtide.HeadOptions(gradient=gradient), sequence
+
+    def forward(self, hidden: Any, labels: Tensor, items: Tensor) -> Tensor:  # type: ignore[override]
+        weight: Any = self.weight
+        if isinstance(weight, DTensor):
+            hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
         if self.sequence:
             hidden = hidden.redistribute(placements=[Shard(1)])
         loss: Any = lowtide.linear_cross_entropy(
-            hidden, self.head.weight, labels, linear_bias=self.head.bias, shift=True, num_items=num_items,
-            options=self.options,
-        )  # fmt: skip
-        return loss if self.mesh is None else loss.to_local()
+            hidden, weight, labels, linear_bias=self.bias, shift=True, num_items=items, options=self.options
+        )
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+class Causal(nn.Module):
+    """A model as transformers has them; its head returns logits, or the loss."""
+
+    def __init__(self, lm_head: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCAB, D), nn.ModuleList([Mlp(), Mlp()])
+        self.lm_head = lm_head
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, items: Any = None) -> tuple[Any, Any]:
+        if isinstance(self.lm_head, Head):
+            return self.lm_head(self.hidden(ids), labels, items), None
+        logits = self.lm_head(self.hidden(ids)) * 0.5
+        if labels is None:
+            return None, logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return loss / items, logits
 
 
 def batch_of(stream: int) -> tuple[Tensor, Tensor]:
@@ -54,67 +86,116 @@ def batch_of(stream: int) -> tuple[Tensor, Tensor]:
     return ids.to(DEVICE), ids.where(torch.rand(ids.shape, generator=g) > 0.2 + 0.2 * stream, -100).to(DEVICE)
 
 
+def joined(streams: int) -> list[Tensor]:
+    return [torch.cat(parts) for parts in zip(*map(batch_of, range(streams)), strict=True)]
+
+
+def two_axes(name: str) -> Any:
+    return init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", name))
+
+
+def same(model: nn.Module, alone: nn.Module, what: object) -> None:
+    """Compare every gradient with that of one process."""
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        grad: Any = p.grad
+        torch.testing.assert_close(
+            grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{what} {n}: {m}"
+        )
+
+
+def same_loss(loss: Tensor, want: Tensor, mesh: Any) -> None:
+    """Compare the mean over the ranks that have other tokens."""
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=mesh["dp"].get_group())
+    torch.testing.assert_close(total / 2, want.detach(), rtol=1e-12, atol=1e-12)
+
+
+def by_plain_loss(alone: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """Call backward of the mean over all tokens of PyTorch's own loss of all logits."""
+    logits = F.linear(alone.hidden(ids), alone.lm_head.weight, alone.lm_head.bias)
+    want = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    want.backward()
+    return want
+
+
 def fsdp_and_vocabulary() -> None:
     """Each pair of ranks that shares a head has tokens of its own: loss and gradients are those of all tokens."""
-    mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    mesh = two_axes("tp")
     stream = mesh["dp"].get_local_rank()
+    ids, labels = batch_of(stream)
     for i, (gradient, sequence) in enumerate(itertools.product(("forward", "recompute"), (False, True))):
-        where = ("root", "own")[i % 2]
-        torch.manual_seed(3)
-        options: Any = {"gradient": gradient}
-        model = Model(lowtide.HeadOptions(**options), sequence=sequence).to(DEVICE)
+        own = i in (1, 2)  # units of the layers and of the head, and parallel layers, or nothing but the root
+        model = Causal(Head(gradient, sequence=sequence)).double().to(DEVICE)
         alone = copy.deepcopy(model)
-        model.mesh = mesh["tp"]
-        for name, p in list(model.head.named_parameters()):
-            setattr(model.head, name, nn.Parameter(distribute_tensor(p.detach(), mesh["tp"], [Shard(0)])))
-        if where == "own":
-            fully_shard(model.body, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
-        everything = [batch_of(k) for k in range(2)]
-        ids, labels = (torch.cat(parts) for parts in zip(*everything, strict=True))
-        want = nn.functional.cross_entropy(alone.head(alone.hidden(ids))[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        want.backward()
+        for name, p in list(model.lm_head.named_parameters()):
+            setattr(model.lm_head, name, nn.Parameter(distribute_tensor(p.detach(), mesh["tp"], [Shard(0)])))
+        if own:
+            parallelize_module(model, mesh["tp"], LAYERS)
+        for module in (*model.layers, model.lm_head, model) if own else (model,):
+            fully_shard(module, mesh=mesh["dp"])
+        want = by_plain_loss(alone, *joined(2))
         for _ in range(2):
-            items = count_items(everything[stream][1][:, 1:], group=mesh["dp"].get_group())
-            loss = model(*everything[stream], items)
-            loss.backward()
-            total = loss.detach().clone()
-            dist.all_reduce(total, group=mesh["dp"].get_group())
-            torch.testing.assert_close(total / 2, want.detach(), rtol=1e-5, atol=1e-6)
-            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-                grad: Any = p.grad
-                torch.testing.assert_close(
-                    grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6,
-                    msg=lambda m, n=name, w=(gradient, sequence, where): f"{w} {n}: {m}",
-                )  # fmt: skip
             model.zero_grad()
+            loss, _ = model(ids, labels, count_items(labels[:, 1:], group=mesh["dp"].get_group()))
+            loss.backward()
+            same_loss(loss, want, mesh)
+            same(model, alone, (gradient, sequence, own))
+        placed: Any = model.lm_head.weight
+        assert placed.device_mesh.ndim == 2
+        assert placed.to_local().shape[0] < VOCAB // 2, "a rank holds its part of its part"
+
+
+def patched() -> None:
+    """Patched models on both axes, the head in the root's unit and in its own: beside stock and one process."""
+    mesh = two_axes("vocabulary")
+    (ids, labels), (all_ids, all_labels) = batch_of(mesh["dp"].get_local_rank()), joined(2)
+    items = (all_labels[:, 1:] != -100).sum()
+    plan = {**LAYERS, "lm_head": ColwiseParallel(output_layouts=Replicate())}
+    for own, first, gradient in ((True, False, "forward"), (False, True, "recompute"), (True, True, "recompute")):
+        alone = Causal(nn.Linear(D, VOCAB)).double().to(DEVICE)
+        ours, stock = copy.deepcopy(alone), copy.deepcopy(alone)
+        want, _ = alone(all_ids, all_labels, items)
+        want.backward()
+        options = lowtide.HeadOptions(gradient=gradient)
+        if first:
+            report = lowtide.patch(ours, options=options)
+        for model in (ours, stock):
+            parallelize_module(model, mesh["vocabulary"], plan)
+            for module in (*model.layers, *([model.lm_head] if own else []), model):
+                fully_shard(module, mesh=mesh["dp"])
+        if not first:
+            report = lowtide.patch(ours, options=options)
+        for _, model in itertools.product(range(2), (ours, stock)):
+            model.zero_grad()
+            loss, _ = model(ids, labels, items / 2)  # FSDP2 averages
+            loss.backward()
+            same_loss(loss, want, mesh)
+            same(model, alone, (own, first))
+        assert (report.calls_fused, report.calls_materialised) == (2, 0), f"{own} {first}\n{report}"
+        with torch.no_grad():
+            (_, lazy), (_, real) = ours(ids, labels, items), stock(ids)
+        if own:
+            torch.testing.assert_close(lazy + 0, real)
+            assert report.calls_materialised == 1
 
 
 def hybrid_sharding() -> None:
     """FSDP2 within pairs of ranks, and the same on each pair: every rank has tokens of its own."""
-    mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = two_axes("shard")
     for gradient in ("forward", "recompute"):
-        torch.manual_seed(3)
-        options: Any = {"gradient": gradient}
-        model = Model(lowtide.HeadOptions(**options), sequence=False).to(DEVICE)
+        model = Causal(Head(gradient, sequence=False)).double().to(DEVICE)
         alone = copy.deepcopy(model)
         fully_shard(model, mesh=mesh)
-        everything = [batch_of(k) for k in range(dist.get_world_size())]
-        ids, labels = (torch.cat(parts) for parts in zip(*everything, strict=True))
-        logits = alone.head(alone.hidden(ids))
-        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
-        mine = everything[dist.get_rank()]
-        model(*mine, count_items(mine[1][:, 1:])).backward()
-        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-            grad: Any = p.grad
-            torch.testing.assert_close(
-                grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n} {m}"
-            )
+        by_plain_loss(alone, *joined(dist.get_world_size()))
+        ids, labels = batch_of(dist.get_rank())
+        loss, _ = model(ids, labels, count_items(labels[:, 1:]))
+        loss.backward()
+        same(model, alone, gradient)
 
 
 def two_axes_at_once_are_refused() -> None:
     """A weight that is placed on both axes: whose tokens its gradient would be of, nobody can tell."""
-    mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    mesh = two_axes("tp")
     weight = distribute_tensor(torch.randn(VOCAB, D, device=DEVICE), mesh, [Replicate(), Shard(0)])
     hidden = distribute_tensor(torch.randn(6, D, device=DEVICE), mesh, [Shard(0), Replicate()])
     labels = torch.zeros(6, dtype=torch.long, device=DEVICE)

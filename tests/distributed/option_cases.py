@@ -126,10 +126,11 @@ def every_option() -> None:
 
 def few_tokens() -> None:
     """Fewer tokens than ranks, none, and masks that leave a rank or all ranks without."""
-    masks = (None, [True] + [False] * 4, [False] * 4 + [True], [False] * 5)
-    for N, mask, out in itertools.product((0, 1, 5), masks, ("token", "sum")):
+    masks: list[list[bool]] = [[], [True], [False], [True] + [False] * 4, [False] * 4 + [True], [False] * 5]
+    counts = [(N, None) for N in (0, 1, 5)] + [(len(mask), mask) for mask in masks]
+    for (N, mask), out in itertools.product(counts, ("token", "sum")):
         kwargs = problem("linear_apply", {"leading": (1, N), "out": out, "workspace_mib": 0.03}, 0)
-        kwargs["mask"] = None if mask is None else torch.tensor(mask[:N], dtype=torch.bool, device=DEVICE).view(1, N)
+        kwargs["mask"] = None if mask is None else torch.tensor(mask, dtype=torch.bool, device=DEVICE).view(1, N)
         compare("linear_apply", kwargs, WAYS, (N, mask, out))
 
 

@@ -72,7 +72,7 @@ def kinds_of_heads() -> None:
     heads = itertools.cycle(outputs)
     kinds = [(family, i % 2 == 0) for i, family in enumerate((*FAMILIES, "gemma2", "llama"))]
     for i, (family, first) in enumerate(kinds):
-        options = lowtide.HeadOptions(gradient=("forward", "recompute")[i % 2], workspace_mib=0.001)
+        options = lowtide.HeadOptions(gradient=("forward", "recompute")[i % 2], workspace_mib=0.002)
         head, layers = next(heads), family == "llama"
         ours, stock, true = model_of(family), model_of(family), double(model_of(family))
         if first:

@@ -17,19 +17,21 @@ RUNS = [  # a file's cases, how many ranks, and the package that they need; what
     ("exp", 3, "triton"),
     ("tensor_parallel_models", 2, "transformers"),
     ("apply", 3, "torch"),
-    ("apply", 2, "torch"),
-    ("option", 2, "torch"),
     ("fsdp", 2, "transformers"),
+    ("option", 2, "torch"),
     ("vocab", 2, "torch"),
     ("kernel", 3, "triton"),
     ("fsdp", 3, "transformers"),  # a vocabulary of 97 and layers of 16 do not divide by 3
-    ("tensor_parallel", 4, "torch"),
-    ("data", 3, "torch"),
     ("mesh", 4, "torch"),
+    ("data", 3, "torch"),
     ("bench", 2, "torch"),
     ("term", 3, "torch"),
 ]
-ONLY = {("fsdp", 3): ("functional_head",)}
+ONLY = {  # the same cases on other numbers of ranks, where these run other options
+    ("fsdp", 3): ("functional_head",),
+    ("option", 2): ("every_option",),
+    ("vocab", 2): ("uses_of_autograd", "trained_on_one_rank", "compiled"),
+}
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
 

@@ -432,39 +432,37 @@ def errors() -> None:
     x, w, b, y = head(LEADING, D, V, dtype=torch.float64)
     px, pw = spread("replicated", x, of_vocab=False), spread("replicated", w, of_vocab=True)
     call = lowtide.linear_cross_entropy
-    with pytest.raises(ArgumentTypeError, match=r"linear_weight: .*tensor parallelism"):
-        call(x, pw, y)
-    with pytest.raises(ArgumentTypeError, match=r"linear_weight: expected a DTensor"):
-        call(px, w, y)
-    with pytest.raises(ArgumentTypeError, match=r"linear_bias: expected a DTensor"):
-        call(px, pw, y, linear_bias=b)
-    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected a DTensor with Shard\(0\)"):
-        call(px, distribute_tensor(w.detach(), mesh(), [Shard(1)]), y)
-    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected a DTensor with Shard\(0\)"):
-        call(px, distribute_tensor(w.detach(), mesh(), [Replicate()]), y)
-    with pytest.raises(ArgumentValueError, match=r"input: expected placement"):
-        call(distribute_tensor(x.detach(), mesh(), [Shard(2)]), pw, y)
-    with pytest.raises(ArgumentValueError, match=r"input: expected placement"):
-        call(DTensor.from_local(x.detach(), mesh(), [Partial()]), pw, y)
-    with pytest.raises(ArgumentTypeError, match=r"vocab_shard: expected lowtide.VocabShard"):
-        call(x, part_of(w), y, vocab_shard=dist.group.WORLD)
-    shard = lowtide.VocabShard.of(part_of(w))
+    part = part_of(w)
+    shard = lowtide.VocabShard.of(part)
     assert (shard.vocab, shard.rows, shard.largest) == (V, sizes(V)[dist.get_rank()], max(sizes(V)))
-    with pytest.raises(ArgumentValueError, match=r"linear_weight: expected shape \["):
-        call(x, w, y, vocab_shard=shard)
-    with pytest.raises(ArgumentTypeError, match=r"linear_weight: .*DTensor"):
-        call(x, pw, y, vocab_shard=shard)
-    with pytest.raises(ArgumentValueError, match=r"weight: expected one class weight for each of 50"):
-        call(px, pw, y, weight=torch.ones(V + 1, device=DEVICE))
+    on_one = r"linear_weight: expected a DTensor with Shard\(0\)"
+    sums = DTensor.from_local(x.detach(), mesh(), [Partial()])
+    columns = distribute_tensor(x.detach(), mesh(), [Shard(2)])
+    one_more = {"weight": torch.ones(V + 1, device=DEVICE)}
+    stored = {"reduction": "none", "options": lowtide.HeadOptions(gradient="forward")}
+    wrong: list[tuple[Any, str, tuple[Any, Any], dict[str, Any]]] = [
+        (ArgumentTypeError, r"linear_weight: .*tensor parallelism", (x, pw), {}),
+        (ArgumentTypeError, r"linear_weight: expected a DTensor", (px, w), {}),
+        (ArgumentTypeError, r"linear_bias: expected a DTensor", (px, pw), {"linear_bias": b}),
+        (ArgumentValueError, on_one, (px, distribute_tensor(w.detach(), mesh(), [Shard(1)])), {}),
+        (ArgumentValueError, on_one, (px, distribute_tensor(w.detach(), mesh(), [Replicate()])), {}),
+        (ArgumentValueError, "input: expected placement", (columns, pw), {}),
+        (ArgumentValueError, "input: expected placement", (sums, pw), {}),
+        (ArgumentTypeError, "vocab_shard: expected lowtide.VocabShard", (x, part), {"vocab_shard": dist.group.WORLD}),
+        (ArgumentValueError, r"linear_weight: expected shape \[", (x, w), {"vocab_shard": shard}),
+        (ArgumentTypeError, r"linear_weight: .*DTensor", (x, pw), {"vocab_shard": shard}),
+        (ArgumentValueError, "weight: expected one class weight for each of 50", (px, pw), one_more),
+        (UnsupportedError, "vocabulary is sharded", (px, pw), {"options": lowtide.HeadOptions(backend="row")}),
+        (UnsupportedError, "gradient", (px, pw), stored),
+    ]
+    for kind, said, args, kwargs in wrong:
+        with pytest.raises(kind, match=said):
+            call(*args, y, **kwargs)
     if DEVICE == "cpu":
         with pytest.raises(TargetIndexError, match="0 to 49"):
             call(px, pw, torch.full_like(y, V))
     else:
         assert plain(call(px, pw, torch.full_like(y, V))).isnan()
-    with pytest.raises(UnsupportedError, match="vocabulary is sharded"):
-        call(px, pw, y, options=lowtide.HeadOptions(backend="row"))
-    with pytest.raises(UnsupportedError, match="gradient"):
-        call(px, pw, y, reduction="none", options=lowtide.HeadOptions(gradient="forward"))
     for numbers in ({"first": -1, "rows": 2}, {"first": 49, "rows": 2}, {"first": 0, "rows": 9, "largest": 5}):
         with pytest.raises(ArgumentValueError, match="VocabShard"):
             lowtide.VocabShard(group=dist.group.WORLD, vocab=V, **numbers)

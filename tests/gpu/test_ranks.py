@@ -18,14 +18,12 @@ FOR_ALL = {  # of each file, what speaks to other ranks in a way of its own: eac
     "kernel_cases": ["every_option"],
     "fsdp_cases": ["patched_models", "functional_head", "mixed_precision", "accumulation"],
     "data_cases": ["ddp", "no_tokens", "sequence_in_parts", "parts_without_positions", "pipeline"],
-    "mesh_cases": ["fsdp_and_vocabulary", "hybrid_sharding"],
-    "tensor_parallel_cases": ["two_axes", "patched"],
+    "mesh_cases": ["fsdp_and_vocabulary", "patched", "hybrid_sharding"],
     "tensor_parallel_models_cases": [
         case for case in launch.cases_of(CASES / "tensor_parallel_models_cases.py") if case not in ON_A_CPU
     ],
 }
 EXPONENTIAL = ("bfloat16", "edges", "no_host_waits", "float16_and_others")
-FOR_FOUR = ("mesh_cases", "tensor_parallel_cases")  # whose meshes are two by two
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -39,7 +37,7 @@ def test_vocabulary_in_parts(case: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [pytest.param(2), pytest.param(4)])
 @pytest.mark.parametrize(("file", "case"), [(file, case) for file, cases in FOR_ALL.items() for case in cases])
 def test_cases_of_the_cpu(file: str, case: str, ranks: int) -> None:
-    needed = 4 if file in FOR_FOUR else ranks
+    needed = 4 if file == "mesh_cases" else ranks  # its meshes are two by two
     if needed > GPUS or ranks < needed:
         pytest.skip(f"runs on {needed} GPUs")
     launch.check(CASES / f"{file}.py", ranks, case, tuple(FOR_ALL[file]), device="cuda")
