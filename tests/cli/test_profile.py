@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.train_ranks import run_command
 from lowtide.bench.ways import Way, build_way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
@@ -43,7 +44,9 @@ def written(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out")
     arguments = ["--impl", "stock,lowtide:2xall/1", "--policy", "stock=all", "--seq-len", 64, "--steps", 2]
     everything = ["profile", "--model", tiny.parent, *arguments, "--device", "cpu", "--output", folder]
-    assert main(list(map(str, everything))) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowtide.measure.child.run_command", run_command)
+        assert main(list(map(str, everything))) == 0
     return folder
 
 
@@ -139,6 +142,7 @@ def test_earlier_runs_are_shown_beside_others(
         assert f"lowtide profile: {says}" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_parameters_on_the_host_and_adapters(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     files = [word for kind in ("json", "png", "html") for word in (f"--{kind}", str(tmp_path / f"a.{kind}"))]
