@@ -110,6 +110,7 @@ def test_what_is_printed_is_read_back() -> None:
     assert parse_policies(printed, 16) == [tiled] * 4 + [KEEP_ALL] * 12
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_way_that_fails_is_a_row_that_says_why(tmp_path: Path) -> None:
     command = "bench step --model lowtide-small --tokens 16 --peer none --policy 5xall --warm 0 --reps 1 --device cpu"
     assert main([*command.split(), "--output", str(tmp_path)]) == 1

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cli.scripts import result
+from cli.scripts import result, run_script
 from lowtide.bench import head as benchmark
 from lowtide.bench import pictures
 from lowtide.bench import tune as tuning
@@ -22,7 +19,6 @@ from lowtide.bench.shapes import SHAPES
 from lowtide.cli import main
 from lowtide.head.kernels.configs import GemmConfig
 
-ROOT = Path(__file__).parents[2]
 QUICK = ["--warm", "0", "--reps", "1", "--device", "cpu"]
 
 
@@ -80,11 +76,9 @@ def test_the_default_sweep_leaves_out_what_changes_nothing(tmp_path: Path) -> No
     assert "table" not in shape
 
 
-def test_the_script_writes_where_it_is_told(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "head.py"
-    run = [sys.executable, "-W", "error", script, "--shape", "32,8,64", "--only", "naive", *QUICK, "--output", tmp_path]
-    ended = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--shape", "32,8,64", "--only", "naive", *QUICK, "--output", tmp_path]
+    assert (run_script("head", *run), capsys.readouterr().err) == (0, "")
     assert result(tmp_path)["shapes"][0]["table"][0]["ms"] > 0
 
 
@@ -114,35 +108,6 @@ def test_what_is_known_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert head(*run) == 130
     (shape,) = result(tmp_path)["shapes"]
     assert len(shape["table"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--shape", "nonsense"], "shape: expected llama-1b"),
-        (["--shape", "1,2"], "shape: expected"),
-        (["--shape", "0,2,3"], "shape: expected"),
-        (["--shape", "²,2,3"], "shape: expected"),
-        (["--only", "nobody"], "only: expected names out of lowtide"),
-        (["--skip", "nobody"], "skip: expected names out of lowtide"),
-        (["--skip", *PEERS], "skip: expected at least one peer that is left"),
-        (["--workspace-mib", "4"], "workspace_mib: expected --sweep beside it, got 4"),
-        (["--sweep", "--workspace-mib", "0"], "workspace_mib: expected numbers above 0"),
-        (["--sweep", "--workspace-mib", "x"], "workspace_mib: expected numbers, got 'x'"),
-        (["--sweep", "--workspace-mib", "nan"], "workspace_mib: expected numbers above 0"),
-        (["--tokens", "1.5"], "tokens: expected numbers"),
-        (["--tokens", "-1"], "tokens: expected whole numbers above 0"),
-        (["--no-table"], "table: expected --sweep, --settings or --tokens"),
-        (["--reps", "0"], "reps: expected a whole number of at least 1"),
-        (["--warm", "-1"], "warm: expected a whole number of at least 0"),
-        (["--output", ""], "output: expected"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert head(*arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"lowtide bench head: {says}")
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -198,16 +163,6 @@ def test_pictures_without_matplotlib_are_refused_at_once(
     monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda _: None)
     assert head("--sweep", *QUICK, "--output", tmp_path) == 2
     assert "lowtide[plot]" in capsys.readouterr().err
-
-
-def test_help_has_every_setting_and_every_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "head", "--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(HeadBenchConfig):
-        flag = field.name.replace("_", "-")
-        assert f"--no-{flag}" in out if field.default is True else f"--{flag}" in out
-    assert all(name in out for name in [*SHAPES, *PEERS])
 
 
 def test_a_command_says_what_it_did() -> None:

@@ -112,34 +112,6 @@ def test_two_chunks_are_two(N: int) -> None:
     assert inputs.plan(HeadOptions(workspace_mib=0.99 * options.workspace_mib)).chunks >= 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--shape", "nonsense"], "shape: expected 4x4096, 64x512"),
-        (["--only", "nobody"], "only: expected names out of cross-entropy"),
-        (["--no-table"], "table: expected --train or --grpo beside --no-table"),
-        (["--steps", "0"], "steps: expected a whole number of at least 1"),
-        (["--seq-len", "7"], "seq_len: expected a whole number of at least 8"),
-        (["--output", ""], "output: expected"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(*arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"lowtide bench apply: {says}")
-    assert err.count("\n") == 1
-
-
-def test_help_has_every_setting_and_every_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench("--help")
-    out = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(ApplyBenchConfig):
-        flag = field.name.replace("_", "-")
-        assert f"--no-{flag}" in out if field.default is True else f"--{flag}" in out
-    assert all(name in out for name in [*APPLY_SHAPES, *benchmark.FUNCTIONS])
-
-
 def test_all_is_both_shapes() -> None:
     assert [(s.N, s.D, s.V) for s in ApplyBenchConfig(shape=("all",)).shapes] == [
         (16384, 4096, 128256),

@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 
+from lowtide.bench.apply import FUNCTIONS
 from lowtide.bench.config import TuneConfig
+from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
+from lowtide.bench.peers import PEERS
+from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
 from lowtide.cli import _parser, bench
 
 KINDS = ("head", "sweep", "stats", "divergence", "apply", "layers", "step", "longest", "mlp", "models", "tune")
 UNTIMED = ("models", "tune")  # those that compare nothing in rounds, and have options of their own
+NAMES = {
+    "head": (*SHAPES, *PEERS), "sweep": (*SHAPES, *PEERS), "apply": (*APPLY_SHAPES, *FUNCTIONS),
+    "mlp": (*MLP_SHAPES, *GROUPS, *MLP_PEERS),
+}  # fmt: skip
 COMMON = ("warm", "reps", "dtype", "device", "seed", "output")
 
 
@@ -49,6 +57,15 @@ def test_the_examples_are_settings_that_can_be(kind: str, capsys: pytest.Capture
         if kind != "tune":  # and a config's own command means the same config
             assert parsed(config.command()) == dataclasses.replace(config, output=".")
     assert kind in UNTIMED or "--device cpu" in examples
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_has_every_setting_and_every_name(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = " ".join(help_of(kind, capsys).split())
+    for field in dataclasses.fields(parsed(f"lowtide bench {kind}")):
+        flag = field.name.replace("_", "-")
+        assert f"--no-{flag}" in out if field.default is True else f"--{flag}" in out
+    assert all(name in out for name in NAMES.get(kind, ()))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNTIMED])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from cli.scripts import result, run_script
 from lowtide.bench import mlp_peers
 from lowtide.bench.config import MlpBenchConfig
-from lowtide.bench.mlp_peers import MLP_PEERS, MLP_SHAPES, bare_products, make_stack, parse_mlp
+from lowtide.bench.mlp_peers import MLP_PEERS, bare_products, make_stack, parse_mlp
 from lowtide.cli import main
 from lowtide.mlp import elementwise
 
@@ -116,33 +115,6 @@ def test_one_that_fails_is_a_row_and_lowtides_own_is_status_1(tmp_path: Path, mo
     assert bench(*run, tmp_path / "a", "--only", "naive", "lowtide-1-tiled") == 0
     assert bench(*run, tmp_path / "b", "--only", "lowtide-0") == 1
     assert result(tmp_path / "b")["shapes"][0]["rows"][0]["failed"] == "RuntimeError: broken"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--shape", "nonsense"], "shape: expected published-1, "),
-        (["--shape", "1,2,3,4"], "shape: expected published-1, "),
-        (["--shape", "1,2,3,4,0"], "shape: expected published-1, "),
-        (["--only", "nobody"], "only: expected names out of lowtide-0"),
-        (["--only", "naive", "--skip", "naive"], "skip: expected at least one peer"),
-        (["--reps", "0"], "reps: expected a whole number of at least 1"),
-        (["--output", ""], "output: expected"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(*arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"lowtide bench mlp: {says}")
-    assert err.count("\n") == 1
-
-
-def test_help_has_every_setting_and_every_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench("--help")
-    out = " ".join(capsys.readouterr().out.split())
-    assert all(f"--{field.name}" in out for field in dataclasses.fields(MlpBenchConfig))
-    assert all(name in out for name in [*MLP_SHAPES, *mlp_peers.GROUPS, *MLP_PEERS])
 
 
 def test_groups() -> None:

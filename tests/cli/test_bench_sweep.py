@@ -16,7 +16,6 @@ from cli.scripts import result, run_script
 from lowtide.bench import pictures, sweep
 from lowtide.bench.peers import PEERS, Peer
 from lowtide.bench.rows import Bench
-from lowtide.bench.shapes import SHAPES
 from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
 from lowtide.cli import main
 from lowtide.measure import plots
@@ -202,32 +201,3 @@ def test_lines_are_powers_of_two_around_the_shape() -> None:
         6,
         12,
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--shape", "all"], "shape: expected"),
-        (["--only", "nobody"], "only: expected names out of lowtide"),
-        (["--skip", *SWEEP_PEERS], "skip: expected at least one peer that is left"),
-        (["--tokens", "0"], "tokens: expected whole numbers above 0, or none"),
-        (["--hidden", "x"], "hidden: expected numbers"),
-        (["--seconds", "0"], "seconds: expected a number above 0"),
-        (["--tokens", "none", "--hidden", "none", "--vocab", "none"], "tokens: expected one line that is not none"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(*arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"lowtide bench sweep: {says}")
-    assert err.count("\n") == 1
-
-
-def test_help_has_every_setting_and_every_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench("--help")
-    out = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(SweepBenchConfig):
-        flag = field.name.replace("_", "-")
-        assert f"--no-{flag}" in out if field.default is True else f"--{flag}" in out
-    assert all(name in out for name in [*SHAPES, *PEERS])

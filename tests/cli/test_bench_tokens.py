@@ -105,30 +105,6 @@ def test_what_is_known_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(result(tmp_path)["shapes"][0]["tables"][0]["rows"]) == 1
 
 
-@pytest.mark.parametrize("benchmark", ["stats", "divergence"])
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--shape", "nonsense"], "shape: expected"),
-        (["--shape", "1,2"], "shape: expected"),
-        (["--shape", "1,2,3,0"], "shape: expected"),
-        (["--work", "nonsense"], "work: expected names out of"),
-        (["--only", "nonsense"], "only: expected names out of lowtide"),
-        (["--only", "naive", "--skip", "naive"], "skip: expected at least one peer that is left"),
-        (["--reps", "0"], "reps: expected a whole number of at least 1"),
-        (["--seed", str(2**32 - 1)], "seed: expected a whole number below"),
-        (["--output", ""], "output: expected a name"),
-    ],
-)
-def test_bad_arguments_are_one_line(
-    benchmark: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench(benchmark, *arguments) != 0
-    err = capsys.readouterr().err
-    assert says in err
-    assert err.count("\n") == 1
-
-
 def test_defaults_and_all() -> None:
     assert [str(shape) for shape in StatsBenchConfig().shapes] == ["qwen-4k (8192,4096,151936)"]
     assert [shape.name for shape in DivergenceBenchConfig().shapes] == ["llama-8b-to-1b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import runpy
 import shlex
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import lowtide
+from distributed.train_ranks import shared
 from lowtide.cli import OF_TRAIN, _parser, main
 from lowtide.train import TrainConfig
 from lowtide.train.shapes import SHAPES
@@ -243,21 +245,26 @@ def test_the_script_trains_without_a_warning(tmp_path: Path, tiny: list[object])
     assert (tmp_path / "out" / "model" / "config.json").exists()
 
 
+INTERRUPTIBLE = """
+import signal, sys
+from lowtide.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as do theirs
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_interrupt_says_how_to_go_on(tmp_path: Path, tiny: list[object]) -> None:
-    output = tmp_path / "out"
-    run = command(*tiny, "--max-steps", 100_000, "--save-every", 5, "--output", output)
-    here = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as do theirs
-    try:
-        child = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, here)
-    try:
-        while child.poll() is None and not (output / "checkpoint-5").exists():
-            time.sleep(0.05)
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    assert child.returncode == 130
+    output, script = tmp_path / "out", tmp_path / "script.py"
+    script.write_text(INTERRUPTIBLE)
+    endless = ["--max-steps", 100_000, "--save-every", 5, "--output", output]
+    shared().start(1, *tiny, *endless, script=script, seconds=120)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not (output / "checkpoint-5").exists():
+        time.sleep(0.05)
+    for pid in shared().pids():
+        os.kill(pid, signal.SIGINT)
+    ended = shared().end()
+    assert ended.statuses == [130], ended
+    (err,) = ended.err
     assert err.strip().count("\n") == 0, err
     assert f"lowtide train --resume --output {output}" in err

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from distributed.train_ranks import run_command, shared
 from lowtide.bench.ways import Way, build_way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
@@ -43,7 +45,9 @@ def written(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out")
     arguments = ["--impl", "stock,lowtide:2xall/1", "--policy", "stock=all", "--seq-len", 64, "--steps", 2]
     everything = ["profile", "--model", tiny.parent, *arguments, "--device", "cpu", "--output", folder]
-    assert main(list(map(str, everything))) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowtide.measure.child.run_command", run_command)
+        assert main(list(map(str, everything))) == 0
     return folder
 
 
@@ -139,6 +143,7 @@ def test_earlier_runs_are_shown_beside_others(
         assert f"lowtide profile: {says}" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_parameters_on_the_host_and_adapters(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     files = [word for kind in ("json", "png", "html") for word in (f"--{kind}", str(tmp_path / f"a.{kind}"))]
@@ -155,7 +160,36 @@ def test_parameters_on_the_host_and_adapters(tiny: Path, tmp_path: Path) -> None
     assert {file.name for file in tmp_path.iterdir()} == {"a.json", "a.png", "a.html"}
 
 
-def test_two_ranks_of_which_the_first_is_shown(tiny: Path, tmp_path: Path) -> None:
+RANK = """
+import json, os
+os.environ.update(json.loads(os.environ["EACH"])[int(os.environ["RANK"])])
+from lowtide.measure.child import _call_here
+_call_here()
+"""
+
+
+class Together:
+    """As `run_command` of `train_ranks`, for ranks that are started one by one: they begin when all have come."""
+
+    def __init__(self, ranks: int, script: Path) -> None:
+        self.ranks, self.script = ranks, script
+        self.given: dict[int, dict[str, str]] = {}
+        self.all_here = threading.Barrier(ranks, self._run)
+        script.write_text(RANK)
+
+    def _run(self) -> None:
+        each = [self.given[rank] for rank in range(self.ranks)]
+        self.ended = shared()(self.ranks, script=self.script, EACH=json.dumps(each))
+
+    def __call__(self, command: list[str], *, env: dict[str, str], capture: bool) -> ChildResult:
+        rank = int(env["RANK"])
+        self.given[rank] = {name: value for name, value in env.items() if not name.startswith("MASTER")}
+        self.all_here.wait()
+        return ended(status=self.ended.statuses[rank], stderr=self.ended.err[rank])
+
+
+def test_two_ranks_of_which_the_first_is_shown(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.measure.child.run_command", Together(2, tmp_path / "rank.py"))
     command = f"profile --model {tiny} --impl lowtide --seq-len 33 --steps 1 --fsdp zero3 --gpus 2 --policy all"
     assert main([*command.split(), "--device", "cpu", "--output", str(tmp_path)]) == 0
     told = result(tmp_path)

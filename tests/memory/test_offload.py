@@ -307,7 +307,7 @@ def test_removed_between_forward_and_backward(side: LazySide, ids: Tensor) -> No
 def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor) -> None:
     """An offloaded layer runs in eager, once, and its parts may be compiled."""
     torch._dynamo.reset()
-    model = llama(num_hidden_layers=4)
+    model = llama(num_hidden_layers=3)
     stock = copy.deepcopy(model)
     apply_policy(model, ATTENTION)
     for module in [model.model] if how == "model" else model.model.layers:
@@ -316,7 +316,7 @@ def test_beside_torch_compile(how: str, llama: Any, side: LazySide, ids: Tensor)
     torch.testing.assert_close(got[0], want[0])
     for name, gradient in want[1].items():
         torch.testing.assert_close(got[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-    assert side.copies == 2 * 3
+    assert side.copies == 3  # of the one layer that moves
 
 
 def test_nothing_to_offload_from(monkeypatch: pytest.MonkeyPatch, ids: Tensor) -> None:

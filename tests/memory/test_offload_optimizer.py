@@ -151,10 +151,14 @@ def _live_after_forward(steps: int, side: LazySide, *, offloaded: bool) -> tuple
         gc.enable()
 
 
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach"])
 @pytest.mark.parametrize("moment", ["forward", "loss", "backward", "gradients", "step"])
-def test_a_checkpoint_at_any_moment(moment: str, side: LazySide) -> None:
-    """`state_dict` has what the stock optimizer has, from hooks in the midst of a pass too, and loads elsewhere."""
-    pair = Pair()
+def test_a_checkpoint_at_any_moment(moment: str, name: str, side: LazySide) -> None:
+    """`state_dict` has what the stock optimizer has, from hooks in the midst of a pass too.
+
+    Into a file and out of it, into PyTorch's own optimizer and from it: the training goes on to the bit.
+    """
+    pair = Pair(name)
     pair.train(2)
     taken: dict[str, Any] = {}
 
@@ -181,12 +185,21 @@ def test_a_checkpoint_at_any_moment(moment: str, side: LazySide) -> None:
         take()
         want = pair.theirs.state_dict()
     assert taken["param_groups"] == want["param_groups"]
+    assert taken["state"].keys() == want["state"].keys()
     for index, entry in want["state"].items():
         for key, value in entry.items():
             assert torch.equal(taken["state"][index][key], value), (index, key)
-    fresh = adamw(pair.model)
-    fresh.load_state_dict(taken)
-    pair.train(1)
+    other = copy.deepcopy(pair.stock)
+    alone = OPTIMIZERS[name](other.parameters())
+    alone.load_state_dict(taken)
+    for optimizer in (pair.ours, pair.theirs):
+        optimizer.load_state_dict(copy.deepcopy(want))
+    for k in range(2):
+        other(batch(k)).backward()
+        alone.step()
+        alone.zero_grad()
+    pair.train(2)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), pair.stock.parameters(), strict=True))
 
 
 def test_a_checkpoint_behind_a_backward_without_a_step(side: LazySide) -> None:

@@ -60,11 +60,7 @@ def test_several_optimizers(side: LazySide) -> None:
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_copies_have_all_states_and_offload_nothing(how: Callable[[Any], Any], moment: str, side: LazySide) -> None:
     pair = Pair()
-    pair.train(2)
-    losses = [m(batch(3)) for m in (pair.model, pair.stock)] if moment != "device" else []
-    if moment == "coming":
-        for loss in losses:
-            loss.backward()
+    pair.come_to(moment)
     other, made = how((pair.model, pair.ours))
     assert pair.where() == {"device"}
     pinned_before = side.pinned
@@ -72,7 +68,7 @@ def test_copies_have_all_states_and_offload_nothing(how: Callable[[Any], Any], m
         assert p is q
     for a, b in zip(states(made), states(pair.theirs), strict=True):
         assert torch.equal(a, b)
-    del losses
+    pair.losses.clear()
     other.zero_grad()
     other(batch(1)).backward()
     made.step()
@@ -88,11 +84,7 @@ def test_copies_have_all_states_and_offload_nothing(how: Callable[[Any], Any], m
 def test_removed(moment: str, side: LazySide) -> None:
     pair = Pair()
     hooks = _hooks(pair)
-    pair.train(2)
-    losses = [m(batch(3)) for m in (pair.model, pair.stock)] if moment != "device" else []
-    if moment == "coming":
-        for loss in losses:
-            loss.backward()
+    pair.come_to(moment)
     pair.handle.remove()
     pair.handle.remove()
     assert side.pinned == pair.handle.host_bytes == pair.handle.offloaded_bytes == 0
@@ -102,7 +94,7 @@ def test_removed(moment: str, side: LazySide) -> None:
     pair.same()
     for m in (pair.model, pair.stock):
         m.zero_grad()
-    del losses
+    pair.losses.clear()
     copies = side.copies
     pair.train(2)
     assert side.copies == copies
@@ -125,11 +117,7 @@ def test_an_optimizer_that_goes_takes_all_with_it(moment: str, side: LazySide) -
     gc.disable()
     try:
         pair = Pair()
-        pair.train(2)
-        if moment != "device":
-            loss = pair.model(batch(1))
-        if moment == "coming":
-            loss.backward()
+        pair.come_to(moment)
         del pair.ours, pair.handle
         assert side.pinned == 0
         assert sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in pair.model.modules()) == 0

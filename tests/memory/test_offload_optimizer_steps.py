@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from lowtide.memory import offload_optimizer
 from memory.models import LazySide, Plain
-from memory.states import OPTIMIZERS, Pair, batch
+from memory.states import Pair, batch
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -136,34 +135,3 @@ def test_a_gradient_scaler(side: LazySide) -> None:
         assert scalers[0].get_scale() == scalers[1].get_scale()
     pair.handle.bring_back()
     pair.same()
-
-
-@pytest.mark.parametrize("name", ["adamw-fused", "adamw-foreach"])
-@pytest.mark.parametrize("moment", ["behind forward", "behind backward", "behind step"])
-def test_a_checkpoint_is_that_of_an_optimizer_without(name: str, moment: str, side: LazySide) -> None:
-    """Into a file and out of it, into PyTorch's own optimizer and from it: the training goes on to the bit."""
-    pair = Pair(name)
-    pair.train(2)
-    if moment != "behind step":
-        loss = pair.model(batch(9))
-        if moment == "behind backward":
-            loss.backward()
-    file = io.BytesIO()
-    torch.save(pair.ours.state_dict(), file)
-    file.seek(0)
-    saved, expected = torch.load(file), copy.deepcopy(pair.theirs.state_dict())
-    assert saved["param_groups"] == expected["param_groups"]
-    assert saved["state"].keys() == expected["state"].keys()
-    for k, entry in expected["state"].items():
-        assert all(torch.equal(saved["state"][k][key], value) for key, value in entry.items())
-    other = copy.deepcopy(pair.stock)
-    alone = OPTIMIZERS[name](other.parameters())
-    alone.load_state_dict(saved)
-    pair.ours.load_state_dict(expected)
-    pair.model.zero_grad()
-    for k in range(2):
-        other(batch(k)).backward()
-        alone.step()
-        alone.zero_grad()
-    pair.train(2)
-    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), pair.stock.parameters(), strict=True))

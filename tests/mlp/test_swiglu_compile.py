@@ -122,8 +122,7 @@ def test_a_step_on_fake_tensors_and_on_meta() -> None:
             assert all(t.grad.shape == t.shape for t in leaves)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("level", "dtype"), [(0, torch.bfloat16), (1, torch.float32)])
 def test_operators(level: int, dtype: torch.dtype) -> None:
     leaves = [t.detach().to(dtype) for t in mlp((2, 5), 7, 11)]
     fields = SwigluCall.plain(tuple(leaves), dtype=dtype, activation="silu", checkpoint_level=level, tile_tokens=4)

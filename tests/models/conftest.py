@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowtide
+from lowtide.models import PatchReport
+
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 97
@@ -117,6 +120,35 @@ def pair(build: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         return model, copy.deepcopy(model)
 
     return pair
+
+
+@pytest.fixture
+def patched(pair: Callable[..., Any]) -> Callable[..., tuple[Any, Any, PatchReport]]:
+    """A patched model, its stock copy, and the report. `settings` are the model's, `parts` those of `patch`."""
+
+    def patched(
+        name: str, dtype: torch.dtype = torch.float32, settings: dict[str, Any] | None = None, **parts: Any
+    ) -> tuple[Any, Any, PatchReport]:
+        model, stock = pair(name, dtype, **(settings or {}))
+        return model, stock, lowtide.patch(model, **parts)
+
+    return patched
+
+
+@pytest.fixture
+def assert_same_training(assert_same_gradients: Callable[..., None]) -> Callable[..., None]:
+    """The losses of a call, and then all gradients so far; `through` is what runs the model where it is not itself."""
+
+    def check(
+        model: nn.Module, stock: nn.Module, call: dict[str, Any], through: Any = None, **tolerance: float
+    ) -> None:
+        losses = [m(**call).loss for m in (model if through is None else through, stock)]
+        torch.testing.assert_close(*losses, **tolerance)
+        for loss in losses:
+            loss.backward()
+        assert_same_gradients(model, stock)
+
+    return check
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

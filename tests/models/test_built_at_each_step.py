@@ -89,10 +89,9 @@ def test_steps_that_build_logits_are_counted_and_warned_of_once(way, copied):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (3 if WAYS[way] == COMPILED else 0)
 
 
-def test_what_is_no_training_run_is_not_counted(build, batch):
+def test_what_is_no_training_run_is_not_counted(patched, batch):
     """As errors, which the warning would be."""
-    model = build("llama")
-    report = lowtide.patch(model)
+    model, _, report = patched("llama")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     model.generate(**inputs, max_new_tokens=2, do_sample=False)
     with torch.no_grad():
@@ -106,8 +105,7 @@ def test_what_is_no_training_run_is_not_counted(build, batch):
     assert (report.calls_fused, report.calls_materialised) == (0, 0)
 
 
-def test_the_warning_says_what_to_do(build, batch):
-    model = build("llama")
-    lowtide.patch(model)
+def test_the_warning_says_what_to_do(patched, batch):
+    model, _, _ = patched("llama")
     with pytest.warns(UserWarning, match=re.escape("Give it the labels too, or num_items_in_batch")):
         model(input_ids=batch["input_ids"])

@@ -14,9 +14,8 @@ from lowtide.errors import ArgumentTypeError, UnsupportedError
 
 
 @pytest.mark.parametrize("how", ["fused", "foreach", "plain", "sgd", "data.mul_", "data ="])
-def test_logits_are_not_read_after_the_weights_changed(how, build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+def test_logits_are_not_read_after_the_weights_changed(how, patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     outputs = model(**batch)
     outputs.loss.backward()
     if how == "data.mul_":
@@ -38,9 +37,8 @@ def double_in_place_of_forward(head):
 
 
 @pytest.mark.parametrize("change", ["head.forward", "hook", "nn.Linear.forward", "function mode"])
-def test_what_the_head_does_besides_is_followed(change, pair, batch, assert_same_gradients, monkeypatch):
-    model, stock = pair("llama")
-    report = lowtide.patch(model, mlp=False)
+def test_what_the_head_does_besides_is_followed(change, patched, batch, assert_same_gradients, monkeypatch):
+    model, stock, report = patched("llama", mlp=False)
     if change == "nn.Linear.forward":
         old = nn.Linear.forward
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: old(self, x) * 2)
@@ -69,9 +67,8 @@ def test_what_the_head_does_besides_is_followed(change, pair, batch, assert_same
     assert (report.calls_fused, report.calls_materialised) == (0, 1), str(report)
 
 
-def test_a_hook_that_came_after_the_forward_is_an_error(build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+def test_a_hook_that_came_after_the_forward_is_an_error(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     outputs = model(**batch)
     model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(UnsupportedError, match="has a hook"):
@@ -79,9 +76,8 @@ def test_a_hook_that_came_after_the_forward_is_an_error(build, batch):
 
 
 @pytest.mark.parametrize("change", ["unpatch", "double"])
-def test_reading_after_the_model_changed_is_one_clear_error(change, build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+def test_reading_after_the_model_changed_is_one_clear_error(change, patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     outputs = model(**batch)
     if change == "unpatch":
         lowtide.unpatch(model)
@@ -92,9 +88,8 @@ def test_reading_after_the_model_changed_is_one_clear_error(change, build, batch
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_logits_out_of_a_checkpoint_carry_their_gradient(reentrant, pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_logits_out_of_a_checkpoint_carry_their_gradient(reentrant, patched, batch, assert_same_gradients):
+    model, stock, _ = patched("llama", mlp=False)
     for m in (model, stock):
         embedded = m.get_input_embeddings()(batch["input_ids"])
 
@@ -118,10 +113,9 @@ OPERANDS = {
 
 @pytest.mark.parametrize("use", OPERANDS)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_logits_out_of_a_checkpoint_beside_others(reentrant, use, pair, batch, assert_same_gradients):
+def test_logits_out_of_a_checkpoint_beside_others(reentrant, use, patched, batch, assert_same_gradients):
     """Each operand has its own graph: one behind the checkpoint's node, another call's in front of it."""
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+    model, stock, _ = patched("llama", mlp=False)
     for m in (model, stock):
         embedded = m.get_input_embeddings()(batch["input_ids"])
 
@@ -135,9 +129,8 @@ def test_logits_out_of_a_checkpoint_beside_others(reentrant, use, pair, batch, a
     assert_same_gradients(model, stock)
 
 
-def test_a_metric_under_inference_mode_leaves_the_graph_alone(pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_a_metric_under_inference_mode_leaves_the_graph_alone(patched, batch, assert_same_gradients):
+    model, stock, _ = patched("llama", mlp=False)
     for m in (model, stock):
         outputs = m(**batch)
         with torch.inference_mode():
@@ -146,9 +139,8 @@ def test_a_metric_under_inference_mode_leaves_the_graph_alone(pair, batch, asser
     assert_same_gradients(model, stock)
 
 
-def test_hooking_read_logits_that_the_loss_went_past_is_an_error(build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+def test_hooking_read_logits_that_the_loss_went_past_is_an_error(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     outputs = model(**batch)
     outputs.logits.argmax(-1)
     for attempt in (lambda: outputs.logits.register_hook(print), outputs.logits.retain_grad):
@@ -172,11 +164,10 @@ def called_without_loss(model, batch):
 
 @pytest.mark.parametrize("hook", ["register_hook", "retain_grad", "autograd.grad", "backward"])
 @pytest.mark.parametrize("made", MADE_OF_THEM)
-def test_what_went_past_the_logits_is_not_hooked_in_silence(made, hook, build, batch):
+def test_what_went_past_the_logits_is_not_hooked_in_silence(made, hook, patched, batch):
     if hook == "backward" and "handle_torch_function" not in torch.autograd.backward.__code__.co_names:
         pytest.skip("this torch does not ask what its inputs are")
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+    model, _, _ = patched("llama", mlp=False)
     logits = called_without_loss(model, batch)
     result = MADE_OF_THEM[made](logits).square().mean()
     ask = {
@@ -191,9 +182,8 @@ def test_what_went_past_the_logits_is_not_hooked_in_silence(made, hook, build, b
 
 @pytest.mark.parametrize("made", MADE_OF_THEM)
 @pytest.mark.parametrize("copied", [True, False])
-def test_hooked_before_anything_is_made_of_them(copied, made, pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_hooked_before_anything_is_made_of_them(copied, made, patched, batch, assert_same_gradients):
+    model, stock, _ = patched("llama", mlp=False)
     seen = []
     for m in (model, stock):
         logits = called_without_loss(m, batch)
@@ -212,9 +202,8 @@ def test_hooked_before_anything_is_made_of_them(copied, made, pair, batch, asser
     assert_same_gradients(model, stock)
 
 
-def test_the_gradient_of_a_fused_loss_by_its_logits_is_an_error(build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+def test_the_gradient_of_a_fused_loss_by_its_logits_is_an_error(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     outputs = model(**batch)
     for loss in (outputs.loss, outputs.loss + outputs.logits.square().mean()):
         with pytest.raises(UnsupportedError, match="differentiated by"):
@@ -222,7 +211,7 @@ def test_the_gradient_of_a_fused_loss_by_its_logits_is_an_error(build, batch):
     assert torch.autograd.grad(outputs.loss, model.lm_head.weight)[0].any()
 
 
-def test_a_custom_function_of_hooked_logits_is_an_error(build, batch):
+def test_a_custom_function_of_hooked_logits_is_an_error(patched, batch):
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -232,17 +221,15 @@ def test_a_custom_function_of_hooked_logits_is_an_error(build, batch):
         def backward(ctx, grad):
             return grad * 2
 
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+    model, _, _ = patched("llama", mlp=False)
     logits = called_without_loss(model, batch)
     logits.register_hook(lambda grad: grad * 3)
     with pytest.raises(UnsupportedError, match="got a custom autograd function"):
         Double.apply(logits).sum().backward()
 
 
-def test_an_instance_of_the_patched_class_is_a_stock_model(build, batch):
-    model = build("llama")
-    report = lowtide.patch(model, mlp=False)
+def test_an_instance_of_the_patched_class_is_a_stock_model(patched, batch):
+    model, _, report = patched("llama", mlp=False)
     other = type(model)(model.config)
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other(**batch).loss, model(**batch).loss)
@@ -260,9 +247,8 @@ def test_an_instance_of_the_patched_class_is_a_stock_model(build, batch):
         lambda z: z.view(dtype=torch.int32),
     ],
 )
-def test_arguments_that_lazy_logits_do_not_know(read, pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_arguments_that_lazy_logits_do_not_know(read, patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     with torch.no_grad():
         assert torch.equal(read(model(**batch).logits), read(stock(**batch).logits))
 
@@ -285,9 +271,8 @@ def test_a_teacher_inside_a_student_is_its_own_affair(build, batch):
     assert (told.calls_fused, told.calls_materialised) == (0, 0)
 
 
-def test_patching_again_without_the_loss_undoes_the_first(build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+def test_patching_again_without_the_loss_undoes_the_first(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     report = lowtide.patch(model, loss=False)
     model(**batch)
     assert (report.calls_fused, report.calls_materialised) == (0, 0)
@@ -318,7 +303,7 @@ def test_two_models_that_share_a_head(build, batch):
     assert lowtide.patch(two).parts["loss"].patched  # nobody else's any more
 
 
-def test_a_hooked_weight_and_a_custom_function_raise(build, batch):
+def test_a_hooked_weight_and_a_custom_function_raise(patched, batch):
     """The gradient of the weight would go through its hook inside of the logits', and on its way out again."""
 
     class Squares(torch.autograd.Function):
@@ -331,8 +316,7 @@ def test_a_hooked_weight_and_a_custom_function_raise(build, batch):
         def backward(ctx, grad):
             return 2 * grad * ctx.saved_tensors[0]
 
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+    model, _, _ = patched("llama", mlp=False)
     handle = model.lm_head.weight.register_hook(lambda grad: grad * 0.5)
     with pytest.raises(UnsupportedError, match="gradient hook"):
         Squares.apply(called_without_loss(model, batch)).backward()

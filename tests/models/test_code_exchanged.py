@@ -120,10 +120,9 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("what", SETTINGS)
-def test_settings_that_change_later_count(what, pair, batch, assert_same_gradients):
+def test_settings_that_change_later_count(what, patched, batch, assert_same_gradients):
     name, change = SETTINGS[what]
-    model, stock = pair(name)
-    lowtide.patch(model)
+    model, stock, _ = patched(name)
     step(model, batch)
     for m in (model, stock):
         change(m)
@@ -193,11 +192,10 @@ def test_what_trains_in_another_way_than_it_evaluates_stays(build):
     assert "it is not down(act(gate(x)) * up(x))" in str(lowtide.patch(model))
 
 
-def test_a_read_model_runs_what_its_process_has(build, batch, monkeypatch):
+def test_a_read_model_runs_what_its_process_has(patched, batch, monkeypatch):
     """Code of another process than the one that patched was not seen by a probe: it is, at the first call."""
     llama = modeling("llama")
-    model = build("llama")
-    lowtide.patch(model)
+    model, _, _ = patched("llama")
     file = io.BytesIO()
     torch.save(model, file)
     kinds = {type(module) for module in model.modules() if hasattr(type(module), "_lowtide_watch")}
@@ -245,9 +243,8 @@ def test_a_compiled_part_notices_a_forward_set_on_the_class(build, monkeypatch):
     torch.testing.assert_close(compiled(x), stock.model.norm(x))
 
 
-def test_a_replaced_call_of_every_module_sees_every_module(pair, batch, assert_same_gradients, monkeypatch):
-    model, stock = pair("llama")
-    lowtide.patch(model)
+def test_a_replaced_call_of_every_module_sees_every_module(patched, batch, assert_same_gradients, monkeypatch):
+    model, stock, _ = patched("llama")
     called, own = [], nn.Module._call_impl
 
     def counted(self, *args, **kwargs):

@@ -42,9 +42,8 @@ CHANGES = {dynamic: "is a Linear of torch.ao", prepared: "a hook from torch.ao",
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_looks_for_linear_layers_finds_the_head(change, pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model)
+def test_what_looks_for_linear_layers_finds_the_head(change, patched, batch):
+    model, stock, _ = patched("llama")
     model, stock = change(model), change(stock)
     report = lowtide.patch(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in stock.modules()]
@@ -75,9 +74,8 @@ def overrides(base):
     return {}
 
 
-def test_what_makes_a_class_of_a_class_tells_them_apart(build):
-    model = build("llama")
-    lowtide.patch(model)
+def test_what_makes_a_class_of_a_class_tells_them_apart(patched):
+    model, _, _ = patched("llama")
     head = type(model.lm_head)
     on_top, of_base = child_class(head, overrides, "_mark"), child_class(nn.Linear, overrides, "_mark")
     assert on_top is not of_base

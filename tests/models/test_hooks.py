@@ -92,9 +92,8 @@ CHANGES = {
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_put_around_the_head_runs_once_and_is_reported(name, pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    report = lowtide.patch(model, mlp=False)
+def test_what_is_put_around_the_head_runs_once_and_is_reported(name, patched, batch, assert_same_gradients):
+    model, stock, report = patched("llama", mlp=False)
     change, reason = CHANGES[name]
     losses = []
     for m in (model, stock):
@@ -109,11 +108,10 @@ def test_what_is_put_around_the_head_runs_once_and_is_reported(name, pair, batch
 
 
 @pytest.mark.parametrize("classes", [[hooks.AlignDevicesHook], [hooks.AlignDevicesHook, hooks.CpuOffload]])
-def test_accelerate_may_move_the_head(classes, pair, batch, assert_same_gradients):
+def test_accelerate_may_move_the_head(classes, patched, batch, assert_same_gradients):
     if hooks.CpuOffload in classes:  # which offloads at once, on a machine that has something else
         classes = [lambda: hooks.AlignDevicesHook(), lambda: hooks.CpuOffload(torch.device("cpu"))]
-    model, stock = pair("llama")
-    report = lowtide.patch(model, mlp=False)
+    model, stock, report = patched("llama", mlp=False)
     accelerate(*classes)(model)
     for m in (model, stock):
         m(**batch).loss.backward()
@@ -141,9 +139,8 @@ def of_the_class(name):
 
 
 @pytest.mark.parametrize("change", [of_all_modules, of_the_class("__call__"), of_the_class("_call_impl")])
-def test_what_is_put_around_all_modules_runs_once(change, pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    report = lowtide.patch(model, mlp=False)
+def test_what_is_put_around_all_modules_runs_once(change, patched, batch, assert_same_gradients):
+    model, stock, report = patched("llama", mlp=False)
     undo = change(model, stock)
     try:
         losses = [m(**batch).loss for m in (model, stock)]
@@ -156,9 +153,8 @@ def test_what_is_put_around_all_modules_runs_once(change, pair, batch, assert_sa
     assert (report.calls_fused, report.calls_materialised) == (0, 1)
 
 
-def test_a_hook_between_forward_and_loss_is_an_error(build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+def test_a_hook_between_forward_and_loss_is_an_error(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     logits = called(model, batch)
     accelerate(Doubled)(model)
     with pytest.raises(UnsupportedError, match=r"got a change since.*Doubled"):
@@ -226,9 +222,8 @@ ON_THE_GRAPH = {
 
 
 @pytest.mark.parametrize("name", ON_THE_GRAPH)
-def test_hooks_on_the_graph_fire_as_in_stock(name, pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_hooks_on_the_graph_fire_as_in_stock(name, patched, batch, assert_same_gradients):
+    model, stock, _ = patched("llama", mlp=False)
     records = []
     for m in (model, stock):
         records.append([])
@@ -241,9 +236,8 @@ def test_hooks_on_the_graph_fire_as_in_stock(name, pair, batch, assert_same_grad
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_the_graph_of_logits_that_a_loss_went_past_is_refused(read, build, batch):
-    model = build("llama")
-    report = lowtide.patch(model, mlp=False)
+def test_the_graph_of_logits_that_a_loss_went_past_is_refused(read, patched, batch):
+    model, _, report = patched("llama", mlp=False)
     logits = model(**batch).logits
     assert logits.grad_fn is not None
     assert report.calls_materialised == 0
@@ -263,9 +257,8 @@ def test_the_graph_of_logits_that_a_loss_went_past_is_refused(read, build, batch
 
 
 @pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone())])
-def test_hooks_on_what_is_saved(around, pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_hooks_on_what_is_saved(around, patched, batch, assert_same_gradients):
+    model, stock, _ = patched("llama", mlp=False)
     for m in (model, stock):
         with around():
             outputs = m(**batch)

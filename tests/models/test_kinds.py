@@ -136,9 +136,8 @@ def test_sequence_to_sequence(name, assert_same_gradients):
     assert torch.equal(*tokens)
 
 
-def test_the_auxiliary_loss_of_experts_is_added_once(pair, batch, assert_same_gradients):
-    model, stock = pair("qwen3-moe", router_aux_loss_coef=0.5)
-    report = lowtide.patch(model)
+def test_the_auxiliary_loss_of_experts_is_added_once(patched, batch, assert_same_gradients):
+    model, stock, report = patched("qwen3-moe", settings={"router_aux_loss_coef": 0.5})
     outputs, expected = model(**batch), stock(**batch)
     torch.testing.assert_close(outputs.loss, expected.loss)
     torch.testing.assert_close(outputs.aux_loss, expected.aux_loss)
@@ -149,9 +148,8 @@ def test_the_auxiliary_loss_of_experts_is_added_once(pair, batch, assert_same_gr
     assert (report.calls_fused, report.calls_materialised) == (1, 0)
 
 
-def test_hidden_states_are_those_of_stock_and_carry_gradients(pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
+def test_hidden_states_are_those_of_stock_and_carry_gradients(patched, batch, assert_same_gradients):
+    model, stock, report = patched("llama")
     for m in (model, stock):
         outputs = m(**batch, output_hidden_states=True)
         (outputs.loss + sum(h.square().mean() for h in outputs.hidden_states)).backward()
@@ -160,9 +158,8 @@ def test_hidden_states_are_those_of_stock_and_carry_gradients(pair, batch, asser
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}], ids=str)
-def test_generation_is_bitwise_the_same(settings, pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model)
+def test_generation_is_bitwise_the_same(settings, patched, batch):
+    model, stock, _ = patched("llama")
     scores = []
     for m in (model, stock):
         torch.manual_seed(0)
@@ -174,10 +171,9 @@ def test_generation_is_bitwise_the_same(settings, pair, batch):
         assert torch.equal(ours, expected)
 
 
-def test_generating_on_a_cpu_looks_at_nothing(pair, batch, monkeypatch):
+def test_generating_on_a_cpu_looks_at_nothing(patched, batch, monkeypatch):
     """A call without gradients is settled before its layers are looked at, which would double its time."""
-    model, _ = pair("llama")
-    lowtide.patch(model)
+    model, _, _ = patched("llama")
     monkeypatch.setattr(mlp_part, "adapted_linear", lambda layer: pytest.fail("looked"))
     with torch.no_grad():
         model(**batch)
@@ -198,10 +194,9 @@ def test_calls_of_few_values_without_gradients_are_stock_codes(device):
 
 
 @pytest.mark.parametrize("part", ["mlp", "input_layernorm"])
-def test_a_program_without_gradients_takes_every_size(part, build):
+def test_a_program_without_gradients_takes_every_size(part, patched):
     """Exported, compiled or traced, none of it depends on how many values there are."""
-    model = build("llama")
-    lowtide.patch(model)
+    model, _, _ = patched("llama")
     module = getattr(model.model.layers[0], part).to("meta")
     few, many = (torch.empty(n, 16, device="meta") for n in (5, FEW // 16 + 1))
     with torch.no_grad():
@@ -226,9 +221,8 @@ def test_a_program_without_gradients_takes_every_size(part, build):
                 torch.jit.trace(module, torch.randn(5, 16), check_trace=False)
 
 
-def test_what_is_no_tensor_is_the_error_of_stock(pair):
-    model, stock = pair("llama")
-    lowtide.patch(model)
+def test_what_is_no_tensor_is_the_error_of_stock(patched):
+    model, stock, _ = patched("llama")
     for name in ("mlp", "input_layernorm"):
         for grad in (True, False):
             texts = []

@@ -50,9 +50,8 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_looking_gives_values_and_gradients_of_real_logits(look, pair, batch, assert_same_gradients):
-    model, stock = pair("gemma2")
-    report = lowtide.patch(model, mlp=False)
+def test_looking_gives_values_and_gradients_of_real_logits(look, patched, batch, assert_same_gradients):
+    model, stock, report = patched("gemma2", mlp=False)
     outputs, expected = model(**batch), stock(**batch)
     assert isinstance(outputs.logits, LazyLogits)
     seen, wanted = LOOKS[look](outputs.logits), LOOKS[look](expected.logits)
@@ -64,9 +63,8 @@ def test_looking_gives_values_and_gradients_of_real_logits(look, pair, batch, as
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_metadata_is_known_without_building(name, pair, batch):
-    model, stock = pair(name)
-    report = lowtide.patch(model, mlp=False)
+def test_metadata_is_known_without_building(name, patched, batch):
+    model, stock, report = patched(name, mlp=False)
     lazy, real = model(**batch).logits, stock(**batch).logits
     for about in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "is_cuda", "layout"):
         assert getattr(lazy, about) == getattr(real, about), about
@@ -81,15 +79,13 @@ def test_metadata_is_known_without_building(name, pair, batch):
 
 
 @pytest.mark.parametrize("index", [(slice(1, None),), (Ellipsis, slice(96)), (slice(None, None, 2),), (0,), (None,)])
-def test_indexing_that_takes_less_is_not_lazy(index, pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_indexing_that_takes_less_is_not_lazy(index, patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     assert torch.equal(model(**batch).logits[index], stock(**batch).logits[index])
 
 
-def test_built_once_and_kept(pair, batch):
-    model, _ = pair("llama")
-    report = lowtide.patch(model, mlp=False)
+def test_built_once_and_kept(patched, batch):
+    model, _, report = patched("llama", mlp=False)
     logits = model(**batch).logits
     logits[:, 0] = 7.0
     assert (logits[:, 0] == 7.0).all()
@@ -98,9 +94,8 @@ def test_built_once_and_kept(pair, batch):
     assert report.why_materialised == {"read by TensorBase.__setitem__": 1}
 
 
-def test_read_without_grad_keeps_the_grad_of_the_forward(pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_read_without_grad_keeps_the_grad_of_the_forward(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     logits = model(**batch).logits
     with torch.no_grad():
         logits.argmax(-1)
@@ -108,18 +103,16 @@ def test_read_without_grad_keeps_the_grad_of_the_forward(pair, batch):
     assert type(stock(**batch).logits) is Tensor
 
 
-def test_what_is_made_of_them_without_grad_has_none(pair, batch):
-    model, _ = pair("gemma2")
-    lowtide.patch(model, mlp=False)
+def test_what_is_made_of_them_without_grad_has_none(patched, batch):
+    model, _, _ = patched("gemma2", mlp=False)
     logits = model(**batch).logits
     with torch.no_grad():
         results = [logits * 2.0, torch.tanh(logits), logits.double()]
     assert not any(result.requires_grad or (result + 1.0).requires_grad for result in results)
 
 
-def test_weights_changed_since_is_an_error(pair, batch):
-    model, _ = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_weights_changed_since_is_an_error(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     outputs = model(**batch)
     outputs.loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
@@ -127,9 +120,8 @@ def test_weights_changed_since_is_an_error(pair, batch):
         outputs.logits.argmax(-1)
 
 
-def test_read_before_the_weights_change_is_kept(pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_read_before_the_weights_change_is_kept(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     outputs, expected = model(**batch), stock(**batch).logits
     outputs.logits.sum()
     with torch.no_grad():
@@ -137,18 +129,16 @@ def test_read_before_the_weights_change_is_kept(pair, batch):
     assert torch.equal(outputs.logits, expected)
 
 
-def test_hooking_the_gradient_of_unused_logits_is_an_error(pair, batch):
-    model, _ = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_hooking_the_gradient_of_unused_logits_is_an_error(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     outputs = model(**batch)
     for hook in (lambda z: z.register_hook(print), lambda z: z.retain_grad()):
         with pytest.raises(lowtide.errors.UnsupportedError, match="unpatch"):
             hook(outputs.logits)
 
 
-def test_outputs_copy_and_pickle_as_real_logits(pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_outputs_copy_and_pickle_as_real_logits(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     with torch.no_grad():
         expected = stock(**batch).logits
         for through in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
@@ -162,9 +152,8 @@ def test_outputs_copy_and_pickle_as_real_logits(pair, batch):
         assert repr(model(**batch).logits) == repr(expected)
 
 
-def test_a_custom_autograd_function_stays_in_the_graph(pair, batch, assert_same_gradients):
-    model, stock = pair("gemma2")
-    report = lowtide.patch(model, mlp=False)
+def test_a_custom_autograd_function_stays_in_the_graph(patched, batch, assert_same_gradients):
+    model, stock, report = patched("gemma2", mlp=False)
     losses = [OwnFunction.apply(m(**batch).logits).logsumexp(-1).mean() for m in (model, stock)]
     torch.testing.assert_close(*losses)
     for loss in losses:
@@ -173,10 +162,9 @@ def test_a_custom_autograd_function_stays_in_the_graph(pair, batch, assert_same_
     assert report.calls_materialised == 1
 
 
-def test_a_learned_scale_gets_its_gradient(pair, batch):
+def test_a_learned_scale_gets_its_gradient(patched, batch):
     # A scale that is trained is no scalar operation of linear_cross_entropy: real logits.
-    model, stock = pair("cohere2")
-    report = lowtide.patch(model, mlp=False)
+    model, stock, report = patched("cohere2", mlp=False)
     for m in (model, stock):
         m.logit_scale = torch.nn.Parameter(torch.tensor(0.3))
         m(**batch).loss.backward()
@@ -184,9 +172,8 @@ def test_a_learned_scale_gets_its_gradient(pair, batch):
     assert (report.calls_fused, report.calls_materialised) == (0, 1)
 
 
-def test_a_scale_that_is_a_tensor(pair, batch, assert_same_gradients):
-    model, stock = pair("cohere2")
-    report = lowtide.patch(model, mlp=False)
+def test_a_scale_that_is_a_tensor(patched, batch, assert_same_gradients):
+    model, stock, report = patched("cohere2", mlp=False)
     for m in (model, stock):
         m.logit_scale = torch.tensor(0.3)
         m(**batch).loss.backward()
@@ -195,18 +182,16 @@ def test_a_scale_that_is_a_tensor(pair, batch, assert_same_gradients):
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), -2.0, True, 3])
-def test_odd_scales_are_what_they_are_in_stock(scale, pair, batch):
-    model, stock = pair("cohere2")
-    lowtide.patch(model, mlp=False)
+def test_odd_scales_are_what_they_are_in_stock(scale, patched, batch):
+    model, stock, _ = patched("cohere2", mlp=False)
     for m in (model, stock):
         m.logit_scale = scale
     torch.testing.assert_close(model(**batch).loss, stock(**batch).loss, equal_nan=True)
 
 
 @pytest.mark.parametrize("cap", [-2.0, 1e-3, 1e6])
-def test_odd_caps_are_what_they_are_in_stock(cap, pair, batch, assert_same_gradients):
-    model, stock = pair("gemma2", final_logit_softcapping=cap)
-    report = lowtide.patch(model, mlp=False)
+def test_odd_caps_are_what_they_are_in_stock(cap, patched, batch):
+    model, stock, report = patched("gemma2", settings={"final_logit_softcapping": cap}, mlp=False)
     losses = [m(**batch).loss for m in (model, stock)]
     torch.testing.assert_close(*losses)
     assert (report.calls_fused, report.calls_materialised) == (1, 0)

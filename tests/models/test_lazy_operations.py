@@ -54,9 +54,8 @@ WITHOUT_LOGITS = {
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_flatten_of_what_is_flat_is_the_same_tensor(first, pair, batch, assert_same_gradients):
-    model, stock = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+def test_flatten_of_what_is_flat_is_the_same_tensor(first, patched, batch, assert_same_gradients):
+    model, stock, _ = patched("gpt2", mlp=False)
     losses = []
     for m in (model, stock):
         flat = m(**batch).logits.view(-1, V)
@@ -69,9 +68,8 @@ def test_flatten_of_what_is_flat_is_the_same_tensor(first, pair, batch, assert_s
     assert_same_gradients(model, stock)
 
 
-def test_under_autocast_results_have_the_dtypes_of_stock(pair, batch):
-    model, stock = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+def test_under_autocast_results_have_the_dtypes_of_stock(patched, batch):
+    model, stock, _ = patched("gpt2", mlp=False)
     dtypes = []
     for m in (model, stock):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -86,11 +84,10 @@ def test_under_autocast_results_have_the_dtypes_of_stock(pair, batch):
 
 @pytest.mark.parametrize("name", WITHOUT_LOGITS)
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])  # plain; with a soft cap
-def test_a_loss_of_ones_own_without_logits(family, name, pair, batch, assert_same_gradients):
+def test_a_loss_of_ones_own_without_logits(family, name, patched, batch, assert_same_gradients):
     if family == "gemma2" and name.startswith("biased"):
         pytest.skip("a bias after the cap is none of the head's")
-    model, stock = pair(family)
-    report = lowtide.patch(model, mlp=False)
+    model, stock, report = patched(family, mlp=False)
     values = [WITHOUT_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)]
     assert values[0].shape == values[1].shape
     assert values[0].dtype == values[1].dtype
@@ -142,9 +139,8 @@ WITH_LOGITS = {
 
 
 @pytest.mark.parametrize("name", WITH_LOGITS)
-def test_anything_else_gets_real_logits(name, pair, batch, assert_same_gradients):
-    model, stock = pair("gpt2")
-    report = lowtide.patch(model, mlp=False)
+def test_anything_else_gets_real_logits(name, patched, batch, assert_same_gradients):
+    model, stock, report = patched("gpt2", mlp=False)
     values = [WITH_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)]
     assert torch.equal(*values)
     for value in values:
@@ -156,9 +152,8 @@ def test_anything_else_gets_real_logits(name, pair, batch, assert_same_gradients
 @pytest.mark.parametrize(
     "target", [torch.tensor(1000), torch.tensor(-3)], ids=["above the vocabulary", "negative, not the ignored one"]
 )
-def test_wrong_classes_are_errors_as_in_stock(target, pair, batch):
-    model, stock = pair("gpt2")
-    lowtide.patch(model)
+def test_wrong_classes_are_errors_as_in_stock(target, patched, batch):
+    model, stock, _ = patched("gpt2")
     for m in (model, stock):
         logits = m(**batch).logits
         with pytest.raises(IndexError):
@@ -167,9 +162,8 @@ def test_wrong_classes_are_errors_as_in_stock(target, pair, batch):
             logits.log_softmax(-1).gather(-1, target.expand(2, 11, 1))
 
 
-def test_a_shape_that_does_not_fit_is_the_error_of_stock(pair, batch):
-    model, stock = pair("gpt2")
-    lowtide.patch(model)
+def test_a_shape_that_does_not_fit_is_the_error_of_stock(patched, batch):
+    model, stock, _ = patched("gpt2")
     errors = []
     for m in (model, stock):
         logits = m(**batch).logits
@@ -182,10 +176,9 @@ def test_a_shape_that_does_not_fit_is_the_error_of_stock(pair, batch):
     assert errors[0] == errors[1]
 
 
-def test_gradients_in_forward_are_for_losses_that_are_one_number(pair, batch, assert_same_gradients):
+def test_gradients_in_forward_are_for_losses_that_are_one_number(patched, batch, assert_same_gradients):
     """A loss of each token takes them in backward, whatever was asked for of the model's own."""
-    model, stock = pair("gpt2")
-    report = lowtide.patch(model, mlp=False, options=lowtide.HeadOptions(gradient="forward"))
+    model, stock, report = patched("gpt2", mlp=False, options=lowtide.HeadOptions(gradient="forward"))
     for m in (model, stock):
         outputs = m(**batch)
         own = F.cross_entropy(outputs.logits.view(-1, V), batch["labels"].view(-1), reduction="none")
@@ -195,10 +188,9 @@ def test_gradients_in_forward_are_for_losses_that_are_one_number(pair, batch, as
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_views_without_gradients_are_views(mode, pair, batch):
+def test_views_without_gradients_are_views(mode, patched, batch):
     """Inference mode keeps no record of what is a view, and shares memory all the same."""
-    model, stock = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+    model, stock, _ = patched("gpt2", mlp=False)
     seen = []
     for m in (model, stock):
         logits = m(**batch).logits
@@ -210,10 +202,9 @@ def test_views_without_gradients_are_views(mode, pair, batch):
     assert seen[0] == seen[1]
 
 
-def test_views_share_memory_with_the_logits(pair, batch):
+def test_views_share_memory_with_the_logits(patched, batch):
     """Whichever is looked at first, changed in place, or read again."""
-    model, stock = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+    model, stock, _ = patched("gpt2", mlp=False)
     seen = []
     with torch.no_grad():
         for m in (model, stock):
@@ -232,9 +223,8 @@ def test_views_share_memory_with_the_logits(pair, batch):
 
 
 @pytest.mark.parametrize("changed", ["logits", "view"])
-def test_a_change_in_place_before_the_loss_counts(changed, pair, batch, assert_same_gradients):
-    model, stock = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+def test_a_change_in_place_before_the_loss_counts(changed, patched, batch, assert_same_gradients):
+    model, stock, _ = patched("gpt2", mlp=False)
     losses = []
     for m in (model, stock):
         logits = m(**batch).logits
@@ -246,9 +236,8 @@ def test_a_change_in_place_before_the_loss_counts(changed, pair, batch, assert_s
     assert_same_gradients(model, stock)
 
 
-def test_a_change_in_place_after_the_loss_does_not(pair, batch):
-    model, stock = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+def test_a_change_in_place_after_the_loss_does_not(patched, batch):
+    model, stock, _ = patched("gpt2", mlp=False)
     with torch.no_grad():
         for m in (model, stock):
             logits = m(**batch).logits
@@ -260,9 +249,8 @@ def test_a_change_in_place_after_the_loss_does_not(pair, batch):
             )
 
 
-def test_scales_and_biases_are_those_of_the_time_they_were_used(pair, batch):
-    model, stock = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+def test_scales_and_biases_are_those_of_the_time_they_were_used(patched, batch):
+    model, stock, _ = patched("gpt2", mlp=False)
     losses = []
     for m in (model, stock):
         scale, bias, mask = torch.tensor(0.5), torch.linspace(0, 1, V), batch["labels"] != -100
@@ -274,9 +262,8 @@ def test_scales_and_biases_are_those_of_the_time_they_were_used(pair, batch):
     torch.testing.assert_close(*losses)
 
 
-def test_a_hook_put_on_before_the_loss_sees_the_gradient(pair, batch):
-    model, stock = pair("gpt2")
-    report = lowtide.patch(model, mlp=False)
+def test_a_hook_put_on_before_the_loss_sees_the_gradient(patched, batch):
+    model, stock, report = patched("gpt2", mlp=False)
     seen = []
     for m in (model, stock):
         batch_ = {**batch, "labels": None, "num_items_in_batch": 3}
@@ -289,10 +276,9 @@ def test_a_hook_put_on_before_the_loss_sees_the_gradient(pair, batch):
 
 
 @pytest.mark.parametrize("late", [lambda z, y: z.argmax(-1), lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1))])
-def test_a_fused_optimizers_step_is_noticed(late, pair, batch):
+def test_a_fused_optimizers_step_is_noticed(late, patched, batch):
     """It changes weights without their versions."""
-    model, _ = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+    model, _, _ = patched("gpt2", mlp=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     out = model(**batch)
     out.loss.backward()
@@ -306,9 +292,8 @@ def test_a_fused_optimizers_step_is_noticed(late, pair, batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype, pair, batch):
-    model, stock = pair("gpt2", dtype)
-    report = lowtide.patch(model, mlp=False)
+def test_other_dtypes(dtype, patched, batch):
+    model, stock, report = patched("gpt2", dtype, mlp=False)
     for name in ("shifted", "gathered", "several gathered", "logsumexp", "log-softmax and nll"):
         values = [WITHOUT_LOGITS[name](m(**batch).logits, batch["labels"]) for m in (model, stock)]
         assert values[0].dtype == values[1].dtype, name
@@ -318,9 +303,8 @@ def test_other_dtypes(dtype, pair, batch):
     assert report.calls_materialised == 0, str(report)
 
 
-def test_outside_autocast_computed_as_inside(pair, batch):
-    model, stock = pair("gpt2")
-    report = lowtide.patch(model, mlp=False)
+def test_outside_autocast_computed_as_inside(patched, batch):
+    model, stock, report = patched("gpt2", mlp=False)
     with torch.autocast("cpu", torch.bfloat16):
         logits = [m(**batch).logits for m in (model, stock)]
     losses = [F.cross_entropy(z[:, :-1].flatten(0, 1), shifted(batch["labels"])) for z in logits]
@@ -329,9 +313,8 @@ def test_outside_autocast_computed_as_inside(pair, batch):
     assert report.calls_materialised == 0, str(report)
 
 
-def test_weights_changed_before_the_loss_is_an_error(pair, batch):
-    model, _ = pair("gpt2")
-    lowtide.patch(model, mlp=False)
+def test_weights_changed_before_the_loss_is_an_error(patched, batch):
+    model, _, _ = patched("gpt2", mlp=False)
     logits = model(**batch).logits
     with torch.no_grad():
         model.lm_head.weight.mul_(2.0)
@@ -339,9 +322,8 @@ def test_weights_changed_before_the_loss_is_an_error(pair, batch):
         F.cross_entropy(logits.view(-1, V), batch["labels"].view(-1))
 
 
-def test_without_grad_a_detached_view_stays_lazy(pair, batch):
-    model, stock = pair("gpt2")
-    report = lowtide.patch(model, mlp=False)
+def test_without_grad_a_detached_view_stays_lazy(patched, batch):
+    model, stock, report = patched("gpt2", mlp=False)
     with torch.no_grad():
         ours, expected = (m(**batch).logits.detach() for m in (model, stock))
         assert isinstance(ours, LazyLogits)
@@ -350,10 +332,9 @@ def test_without_grad_a_detached_view_stays_lazy(pair, batch):
         assert torch.equal(ours, expected)
 
 
-def test_evaluated_without_grad_and_used_with_it(pair, batch):
+def test_evaluated_without_grad_and_used_with_it(patched, batch):
     """What was computed without gradients has none afterwards, but of what else takes part."""
-    model, stock = pair("gpt2")
-    report = lowtide.patch(model, mlp=False)
+    model, stock, report = patched("gpt2", mlp=False)
     scale = torch.tensor(0.5, requires_grad=True)
     seen = []
     for m in (model, stock):

@@ -69,11 +69,10 @@ def test_what_is_fused(any_model, build):
     assert tuple(part for part in PARTS if report.parts[part].patched) == FUSED[any_model], str(report)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in FUSED.items() for part in parts])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_part_alone_is_right_and_runs(any_model, part, dtype, pair, batch, calls, assert_same_gradients):
-    model, stock = pair(any_model, dtype)
-    report = lowtide.patch(model, loss=False, **{name: name == part for name in PARTS})
+def test_each_part_alone_is_right_and_runs(name, part, dtype, patched, batch, calls, assert_same_gradients):
+    model, stock, report = patched(name, dtype, loss=False, **{other: other == part for other in PARTS})
     reset(calls)
     losses = [m(**batch).loss for m in (model, stock)]
     for loss in losses:
@@ -121,9 +120,8 @@ def test_unpatched_as_it_came(name, pair, batch):
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
 
 
-def test_patching_again_makes_the_model_as_asked_this_time(build):
-    model = build("llama")
-    report = lowtide.patch(model)
+def test_patching_again_makes_the_model_as_asked_this_time(patched):
+    model, _, report = patched("llama")
     everything = fused_modules(model)
     model.model.layers[0].mlp.checkpoint_level = 1
     assert lowtide.patch(model) is report
@@ -145,9 +143,8 @@ def test_patching_again_makes_the_model_as_asked_this_time(build):
     [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: saved_and_loaded(m)],
     ids=["deepcopy", "pickle", "torch.save"],
 )
-def test_copies_are_patched_and_on_their_own(through, pair, batch, calls):
-    model, stock = pair("gemma3")
-    lowtide.patch(model)
+def test_copies_are_patched_and_on_their_own(through, patched, batch, calls):
+    model, stock, _ = patched("gemma3")
     model.model.layers[1].mlp.checkpoint_level = 1
     other = through(model)
     assert fused_modules(other) == fused_modules(model)
@@ -270,9 +267,8 @@ def test_an_mlp_that_is_not_plain_runs_its_own_code(change, when, pair, batch, c
         assert report.parts["mlp"].more[0].outcome.startswith("left as it is: ")
 
 
-def test_hooks_of_a_fused_module_are_honoured(build, batch):
-    model = build("llama")
-    lowtide.patch(model)
+def test_hooks_of_a_fused_module_are_honoured(patched, batch):
+    model, _, _ = patched("llama")
     seen = []
     layer = model.model.layers[0]
     for module in (layer.mlp, layer.input_layernorm, layer.self_attn):
@@ -293,7 +289,7 @@ def test_the_probe_leaves_no_trace(build):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_gradient_checkpointing_and_levels(name, pair, batch, calls, assert_same_gradients, monkeypatch):
+def test_gradient_checkpointing_and_levels(name, patched, batch, calls, assert_same_gradients, monkeypatch):
     levels = []
     stock_mlp = lowtide.models.mlp_part.swiglu_mlp
     monkeypatch.setattr(
@@ -302,8 +298,7 @@ def test_gradient_checkpointing_and_levels(name, pair, batch, calls, assert_same
         lambda *args, **kwargs: (levels.append(kwargs["checkpoint_level"]), stock_mlp(*args, **kwargs))[1],
     )
     for reentrant, level in ((False, 0), (True, 0), (False, 1)):
-        model, stock = pair(name)
-        lowtide.patch(model)
+        model, stock, _ = patched(name)
         for layer in model.model.layers:
             layer.mlp.checkpoint_level = level
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -320,10 +315,9 @@ def test_gradient_checkpointing_and_levels(name, pair, batch, calls, assert_same
         assert_same_gradients(model, stock)
 
 
-def test_generation_with_a_cache_is_unchanged(pair, batch, calls):
+def test_generation_with_a_cache_is_unchanged(patched, batch, calls):
     for name in ("llama", "gemma3", "qwen3", "phi"):
-        model, stock = pair(name)
-        lowtide.patch(model)
+        model, stock, _ = patched(name)
         model.eval(), stock.eval()
         prompt = {"input_ids": batch["input_ids"][:, :5], "attention_mask": batch["attention_mask"][:, :5]}
         tokens = [m.generate(**prompt, max_new_tokens=6, do_sample=False) for m in (stock, model)]
@@ -331,23 +325,18 @@ def test_generation_with_a_cache_is_unchanged(pair, batch, calls):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
-def test_compiled_layers(backend, pair, batch, assert_same_gradients):
-    model, stock = pair("qwen3")
-    lowtide.patch(model)
+def test_compiled_layers(backend, patched, batch, assert_same_training):
+    model, stock, report = patched("qwen3")
     torch._dynamo.reset()
     for layer in model.model.layers:
         layer.compile(backend=backend, fullgraph=True)
     for _ in range(2):
-        losses = [m(**batch).loss for m in (model, stock)]
-        torch.testing.assert_close(*losses)
-        for loss in losses:
-            loss.backward()
-    assert_same_gradients(model, stock)
+        assert_same_training(model, stock, batch)
+    assert (report.calls_fused, report.calls_materialised) == (2, 0), "the loss too"
 
 
-def test_transforms_and_float64_run_stock_code(pair, batch, calls):
-    model, stock = pair("llama")
-    lowtide.patch(model)
+def test_transforms_and_float64_run_stock_code(patched, batch, calls):
+    model, stock, _ = patched("llama")
     norm = model.model.norm
     reset(calls)
     x = torch.randn(3, 16)
@@ -361,9 +350,8 @@ def test_transforms_and_float64_run_stock_code(pair, batch, calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(dtype, pair, batch, calls):
-    model, stock = pair("qwen3")
-    lowtide.patch(model, loss=False)
+def test_autocast(dtype, patched, batch, calls):
+    model, stock, _ = patched("qwen3", loss=False)
     reset(calls)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [m(**batch).loss for m in (model, stock)]

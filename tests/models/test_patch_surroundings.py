@@ -82,9 +82,8 @@ def forward_on_the_instance(mlp):
 
 
 @pytest.mark.parametrize("change", [exchanged, forward_on_the_instance], ids=lambda change: change.__name__)
-def test_an_activation_that_is_another_after_patch_counts(change, pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model)
+def test_an_activation_that_is_another_after_patch_counts(change, patched, batch):
+    model, stock, _ = patched("llama")
     plain = model(**batch).loss
     for m in (model, stock):
         change(m.model.layers[0].mlp)
@@ -108,9 +107,8 @@ def test_a_swiglu_of_ours_stays_and_keeps_its_level():
     assert model.mlp.checkpoint_level == 1
 
 
-def test_an_mlp_made_from_a_patched_ones_class_runs(build):
-    model = build("llama")
-    lowtide.patch(model)
+def test_an_mlp_made_from_a_patched_ones_class_runs(patched):
+    model, _, _ = patched("llama")
     mlp = model.model.layers[0].mlp
     fresh = type(mlp)(model.config)
     fresh.load_state_dict(mlp.state_dict())
@@ -118,9 +116,8 @@ def test_an_mlp_made_from_a_patched_ones_class_runs(build):
     torch.testing.assert_close(fresh(x), mlp(x))
 
 
-def test_unpatched_beneath_a_forward_put_on_the_instance(pair):
-    model, stock = pair("llama")
-    lowtide.patch(model)
+def test_unpatched_beneath_a_forward_put_on_the_instance(patched):
+    model, stock, _ = patched("llama")
     mlp, expected, x = model.model.layers[0].mlp, stock.model.layers[0].mlp, torch.randn(3, 16)
     ours = mlp.forward
     mlp.forward = lambda x: ours(x) * 2  # as accelerate's hooks do
@@ -174,9 +171,8 @@ def test_attention_behind_a_decorator_of_its_own_module_stays():
     assert isinstance(type(module).forward, types.FunctionType)
 
 
-def test_copies_of_a_patched_mlp_count_their_activation_as_well(build):
-    model = build("llama")
-    lowtide.patch(model)
+def test_copies_of_a_patched_mlp_count_their_activation_as_well(patched):
+    model, _, _ = patched("llama")
     x = torch.randn(3, 16)
     for mlp in (copy.deepcopy(model.model.layers[0].mlp), pickle.loads(pickle.dumps(model.model.layers[0].mlp))):
         assert part_of(mlp) == "mlp"
@@ -185,14 +181,13 @@ def test_copies_of_a_patched_mlp_count_their_activation_as_well(build):
         torch.testing.assert_close(mlp(x), expected)
 
 
-def test_a_function_mode_sees_what_it_would_see_of_stock_code(pair):
+def test_a_function_mode_sees_what_it_would_see_of_stock_code(patched):
     class Doubling(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
             return result * 2 if function in (F.linear, torch.rsqrt) else result
 
-    model, stock = pair("llama")
-    lowtide.patch(model)
+    model, stock, _ = patched("llama")
     x = torch.randn(3, 16)
     for name in ("mlp", "input_layernorm"):
         patched, plain = (getattr(m.model.layers[0], name) for m in (model, stock))

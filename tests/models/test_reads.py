@@ -67,11 +67,10 @@ def changed_in_place(logprobs, y):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compare", COMPARED)
-def test_numbers_of_the_same_logits_compare_as_in_stock(compare, dtype, pair, batch):
+def test_numbers_of_the_same_logits_compare_as_in_stock(compare, dtype, patched, batch):
     if dtype != torch.float32 and compare == "rank among candidates":
         pytest.skip("those that were handed out are compared with each other: of unrounded logits")
-    model, stock = pair("llama", dtype)
-    lowtide.patch(model, mlp=False, norm=False, rope=False)
+    model, stock, _ = patched("llama", dtype, mlp=False, norm=False, rope=False)
     results = [COMPARED[compare](m(**batch).logits, targets(batch)) for m in (model, stock)]
     assert torch.equal(*results)
 
@@ -79,10 +78,9 @@ def test_numbers_of_the_same_logits_compare_as_in_stock(compare, dtype, pair, ba
 @pytest.mark.parametrize(
     "scaled", [lambda z: z, lambda z: torch.tanh((z + torch.linspace(0, 1, V, dtype=z.dtype)[None]) / 30) * 30]
 )
-def test_statistics_are_of_logits_that_are_rounded_as_stock_rounds_them(scaled, pair, batch):
+def test_statistics_are_of_logits_that_are_rounded_as_stock_rounds_them(scaled, patched, batch):
     """A bfloat16 model's highest logits tie, and what a row's logsumexp is taken from is not above 0."""
-    model, stock = pair("gpt2", torch.bfloat16)
-    report = lowtide.patch(model, mlp=False, norm=False, rope=False)
+    model, stock, report = patched("gpt2", torch.bfloat16, mlp=False, norm=False, rope=False)
     ids = batch["input_ids"].repeat(6, 4)
     results = []
     for m in (model, stock):
@@ -98,9 +96,8 @@ def test_statistics_are_of_logits_that_are_rounded_as_stock_rounds_them(scaled, 
     assert results[0][2]
 
 
-def test_log_probabilities_given_before_keep_the_gradient(pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_log_probabilities_given_before_keep_the_gradient(patched, batch, assert_same_gradients):
+    model, stock, _ = patched("llama", mlp=False)
     for m in (model, stock):
         logprobs = m(**batch).logits.log_softmax(-1)
         chosen = logprobs.gather(-1, targets(batch))
@@ -145,9 +142,8 @@ READS = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_read_after_a_change_is_an_error(change, build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False, norm=False, rope=False)
+def test_a_read_after_a_change_is_an_error(change, patched, batch):
+    model, _, _ = patched("llama", mlp=False, norm=False, rope=False)
     for read in READS.values():
         out = model(**batch, output_hidden_states=True)
         read(out.logits, targets(batch))  # before it is none
@@ -159,9 +155,8 @@ def test_a_read_after_a_change_is_an_error(change, build, batch):
             read(later.logits, targets(batch))
 
 
-def test_what_comes_back_is_no_change(pair, batch, assert_same_gradients):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_what_comes_back_is_no_change(patched, batch, assert_same_gradients):
+    model, stock, _ = patched("llama", mlp=False)
     for m in (model, stock):
         out = m(**batch)
         kept = [p.detach().clone() for p in m.parameters()]
@@ -178,7 +173,7 @@ def test_what_comes_back_is_no_change(pair, batch, assert_same_gradients):
 @pytest.mark.parametrize("kind", ["weight", "bias"])
 @pytest.mark.parametrize("frozen", ["at the forward", "since"])
 @pytest.mark.parametrize("read", ["loss", "logsumexp", "logits", "own function"])
-def test_what_is_trained_is_what_was_at_the_forward(kind, frozen, read, pair, batch):
+def test_what_is_trained_is_what_was_at_the_forward(kind, frozen, read, patched, batch):
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -189,8 +184,7 @@ def test_what_is_trained_is_what_was_at_the_forward(kind, frozen, read, pair, ba
             return grad * 3
 
     reads = {**READS, "own function": lambda z, y: Own.apply(z * 0.5)}
-    model, stock = pair("phi")
-    lowtide.patch(model, mlp=False)
+    model, stock, _ = patched("phi", mlp=False)
     graphs = []
     for m in (model, stock):
         parameter = getattr(m.lm_head, kind)
@@ -241,9 +235,8 @@ def test_nothing_to_learn_from_leaves_gradients_of_0(reduction, head, pair, batc
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
-def test_c_code_gets_no_null_pointer(build, batch):
-    model = build("llama")
-    lowtide.patch(model, mlp=False)
+def test_c_code_gets_no_null_pointer(patched, batch):
+    model, _, _ = patched("llama", mlp=False)
     logits = model(**batch).logits.detach()
     with pytest.raises(RuntimeError, match="data pointer"):
         torch.utils.dlpack.to_dlpack(logits)
@@ -252,10 +245,9 @@ def test_c_code_gets_no_null_pointer(build, batch):
     assert torch.equal(torch.from_dlpack(logits), logits.clone())
 
 
-def test_logits_of_inference_mode_are_used_outside_of_it_as_stocks(pair, batch):
+def test_logits_of_inference_mode_are_used_outside_of_it_as_stocks(patched, batch):
     """What is computed of them is an ordinary tensor, and PyTorch lets whoever detaches them write to them."""
-    model, stock = pair("llama")
-    lowtide.patch(model)
+    model, stock, _ = patched("llama")
     found = []
     for one in (model, stock):
         with torch.inference_mode():

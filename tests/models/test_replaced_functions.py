@@ -109,9 +109,8 @@ def run(loss, model, batch):
     return value.detach(), dict(CALLS)
 
 
-def test_the_loss_stays_fused_behind_a_wrapper(pair, batch, monkeypatch):
-    model, _ = pair("llama")
-    report = lowtide.patch(model, mlp=False)
+def test_the_loss_stays_fused_behind_a_wrapper(patched, batch, monkeypatch):
+    model, _, report = patched("llama", mlp=False)
     monkeypatch.setattr(F, "cross_entropy", wrapped(F.cross_entropy, "loss"))
     model(**batch).loss.backward()
     assert (report.calls_fused, report.calls_materialised) == (1, 0)
@@ -129,9 +128,8 @@ def test_lora_on_the_head_runs_no_function_of_the_users(pair, batch, monkeypatch
     assert CALLS["loss"] == 1
 
 
-def test_a_wrapper_of_autograd_does_not_hide_what_it_is_asked_for(pair, batch, monkeypatch):
-    model, _ = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_a_wrapper_of_autograd_does_not_hide_what_it_is_asked_for(patched, batch, monkeypatch):
+    model, _, _ = patched("llama", mlp=False)
     monkeypatch.setattr(torch.autograd, "grad", wrapped(torch.autograd.grad, "grad"))
     outputs = model(**batch)
     with pytest.raises(lowtide.errors.UnsupportedError, match="differentiated by"):

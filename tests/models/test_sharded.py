@@ -90,10 +90,9 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_what_a_sharded_head_computes_may_be_changed_in_place(use, one_process, pair, batch):
+def test_what_a_sharded_head_computes_may_be_changed_in_place(use, one_process, patched, batch):
     """FSDP2 warns where a module returns a view, and warnings are errors here."""
-    model, stock = pair("llama", tie_word_embeddings=False)
-    lowtide.patch(model)
+    model, stock, _ = patched("llama", settings={"tie_word_embeddings": False})
     shard(model, head=True)
     for m in (model, stock):
         result = USES[use](m(input_ids=batch["input_ids"], num_items_in_batch=3).logits, batch["input_ids"])
@@ -168,10 +167,11 @@ def test_lora_on_a_head_in_parts_runs_as_it_came(patch_first, one_process, pair,
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("own_loss", [False, True])
-def test_ddp_hands_logits_on_without_building_them(own_loss, settings, one_process, pair, batch, assert_same_gradients):
+def test_ddp_hands_logits_on_without_building_them(
+    own_loss, settings, one_process, patched, batch, assert_same_gradients
+):
     """With find_unused_parameters, as transformers.Trainer sets it, DDP passes copies of all outputs through a node."""
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
+    model, stock, report = patched("llama")
     labels = batch.pop("labels") if own_loss else None
     engines = [nn.parallel.DistributedDataParallel(m, **settings) for m in (model, stock)]
     metrics = []

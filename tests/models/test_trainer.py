@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-import lowtide
-
 pytest.importorskip("accelerate")
 
 
@@ -39,9 +37,8 @@ def train(model, folder, *, compute_metrics=None, preprocess=None, loss=None, **
 
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=["float32", "bf16 autocast"])
-def test_same_losses_as_stock(settings, pair, tmp_path):
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
+def test_same_losses_as_stock(settings, patched, tmp_path):
+    model, stock, report = patched("llama")
     losses, evaluation = train(model, tmp_path, **settings)
     expected, expected_evaluation = train(stock, tmp_path, **settings)
     assert len(losses) == 4
@@ -52,20 +49,18 @@ def test_same_losses_as_stock(settings, pair, tmp_path):
     assert report.calls_materialised == 0, str(report)
 
 
-def test_metrics_get_their_logits(pair, tmp_path):
+def test_metrics_get_their_logits(patched, tmp_path):
     def accuracy(prediction):
         return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
+    model, stock, report = patched("llama")
     evaluation, expected = (train(m, tmp_path, compute_metrics=accuracy)[1] for m in (model, stock))
     assert evaluation["eval_accuracy"] == expected["eval_accuracy"]
     assert (report.calls_fused, report.calls_materialised) == (10, 2)
 
 
-def test_label_smoothing_by_the_trainers_own_loss_without_logits(pair, tmp_path):
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
+def test_label_smoothing_by_the_trainers_own_loss_without_logits(patched, tmp_path):
+    model, stock, report = patched("llama")
     losses, evaluation = train(model, tmp_path, label_smoothing_factor=0.1)
     expected, expected_evaluation = train(stock, tmp_path, label_smoothing_factor=0.1)
     assert losses == pytest.approx(expected, rel=1e-4)
@@ -73,23 +68,21 @@ def test_label_smoothing_by_the_trainers_own_loss_without_logits(pair, tmp_path)
     assert (report.calls_fused, report.calls_materialised) == (10, 0), str(report)
 
 
-def test_metrics_of_the_highest_class_need_no_logits(pair, tmp_path):
+def test_metrics_of_the_highest_class_need_no_logits(patched, tmp_path):
     def accuracy(prediction):
         assert prediction.predictions.shape == prediction.label_ids.shape
         kept = prediction.label_ids[:, 1:] != -100
         return {"accuracy": float((prediction.predictions[:, :-1] == prediction.label_ids[:, 1:])[kept].mean())}
 
-    model, stock = pair("gemma2")
-    report = lowtide.patch(model)
+    model, stock, report = patched("gemma2")
     ways = {"compute_metrics": accuracy, "preprocess": lambda logits, _: logits.argmax(-1)}
     evaluation, expected = (train(m, tmp_path, **ways)[1] for m in (model, stock))
     assert evaluation["eval_accuracy"] == expected["eval_accuracy"]
     assert (report.calls_fused, report.calls_materialised) == (10, 0), str(report)
 
 
-def test_prediction_loss_only_needs_no_logits(pair, tmp_path):
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
+def test_prediction_loss_only_needs_no_logits(patched, tmp_path):
+    model, stock, report = patched("llama")
     settings = {"prediction_loss_only": True, "compute_metrics": lambda _: {}}
     evaluation, expected = (train(m, tmp_path, **settings)[1] for m in (model, stock))
     assert evaluation["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
@@ -110,9 +103,8 @@ def own_logprobs(outputs, labels, num_items_in_batch=None):
 
 
 @pytest.mark.parametrize("loss", [own_loss, own_logprobs])
-def test_compute_loss_func_without_logits(loss, pair, tmp_path):
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
+def test_compute_loss_func_without_logits(loss, patched, tmp_path):
+    model, stock, report = patched("llama")
     (losses, evaluation), (expected, expected_evaluation) = (train(m, tmp_path, loss=loss) for m in (model, stock))
     assert losses == pytest.approx(expected, rel=1e-4)
     assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=1e-4)
@@ -120,9 +112,8 @@ def test_compute_loss_func_without_logits(loss, pair, tmp_path):
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_average_tokens_across_devices(average, pair, tmp_path):
-    model, stock = pair("llama")
-    report = lowtide.patch(model)
+def test_average_tokens_across_devices(average, patched, tmp_path):
+    model, stock, report = patched("llama")
     losses = [train(m, tmp_path, average_tokens_across_devices=average)[0] for m in (model, stock)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert report.calls_materialised == 0

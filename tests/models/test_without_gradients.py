@@ -30,9 +30,8 @@ METRICS = {
 @pytest.mark.parametrize("way", WITHOUT)
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_metric_in_training_needs_no_logits(metric, way, name, pair, batch, assert_same_gradients):
-    model, stock = pair(name)
-    report = lowtide.patch(model, mlp=False)
+def test_a_metric_in_training_needs_no_logits(metric, way, name, patched, batch, assert_same_gradients):
+    model, stock, report = patched(name, mlp=False)
     mode, without = WITHOUT[way]
     seen = []
     for m in (model, stock):
@@ -60,9 +59,8 @@ LATER = {
 
 @pytest.mark.parametrize("made", LATER)
 @pytest.mark.parametrize("use", ["values", "loss", "with another that is trained"])
-def test_what_was_made_without_gradients_has_none_later(use, made, pair, batch):
-    model, stock = pair("gemma2")
-    lowtide.patch(model, mlp=False)
+def test_what_was_made_without_gradients_has_none_later(use, made, patched, batch):
+    model, stock, _ = patched("gemma2", mlp=False)
     results, grads, requires_grad = [], [], []
     for m in (model, stock):
         logits = m(**batch).logits
@@ -89,9 +87,8 @@ def test_what_was_made_without_gradients_has_none_later(use, made, pair, batch):
         torch.testing.assert_close(*grads)
 
 
-def test_detached_logits_share_their_memory(pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_detached_logits_share_their_memory(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     results = []
     for m in (model, stock):
         logits = m(**batch).logits
@@ -107,9 +104,8 @@ def test_detached_logits_share_their_memory(pair, batch):
         assert torch.equal(ours, theirs)
 
 
-def test_a_copy_outlasts_the_weights(pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_a_copy_outlasts_the_weights(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     expected = stock(**batch).logits.detach()
     for keep in (lambda z: z.clone(), lambda z: z.detach().clone()):
         model.load_state_dict(stock.state_dict())
@@ -122,10 +118,9 @@ def test_a_copy_outlasts_the_weights(pair, batch):
             detached.argmax(-1)
 
 
-def test_a_hook_beside_a_metric_works(pair, batch):
+def test_a_hook_beside_a_metric_works(patched, batch):
     """A metric's gradient is none of the logits': there is nothing that a hook could miss."""
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+    model, stock, _ = patched("llama", mlp=False)
     seen = []
     for m in (model, stock):
         logits = m(input_ids=batch["input_ids"], num_items_in_batch=3).logits
@@ -139,9 +134,8 @@ def test_a_hook_beside_a_metric_works(pair, batch):
 
 
 @pytest.mark.usefixtures("short_chunks")
-def test_accuracy_takes_no_memory_of_the_logits_size(build):
-    model = build("llama", vocab_size=4001)
-    lowtide.patch(model)
+def test_accuracy_takes_no_memory_of_the_logits_size(patched):
+    model, _, _ = patched("llama", settings={"vocab_size": 4001})
     ids = torch.randint(3, 4001, (4, 60), generator=torch.Generator().manual_seed(1))
     with track_allocations() as seen:
         outputs = model(input_ids=ids, labels=ids)
@@ -151,9 +145,8 @@ def test_accuracy_takes_no_memory_of_the_logits_size(build):
     assert max(event.bytes for event in seen.events) <= 4 * 60 * 4001 * 4 / 8
 
 
-def test_a_copy_made_without_gradients_outlasts_the_weights_too(pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_a_copy_made_without_gradients_outlasts_the_weights_too(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     expected = stock(**batch).logits.detach()
     outputs = model(**batch)
     with torch.no_grad():
@@ -163,9 +156,8 @@ def test_a_copy_made_without_gradients_outlasts_the_weights_too(pair, batch):
     assert torch.equal(kept, expected)
 
 
-def test_a_hook_beside_a_result_without_a_gradient_works(pair, batch):
-    model, stock = pair("llama")
-    lowtide.patch(model, mlp=False)
+def test_a_hook_beside_a_result_without_a_gradient_works(patched, batch):
+    model, stock, _ = patched("llama", mlp=False)
     seen = []
     for m in (model, stock):
         logits = m(input_ids=batch["input_ids"], num_items_in_batch=3).logits

@@ -8,11 +8,9 @@ import builtins
 import dataclasses
 import importlib
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import pytest
 import torch
 
 import lowtide
+from distributed.train_ranks import shared
 from lowtide.cli import _parser
 from pages.blocks import (
     NEEDS,
@@ -161,26 +160,20 @@ def run_here(block: Block, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 
 
 LAUNCHER = """
-import os, runpy, sys
+import runpy, sys
 sys.argv = sys.argv[1:]
 names = runpy.run_path(sys.argv[0], run_name="__main__")
 assert names["report"].calls_fused > 0 and names["report"].calls_materialised == 0, names["report"]
-sys.stdout.flush()
-os._exit(0)  # gloo's threads abort an interpreter that is being torn down
 """
 
 
 def run_launched(block: Block, arguments: list[str]) -> None:
-    """Run a script in two processes, as its first line says."""
+    """Run a script in two processes, with the environment that torchrun gives them."""
     skip_without(block)
     write_script(block)
     Path("launch.py").write_text(LAUNCHER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch.py"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command, "script.py", *arguments], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    ended = shared()(2, Path("script.py").resolve(), *arguments, script=Path("launch.py").resolve())
+    assert ended.statuses == [0, 0], ended
 
 
 def with_sgd(block: Block) -> Block:

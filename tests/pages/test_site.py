@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -23,19 +21,27 @@ pytest.importorskip("mkdocstrings_handlers.python")
 pytest.importorskip("material")
 
 
-def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """Run what `make docs` runs, with Python's warnings as errors."""
-    command = [sys.executable, "-W", "error", "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(root / "src")}
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment, timeout=120)
+def build(root: Path, site: Path) -> None:
+    """Do what `mkdocs build --strict` does, in this process, which has imported already what has docstrings."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv("NO_MKDOCS_2_WARNING", "1")
+        here.chdir(root)
+        config = load_config("mkdocs.yml", strict=True, site_dir=str(site))
+        config.plugins.on_startup(command="build", dirty=False)
+        try:
+            build(config)
+        finally:
+            config.plugins.on_shutdown()
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning of mkdocs' or of Python's: each is an error."""
     folder = tmp_path_factory.mktemp("site")
-    ended = build(ROOT, folder)
-    assert ended.returncode == 0, ended.stderr
-    assert "WARNING" not in ended.stderr, ended.stderr
+    build(ROOT, folder)
     return folder
 
 
@@ -180,9 +186,6 @@ BREAKS = {  # what is added to a page, and what the build then says
 def test_the_build_fails_on_broken_links_and_anchors_unlisted_pages_and_names_without_docstrings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In this process, which has imported already what has docstrings."""
-    from mkdocs.commands.build import build
-    from mkdocs.config import load_config
     from mkdocs.exceptions import Abort
 
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
@@ -192,13 +195,8 @@ def test_the_build_fails_on_broken_links_and_anchors_unlisted_pages_and_names_wi
         with (tmp_path / page).open("a") as file:
             file.write(f"\n{text}\n")
     monkeypatch.setattr(ArgumentValueError, "__doc__", None)
-    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    monkeypatch.chdir(tmp_path)
-    config = load_config("mkdocs.yml", strict=True, site_dir=str(tmp_path / "site"))
-    config.plugins.on_startup(command="build", dirty=False)
     with pytest.raises(Abort, match="warnings in strict mode"):
-        build(config)
-    config.plugins.on_shutdown()
+        build(tmp_path, tmp_path / "site")
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "lowtide.errors.ArgumentValueError has no docstring" in warnings
     for _, message in BREAKS.values():

@@ -114,6 +114,7 @@ def test_other_losses_end_with_status_1(tiny: list[str], lowtide: Run, monkeypat
     assert "NOT EQUAL" in out
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_a_run_that_fails_is_named(tiny: list[str], lowtide: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.train.comparison.train_in_child", json.loads)  # is given no JSON, so it fails
     status, _, err = lowtide(*tiny, "--compare", "--no-progress")

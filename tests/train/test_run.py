@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowtide.errors import ArgumentValueError
 from lowtide.train import TrainConfig
@@ -19,30 +19,20 @@ from lowtide.train.trainer import training_arguments
 
 Run = Callable[..., tuple[int, str, str]]
 
-PLAIN_LOAD = """
-import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-for folder in sys.argv[1:]:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer("the tide came in", return_tensors="pt")["input_ids"]
-    assert tokenizer.decode(ids[0]) == "the tide came in", tokenizer.decode(ids[0])
-    assert tokenizer.eos_token_id == model.config.eos_token_id
-    out = model(input_ids=ids, labels=ids)
-    assert out.logits.shape == (1, ids.shape[1], 512)
-    model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    print(out.loss.item())
-assert "lowtide" not in sys.modules
-"""
 
-
-def test_saved_models_load_in_plain_transformers(finished: Path) -> None:
-    folders = [str(finished / name) for name in ("model", "checkpoint-12")]
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PLAIN_LOAD, *folders], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert [float(loss) < 6.3 for loss in ended.stdout.split()] == [True] * 2  # less than ln 512: it learned something
+def test_saved_models_load_in_plain_transformers(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lowtide"]:
+        monkeypatch.setitem(sys.modules, name, None)  # whatever imports it fails
+    for folder in (finished / "model", finished / "checkpoint-12"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        ids = tokenizer("the tide came in", return_tensors="pt")["input_ids"]
+        assert tokenizer.decode(ids[0]) == "the tide came in"
+        assert tokenizer.eos_token_id == model.config.eos_token_id
+        out = model(input_ids=ids, labels=ids)
+        assert out.logits.shape == (1, ids.shape[1], 512)
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+        assert out.loss.item() < 6.3  # less than ln 512: it learned something
 
 
 def test_prints_what_a_person_wants(tmp_path: Path, tiny: list[str], lowtide: Run) -> None:

@@ -79,11 +79,12 @@ def live_after_forward(
     return seen.events[-1].total_bytes
 
 
-def kept_by_a_layer(model_type: str, dtype: torch.dtype, policy: ActivationPolicy, **kwargs: Any) -> float:
-    """Return the bytes by which two layers more make a forward leave more, for one."""
-    few, more = (live_after_forward(model_type, layers, dtype, policy, **kwargs) for layers in (2, 4))
+def kept_by_a_layer(model_type: str, dtype: torch.dtype, policy: ActivationPolicy, **kwargs: Any) -> int:
+    """Return the bytes by which one layer more makes a forward leave more."""
+    least = 2 if kwargs.get("adapters") else 1  # whose first layer has an input that needs no gradient
+    few, more = (live_after_forward(model_type, least + one, dtype, policy, **kwargs) for one in (0, 1))
     random_state = 0 if policy.keep == "all" else torch.get_rng_state().numel()  # torch's checkpoint keeps the CPU's
-    return (more - few) / 2 - random_state
+    return more - few - random_state
 
 
 def planned(
