@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import interpreter
-from lowtide.measure import describe_machine, source_commit
+from lowtide.measure.machine import describe_machine, source_commit
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported

@@ -18,7 +18,7 @@ from lowtide.bench.longest_fit import Fit, moves, parameter_sizes, pinned_bytes
 from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError, UnsupportedError
-from lowtide.measure import ChildResult
+from lowtide.measure.child import ChildResult
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.shapes import read_shape

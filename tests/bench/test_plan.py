@@ -11,7 +11,7 @@ from lowtide.bench.plan import PlanCheck, check_plan
 from lowtide.bench.ways import make_optimizer
 from lowtide.errors import UnsupportedError
 from lowtide.memory import plan_memory
-from lowtide.memory.planner.job import OPTIMIZERS
+from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.train.shapes import SHAPES
 
 CHECK = PlanCheck(

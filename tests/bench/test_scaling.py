@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distributed import train_ranks
 from lowtide.bench import scaling
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import ChildResult
+from lowtide.measure.child import ChildResult
 
 SETTINGS = {"parallel": "fsdp2", "tokens": 16, "batch": 1, "steps": 2, "weights": "float32", "seed": 0}
 

@@ -13,7 +13,8 @@ from lowtide.bench import layers, step, step_way
 from lowtide.bench.config import LayersBenchConfig, StepBenchConfig
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import ChildResult, child
+from lowtide.measure import child
+from lowtide.measure.child import ChildResult
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.search import name_of
 from lowtide.memory.policy_words import parse_policies, split_states

@@ -18,7 +18,7 @@ from lowtide.bench.tune import CALLS, CANDIDATES, NO_TIME, Chunk, Trial, build_k
 from lowtide.errors import UnsupportedError
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.configs import TABLE, GemmConfig
-from lowtide.measure import Timing
+from lowtide.measure.timing import Timing
 
 SHAPE = parse_shape("24,16,72")
 A, B, C = (GemmConfig(columns=32, group=group) for group in (1, 2, 3))

@@ -15,8 +15,8 @@ from distributed.train_ranks import run_command, shared
 from lowtide.bench.ways import Way, build_way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import ChildResult
-from lowtide.memory.planner.job import OPTIMIZERS
+from lowtide.measure.child import ChildResult
+from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.profile import flops
 from lowtide.profile import run as profiling
 from lowtide.profile.config import ProfileConfig

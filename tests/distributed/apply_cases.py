@@ -32,7 +32,8 @@ from distributed.vocab_cases import (
     whole,
 )
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import peak_above, track_allocations
+from lowtide.measure.allocations import track_allocations
+from lowtide.measure.timing import peak_above
 
 TINY = 0.03  # MiB: several chunks, and several pieces of each
 

@@ -21,7 +21,7 @@ import lowtide
 from distributed.launch import DEVICE, main
 from lowtide.distributed import count_items, shift_labels
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.measure import peak_above
+from lowtide.measure.timing import peak_above
 
 VOCAB, D = 53, 8
 

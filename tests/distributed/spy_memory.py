@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lowtide.measure import mib, peak_resident_bytes, resident_bytes
+from lowtide.measure.resident import peak_resident_bytes, resident_bytes
+from lowtide.measure.units import mib
 from lowtide.train import prepare
 from lowtide.train.trainer import LowtideTrainer
 

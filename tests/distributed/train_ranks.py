@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 import lowtide
-from lowtide.measure import ChildResult
+from lowtide.measure.child import ChildResult
 
 TESTS = Path(__file__).parents[1]
 

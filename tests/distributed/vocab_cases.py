@@ -27,8 +27,8 @@ from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.plan import plan_cross_entropy
 from lowtide.head.ranks import shard as vocab_shard
 from lowtide.head.ranks.parallel import Ranks
-from lowtide.measure import peak_above
 from lowtide.measure.collectives import seen_collectives
+from lowtide.measure.timing import peak_above
 from support import divergence_oracle, oracle, relative_error, stats_oracle
 from support import head as head_on_host
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import lowtide
 from distributed.fsdp_cases import SHAPE, Functional, batch_of, model_of
 from distributed.launch import DEVICE, main
-from lowtide.measure import peak_above
+from lowtide.measure.timing import peak_above
 
 RATE = 0.5
 RECOMPUTE = lowtide.HeadOptions(gradient="recompute")

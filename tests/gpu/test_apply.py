@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from gpu.conftest import ON_GPU
 from lowtide import HeadOptions, linear_apply
 from lowtide.head.function import checks as apply_checks
-from lowtide.measure import peak_above
+from lowtide.measure.timing import peak_above
 from support import on_gpu, relative_error
 
 pytestmark = ON_GPU

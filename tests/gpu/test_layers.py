@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.errors import UnsupportedError
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.layers.norm import why_no_kernel
-from lowtide.measure import peak_above
+from lowtide.measure.timing import peak_above
 from support import relative_error, rms_norm_oracle, rotary_oracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lowtide.bench.longest_way import ON_GPU, measure
-from lowtide.measure import run_child
-from lowtide.measure.child import allocator_setting
+from lowtide.measure.child import allocator_setting, run_child
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

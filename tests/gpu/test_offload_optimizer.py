@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gpu.policy_runs import model_and_ids
 from lowtide.errors import UnsupportedError
-from lowtide.measure import time_side_by_side
+from lowtide.measure.timing import time_side_by_side
 from lowtide.memory import ActivationPolicy, apply_policy, offload_optimizer
 from lowtide.memory import optimizer_blocks as blocks
 from support import alone

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lowtide
 from gpu.patched_runs import SIZES, batch, distance, gradients, with_larger_weights
-from lowtide.measure import peak_above
+from lowtide.measure.timing import peak_above
 from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
 from support import mlp
 

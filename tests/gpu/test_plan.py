@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from lowtide.bench.plan import check_plan
 from lowtide.memory import plan_memory
-from lowtide.memory.planner.gpus import find_gpu, measured_gpu
+from lowtide.memory.planner.at_hand import find_gpu, measured_gpu
 from lowtide.memory.planner.shapes import read_settings
 from support import alone
 

@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu.policy_runs import DETERMINISTIC, differences, model_and_ids
 from lowtide.errors import UnsupportedError
-from lowtide.measure import peak_above, run_child, time_side_by_side
+from lowtide.measure.child import run_child
+from lowtide.measure.timing import peak_above, time_side_by_side
 from lowtide.memory import ActivationPolicy, apply_policy, offload, remove_policy
 from memory.models import CountAttention, Plain, step
 from support import alone

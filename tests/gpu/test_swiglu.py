@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide import nn, swiglu_mlp
-from lowtide.measure import peak_above
+from lowtide.measure.timing import peak_above
 from support import mlp, mlp_oracle, mlp_slack, relative_error
 
 pytestmark = [

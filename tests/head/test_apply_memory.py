@@ -13,7 +13,7 @@ from torch import Tensor
 from head.test_apply_values import in_chunks
 from lowtide import HeadOptions, linear_apply, plan_head
 from lowtide.head.function import checks as apply_checks
-from lowtide.measure import Allocations, track_allocations
+from lowtide.measure.allocations import Allocations, track_allocations
 from support import head
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from head.contract.test_autograd import gemm_flop
 from lowtide import HeadOptions, linear_cross_entropy, plan_head
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from support import head, in_float64, oracle, relative_error
 
 MIB = 2**20
@@ -168,7 +168,7 @@ def test_float32_weights_are_copied_to_no_wider_dtype() -> None:
 CHILD = """
 import sys, torch, torch.nn.functional as F
 from lowtide import linear_cross_entropy
-from lowtide.measure import peak_resident_bytes
+from lowtide.measure.resident import peak_resident_bytes
 torch.manual_seed(0)
 torch.set_num_threads(1)
 N, D, V = 4096, 32, 16384

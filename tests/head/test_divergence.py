@@ -16,7 +16,7 @@ from lowtide.errors import LowtideError
 from lowtide.head.backends import choose, why_not_row
 from lowtide.head.plan import plan_of
 from lowtide.head.planner import Work
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from support import divergence_of, divergence_oracle, head, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes in NumPy

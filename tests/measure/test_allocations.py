@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 
 N, D, V = 96, 32, 4096
 LOGITS = N * V * 4

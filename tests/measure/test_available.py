@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.measure import available_bytes, resident, resident_bytes
+from lowtide.measure import resident
+from lowtide.measure.resident import available_bytes, resident_bytes
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.measure import describe_machine, source_commit
+from lowtide.measure.machine import describe_machine, source_commit
 
 ROOT = Path(__file__).parents[2]
 

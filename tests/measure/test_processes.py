@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import peak_resident_bytes, reset_peak_resident, resident_bytes, run_child, run_command
+from lowtide.measure.child import run_child, run_command
+from lowtide.measure.resident import peak_resident_bytes, reset_peak_resident, resident_bytes
 
 BIG = 200 << 20
 

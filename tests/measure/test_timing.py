@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import Timing, kept_above, peak_above, time_side_by_side
+from lowtide.measure.timing import Timing, kept_above, peak_above, time_side_by_side
 
 
 def test_candidates_take_turns_and_warm_rounds_do_not_count() -> None:

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError
-from lowtide.measure import as_gib, parse_gib
+from lowtide.measure.units import as_gib, parse_gib
 
 
 @pytest.mark.parametrize(

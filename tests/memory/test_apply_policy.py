@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import UnsupportedError
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, attention, remove_policy
 from memory.models import VOCAB, CountAttention, Flash, Plain, assert_same, step
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide import graph
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.measure import peak_above
+from lowtide.measure.timing import peak_above
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
 from lowtide.models import mlp_part
 from memory.models import SHAPE, Plain, step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UnsupportedError
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, apply_policy, offload, pinned, remove_policy
 from memory.models import VOCAB, CountAttention, Flash, LazySide, Plain, assert_same, step
 

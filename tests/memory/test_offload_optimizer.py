@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.memory import offload, offload_optimizer
 from lowtide.memory import optimizer_blocks as blocks
 from memory.models import LazySide, Plain

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, OptimizerOffload, apply_policy, offload_optimizer, pinned
 from memory.models import LazySide, Plain
 from memory.states import Pair, adamw, batch, states

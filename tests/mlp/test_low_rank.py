@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowtide import graph
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise, low_rank
 from lowtide.mlp.adapted import Adapter, Projection, adapted_mlp
 from lowtide.mlp.call import SwigluCall, Wanted

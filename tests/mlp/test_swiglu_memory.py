@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowtide import nn, swiglu_mlp
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.mlp import elementwise
 from support import mlp
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.models import adapters, mlp_part
 from lowtide.models.instance import part_of
 from models.conftest import saved_and_loaded

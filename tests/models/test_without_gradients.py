@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.models.lazy_logits import LazyLogits
 
 WITHOUT = {

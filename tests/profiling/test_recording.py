@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.profile.owners import Known, known_before, optimizer_tensors, owners_of
 from lowtide.profile.phases import (
     BACKWARD,

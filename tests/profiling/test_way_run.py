@@ -12,7 +12,7 @@ import torch
 
 from lowtide.bench import ways
 from lowtide.bench.ways import Way, build_way, make_optimizer
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS

@@ -12,7 +12,7 @@ import torch
 
 from distributed.train_ranks import shared
 from lowtide.errors import ArgumentValueError
-from lowtide.measure import mib
+from lowtide.measure.units import mib
 from lowtide.train.corpus import Corpus
 from lowtide.train.packing import Layout, PackedBlocks, Split, held_out_blocks, positions, split_corpus, text_documents
 from lowtide.train.streams import GROUP, IGNORED, START, Document, Position, Stream, WholeStream, best_fit
@@ -21,7 +21,7 @@ EOS = 0
 CORPUS_CODE = """
 import sys, warnings
 warnings.simplefilter("error")
-from lowtide.measure import peak_resident_bytes, reset_peak_resident, resident_bytes
+from lowtide.measure.resident import peak_resident_bytes, reset_peak_resident, resident_bytes
 from lowtide.train.corpus import open_corpus
 from lowtide.train.packing import text_documents
 from lowtide.train.streams import Stream

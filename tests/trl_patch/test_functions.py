@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lowtide
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from support import head, relative_error
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

@@ -198,7 +198,7 @@ def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
 
 
 def test_workspace_is_passed_on() -> None:
-    from lowtide.measure import track_allocations
+    from lowtide.measure.allocations import track_allocations
 
     largest = []
     for workspace_mib in (1, 8):

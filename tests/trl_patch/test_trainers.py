@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from support import relative_error
 
 pytestmark = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from head.contract.cases import LEAVES, MODES, NARROW, WIDE, Arguments, Mode, every_mode, total, trained
 from lowtide import HeadOptions, HeadPlan
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 
 MIB = 2**20
 CASES = [  # a dtype, what else, and MiB

@@ -10,7 +10,7 @@ import torch
 from lowtide import HeadOptions, plan_head
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.job import OPTIMIZERS, Job
+from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.layer_bytes import (
     PAGES,
     backward_transients,
@@ -18,6 +18,7 @@ from lowtide.memory.planner.layer_bytes import (
     forward_transients,
     kept_by_operation,
 )
+from lowtide.memory.planner.optimizers import OPTIMIZERS
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import WORKSPACE, Memory, placed
 from lowtide.memory.planner.times import BESIDE, HOST_FORWARD, Times, attention_flop, layer_time

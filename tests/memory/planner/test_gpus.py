@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError
-from lowtide.memory.planner import gpus
-from lowtide.memory.planner.gpus import GPUS, MEASURED, find_gpu, known_as, measured_gpu
+from lowtide.memory.planner import at_hand
+from lowtide.memory.planner.at_hand import MEASURED, find_gpu, measured_gpu
+from lowtide.memory.planner.gpus import GPUS, Gpu, known_as
 
 DRIVER = {
     "NVIDIA H100 80GB HBM3": "h100",
@@ -92,11 +93,11 @@ def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Q1")
     measured: list[str] = []
 
-    def measure(device: torch.device) -> gpus.Gpu:
+    def measure(device: torch.device) -> Gpu:
         measured.append(str(device))
         return replace(GPUS["l4"], name="NVIDIA Q1", measured=True)
 
-    monkeypatch.setattr(gpus, "_measure", measure)
+    monkeypatch.setattr(at_hand, "_measure", measure)
     return measured
 
 

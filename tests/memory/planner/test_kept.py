@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import lowtide
-from lowtide.measure import track_allocations
+from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy, Adapters, apply_policy
 from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS
 from lowtide.memory.planner.gpus import GPUS
