@@ -90,8 +90,8 @@ def test_adapters_of_stacked_projections_are_refused_in_the_words_of_the_command
 def test_a_folder_without_a_config_is_called_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(tmp_path), "--seq-len", "4"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("lowtide plan: model: expected a config.json, a folder with one, or one of lowtide-small")
-    assert f"got '{tmp_path}'. Nothing is fetched" in err
+    assert err.startswith("lowtide plan: model: expected a folder with a config.json, a config as a .json file, or")
+    assert f"got {tmp_path}, a folder without one. Models are not fetched" in err
 
 
 def test_what_is_printed_says_what_its_words_mean_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,10 @@ def test_every_named_shape_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
         (["--host", "-1"], "host: expected a size such as"),
         (["--budget", "1GiB"], "plan: budget, in GiB: expected at least"),
         (["--gpu", "abacus"], "plan: gpu: expected"),
-        (["--model", "nobody"], "model: expected a config.json"),
+        (["--model", "nobody"], "model: expected a folder with a config.json"),
+        (["--model", "qwen3"], "got 'qwen3'. Did you mean qwen3-"),
+        (["--model", "lama"], "got 'lama'. Did you mean llama-3.2-1b?"),
+        (["--gpu", "h10"], "got 'h10'. Did you mean h100?"),
         (["--layers", "0"], "layers: expected at least 1"),
         (["--grad-accum", "0"], "grad_accum: expected at least 1"),
         (["--seq-len", "0"], "seq_len: expected at least 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -250,6 +251,7 @@ import torch
 before, torchs = set(sys.modules), time.process_time() - start
 start = time.process_time()
 import lowtide
+[getattr(lowtide, name) for name in lowtide.__all__ if name != "PatchCallback"]  # a class of transformers'
 own = time.process_time() - start
 print(json.dumps({"modules": sorted(set(sys.modules) - before), "torch": torchs, "lowtide": own}))
 """
@@ -276,6 +278,26 @@ def test_import_loads_no_package_but_lowtide_and_nothing_heavy_of_torch() -> Non
 def test_import_is_quick() -> None:
     """A second at the most, or half of what torch itself takes where that is more; another run if the first is not."""
     assert any(one["lowtide"] < max(1.0, one["torch"] / 2) for one in map(importing, range(2)))
+
+
+def test_import_loads_no_torch_until_a_name_is_used() -> None:
+    code = (
+        "import sys, lowtide.memory as m; print('torch' in sys.modules); m.plan_memory; print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ended.stdout.split() == ["False", "True"]
+
+
+@pytest.mark.parametrize("package", [lowtide, lowtide.memory])
+def test_names_are_those_that_a_type_checker_sees(package: Any) -> None:
+    typed = next(node for node in ast.parse(Path(package.__file__).read_text()).body if isinstance(node, ast.If))
+    for node in typed.body:
+        assert isinstance(node, ast.ImportFrom)
+        assert node.module is not None
+        for alias in node.names:
+            held = getattr(importlib.import_module(node.module), alias.name)
+            assert getattr(package, alias.name) is held
+    assert sorted(dir(package)) == sorted(package.__all__)
 
 
 def test_public_names_are_reachable_and_documented() -> None:

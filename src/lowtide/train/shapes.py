@@ -147,4 +147,4 @@ def config_file(name: str) -> Path:
     got = f"{name}, a folder without one" if path.is_dir() else repr(name)
     expected = f"a folder with a config.json, a config as a .json file, or one of {', '.join(SHAPES)}"
     hint = "Models are not fetched from the network: download it first and name its folder."
-    raise ArgumentValueError(message("model", expected, got, did_you_mean(name, SHAPES) or hint))
+    raise ArgumentValueError(message("model", expected, got, f"{did_you_mean(name, SHAPES)} {hint}".lstrip()))

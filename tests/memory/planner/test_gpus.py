@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowtide.errors import ArgumentValueError, UnsupportedError
-from lowtide.memory.planner import at_hand
+from lowtide.memory.planner import at_hand as module
 from lowtide.memory.planner.at_hand import MEASURED, find_gpu, measured_gpu
 from lowtide.memory.planner.gpus import GPUS, Gpu, known_as
 
@@ -97,7 +97,7 @@ def at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         measured.append(str(device))
         return replace(GPUS["l4"], name="NVIDIA Q1", measured=True)
 
-    monkeypatch.setattr(at_hand, "_measure", measure)
+    monkeypatch.setattr(module, "_measure", measure)
     return measured
 
 
