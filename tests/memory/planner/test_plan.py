@@ -276,7 +276,19 @@ def test_notes_say_what_is_assumed() -> None:
     assert "float32" in " ".join(plan(FEW, seq_len=512, budget=70, dtype="float32").notes)
     assert "expandable_segments" in " ".join(plan(seq_len=65536, budget=79).notes)
     assert "expandable_segments" not in notes
-    assert "more than the 23.5 GiB" in " ".join(plan(FEW, seq_len=512, budget=70, device="rtx4090").notes)
+
+
+@pytest.mark.parametrize("device", ["h100", "rtx4090"])
+def test_a_budget_leaves_the_allocator_its_part_of_the_gpu(device: str) -> None:
+    """2% and at least 1 GiB: a plan of more would not run."""
+    memory = GPUS[device].memory_bytes
+    found = plan(FEW, seq_len=512, budget=1000, device=device)
+    assert found.budget_bytes == min(int(0.98 * memory), memory - 2**30)
+    assert found.peak_bytes <= found.budget_bytes
+    assert "GiB, not 1000.00: of the" in str(found).splitlines()[1]
+    assert "not" not in str(plan(FEW, seq_len=512, budget=8, device=device)).splitlines()[1]
+    with pytest.raises(ArgumentValueError, match=f"got 1000.00, of which the {device} can use"):
+        plan(FEW, seq_len=2**22, budget=1000, device=device)
 
 
 def test_it_prints_what_it_found() -> None:

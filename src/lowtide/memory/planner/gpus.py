@@ -57,6 +57,11 @@ class Gpu:
         """Return the memory in bytes."""
         return int(self.memory_gib * 2**30)
 
+    @property
+    def most_bytes(self) -> int:
+        """Return the most that tensors can take: the allocator needs 2% of the memory, and at least 1 GiB."""
+        return max(0, min(int(0.98 * self.memory_bytes), self.memory_bytes - 2**30))
+
 
 def _gpu(
     name: str,

@@ -61,8 +61,8 @@ def plan_memory(
             config.json's, or the path of one.
         seq_len: Tokens of a sequence.
         batch_size: Sequences of a step.
-        budget_gib: What tensors may take on the GPU, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``. None:
-            93% of its memory.
+        budget_gib: What tensors may take on the GPU, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most
+            the GPU's memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
             seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
@@ -120,7 +120,7 @@ def plan_memory(
     if offload_states is not False and offload_states != "auto":
         raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
     gpu = find_gpu(device)
-    budget = gpu.memory_bytes * USABLE if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
+    requested = int(gpu.memory_bytes * USABLE) if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
     host = _gib_bytes("host_gib", host_gib)
     shape = read_shape(model_or_config)
     job = Job(
@@ -142,14 +142,15 @@ def plan_memory(
         raise ArgumentValueError(message("adapters", f"a number, for {kind}", str(adapters), hint))
     if autocast and job.shape.experts:
         raise ArgumentValueError(message("autocast", "False for a mixture of experts", "True"))
-    return _plan(job, int(budget), int(host), offload_states == "auto")
+    return _plan(job, requested, int(host), offload_states == "auto")
 
 
-def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
+def _plan(job: Job, requested: int, host: int, offload_states: bool) -> MemoryPlan:
+    budget = min(requested, job.gpu.most_bytes)
     search = Search(job, host, offload_states=offload_states)
     chosen = search.fastest(budget)
     if chosen is None:
-        raise _refusal(search, search.least(), budget, offload_states)
+        raise _refusal(search, search.least(), requested, offload_states)
     # Larger ones are tried by another search, in steps: what was planned fits, whatever that says.
     longest = longest_sequence(job, budget, host, offload_states=offload_states)
     batch = largest_batch(job, budget, host, offload_states=offload_states)
@@ -163,6 +164,7 @@ def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
         phases=phases,
         host_bytes=chosen.host,
         budget_bytes=budget,
+        requested_bytes=requested,
         host_budget_bytes=host,
         front=tuple(search.front),
         ladder=tuple(
@@ -172,13 +174,14 @@ def _plan(job: Job, budget: int, host: int, offload_states: bool) -> MemoryPlan:
         largest_batch=max(batch, job.batch_size),
         job=job,
         chosen=chosen,
-        notes=_notes(job, budget, chosen),
+        notes=_notes(job, chosen),
     )
 
 
-def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool) -> ArgumentValueError:
+def _refusal(search: Search, least: Candidate, requested: int, offload_states: bool) -> ArgumentValueError:
     """Return the error that says by how much nothing fits, and what would help."""
     job, memory = search.job, search.memory
+    budget = min(requested, job.gpu.most_bytes)
     states = memory.weights + memory.all_gradients + memory.states
     phase = memory.peak(least.groups, least.states, late=least.late)
     helps = []
@@ -201,7 +204,8 @@ def _refusal(search: Search, least: Candidate, budget: int, offload_states: bool
         helps.append(f"host_gib={math.ceil(gib(roomy.host))} would do, with {roomy}")
     tokens = f"{job.batch_size} x {job.seq_len} tokens"
     expected = f"at least {gib_text(least.peak)} for {tokens} ({least}; peak in {phase})"
-    got = f"{gib_text(budget)}, {gib_text(least.peak - budget)} GiB too little"
+    usable = f", of which the {job.gpu.name} can use {gib_text(budget)}" if budget < requested else ""
+    got = f"{gib_text(requested)}{usable}, {gib_text(least.peak - budget)} GiB too little"
     return ArgumentValueError(
         message("budget_gib", expected, got, f"What would help: {'; '.join(helps)}." if helps else "")
     )
@@ -213,7 +217,7 @@ def _fits(search: Search, optimizer: str, budget: int, offload_states: bool) -> 
     return Search(job, search.host_bytes, offload_states=offload_states).least().peak <= budget
 
 
-def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
+def _notes(job: Job, chosen: Candidate) -> tuple[str, ...]:
     shape, peak = job.shape, chosen.peak
     found = [f"head: {str(job.head_plan).splitlines()[0]}"]
     if not job.gpu.measured:
@@ -226,8 +230,6 @@ def _notes(job: Job, budget: int, chosen: Candidate) -> tuple[str, ...]:
     if job.attention_mask:
         each = gib(job.narrow * job.batch_size * job.seq_len**2)
         found.append(f"attention has a mask of {each:.3g} GiB in each layer that keeps all; flash attention has none")
-    if budget > job.gpu.memory_bytes:
-        found.append(f"the budget is more than the {job.gpu.memory_gib:.1f} GiB of this GPU")
     close = CLOSE * job.gpu.memory_bytes < peak <= job.gpu.memory_bytes
     if close or chosen.states:
         why = "close to the GPU's size" if close else "states leave and come back in each step"

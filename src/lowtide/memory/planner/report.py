@@ -66,6 +66,7 @@ class MemoryPlan:
         phases: The moments that were compared.
         host_bytes: Pinned host memory that offloaded layers and optimizer states take.
         budget_bytes: What was to spend on the GPU.
+        requested_bytes: The budget that was requested, more than that where the GPU's allocator needs the rest.
         host_budget_bytes: What was to spend on the host.
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
         ladder: What each policy keeps and costs, for one layer.
@@ -85,6 +86,7 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     host_bytes: int
     budget_bytes: int
+    requested_bytes: int
     host_budget_bytes: int
     front: tuple[Candidate, ...]
     ladder: tuple[Rung, ...]
@@ -213,11 +215,19 @@ class MemoryPlan:
                 f"{job.shape.model_type}, {job.shape.params / 1e9:.2f} billion parameters in {job.shape.layers} layers;"
                 f" {job.batch_size} x {job.seq_len} tokens, {dtype}, {job.optimizer},"
                 f" on {job.gpu.name}",
+                *self._cap(),
                 f"keep {self.chosen}",
                 f"peak {gib(self.peak_bytes):.2f} of {gib(self.budget_bytes):.2f} GiB{host};"
                 f" {self.seconds:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s",
             ]
         )
+
+    def _cap(self) -> list[str]:
+        if self.requested_bytes <= self.budget_bytes:
+            return []
+        gpu = self.job.gpu
+        left = f"of the {gpu.memory_gib:.2f} GiB of the {gpu.name} its allocator needs 2% and at least 1 GiB"
+        return [f"budget {gib(self.budget_bytes):.2f} GiB, not {gib(self.requested_bytes):.2f}: {left}"]
 
     def _parts(self) -> str:
         highest: dict[str, Phase] = {}
