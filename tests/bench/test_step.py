@@ -16,8 +16,7 @@ from lowtide.errors import ArgumentValueError
 from lowtide.measure import child
 from lowtide.measure.child import ChildResult
 from lowtide.memory import ActivationPolicy
-from lowtide.memory.planner.search import name_of
-from lowtide.memory.policy_words import parse_policies, split_states
+from lowtide.memory.policy_words import layer_policies, mixture_of, parse_policies, split_states, words_of
 from lowtide.train.shapes import SHAPES
 
 KEEP_ALL = ActivationPolicy()
@@ -28,6 +27,9 @@ def result(folder: Path, name: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+OFFLOADED = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=64, offload=True)
+
+
 @pytest.mark.parametrize(
     ("text", "policies"),
     [
@@ -36,13 +38,20 @@ def result(folder: Path, name: str) -> dict[str, Any]:
         ("attention-mlp0-offload", ActivationPolicy(keep="attention", mlp_level=0, offload=True)),
         ("2xall+1xinput", [KEEP_ALL, KEEP_ALL, ActivationPolicy(keep="input")]),
         ("3xinput", [ActivationPolicy(keep="input")] * 3),
+        ("2 x all/0, 1 x input/1 by 64 offloaded", [ActivationPolicy(mlp_level=0)] * 2 + [OFFLOADED]),
+        ("2xall/0+1 x input-mlp1-tile64-offload", [ActivationPolicy(mlp_level=0)] * 2 + [OFFLOADED]),
     ],
 )
 def test_policies_as_words(text: str, policies: object) -> None:
     assert parse_policies(text, 3) == policies
+    mixture = mixture_of(policies if isinstance(policies, list) else [policies] * 3)
+    assert layer_policies(words_of(mixture), 3) == [policy for policy, n in mixture for _ in range(n)]
 
 
-@pytest.mark.parametrize("text", ["", "some", "all-mlp2", "all+input", "2xall+input", "all-offload", "2xall", "0xall"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "some", "all-mlp2", "all+input", "2xall+input", "all-offload", "2xall", "0xall", "input/1 by 0", "input/2"],
+)
 def test_what_is_no_policy(text: str) -> None:
     with pytest.raises(ArgumentValueError):
         parse_policies(text, 3)
@@ -107,7 +116,7 @@ def test_a_step_by_each_way_is_the_same_step(tmp_path: Path, capsys: pytest.Capt
 
 def test_what_is_printed_is_read_back() -> None:
     tiled = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=4096, offload=True)
-    printed = f"4 x {name_of(tiled)}, 12 x {name_of(KEEP_ALL)}"
+    printed = words_of(((tiled, 4), (KEEP_ALL, 12)))
     assert parse_policies(printed, 16) == [tiled] * 4 + [KEEP_ALL] * 12
 
 

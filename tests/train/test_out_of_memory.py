@@ -15,9 +15,8 @@ import torch
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import Adapters, plan_memory
-from lowtide.memory.policy_words import layer_policies
+from lowtide.memory.policy_words import layer_policies, mixture_of, words_of
 from lowtide.train import checkpoints
-from lowtide.train.activations import as_mixture, as_text
 from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
@@ -136,7 +135,7 @@ def test_what_is_advised_fits_by_the_planners_numbers(monkeypatch: pytest.Monkey
     assert float(policy[2]) <= 40
     assert len(layer_policies(policy[1].strip("'"), 16)) == 16
     plan = plan_memory(model_config("llama-3.2-1b", vocab_size=0), 8192, 4, 40, device="h100", autocast=True)
-    assert as_text(plan.chosen.groups) == policy[1].strip("'")
+    assert words_of(plan.chosen.groups) == policy[1].strip("'")
     assert f"{plan.peak_bytes / 2**30:.2f}" == policy[2]
     for options, size in re.findall(r"(--(?:batch-size|seq-len).*?)  +(\d+\.\d\d) GiB", told):
         assert float(size) <= 40, options
@@ -167,7 +166,7 @@ def test_a_model_without_fused_mlps_is_told_no_levels(monkeypatch: pytest.Monkey
     plan = plan_memory(
         model_config("llama-3.2-1b", vocab_size=0), 8192, 4, 40, device="h100", autocast=True, fused_mlp=False
     )
-    assert (as_text(plan.chosen.groups), f"{plan.peak_bytes / 2**30:.2f}") == policy.groups()
+    assert (words_of(plan.chosen.groups), f"{plan.peak_bytes / 2**30:.2f}") == policy.groups()
     assert takes(told) > takes(advice(40, monkeypatch)) + 7, "2f more a token and layer"
     assert "--no-fused-mlp" in told
 
@@ -222,4 +221,4 @@ def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("text", ["all", "attention/0", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])
 def test_policies_are_read_as_they_are_written(text: str) -> None:
-    assert as_text(as_mixture(layer_policies(text, 16))) == text.removeprefix("16 x ")
+    assert words_of(mixture_of(layer_policies(text, 16))) == text

@@ -24,7 +24,7 @@ from lowtide.memory.planner.at_hand import find_gpu
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.plan import USABLE
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.policy_words import word_of
+from lowtide.memory.policy_words import words_of
 
 KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, where nothing is said
 LEAST_FREE = 2**30  # a try is ended before less than that is left
@@ -117,7 +117,7 @@ class Tries:
         """
         config = self.config
         own = self.fit.way == OWN
-        kept = "+".join(f"{n}x{word_of(policy)}" for policy, n in demand.groups) if own else ""
+        kept = words_of(demand.groups) if own else ""
         row: Row = {"way": self.fit.way, "train": config.train, "tokens": T, "warm": warm, "kept": kept}
         row |= {"gpu_gib_predicted": gib(demand.gpu), "host_gib_predicted": gib(demand.host)}
         row["seconds_predicted"] = demand.seconds

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.policy import ActivationPolicy
 
-_WORD = re.compile(r"(?:(\d+)x)?(all|attention|input)(-mlp[01])?(-tile[1-9]\d*)?(-offload)?")
+Mixture = tuple[tuple[ActivationPolicy, int], ...]  # policies of layers one after another, and of how many each is
+
+_WORD = re.compile(
+    r"(?:(\d+)\s*x\s*)?(all|attention|input)(?:(?:/|-mlp)([01]))?(?:(?:\s+by\s+|-tile)([1-9]\d*))?((?:\s+|-)offload(?:ed)?)?"
+)
 _STATES = re.compile(r"states(?:=(\d+(?:\.\d+)?))?(-late)?")
 FORM = (
-    "all, attention or input, with -mlp0 or -mlp1, -tileTOKENS and -offload behind; or several as 4xall+12xinput; or as"
-    " lowtide plan prints them: '12 x input/1, 4 x all/0'"
+    "all, attention or input, with /0 or /1 (the MLP's level; or -mlp0), ' by TOKENS' (-tileTOKENS) and ' offloaded'"
+    " (-offload) behind; or several, as lowtide plan prints them: '12 x input/1, 4 x all/0' (12xinput/1+4xall/0)"
 )
 STATES_FORM = (
     "with @states at the end the optimizer's states are offloaded too, @states=2.5 so many GiB of them, -late until"
@@ -23,21 +29,20 @@ STATES_FORM = (
 def parse_policies(text: str, layers: int | None = None) -> ActivationPolicy | list[ActivationPolicy]:
     """Return the policy that a word says, or one for each layer where it names numbers of layers.
 
-    What ``lowtide plan`` prints (``3 x input/0 offloaded, 13 x all/1``) is understood too.
-
     Args:
-        text: ``keep[-mlpLEVEL][-tileTOKENS][-offload]``; or several of them, each as ``NUMBERxPOLICY``, joined by
-            ``+``, first layers first.
+        text: What `words_of` returns: ``keep[/LEVEL][ by TOKENS][ offloaded]``, or several of them, each as ``NUMBER x
+            POLICY``, joined by commas, first layers first. For a shell also ``keep[-mlpLEVEL][-tileTOKENS][-offload]``,
+            joined by ``+``.
         layers: How many the model has, to check that the numbers add up; None: not checked.
 
     Raises:
         ArgumentValueError: It is nothing of the kind.
 
     Example:
-        >>> parse_policies("4xall+12xattention-mlp1", 16)[4]
-        ActivationPolicy(keep='attention', mlp_level=1, offload=False, mlp_tile_tokens=None)
+        >>> parse_policies("4xall+12xattention-mlp1", 16)[4] == parse_policies("4 x all, 12 x attention/1", 16)[4]
+        True
     """
-    found = [_WORD.fullmatch(word) for word in _planned(text).split("+")]
+    found = [_WORD.fullmatch(word) for word in re.split(r"\s*[,+]\s*", text.strip())]
     counts = [match[1] for match in found if match]
     if None in found or (len(found) > 1 and None in counts):
         raise ArgumentValueError(message("policy", FORM, repr(text)))
@@ -62,19 +67,6 @@ def layer_policies(text: str, layers: int) -> list[ActivationPolicy]:
     """
     found = parse_policies(text, layers)
     return found if isinstance(found, list) else [found] * layers
-
-
-def _planned(text: str) -> str:
-    """Return the words for what `lowtide.memory.planner.search.name_of` prints; other texts as they are."""
-    for printed, word in (
-        (r"\s*,\s*", "+"),
-        (r"(\d+)\s+x\s+", r"\1x"),
-        (r"/([01])", r"-mlp\1"),
-        (r"\s+by\s+(\d+)", r"-tile\1"),
-        (r"\s+offloaded", "-offload"),
-    ):
-        text = re.sub(printed, word, text.strip())
-    return text
 
 
 def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
@@ -103,14 +95,27 @@ def split_states(text: str) -> tuple[str, dict[str, Any] | None]:
 
 
 def _policy(match: re.Match[str]) -> ActivationPolicy:
-    keep: object = match[2]
-    level = int(match[3][-1]) if match[3] else None
-    tile = int(match[4].removeprefix("-tile")) if match[4] else None
-    return ActivationPolicy(keep=keep, mlp_level=level, mlp_tile_tokens=tile, offload=bool(match[5]))  # type: ignore[arg-type]
+    _, keep, level, tile, offload = match.groups()
+    return ActivationPolicy(
+        keep=keep,  # type: ignore[arg-type]
+        mlp_level=int(level) if level else None,
+        mlp_tile_tokens=int(tile) if tile else None,
+        offload=bool(offload),
+    )
 
 
 def word_of(policy: ActivationPolicy) -> str:
-    """Return the word that `parse_policies` makes that policy of."""
-    level = "" if policy.mlp_level is None else f"-mlp{policy.mlp_level}"
-    tile = "" if policy.mlp_tile_tokens is None else f"-tile{policy.mlp_tile_tokens}"
-    return f"{policy.keep}{level}{tile}{'-offload' if policy.offload else ''}"
+    """Return a policy in a few letters, as `parse_policies` reads it: ``attention/0``, ``input/1 by 512 offloaded``."""
+    level = "" if policy.mlp_level is None else f"/{policy.mlp_level}"
+    tile = "" if policy.mlp_tile_tokens is None else f" by {policy.mlp_tile_tokens}"
+    return f"{policy.keep}{level}{tile}{' offloaded' if policy.offload else ''}"
+
+
+def words_of(mixture: Iterable[tuple[ActivationPolicy, int]]) -> str:
+    """Return the policies of a model's layers as `parse_policies` reads them."""
+    return ", ".join(f"{count} x {word_of(policy)}" for policy, count in mixture)
+
+
+def mixture_of(policies: Iterable[ActivationPolicy]) -> Mixture:
+    """Return policies of single layers as runs of equal ones."""
+    return tuple((policy, len(list(equal))) for policy, equal in groupby(policies))

@@ -9,8 +9,7 @@ from typing import Any
 from lowtide.head.options import HeadOptions
 from lowtide.measure.units import gib, parse_gib
 from lowtide.memory import ActivationPolicy, MemoryPlan, apply_policy, plan_memory
-from lowtide.memory.planner.search import Mixture, name_of
-from lowtide.memory.policy_words import layer_policies
+from lowtide.memory.policy_words import layer_policies, words_of
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
 from lowtide.train.offloading import StatesAway
@@ -101,28 +100,10 @@ def current_policies(config: TrainConfig, chosen: Chosen | None, layers: int) ->
     return [ActivationPolicy(keep="input" if config.gradient_checkpointing else "all")] * layers
 
 
-def as_mixture(policies: Sequence[ActivationPolicy]) -> Mixture:
-    """Return policies of single layers as runs of equal ones."""
-    runs: list[tuple[ActivationPolicy, int]] = []
-    for policy in policies:
-        if runs and runs[-1][0] == policy:
-            runs[-1] = (policy, runs[-1][1] + 1)
-        else:
-            runs.append((policy, 1))
-    return tuple(runs)
-
-
-def as_text(mixture: Mixture) -> str:
-    """Return runs of policies as `lowtide.memory.policy_words` reads them."""
-    if len(mixture) == 1:
-        return name_of(mixture[0][0])
-    return ", ".join(f"{count} x {name_of(policy)}" for policy, count in mixture)
-
-
 def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> tuple[str, ...]:
     """Return what a plan expects, for a person to read."""
     lines = [
-        f"policy   {as_text(plan.chosen.groups)}: expected peak {gib(plan.peak_bytes):.2f} of "
+        f"policy   {words_of(plan.chosen.groups)}: expected peak {gib(plan.peak_bytes):.2f} of "
         f"{gib(plan.budget_bytes):.2f} GiB, {plan.tokens_per_second:,.0f} tokens/s on one {plan.job.gpu.name}"
     ]
     if plan.chosen.states:

@@ -18,10 +18,11 @@ from lowtide.memory.planner.at_hand import find_gpu
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.plan import USABLE
-from lowtide.memory.planner.search import Mixture, Search
+from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
-from lowtide.train.activations import as_mixture, as_text, current_policies
+from lowtide.memory.policy_words import Mixture, mixture_of, words_of
+from lowtide.train.activations import current_policies
 from lowtide.train.config import TrainConfig
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
 from lowtide.train.planned import planned_optimizer, planned_settings
@@ -85,7 +86,7 @@ def _what_fits(config: TrainConfig, args: Any, model: Any, chosen: Chosen | None
     search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
     every = search.memory.states if config.offload_states else 0
     away, late = (chosen.plan.chosen.states, chosen.plan.chosen.late) if chosen and chosen.plan else (every, False)
-    groups = as_mixture(policies)
+    groups = mixture_of(policies)
     takes = search.memory.peak(groups, away, late=late).bytes
     memory, where = _memory(args)
     limit = min(memory, _MARGIN * takes) if memory else _MARGIN * takes
@@ -114,7 +115,7 @@ def _other_policy(search: Search, limit: float, away: int) -> list[tuple[str, in
     if not fitting:
         return []
     _, peak, found = min(fitting, key=lambda each: each[:2])
-    return [(f"--policy {shlex.quote(as_text(found.groups))}", peak)]
+    return [(f"--policy {shlex.quote(words_of(found.groups))}", peak)]
 
 
 def _states(config: TrainConfig, args: Any, search: Search, groups: Mixture) -> list[tuple[str, int]]:

@@ -9,10 +9,11 @@ from lowtide.head.options import HeadOptions
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.search import Candidate, name_of
+from lowtide.memory.planner.search import Candidate
 from lowtide.memory.planner.step_bytes import Phase
 from lowtide.memory.planner.times import LayerTime
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.policy_words import word_of
 
 CHART_WIDTH, CHART_HEIGHT = 60, 12
 LEAST_CHART, BESIDE_CHART = 30, 12  # letters: the narrowest chart, and what stands left of one
@@ -179,7 +180,7 @@ class MemoryPlan:
             "front": [_candidate(one) for one in self.front],
             "ladder": [
                 {
-                    "policy": name_of(rung.policy),
+                    "policy": word_of(rung.policy),
                     "bytes_per_token": rung.bytes_per_token,
                     "recompute_flop": rung.recompute_flop,
                     "forward_s": rung.time.forward,
@@ -251,7 +252,7 @@ class MemoryPlan:
         ]
         rows += [
             [
-                name_of(rung.policy),
+                word_of(rung.policy),
                 f"{rung.bytes_per_token:,.0f}",
                 f"{rung.hidden_multiples:.1f}h",
                 f"{gib(rung.kept_bytes):.3f}",
@@ -320,7 +321,7 @@ def _options(job: Job) -> str:
 
 def _candidate(one: Candidate) -> dict[str, Any]:
     return {
-        "keep": [{"policy": name_of(policy), "layers": n} for policy, n in one.groups],
+        "keep": [{"policy": word_of(policy), "layers": n} for policy, n in one.groups],
         "peak_gib": gib(one.peak),
         "host_gib": gib(one.host),
         "seconds": one.seconds,

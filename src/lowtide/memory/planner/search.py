@@ -18,14 +18,13 @@ from lowtide.memory.planner.job import Job
 from lowtide.memory.planner.step_bytes import Memory
 from lowtide.memory.planner.times import Times
 from lowtide.memory.policy import ActivationPolicy
+from lowtide.memory.policy_words import Mixture, words_of
 
 THIRDS = 16  # a mixture of three is tried in steps of a sixteenth of the layers
 EIGHTHS = 8  # of the optimizer states: the amounts that are tried
 STEP = 256  # tokens: the longest sequence is a multiple of it
 
 ROUND = 2**30 // 16  # bytes: the amounts between none and all are whole sixteenths of a GiB
-
-Mixture = tuple[tuple[ActivationPolicy, int], ...]
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,7 @@ class Candidate:
     def __str__(self) -> str:
         late = " until behind backward" if self.late else ""
         states = f", {gib(self.states):.2f} GiB of states offloaded{late}" if self.states else ""
-        return ", ".join(f"{n} x {name_of(policy)}" for policy, n in self.groups) + states
-
-
-def name_of(policy: ActivationPolicy) -> str:
-    """Return a policy in a few letters: ``attention/0``, ``input/1 offloaded``."""
-    level = "" if policy.mlp_level is None else f"/{policy.mlp_level}"
-    tile = "" if policy.mlp_tile_tokens is None else f" by {policy.mlp_tile_tokens}"
-    return f"{policy.keep}{level}{tile}{' offloaded' if policy.offload else ''}"
+        return words_of(self.groups) + states
 
 
 def ladder(job: Job, *, offload: bool) -> list[ActivationPolicy]:
