@@ -218,7 +218,7 @@ def test_a_run_takes_what_its_budget_was_told(kind: str, tmp_path: Path, capsys:
     steps = ["--max-steps", "5", "--attention", "sdpa", "--dtype", "bfloat16", "--batch-size", "4"]
     assert main([*given, *steps, *PLANNED[kind], "--memory-budget", "60GiB"]) == 0
     told = capsys.readouterr().out
-    expected = re.search(r"policy +all/0: expected peak ([\d.]+) of 60.00 GiB", told)
+    expected = re.search(r"policy +\d+ x all/0: expected peak ([\d.]+) of 60.00 GiB", told)
     assert expected, told
     assert ("attention has a mask" in told) == ("masked" in kind)
     lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]

@@ -219,6 +219,6 @@ def test_where_nothing_fits_other_ways_are_named(monkeypatch: pytest.MonkeyPatch
     assert "--lora-rank" in told
 
 
-@pytest.mark.parametrize("text", ["all", "attention/0", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])
+@pytest.mark.parametrize("text", ["16 x all", "3 x input/1, 13 x all/0", "16 x input/1 offloaded"])
 def test_policies_are_read_as_they_are_written(text: str) -> None:
     assert words_of(mixture_of(layer_policies(text, 16))) == text
