@@ -223,7 +223,7 @@ def test_a_benchmark_without_a_gpu_names_a_small_one(
     assert ("A small run: lowtide bench head --shape 1024,256,8192 --skip compile --device cpu\n" in err) == says
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy_and_a_plan_needs_no_transformers() -> None:
     code = """
 import sys
 from lowtide.cli import main
@@ -232,9 +232,13 @@ try:
 except SystemExit:
     pass
 print({"transformers", "tokenizers", "accelerate", "triton", "rich"} & set(sys.modules), file=sys.stderr)
+sys.modules["transformers"] = None
+sys.exit(main(sys.argv[1:]))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stderr == "set()\n"
+    plan = ["plan", "--model", "llama-3.2-1b", "--seq-len", "4096", "--gpu", "h100"]
+    ended = subprocess.run([sys.executable, "-W", "error", "-c", code, *plan], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "set()\n")
+    assert "apply_policy(model" in ended.stdout
 
 
 def test_the_script_trains_without_a_warning(tmp_path: Path, tiny: list[object]) -> None:
