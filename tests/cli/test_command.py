@@ -224,23 +224,29 @@ def test_a_benchmark_without_a_gpu_names_a_small_one(
     assert ("A small run: lowtide bench head --shape 1024,256,8192 --skip compile --device cpu\n" in err) == says
 
 
-def test_help_imports_nothing_heavy() -> None:
-    """Nor does what is wrong with arguments, a path that is not there among them."""
+def test_help_and_checks_import_nothing_heavy_and_a_plan_needs_no_transformers() -> None:
+    """Checks are of what is wrong with arguments, a path that is not there among them."""
     code = """
 import contextlib, io, sys
 from lowtide.cli import main
-plan = ["plan", "--model", "llama-3-8b", "--seq-len", "100"]
+plan = sys.argv[1:]
 for words in (
     ["--help"], ["--version"], ["train", "--help"], ["plan", "--help"], ["train", "--lr", "0"],
     ["train", "--model", "/nobody"], ["train", "--data", "/nobody"], ["plan", "--model", "/nobody", "--seq-len", "1"],
     [*plan, "--budget", "x"], [*plan, "--gpu", "x"],
 ):
-    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+    said = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         main(words)
-    print(words, {"torch", "transformers", "tokenizers", "accelerate", "triton"} & set(sys.modules), file=sys.stderr)
+    heavy = {"torch", "transformers", "tokenizers", "accelerate", "triton"} & set(sys.modules)
+    assert said.getvalue() and not heavy, (words, heavy)
+sys.modules["transformers"] = None
+sys.exit(main(plan))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stderr.count("set()\n") == ended.stderr.count("\n") == 10, ended.stderr
+    plan = ["plan", "--model", "llama-3.2-1b", "--seq-len", "4096", "--gpu", "h100"]
+    ended = subprocess.run([sys.executable, "-W", "error", "-c", code, *plan], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "apply_policy(model" in ended.stdout
 
 
 def test_the_script_trains_without_a_warning(tmp_path: Path, tiny: list[object]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -178,14 +176,6 @@ def test_help_names_gpus_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", "--help"])
     out = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
     assert all(name in out for name in [*GPUS, *SHAPES])
-
-
-def test_it_needs_no_transformers() -> None:
-    code = "import sys; sys.modules['transformers'] = None; from lowtide.cli import main; sys.exit(main(sys.argv[1:]))"
-    run = [sys.executable, "-W", "error", "-c", code, *SMALL]
-    ended = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "apply_policy(model" in ended.stdout
 
 
 def test_adapters_by_their_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,10 @@ from distributed.vocab_cases import (
     head,
     mesh,
     near,
+    of_all_ranks,
     part_of,
     plain,
+    same_on_all_ranks,
     shard_of,
     sizes,
     spread,
@@ -92,9 +94,7 @@ def results_of_any_kind() -> None:
         assert (ours.dtype, ours.shape) == (true.dtype, true.shape)
         torch.testing.assert_close(ours, true, equal_nan=True)
     assert torch.equal(got[2][..., 1].signbit(), want[2][..., 1].signbit())
-    everyone = [torch.empty_like(got[3]) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, got[3])
-    assert all(torch.equal(other, got[3]) for other in everyone)
+    assert same_on_all_ranks(got[3])
 
 
 def checkpointed_and_compiled() -> None:
@@ -134,9 +134,8 @@ def the_same_exchanges_whatever_the_numbers() -> None:
             found[0].sum().backward()
         seen.append(list(made))
     assert seen[0] == seen[1]
-    others: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(others, [name for name, _ in seen[0]])
-    assert all(other == others[0] for other in others)
+    names = [name for name, _ in seen[0]]
+    assert all(other == names for other in of_all_ranks(names))
 
 
 def memory() -> None:

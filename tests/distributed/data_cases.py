@@ -29,14 +29,14 @@ VOCAB, D = 53, 8
 class Model(nn.Module):
     """A body and a head; the loss is a call of the function, in a part that may be checkpointed."""
 
-    def __init__(self, *, tied: bool, options: lowtide.HeadOptions, again: bool = False) -> None:
+    def __init__(self, *, tied: bool, gradient: Any, again: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, D)
         self.body = nn.Linear(D, D)
         self.head = nn.Linear(D, VOCAB, bias=not tied)
         if tied:
             self.head.weight = self.embed.weight
-        self.options, self.again = options, again
+        self.options, self.again = lowtide.HeadOptions(gradient=gradient), again
 
     def forward(self, ids: Tensor, labels: Tensor, num_items: Any = None, *, shift: bool = True) -> Tensor:
         def score(hidden: Tensor) -> Tensor:
@@ -84,10 +84,6 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], what: object = None) -
         torch.testing.assert_close(gradient, want[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{what} {n}: {m}")
 
 
-def options_of(gradient: Any) -> lowtide.HeadOptions:
-    return lowtide.HeadOptions(gradient=gradient)
-
-
 def ddp() -> None:
     """One hook a parameter and step, a static graph, accumulation, tied and checkpointed: as one process on all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -95,7 +91,7 @@ def ddp() -> None:
     ways = itertools.product((True, False), ("forward", "recompute"), (True, False), (False, True))
     for tied, gradient, static, again in ways:
         torch.manual_seed(3)
-        model = Model(tied=tied, options=options_of(gradient), again=again).to(DEVICE)
+        model = Model(tied=tied, gradient=gradient, again=again).to(DEVICE)
         alone = copy.deepcopy(model)
         engine = DistributedDataParallel(model, static_graph=static)
         mine = everything[rank::ranks]
@@ -123,7 +119,7 @@ def no_tokens() -> None:
     everything = batches(ranks)
     for engine_name, gradient, empty in itertools.product(("ddp", "fsdp"), ("forward", "recompute"), (False, True)):
         torch.manual_seed(3)
-        model = Model(tied=False, options=options_of(gradient)).to(DEVICE)
+        model = Model(tied=False, gradient=gradient).to(DEVICE)
         alone = copy.deepcopy(model)
         if engine_name == "ddp":
             engine: Any = DistributedDataParallel(model)
@@ -157,7 +153,7 @@ def sequence_in_parts() -> None:
     whole = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], -100)), 1)
     assert torch.equal(shifted, whole.split(lengths, 1)[rank])
     torch.manual_seed(3)
-    model = Model(tied=True, options=options_of("auto")).to(DEVICE)
+    model = Model(tied=True, gradient="auto").to(DEVICE)
     alone = copy.deepcopy(model)
     engine = DistributedDataParallel(model)
     loss = engine(mine, shifted, count_items(shifted), shift=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lowtide
 from distributed.launch import THOROUGH, main
-from distributed.vocab_cases import exchanged, plain, shard_of, spread, whole
+from distributed.vocab_cases import exchanged, of_all_ranks, plain, shard_of, spread, whole
 from lowtide.head import plan as planner
 from lowtide.head.call import CrossEntropyArgs, Wanted
 from lowtide.head.engine import Chunks
@@ -181,8 +181,7 @@ def trained_on_one_rank() -> None:
             loss = plain(lowtide.linear_cross_entropy(px, pw, y, label_smoothing=smoothing, options=options))
             if trained:
                 loss.backward()
-        asked: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(asked, seen)
+        asked = of_all_ranks(seen)
         assert all(other == seen for other in asked), (way, schedule, smoothing, gradient, asked)
         held = -(-N // dist.get_world_size())
         gathered = sum(size for name, size in seen if name.startswith("all_gather"))
@@ -240,7 +239,7 @@ def plans_of_what_is_fetched_ahead() -> None:
     _with_small_plans()
     SCHEDULE = "blocks"
     ranks = dist.get_world_size()
-    x, w, _, y = head((1, 84), D, V, seed=0, bias=False)
+    x, w, _, y = head((1, 66), D, V, seed=0, bias=False)
     px, pw = spread("sequence", x, of_vocab=False), spread("sequence", w, of_vocab=True)
     live: list[Any] = []
     most = []

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from distributed.launch import DEVICE, main
 from distributed.option_cases import FEWER, compare, problem
-from distributed.vocab_cases import WAYS, head, plain, shard_of, spread
+from distributed.vocab_cases import WAYS, head, plain, same_on_all_ranks, shard_of, spread
 from head.contract.cases import FUNCTIONS, NARROW, pairs
 from head.kernel_plans import use_kernels
 from lowtide import TokenStats, linear_cross_entropy, linear_token_stats
@@ -117,9 +116,7 @@ def a_target_without_a_chance() -> None:
             loss = linear_cross_entropy(px, pw, y, linear_bias=pb, reduction="none", **shard_of(way, pw))
         torch.testing.assert_close(plain(loss), want, rtol=1e-5, atol=1e-5)
         assert plain(loss)[0, 1] == torch.inf
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, plain(loss).cpu())
-        assert all(torch.equal(other, every[0]) for other in every)  # bit for bit
+        assert same_on_all_ranks(plain(loss))
 
 
 if __name__ == "__main__":

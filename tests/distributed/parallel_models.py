@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -126,8 +127,6 @@ def counted(module: Any, name: str) -> Iterator[list[int]]:
         count[0] += 1
         return stock(*args, **kwargs)
 
-    setattr(module, name, call)
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, name, call)
         yield count
-    finally:
-        setattr(module, name, stock)

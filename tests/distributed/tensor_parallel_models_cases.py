@@ -9,8 +9,8 @@ import copy
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -284,15 +284,14 @@ def embeddings_that_are_tied() -> None:
     fused(report, 1)
 
 
-@contextmanager
-def saved(model: Any) -> Iterator[Path]:
+def saved(model: Any) -> Path:
     """A folder with the model, the same on all ranks."""
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
         model.save_pretrained(folder[0])
     dist.barrier()
-    yield Path(folder[0])
+    return Path(folder[0])
 
 
 def for_transformers() -> tuple[int, dict[str, Tensor]]:
@@ -308,10 +307,9 @@ def plan_of_transformers() -> None:
     vocab, batch = for_transformers()
     for tied in (False, True):
         settings = {"vocab_size": vocab, "tie_word_embeddings": tied}
-        with saved(model_of(**settings)) as folder:
-            config = DistributedConfig(tp_size=dist.get_world_size())
-            read = transformers.LlamaForCausalLM.from_pretrained
-            ours, stock = (read(folder, distributed_config=config).train() for _ in range(2))
+        folder, config = saved(model_of(**settings)), DistributedConfig(tp_size=dist.get_world_size())
+        read = transformers.LlamaForCausalLM.from_pretrained
+        ours, stock = (read(folder, distributed_config=config).train() for _ in range(2))
         true = double(model_of(**settings))
         report = lowtide.patch(ours)
         assert report.parts["loss"].patched, str(report)

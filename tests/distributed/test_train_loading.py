@@ -14,15 +14,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from distributed.test_train_ranks import history
 from distributed.train_ranks import Ranks, shared
-from lowtide.train.checkpoints import log_history
 from lowtide.train.first_rank import Form
 from lowtide.train.parallel import variables
 from train.conftest import SHAPE, tiny_arguments
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
-NAMES = ("loss", "grad_norm", "eval_loss")
 EACH_READS = {**variables("fsdp2"), "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # as an accelerate file may have it
 
 
@@ -32,11 +31,7 @@ def ranks() -> Ranks:
 
 
 def assert_same_bits(folder: Path, other: Path, step: int) -> None:
-    got, want = (
-        [entry[name] for entry in log_history(at / f"checkpoint-{step}") for name in NAMES if name in entry]
-        for at in (folder, other)
-    )
-    assert got == want
+    assert history(folder, step) == history(other, step)
     weights, others = (load_file(next((at / "model").glob("*.safetensors"))) for at in (folder, other))
     assert weights.keys() == others.keys()
     for name, value in weights.items():
@@ -59,8 +54,7 @@ def test_the_same_bits_with_less_memory(ranks: Ranks, tmp_path: Path) -> None:
     grown = []
     for name, env in {"first": variables("fsdp2"), "each": EACH_READS}.items():
         said = ["--max-steps", 1, "--save-every", 0, "--eval-blocks", 1, "--output", tmp_path / name]
-        ended = ranks(2, *arguments, *said, SPY="distributed.spy_memory", **env)
-        assert ended.statuses == [0, 0], ended
+        ended = ranks.succeed(2, *arguments, *said, SPY="distributed.spy_memory", **env)
         found = {word: float(size) for word, size in re.findall(r"spied (\w+) ([\d.]+) MiB", ended.out[1])[:2]}
         grown.append(found)
     assert_same_bits(tmp_path / "first", tmp_path / "each", 1)
@@ -83,19 +77,16 @@ def test_the_same_bits(name: str, ranks: Ranks, tmp_path: Path) -> None:
     arguments = [*shaped(tmp_path, **settings), *options]
     first, each = tmp_path / "first", tmp_path / "each"
     for output, env in ((first, variables("fsdp2")), (each, EACH_READS)):
-        ended = ranks(2, *arguments, "--output", output, **env)
-        assert ended.statuses == [0, 0], ended
+        ranks.succeed(2, *arguments, "--output", output, **env)
     assert_same_bits(first, each, 2)
     shutil.rmtree(first / "checkpoint-2")
-    ended = ranks(2, "train", "--resume", "--output", first, **variables("fsdp2"))
-    assert ended.statuses == [0, 0], ended
+    ranks.succeed(2, "train", "--resume", "--output", first, **variables("fsdp2"))
     assert_same_bits(first, each, 2)
 
 
 def test_what_the_first_rank_cannot_read_ends_all(ranks: Ranks, tmp_path: Path) -> None:
     arguments, output, folder = shaped(tmp_path), tmp_path / "run", tmp_path / "model"
-    ended = ranks(2, *arguments, "--parallel", "fsdp2", "--output", output)
-    assert ended.statuses == [0, 0], ended
+    ranks.succeed(2, *arguments, "--parallel", "fsdp2", "--output", output)
     shutil.copytree(output / "model", folder)
     shutil.rmtree(output / "checkpoint-2")
     begin = [*arguments, "--model", folder, "--parallel", "fsdp2", "--output", tmp_path / "other"]

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import lowtide
 from distributed.train_ranks import Ended, Ranks, shared
 from lowtide.cli import main
 from lowtide.train.checkpoints import checkpoints, log_history
@@ -31,8 +28,6 @@ from lowtide.train.ranks import Shares, let_first_speak
 from train.conftest import tiny_arguments
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
-
-ENV = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
 
 # Other batches add the same numbers up in another order: some float32 roundings of each value.
 REORDERED = 1e-5
@@ -60,11 +55,10 @@ def assert_same(folder: Path, other: Path, step: int) -> None:
         assert values == pytest.approx(want[name], rel=REORDERED), name
 
 
-def wait_for(what: Callable[[], Any], process: Any = None, seconds: float = 120) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 120) -> Any:
     until = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < until, "it did not come"
-        assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.05)
     return found
 
@@ -108,8 +102,7 @@ def test_other_ranks_let_the_first_say_an_error(rank: int, monkeypatch: pytest.M
 def whole(ranks: Ranks, arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process on four sequences: what all others are to be equal to."""
     output = tmp_path_factory.mktemp("whole") / "run"
-    ended = ranks(1, *arguments, "--batch-size", 4, "--output", output)
-    assert ended.statuses == [0], ended
+    ranks.succeed(1, *arguments, "--batch-size", 4, "--output", output)
     return output
 
 
@@ -131,15 +124,13 @@ def test_goes_on_on_another_number_of_ranks(
     if before > 1:
         output = tmp_path / "before"
         told = ["--max-steps", 6, "--batch-size", rows, "--parallel", engine, "--output", output]
-        ended = ranks(before, *arguments, *told)
-        assert ended.statuses == [0] * before, ended
+        ended = ranks.succeed(before, *arguments, *told)
         assert_same_run(ended, output, whole)
     for then, after in later:
         resumed = tmp_path / f"{then}-{after}"
         shutil.copytree(output, resumed)
         shutil.rmtree(resumed / "checkpoint-6")
-        ended = ranks(after, "train", "--resume", "--output", resumed, "--parallel", then)
-        assert ended.statuses == [0] * after, ended
+        ended = ranks.succeed(after, "train", "--resume", "--output", resumed, "--parallel", then)
         assert_same_run(ended, resumed, whole)
 
 
@@ -164,8 +155,7 @@ def test_fsdp2_reduces_in_float32_under_bfloat16(ranks: Ranks, arguments: list[s
     spy = "distributed.spy_dtypes"
     for name, options in {"patched": [], "stock": ["--no-patch"]}.items():
         output = ["--output", tmp_path / name]
-        ended = ranks(2, *arguments, "--parallel", "fsdp2", "--dtype", "bfloat16", *options, *output, SPY=spy)
-        assert ended.statuses == [0, 0], ended
+        ended = ranks.succeed(2, *arguments, "--parallel", "fsdp2", "--dtype", "bfloat16", *options, *output, SPY=spy)
         curves.append(history(tmp_path / name, 6)["loss"])
         for out in ended.out:
             steps = re.findall(r"^spied loss (\w+) gradients (\d+) (\d+)$", out, re.MULTILINE)
@@ -201,8 +191,7 @@ def test_sigterm_twice_saves_on_all_ranks(ranks: Ranks, arguments: list[str], wh
     step = int(checkpoint.name.rpartition("-")[2])
     assert steps_logged(output) == step >= 2
     assert not (output / "model").exists()
-    ended = ranks(1, "train", "--resume", "--output", output, "--max-steps", step + 2)
-    assert ended.statuses == [0], ended
+    ranks.succeed(1, "train", "--resume", "--output", output, "--max-steps", step + 2)
     assert history(output, step + 2)["loss"][:1] == pytest.approx(history(whole, 6)["loss"][:1], rel=REORDERED)
 
 
@@ -253,24 +242,22 @@ def test_accelerate_launch_and_a_killed_rank(ranks: Ranks, arguments: list[str],
     """
     file, output = tmp_path / "fsdp2.yaml", tmp_path / "run"
     assert main(["train", "--parallel", "fsdp2", "--write-launch-file", str(file)]) == 0
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
-    many = ["--max-steps", "100000", "--save-every", "1", "--output", str(output)]
-    process = subprocess.Popen(
-        [sys.executable, *launch, "-m", "lowtide", *arguments, *many], env=ENV, stderr=subprocess.PIPE, text=True
-    )
-    wait_for(lambda: checkpoints(output), process)
-    children = psutil.Process(process.pid).children()
+    script = tmp_path / "launch.py"  # the launcher is forked, and starts its ranks itself
+    script.write_text("from accelerate.commands.launch import main\nmain()\n")
+    launch = ["--config_file", file, "--num_processes", 2, "-m", "lowtide"]
+    ranks.start(1, *launch, *arguments, "--max-steps", 100_000, "--save-every", 1, "--output", output, script=script)
+    wait_for(lambda: checkpoints(output))
+    children = psutil.Process(ranks.pids()[0]).children()
     assert len(children) == 2
     children[1].send_signal(signal.SIGKILL)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode != 0
+    ended = ranks.end()
+    assert ended.statuses != [0]
     assert not any(child.is_running() for child in children)
-    assert "Signal 9" in err
+    assert "Signal 9" in ended.err[0]
     newest = checkpoints(output)[-1]
     assert (newest / "optimizer").is_dir(), "FSDP2 was taken"
     step = int(newest.name.rpartition("-")[2])
-    ended = ranks(1, "train", "--resume", "--output", output, "--max-steps", step + 1, "--parallel", "auto")
-    assert ended.statuses == [0], ended
+    ranks.succeed(1, "train", "--resume", "--output", output, "--max-steps", step + 1, "--parallel", "auto")
     assert not (output / ".incoming").exists()
     first = history(output, step + 1)
     assert len(first["loss"]) == step + 1

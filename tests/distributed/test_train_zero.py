@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from distributed.test_train_ranks import assert_same, history
 from distributed.train_ranks import Ranks, shared
 from lowtide.train.checkpoints import check_states
 from lowtide.train.parallel import variables
@@ -20,8 +21,6 @@ from train.conftest import SHAPE, tiny_arguments
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 installed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
-REORDERED = 1e-5  # of sums over ranks and batches: some float32 roundings of each value
-NAMES = ("loss", "grad_norm", "held_out_loss")
 SPIED = {"SPY": "distributed.spy_zero"}
 
 
@@ -35,22 +34,14 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*tiny_arguments(tmp_path_factory.mktemp("tiny")), "--grad-accum", "2", "--keep", "5"]
 
 
-def logged(output: Path) -> dict[str, list[float]]:
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return {name: [line[name] for line in lines if name in line] for name in NAMES}
-
-
 @installed
 @pytest.mark.parametrize("engine", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_is_one_process_and_goes_on(engine: str, ranks: Ranks, arguments: list[str], tmp_path: Path) -> None:
     alone, output = tmp_path / "alone", tmp_path / "run"
-    ended = ranks(1, *arguments, "--batch-size", 4, "--output", alone)
-    assert ended.statuses == [0], ended
-    ended = ranks(2, *arguments, "--parallel", engine, "--output", output, **SPIED)
-    assert ended.statuses == [0, 0], ended
-    got, want = logged(output), logged(alone)
-    for name in NAMES:
-        assert got[name] == pytest.approx(want[name], rel=REORDERED), name
+    ranks.succeed(1, *arguments, "--batch-size", 4, "--output", alone)
+    ended = ranks.succeed(2, *arguments, "--parallel", engine, "--output", output, **SPIED)
+    assert_same(output, alone, 6)
+    before = history(output, 6)
     assert re.search(r"[1-9]\d* without logits, 0 with\b", ended.out[0]), ended.out[0]
     whole = load_file(output / "model" / "model.safetensors")
     assert whole.keys() == load_file(alone / "model" / "model.safetensors").keys()
@@ -60,9 +51,8 @@ def test_is_one_process_and_goes_on(engine: str, ranks: Ranks, arguments: list[s
         ended = ranks(wrong, "train", "--resume", "--output", output, "--parallel", another, **SPIED)
         assert ended.statuses == [2] * wrong, ended
         assert "DeepSpeed's on 2 ranks" in ended.err[0]
-    ended = ranks(2, "train", "--resume", "--output", output, **SPIED)
-    assert ended.statuses == [0, 0], ended
-    assert logged(output) == got
+    ranks.succeed(2, "train", "--resume", "--output", output, **SPIED)
+    assert history(output, 6) == before
 
 
 @installed
@@ -71,21 +61,8 @@ def test_one_rank_reads(ranks: Ranks, tmp_path: Path) -> None:
     arguments = tiny_arguments(tmp_path)
     size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 32}
     (tmp_path / "tiny.json").write_text(json.dumps({**SHAPE, **size}))
-    said = [
-        "--max-steps",
-        1,
-        "--save-every",
-        0,
-        "--eval-blocks",
-        1,
-        "--parallel",
-        "zero3",
-        "--output",
-        tmp_path / "run",
-    ]
-    said += ["--lora-rank", 2, "--dtype", "bfloat16"]
-    ended = ranks(2, *arguments, *said, **SPIED)
-    assert ended.statuses == [0, 0], ended
+    said = ["--max-steps", 1, "--save-every", 0, "--eval-blocks", 1, "--lora-rank", 2, "--dtype", "bfloat16"]
+    ended = ranks.succeed(2, *arguments, *said, "--parallel", "zero3", "--output", tmp_path / "run", **SPIED)
     first, second = (float(re.findall(r"spied read ([\d.]+) MiB", out)[0]) for out in ended.out)
     assert first > 64, (first, second)
     assert second < 16, (first, second)

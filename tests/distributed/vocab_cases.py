@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -95,9 +96,18 @@ def whole(way: str, grad: Any, *, of_vocab: bool) -> Tensor:
         return grad.full_tensor()
     if not of_vocab:
         return grad
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, grad.cpu())  # a tensor of another rank's GPU would come as one there
-    return torch.cat(parts).to(DEVICE)
+    return torch.cat(of_all_ranks(grad.cpu())).to(DEVICE)  # a tensor of another rank's GPU would come as one there
+
+
+def of_all_ranks(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def same_on_all_ranks(mine: Tensor) -> bool:
+    """Return whether a tensor is the same everywhere, bit for bit."""
+    return all(torch.equal(other, mine.cpu()) for other in of_all_ranks(mine.cpu()))
 
 
 def plain(x: Any) -> Tensor:
@@ -133,17 +143,6 @@ def uses_of_autograd() -> None:
                 assert (part.grad is not None) == needed[k]
                 if needed[k]:
                     near(whole(way, part.grad, of_vocab=k > 0), true.grad, (way, gradient, needed, k))
-    q = rand(V, seed=8)  # class weights, and a weight that is trained on one rank alone: the others have no backward
-    for gradient, rank in itertools.product(("forward", "recompute"), (0, dist.get_world_size() - 1)):
-        pw = part_of(w.detach().requires_grad_(dist.get_rank() == rank))
-        options = lowtide.HeadOptions(gradient=gradient)
-        loss = lowtide.linear_cross_entropy(x.detach(), pw, y, weight=q, **shard_of("local", pw), options=options)
-        true_w = w.detach().clone().requires_grad_()
-        want = oracle(x.detach(), true_w, y, weight=q)
-        near(loss, want, (gradient, rank))
-        if dist.get_rank() == rank:
-            loss.backward()
-            near(pw.grad, part_of(torch.autograd.grad(want, true_w)[0]), (gradient, rank))
     for way in WAYS:  # a frozen head, one loss a token
         px, pw = spread(way, x, of_vocab=False), spread(way, w.detach(), of_vocab=True)
         logp = plain(lowtide.linear_logprobs(px, pw, y, **shard_of(way, pw)))
@@ -173,8 +172,7 @@ def trained_on_one_rank() -> None:
     x, w, _, y = head(LEADING, D, V, dtype=torch.float64, seed=12, bias=False)
     tx, tw, _, _ = head(LEADING, D + 1, V, dtype=torch.float64, seed=13, bias=False)
     logp = F.linear(tx, tw).log_softmax(-1).detach().topk(4)
-    known = (logp.indices, logp.values, "bucket")
-    trained = dist.get_rank() == 0
+    known, q = (logp.indices, logp.values, "bucket"), rand(V, seed=8)
 
     def functions(x: Any, w: Any, tx: Any, tw: Any, **kwargs: Any) -> list[Any]:
         once, again = (
@@ -184,6 +182,8 @@ def trained_on_one_rank() -> None:
         return [
             lambda: lowtide.linear_cross_entropy(x, w, y, label_smoothing=0.1, options=once, **kwargs),
             lambda: lowtide.linear_cross_entropy(x, w, y, shift=True, options=again, **kwargs),
+            lambda: lowtide.linear_cross_entropy(x, w, y, weight=q, options=once, **kwargs),
+            lambda: lowtide.linear_cross_entropy(x, w, y, weight=q, options=again, **kwargs),
             lambda: lowtide.linear_logprobs(x, w, y, options=once, **kwargs),
             lambda: lowtide.linear_token_stats(x, w, y, **stats, options=once, **kwargs).entropy,
             lambda: lowtide.linear_divergence(x, w, tx, tw, kind="jsd", options=once, **kwargs),
@@ -200,6 +200,7 @@ def trained_on_one_rank() -> None:
     want = [
         oracle(x, w, y, label_smoothing=0.1),
         oracle(x, w, y, shift=True),
+        *(oracle(x, w, y, weight=q) for _ in "ab"),
         of_tokens["logprob"],
         of_tokens["entropy"],
         divergence(tx, tw, kind="jsd"),
@@ -207,6 +208,8 @@ def trained_on_one_rank() -> None:
         divergence(None, None, teacher_topk=known, reduction="mean"),
     ]
     for way, recording in with_each((True, False)):
+        rank = 0 if recording else dist.get_world_size() - 1
+        trained = dist.get_rank() == rank
         parts = [spread(way, t.detach(), of_vocab=k % 2 > 0) for k, t in enumerate((x, w, tx, tw))]
         kwargs = shard_of(way, parts[1])
         parts[1].requires_grad_(trained)
@@ -221,9 +224,8 @@ def trained_on_one_rank() -> None:
             if trained:
                 (true,) = torch.autograd.grad(want[i].sum(), w, retain_graph=True)
                 mine = plain_part(grad)
-                near(mine, true[: len(mine)], what)
-            asked: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(asked, seen)
+                near(mine, true[-len(mine) :] if rank else true[: len(mine)], what)
+            asked = of_all_ranks(seen)
             assert all(other == seen for other in asked), (what, asked)
 
 
@@ -252,21 +254,18 @@ def unlike_grad_modes() -> None:
 def unlike_scales() -> None:
     """A `logit_scale` that some ranks alone train: an error on every rank, before anybody waits in backward."""
     x, w, b, y = head(LEADING, D, V)
-    calls: list[Any] = [
-        lambda x, w, **kwargs: lowtide.linear_cross_entropy(x, w, y, **kwargs),
-        lambda x, w, **kwargs: lowtide.linear_logprobs(x, w, y, **kwargs),
-        lambda x, w, **kwargs: lowtide.linear_token_stats(x, w, y, want=("entropy", "logprob"), **kwargs),
-    ]
+    statistics = functools.partial(lowtide.linear_token_stats, want=("entropy", "logprob"))
+    calls: tuple[Any, ...] = (lowtide.linear_cross_entropy, lowtide.linear_logprobs, statistics)
     for way, call, trained in itertools.product(WAYS, calls, (False, True)):
         px, pw, pb = (spread(way, t.detach(), of_vocab=k > 0) for k, t in enumerate((x, w, b)))
         px.requires_grad_(trained)
         scale = torch.tensor(0.8, device=DEVICE, requires_grad=dist.get_rank() == 0)
         with pytest.raises(ArgumentValueError, match=r"logit_scale: .*every rank.*it on ranks \[0\] of"):
-            call(px, pw, linear_bias=pb, logit_scale=scale, **shard_of(way, pw))
+            call(px, pw, y, linear_bias=pb, logit_scale=scale, **shard_of(way, pw))
         # where all train it, the hidden states' product with it gets a gradient everywhere, whoever trains these
         px = px.detach().requires_grad_(dist.get_rank() == 0)
         scale = scale.detach().requires_grad_()
-        got = call(px, pw, linear_bias=pb, logit_scale=scale, **shard_of(way, pw))
+        got = call(px, pw, y, linear_bias=pb, logit_scale=scale, **shard_of(way, pw))
         of_scale = [plain(t).sum() for t in (got if isinstance(got, tuple) else (got,)) if t is not None]
         assert len(torch.autograd.grad(torch.stack(of_scale).sum(), (scale, px) if px.requires_grad else (scale,)))
 
@@ -363,9 +362,7 @@ def the_same_on_every_rank() -> None:
         loss = lowtide.linear_cross_entropy(px, pw, y, label_smoothing=0.1, **shard_of(way, pw))
         loss.backward()
         for value in (plain(loss.detach()), px.grad.to_local() if way == "replicated" else px.grad):
-            all_of: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(all_of, value.cpu())
-            assert all(torch.equal(value.cpu(), other) for other in all_of)
+            assert same_on_all_ranks(value)
 
 
 def what_is_exchanged() -> None:
@@ -501,8 +498,7 @@ def unlike_gpus() -> None:
                 )  # fmt: skip
                 of_loss = CrossEntropyArgs(torch.empty(0), None, None, None, "mean", -100, 0.0, 0.0)
                 plan = plan_cross_entropy(of_head, of_loss, 20000, Wanted(True, True, True))
-                plans: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(plans, (plan.backend, plan.chunk_rows, plan.chunks, plan.sum_rows))
+                plans = of_all_ranks((plan.backend, plan.chunk_rows, plan.chunks, plan.sum_rows))
                 assert len(set(plans)) == 1, (memory, kinds, dtype, plans)
                 if len({*kinds[: dist.get_world_size()]}) > 1:
                     of_head.options = lowtide.HeadOptions(backend="exp")
@@ -538,10 +534,11 @@ def kinds_of_devices() -> None:
 
 def a_rank_that_never_comes() -> None:
     """Nobody waits for ever: the others' call ends with the process group's error, after its patience."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
     x, w, _, y = head(LEADING, D, V, bias=False)
     part = part_of(w)
     shard = lowtide.VocabShard.of(part, group)
+    _set_pg_timeout(timedelta(seconds=0.2), group)  # what comes before may take longer
     if dist.get_rank() != 1:
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"(?i)time|timed out|closed|reset"):

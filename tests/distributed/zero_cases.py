@@ -1,4 +1,7 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3 around a patched model, on ranks with data of their own, beside the stock model."""
+"""DeepSpeed's ZeRO-2 and ZeRO-3 around a patched model, on ranks with data of their own, beside the stock model.
+
+Stock models are trained by plain PyTorch, and by another engine where it is compared what that gathers.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,7 +35,7 @@ from distributed.fsdp_cases import SHAPE, Functional, batch_of, model_of
 from distributed.launch import DEVICE, main
 from lowtide.measure.timing import peak_above
 
-RATE = 0.5
+RATE = 0.25
 RECOMPUTE = lowtide.HeadOptions(gradient="recompute")
 # A line for each engine and each collective, on a pipe that nobody reads while the other rank runs.
 deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -50,12 +54,37 @@ def zero(model: Any, stage: int = 3, *, dtype: torch.dtype = torch.float32, **se
         "gradient_accumulation_steps": settings.pop("accumulate", 1),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # by default 1: a factor of all gradients would not be seen
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": sharing | settings,
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     gc.freeze()  # each engine collects garbage: looking through all of torch takes as long as the rest of it
     return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=RATE), config=config)[0]
+
+
+class Plain:
+    """The model trained by PyTorch alone, each rank with a whole copy: what an engine computes, with its methods."""
+
+    def __init__(self, module: Any, accumulate: int = 1) -> None:
+        self.module, self.accumulate, self.batches = module, accumulate, 0
+        self.train, self.eval = module.train, module.eval
+
+    def __call__(self, **batch: Tensor) -> Any:
+        return self.module(**batch)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / (self.accumulate * dist.get_world_size())).backward()
+        self.batches += 1
+
+    def step(self) -> None:
+        if self.batches % self.accumulate:
+            return
+        trained = [p for p in self.module.parameters() if p.grad is not None]
+        for p in trained:
+            dist.all_reduce(p.grad)
+        torch.optim.SGD(trained, lr=RATE).step()
+        self.module.zero_grad()
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
@@ -93,11 +122,18 @@ def same_steps(what: str, engine: Any, stock: Any, *, steps: int = 2, batches: i
 
 
 def pair(
-    model: Any = None, stage: int = 3, options: lowtide.HeadOptions | None = None, **settings: Any
+    model: Any = None,
+    stage: int = 3,
+    options: lowtide.HeadOptions | None = None,
+    *,
+    engines: bool = False,
+    **settings: Any,
 ) -> tuple[Any, Any, lowtide.PatchReport]:
-    """Return the engine of a patched model, that of the stock one and the report."""
+    """Return the engine of a patched model, what trains the stock one, with ``engines`` another, and the report."""
     model = model_of("llama", tied=False) if model is None else model
-    stock = zero(copy.deepcopy(model), stage, **settings)
+    stock: Any = Plain(copy.deepcopy(model), settings.get("accumulate", 1))
+    if engines:
+        stock = zero(stock.module, stage, **settings)
     report = lowtide.patch(model, options=options)
     return zero(model, stage, **settings), stock, report
 
@@ -111,7 +147,6 @@ def counted_gathers() -> Iterator[Counter[str]]:
     """Count what DeepSpeed gathers: calls and elements."""
     backend = importlib.import_module("deepspeed.comm.torch").TorchBackend
     counts: Counter[str] = Counter()
-    stock = {name: getattr(backend, name) for name in ("all_gather_into_tensor", "all_gather_coalesced")}
 
     def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,35 +157,28 @@ def counted_gathers() -> Iterator[Counter[str]]:
 
         return call
 
-    for name, function in stock.items():
-        setattr(backend, name, counting(function))
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("all_gather_into_tensor", "all_gather_coalesced"):
+            patched.setattr(backend, name, counting(getattr(backend, name)))
         yield counts
-    finally:
-        for name, function in stock.items():
-            setattr(backend, name, function)
-
-
-def note(seen: list[set[str]], engine: Any, *_: object) -> None:
-    seen.append(gathered(engine))
 
 
 def patched_models() -> None:
     """Losses and weights are those of the stock model, and no logits are built; no more is gathered, nor for longer."""
     rank = dist.get_rank()
-    for stage, tied, gradient in itertools.product((2, 3), (True, False), ("forward", "recompute")):
-        if stage == 2 and tied == (gradient == "forward"):
-            continue
+    ways: list[tuple[int, bool, Any]] = [(2, False, "forward"), (2, True, "recompute")]
+    ways += [(3, True, "forward"), (3, True, "recompute"), (3, False, "recompute")]
+    for stage, tied, gradient in ways:
         what = f"stage {stage} tied {tied} {gradient}"
         options = lowtide.HeadOptions(gradient=gradient)
-        engine, stock, report = pair(model_of("llama", tied=tied), stage, options)
+        engine, stock, report = pair(model_of("llama", tied=tied), stage, options, engines=stage == 3)
         same_steps(what, engine, stock)
         fused(report, 2, what)
         if stage == 2:
             continue
         seen: list[set[str]] = []
         last = engine.module.model.layers[1]
-        watched = last.register_full_backward_pre_hook(functools.partial(note, seen, engine))
+        watched = last.register_full_backward_pre_hook(lambda *_, s=seen, e=engine: s.append(gathered(e)))
         counts = []
         for one in (engine, stock):
             with counted_gathers() as counted:
@@ -169,7 +197,7 @@ def functional_head() -> None:
     """The function inside the head's forward, where ZeRO-3 has gathered the weight; in backward too, if recomputed."""
     for stage, gradient in ((2, "forward"), (3, "recompute")):
         model = model_of("llama", tied=False)
-        stock = zero(Functional(copy.deepcopy(model), "stock"), stage)
+        stock = Plain(Functional(copy.deepcopy(model), "stock"))
         engine = zero(Functional(model, "inside", lowtide.HeadOptions(gradient=gradient)), stage)
         same_steps(f"stage {stage} {gradient}", engine, stock)
 
@@ -217,7 +245,8 @@ def checkpointed_layers() -> None:
 
 def kinds_of_model() -> None:
     """bfloat16; a soft cap with tied weights; a frozen head; a head that is trained alone."""
-    engine, stock, report = pair(model_of("llama", tied=False, dtype=torch.bfloat16), dtype=torch.bfloat16)
+    model = model_of("llama", tied=False, dtype=torch.bfloat16)
+    engine, stock, report = pair(model, engines=True, dtype=torch.bfloat16)
     same_steps("bfloat16", engine, stock, rtol=4e-2)
     fused(report, 2)
     engine, stock, report = pair(model_of("gemma2", tied=True), options=RECOMPUTE)
@@ -237,7 +266,8 @@ def patched_inside() -> None:
     """`patch` on the engine's module: at once, after steps of the stock model, and undone."""
     model = model_of("llama", tied=False)
     for ran, prefetched in ((0, 0), (2, 10**6)):
-        engine, stock = (zero(copy.deepcopy(model), stage3_prefetch_bucket_size=prefetched) for _ in range(2))
+        stock = Plain(copy.deepcopy(model))
+        engine = zero(copy.deepcopy(model), stage3_prefetch_bucket_size=prefetched)
         if ran:
             same_steps("before", engine, stock, steps=ran)
         report = lowtide.patch(engine.module, options=RECOMPUTE)
@@ -255,7 +285,7 @@ def evaluation_between() -> None:
     batch = batch_of(dist.get_rank())
     defaults = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 50_000_000}
     counts = []
-    for one in pair(**defaults)[:2]:
+    for one in pair(engines=True, **defaults)[:2]:
         for _ in range(3):
             step(one, batch)
             with torch.no_grad():
@@ -354,7 +384,7 @@ class Wrapped(nn.Module):
 
 def wrapped() -> None:
     model = model_of("llama", tied=False)
-    stock = zero(Wrapped(copy.deepcopy(model)))
+    stock = Plain(Wrapped(copy.deepcopy(model)))
     report = lowtide.patch(model)
     engine = zero(Wrapped(model))
     same_steps("wrapped", engine, stock)
@@ -387,7 +417,7 @@ def built_in_parts() -> None:
         assert all(p.numel() == 0 for p in parts.parameters()), what
         report = lowtide.patch(parts, options=RECOMPUTE)
         assert all(kind in str(report) for kind in ("swiglu_mlp", "rms_norm", "rotary")), f"{what}\n{report}"
-        stock, engine = zero(same), zero(parts.train())
+        stock, engine = Plain(same.train()), zero(parts.train())
         same_steps(what, engine, stock)
         fused(report, 2, what)
 

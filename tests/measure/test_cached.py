@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.head.kernels import configs
 from lowtide.measure.cached import CachedTable
-from lowtide.memory.planner import gpus
+from lowtide.memory.planner import at_hand
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ def test_what_is_no_table_is_none(table: CachedTable[Rate], text: bytes) -> None
 def test_both_tables_of_the_library_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert configs.KEPT.file == tmp_path / "lowtide" / "gemm.json"
-    assert gpus.MEASURED.file == tmp_path / "lowtide" / "gpus.json"
+    assert at_hand.MEASURED.file == tmp_path / "lowtide" / "gpus.json"

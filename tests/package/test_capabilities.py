@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from distributed.train_ranks import python_path
 ROOT = Path(__file__).parents[2]
 # What PyTorch's own kernels use, and oneDNN's, from few to many.
 LEVELS = {"DEFAULT": ("default", "SSE41"), "AVX2": ("avx2", "AVX2"), "AVX512": ("avx512", "AVX512_CORE")}
-DEPENDENT = ["tests/head/test_cpu_work.py", "tests/mlp/test_swiglu_memory.py", "tests/head/test_plan.py"]
+DEPENDENT = ["tests/head/test_cpu_work.py", "tests/mlp/test_swiglu_memory.py"]
 
 
 def test_fewer_instructions_change_no_result() -> None:
@@ -33,23 +34,23 @@ def test_fewer_instructions_change_no_result() -> None:
     assert ended.stdout.count(" passed") == len(levels)
 
 
-def _main(levels: list[str]) -> None:
-    """Run the tests once a level, in forks of a process that has imported what they do and computed nothing."""
-    import torch._dynamo
+class OncePerLevel:
+    """Runs what was collected in a fork for each level: this process has computed nothing, nor asked for its level."""
 
-    import lowtide.mlp.elementwise
-    import support
+    def __init__(self, levels: list[str]) -> None:
+        self.levels = levels
 
-    assert all((lowtide.mlp.elementwise, support, torch._dynamo))
-    for level in levels:
-        if (child := os.fork()) == 0:
-            os.environ |= dict(zip(("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"), LEVELS[level], strict=True))
-            assert torch.backends.cpu.get_cpu_capability() == level
-            status = pytest.main(["-q", "-p", "no:cacheprovider", *DEPENDENT])
-            sys.stdout.flush()
-            os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0, level
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        for level in self.levels:
+            if (child := os.fork()) == 0:
+                os.environ |= dict(zip(("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"), LEVELS[level], strict=True))
+                assert torch.backends.cpu.get_cpu_capability() == level
+                return None  # the tests run
+            session.testsfailed += os.waitpid(child, 0)[1] != 0
+        return True
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    importlib.import_module("torch._dynamo")  # which the tests would import once a level
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *DEPENDENT], plugins=[OncePerLevel(sys.argv[1:])]))

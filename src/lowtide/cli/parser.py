@@ -24,14 +24,18 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; a command that wants a further word and got none shows what there is, with status 2."""
-        if self.load is not None:
-            load, self.load = self.load, None
-            load(self)
+        self.fill()
         wanted = any(isinstance(each, argparse._SubParsersAction) and each.required for each in self._actions)
         if wanted and not (sys.argv[1:] if args is None else args):
             self.print_help(sys.stderr)
             raise SystemExit(2)
         return super().parse_known_args(args, namespace)
+
+    def fill(self) -> None:
+        """Add what it has, if that is still to be loaded."""
+        if self.load is not None:
+            load, self.load = self.load, None
+            load(self)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with the arguments that are not known, and the options that may have been meant."""

@@ -111,6 +111,9 @@ def test_the_longest_sequence_is_really_the_longest(host_gib: int) -> None:
     for more in (0, 256, 512, 4096):
         longer = dataclasses.replace(found.job, seq_len=found.longest_sequence + more)
         assert (Search(longer, host_gib * GIB).fastest(16 * GIB) is None) == (more > 0)
+    if not host_gib:
+        with pytest.raises(ArgumentValueError, match=r"^budget_gib: expected at least"):
+            plan(seq_len=found.longest_sequence + 256)
 
 
 def test_the_least_may_keep_all_in_the_last_layer() -> None:
