@@ -30,7 +30,7 @@ from lowtide.head.terms import cross_entropy as terms
 from support import head, oracle, relative_error
 
 SMALL = configs.GemmConfig(rows=16, columns=32, depth=16, group=2, stages=1, warps=4, pieces=2)
-N, D, V = 22, 16, 50
+N, D, V = 20, 16, 50
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"softcap": 9.0, "z_loss": 0.01, "logit_scale": 0.7},
