@@ -151,9 +151,6 @@ def _plan(job: Job, requested: int, host: int, offload_states: bool) -> MemoryPl
     chosen = search.fastest(budget)
     if chosen is None:
         raise _refusal(search, search.least(), requested, offload_states)
-    # Larger ones are tried by another search, in steps: what was planned fits, whatever that says.
-    longest = longest_sequence(job, budget, host, offload_states=offload_states)
-    batch = largest_batch(job, budget, host, offload_states=offload_states)
     phases = tuple(search.memory.phases(chosen.groups, chosen.states, late=chosen.late))
     return MemoryPlan(
         policies=chosen.policies,
@@ -170,8 +167,7 @@ def _plan(job: Job, requested: int, host: int, offload_states: bool) -> MemoryPl
         ladder=tuple(
             rung_of(job, policy, checkpoint_bytes(job, policy), search.times.of(policy)) for policy in search.ladder
         ),
-        longest_sequence=max(longest, job.seq_len),
-        largest_batch=max(batch, job.batch_size),
+        offload_states=offload_states,
         job=job,
         chosen=chosen,
         notes=_notes(job, chosen),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from lowtide.head.options import HeadOptions
 from lowtide.measure.text import folded, table
 from lowtide.measure.units import gib
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.search import Candidate
+from lowtide.memory.planner.search import Candidate, largest_batch, longest_sequence
 from lowtide.memory.planner.step_bytes import Phase
 from lowtide.memory.planner.times import LayerTime
 from lowtide.memory.policy import ActivationPolicy
@@ -71,9 +72,7 @@ class MemoryPlan:
         host_budget_bytes: What was to spend on the host.
         front: The mixtures that no other beats in both memory and time, from the leanest to the fastest.
         ladder: What each policy keeps and costs, for one layer.
-        longest_sequence: The longest that fits in the budget at this batch size, in steps of 256 tokens, and no shorter
-            than the one that was planned.
-        largest_batch: The largest that fits at this sequence length.
+        offload_states: Whether optimizer states may be offloaded.
         job: What was planned: the model's shape, the GPU, dtype and optimizer.
         chosen: The mixture behind ``policies``; its ``states`` are the bytes of optimizer states that are offloaded.
         notes: What the figures assume.
@@ -91,11 +90,27 @@ class MemoryPlan:
     host_budget_bytes: int
     front: tuple[Candidate, ...]
     ladder: tuple[Rung, ...]
-    longest_sequence: int
-    largest_batch: int
+    offload_states: bool
     job: Job
     chosen: Candidate
     notes: tuple[str, ...]
+
+    @cached_property
+    def longest_sequence(self) -> int:
+        """The longest that fits in the budget at this batch size, in steps of 256 tokens, and no shorter than planned.
+
+        Searched for when it is first read: another search, in steps, while what was planned fits in any case.
+        """
+        job, offload_states = self.job, self.offload_states
+        found = longest_sequence(job, self.budget_bytes, self.host_budget_bytes, offload_states=offload_states)
+        return max(found, job.seq_len)
+
+    @cached_property
+    def largest_batch(self) -> int:
+        """The largest that fits at this sequence length; searched for when it is first read."""
+        job, offload_states = self.job, self.offload_states
+        found = largest_batch(job, self.budget_bytes, self.host_budget_bytes, offload_states=offload_states)
+        return max(found, job.batch_size)
 
     def lines(self) -> str:
         """Return the lines of Python that put the plan to work on ``model``, and on ``optimizer`` where states move."""
