@@ -3,33 +3,43 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+from lowtide.errors import UnsupportedError, message
 
 
 def on_first_use(
-    package: str, homes: Mapping[str, Iterable[str]]
+    package: str, homes: Mapping[str, Iterable[str]], needs: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and ``__dir__`` of a package whose public names are imported on first use.
 
     Args:
         package: Its name.
         homes: The public names by the module that each stands in, in full; none of a module: the module itself.
+        needs: Names that exist only where another package is installed, and which: without it they are an
+            `UnsupportedError`, and not listed.
 
     Returns:
         tuple: The two functions. ``__dir__`` lists the public names alone, those of ``__all__``.
     """
     home = {name: module for module, names in homes.items() for name in names}
     modules = {module.rpartition(".")[2]: module for module, names in homes.items() if not tuple(names)}
+    needs = needs or {}
+
+    def lacks(name: str) -> bool:
+        return name in needs and find_spec(needs[name]) is None
 
     def get(name: str) -> Any:
         if name in modules:
             return import_module(modules[name])
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if lacks(name):
+            hint = f"pip install {needs[name]}"
+            raise UnsupportedError(message(name, f"{needs[name]} to be installed", "none", hint))
         value = getattr(import_module(home[name]), name)
-        setattr(
-            sys.modules[package], name, value
-        )  # found there from now on, also by what reads the module's dictionary
+        setattr(sys.modules[package], name, value)  # found there from now on, by what reads its dictionary too
         return value
 
-    return get, lambda: list(sys.modules[package].__all__)
+    return get, lambda: [name for name in sys.modules[package].__all__ if not lacks(name)]

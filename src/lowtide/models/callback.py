@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentTypeError, UnsupportedError, message
 from lowtide.head.options import HeadOptions, check_options
@@ -12,15 +13,6 @@ from lowtide.models.patch import patch, unpatch
 from lowtide.models.report import PatchReport
 from lowtide.trl.patch import patch_trl, unpatch_trl
 from lowtide.trl.report import TrlReport
-
-try:
-    from transformers import TrainerCallback
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise
-    hint = "pip install 'lowtide[hf]'"
-    missing = message("PatchCallback", "transformers, whose callback it is", "none installed", hint)
-    raise UnsupportedError(missing) from error
 
 _MADE_LATER = (
     "lowtide: the trainer has made another model for this run (model_init), which is patched now, after accelerate "

@@ -214,7 +214,7 @@ def text_files(paths: Sequence[str]) -> tuple[list[Path], int]:
     Raises:
         ArgumentValueError: a path does not exist, cannot be read, is empty or binary, or a folder without text.
     """
-    found = [_search(Path(path).expanduser()) for path in paths]
+    found = [_search(Path(os.path.expanduser(path))) for path in paths]  # noqa: PTH111 (it leaves an unknown home)
     return [file for files, _ in found for file in files], sum(skipped for _, skipped in found)
 
 

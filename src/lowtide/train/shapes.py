@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,11 @@ def config_file(name: str) -> Path:
     Raises:
         ArgumentValueError: there is none.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 (it leaves a home that is not known as it is)
     file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
+    if name and file.is_file():
         return file
-    got = f"{name}, a folder without one" if path.is_dir() else repr(name)
+    got = f"{name}, a folder without one" if name and path.is_dir() else repr(name)
     expected = f"a folder with a config.json, a config as a .json file, or one of {', '.join(SHAPES)}"
     hint = "Models are not fetched from the network: download it first and name its folder."
     raise ArgumentValueError(message("model", expected, got, f"{did_you_mean(name, SHAPES)} {hint}".lstrip()))

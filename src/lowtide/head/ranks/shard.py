@@ -66,7 +66,7 @@ class VocabShard:
             None: none holds more than ``vocab`` in as many parts of one size has.
 
     Raises:
-        ArgumentValueError: Numbers that do not fit each other.
+        ArgumentValueError: Numbers that do not fit each other, or no process group.
     """
 
     group: Any
@@ -76,8 +76,7 @@ class VocabShard:
     largest: int | None = None
 
     def __post_init__(self) -> None:
-        if self.group is None:
-            object.__setattr__(self, "group", dist.group.WORLD)
+        object.__setattr__(self, "group", _group_of(self.group))
         if min(self.first, self.rows) < 0 or self.first + self.rows > self.vocab:
             got = f"first={self.first}, rows={self.rows}, vocab={self.vocab}"
             raise ArgumentValueError(message("VocabShard", "first and rows of 0 or more that end within vocab", got))
@@ -100,7 +99,7 @@ class VocabShard:
             group: A process group. None: all ranks.
         """
         rows = check_tensor("linear_weight", linear_weight).shape[0]
-        group = dist.group.WORLD if group is None else group
+        group = _group_of(group)
         sizes = [size for (size,) in _tell([rows], group, linear_weight.device)]
         first = sum(sizes[: group.rank()])
         return cls(group=group, first=first, rows=rows, vocab=sum(sizes), largest=max(sizes))
@@ -109,6 +108,14 @@ class VocabShard:
     def most_rows(self) -> int:
         """Return the most rows that any rank holds."""
         return -(-self.vocab // self.group.size()) if self.largest is None else self.largest
+
+
+def _group_of(group: Any) -> Any:
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        hint = "Call torch.distributed.init_process_group first, and this on the group's ranks alone."
+        raise ArgumentValueError(message("group", "a process group that this rank is in", repr(group), hint))
+    return found
 
 
 def shard_of_dtensor(name: str, weight: Any, mesh: Any) -> VocabShard:

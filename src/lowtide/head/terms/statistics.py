@@ -187,15 +187,9 @@ class Statistics(Terms):
         return {"topk_values": values, "topk_ids": ids}
 
     def gradient_(
-        self,
-        z: Tensor,
-        part: slice,
-        known: Numbers,
-        g: Upstream,
-        *,
-        normalised: bool = False,
+        self, z: Tensor, part: slice, known: Numbers, g: Upstream, *, normalised: bool = False,
         slope: Tensor | None = None,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """Turn logits into the gradient of the numbers, times their upstream gradients.
 
         With p the softmax, g_k, h, l and m the upstream gradients of the log-probabilities of targets y_k, of the

@@ -62,7 +62,8 @@ def plan_memory(
         seq_len: Tokens of a sequence.
         batch_size: Sequences of a step.
         budget_gib: What tensors may take on the GPU, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most
-            the GPU's memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory.
+            the GPU's memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, or that if it
+            is less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
             seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
@@ -120,7 +121,8 @@ def plan_memory(
     if offload_states is not False and offload_states != "auto":
         raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
     gpu = find_gpu(device)
-    requested = int(gpu.memory_bytes * USABLE) if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
+    usual = min(int(gpu.memory_bytes * USABLE), gpu.most_bytes)
+    requested = usual if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
     host = _gib_bytes("host_gib", host_gib)
     shape = read_shape(model_or_config)
     job = Job(

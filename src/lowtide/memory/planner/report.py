@@ -239,11 +239,11 @@ class MemoryPlan:
         )
 
     def _cap(self) -> list[str]:
-        if self.requested_bytes <= self.budget_bytes:
+        gpu, budget, requested = self.job.gpu, f"{gib(self.budget_bytes):.2f}", f"{gib(self.requested_bytes):.2f}"
+        if self.requested_bytes <= self.budget_bytes or budget == requested:
             return []
-        gpu = self.job.gpu
         left = f"of the {gpu.memory_gib:.2f} GiB of the {gpu.name} its allocator needs 2% and at least 1 GiB"
-        return [f"budget {gib(self.budget_bytes):.2f} GiB, not {gib(self.requested_bytes):.2f}: {left}"]
+        return [f"budget {budget} GiB, not {requested}: {left}"]
 
     def _parts(self) -> str:
         highest: dict[str, Phase] = {}
