@@ -59,12 +59,18 @@ class Writer:
     def line(self, text: str) -> None:
         self.lines.append(text)
 
-    def leaf(self, name: str, shape: tuple[int, ...], scale: str = "1.0", dtype: str | None = None) -> None:
-        self.line(f"{name} = {scale} * torch.randn({shape}, generator=g, dtype=torch.float64)")
+    def value(self, name: str, text: str, trained: str | None = None, layout: str = "contiguous") -> None:
+        """Write a tensor; with ``trained`` it is `done`."""
+        self.line(f"{name} = {text}")
         self.names.append(name)
+        if trained is not None:
+            self.done(name, trained, layout)
 
-    def done(self, name: str, *, trained: bool, layout: str = "contiguous") -> None:
-        """Bring a leaf to its dtype and layout."""
+    def leaf(self, name: str, shape: tuple[int, ...], scale: str = "1.0", *done: str) -> None:
+        self.value(name, f"{scale} * torch.randn({shape}, generator=g, dtype=torch.float64)", *done)
+
+    def done(self, name: str, trained: str, layout: str = "contiguous") -> None:
+        """Bring a leaf to its dtype and layout; it needs a gradient where the case's ``trained`` is a word of this."""
         laid = {
             "contiguous": name,
             "transposed": f"{name}.mT.contiguous().mT" if "bias" not in name else name,
@@ -77,12 +83,8 @@ class Writer:
         if layout != "contiguous":
             laid = f"{laid} if {name}.dim() > {int(layout == 'transposed')} else {name}"
             self.line(f"{name} = ({laid}).detach()")
-        if trained:
+        if self.case["trained"] in trained.split():
             self.line(f"{name}.requires_grad_()")
-
-    def value(self, name: str, text: str) -> None:
-        self.line(f"{name} = {text}")
-        self.names.append(name)
 
 
 def call(*args: str, **kwargs: Any) -> str:
@@ -98,6 +100,14 @@ def options_text(case: Case) -> str | None:
     return f"lowtide.HeadOptions({', '.join(f'{k}={v!r}' for k, v in given.items())})" if given else None
 
 
+def of_head(w: Writer, function: str, reference: str, *args: str, **given: Any) -> Program:
+    """Return the program of a function that gives one tensor."""
+    words = call(*args, **given)
+    ours = f"(lowtide.{function}({call(words, options=options_text(w.case))}),)"
+    return Program(w.lines, w.names, ours, f"{reference}({words})", reference, w.autocast)
+
+
+OF_INPUT, OF_WEIGHT, OF_BIAS = "all input", "all head weight", "all head bias"  # what is trained, and them with it
 HEAD: dict[str, list[Any]] = {
     "leading": LEADING,
     "D": [4, 16, 1, 33, 0],
@@ -165,12 +175,10 @@ def write_head(case: Case, w: Writer, *, K: int | None = None) -> dict[str, str 
         rows = ("[..., :-1, :]", "[..., 1:]") if shifted else ("", "")
         poison = "nan" if case.get("softcap") else case["poison"]  # a cap makes numbers of infinity
         w.line(f"input{rows[0]}[target{rows[1]} == {ignore}] = math.{poison}")
-    trained = case["trained"]
-    layout = "padded" if case.get("poison") and case["layout"] == "expanded" else case["layout"]
-    w.done("input", trained=trained in ("all", "input"), layout=layout)
-    w.done("linear_weight", trained=trained in ("all", "head", "weight"), layout=case["weight_layout"])
+    w.done("input", OF_INPUT, "padded" if case.get("poison") and case["layout"] == "expanded" else case["layout"])
+    w.done("linear_weight", OF_WEIGHT, case["weight_layout"])
     if case["linear_bias"]:
-        w.done("linear_bias", trained=trained in ("all", "head", "bias"))
+        w.done("linear_bias", OF_BIAS)
     scale: str | None = f"{case['logit_scale']!r}" if case["logit_scale"] != 1.0 else None
     if case["logit_scale"] in ("tensor", "trained"):
         w.value("logit_scale", "torch.tensor(0.8)")
@@ -211,10 +219,7 @@ def cross_entropy(case: Case) -> Program:
         "num_items": items if mean else None,
         "shift": True if case["shift"] and leading else None,
     }
-    args = call("input", "linear_weight", "target", **given)
-    options = call(options=options_text(case))
-    ours = f"(lowtide.linear_cross_entropy({args}{', ' if options else ''}{options}),)"
-    return Program(w.lines, w.names, ours, f"cross_entropy({args})", "cross_entropy", w.autocast)
+    return of_head(w, "linear_cross_entropy", "cross_entropy", "input", "linear_weight", "target", **given)
 
 
 def module(case: Case) -> Program:
@@ -224,21 +229,16 @@ def module(case: Case) -> Program:
     for size in of:
         K *= size
     case = {**case, "leading": leading}
-    w.leaf("input", (*leading, D))
-    w.leaf("linear_weight", (V * K, D), f"{2 / max(D, 1) ** 0.5:.3g}")
+    w.leaf("input", (*leading, D), "1.0", OF_INPUT, case["layout"])
+    w.leaf("linear_weight", (V * K, D), f"{2 / max(D, 1) ** 0.5:.3g}", OF_WEIGHT)
     if case["linear_bias"]:
-        w.leaf("linear_bias", (V * K,))
+        w.leaf("linear_bias", (V * K,), "1.0", OF_BIAS)
     w.value("target", f"torch.randint(0, {V}, {(*leading, *of)}, generator=g)")
     ignore = case["ignore_index"]
     if case["ignored"] == "some":
         w.line(f"target[torch.rand(target.shape, generator=g) < 0.4] = {ignore}")
     elif case["ignored"] == "all":
         w.line(f"target.fill_({ignore})")
-    trained = case["trained"]
-    w.done("input", trained=trained in ("all", "input"), layout=case["layout"])
-    w.done("linear_weight", trained=trained in ("all", "head", "weight"))
-    if case["linear_bias"]:
-        w.done("linear_bias", trained=trained in ("all", "head", "bias"))
     if case["weight"]:
         w.value("weight", f"torch.rand({V}, generator=g) + 0.1")
     given = {
@@ -262,10 +262,7 @@ def module(case: Case) -> Program:
 def logprobs(case: Case) -> Program:
     w = Writer(case)
     given = write_head(case, w, K=case["K"])
-    args = call("input", "linear_weight", "target", **given)
-    options = call(options=options_text(case))
-    ours = f"(lowtide.linear_logprobs({args}{', ' if options else ''}{options}),)"
-    return Program(w.lines, w.names, ours, f"token_stats({args})", "token_stats", w.autocast)
+    return of_head(w, "linear_logprobs", "token_stats", "input", "linear_weight", "target", **given)
 
 
 FLOATS = ("logprob", "entropy", "lse", "mean_logit", "sum_sq_prob")
@@ -322,14 +319,11 @@ def divergence(case: Case) -> Program:
     else:
         teacher = ["teacher_input", "teacher_weight"]
         D2, V2 = case["D"] + 2, V + 3 if case["teacher"] == "larger" else V
-        w.leaf("teacher_input", (*leading, D2))
-        w.leaf("teacher_weight", (V2, D2), f"{2 / D2**0.5:.3g}")
-        w.done("teacher_input", trained=False, layout=case["layout"])
-        w.done("teacher_weight", trained=False)
+        w.leaf("teacher_input", (*leading, D2), "1.0", "", case["layout"])
+        w.leaf("teacher_weight", (V2, D2), f"{2 / D2**0.5:.3g}", "")
         w.line(f"teacher_weight.requires_grad_({case['seed'] % 2 == 0})  # no gradient goes to a teacher")
         if case["teacher"] == "bias":
-            w.leaf("teacher_bias", (V2,))
-            w.done("teacher_bias", trained=False)
+            w.leaf("teacher_bias", (V2,), "1.0", "")
             given["teacher_bias"] = "teacher_bias"
         if case["softcap"] and case["teacher"] == "same":
             given["teacher_softcap"] = "5.0"
@@ -345,18 +339,11 @@ def divergence(case: Case) -> Program:
     given |= {
         "kind": repr(case["kind"]),
         "beta": case["beta"] if case["kind"] == "jsd" else None,
-        "temperature": "temperature"
-        if case["temperature"] == "tensor"
-        else None
-        if case["temperature"] == 1
-        else repr(case["temperature"]),
+        "temperature": {"tensor": "temperature", 1: None}.get(case["temperature"], repr(case["temperature"])),
         "reduction": repr(case["reduction"]),
         "num_items": case["num_items"] if mean else None,
     }
-    args = call("input", "linear_weight", *teacher, **given)
-    options = call(options=options_text(case))
-    ours = f"(lowtide.linear_divergence({args}{', ' if options else ''}{options}),)"
-    return Program(w.lines, w.names, ours, f"divergence({args})", "divergence", w.autocast)
+    return of_head(w, "linear_divergence", "divergence", "input", "linear_weight", *teacher, **given)
 
 
 FUNCTIONS = {
@@ -381,10 +368,9 @@ def apply(case: Case) -> Program:
         tokens = ["y"]
     elif kind == 2:
         number = "float64" if case["dtype"] == "float64" else "float32"
-        w.value(
-            "a", f"torch.rand({leading}, generator=g).to(torch.{number}).requires_grad_({case['trained'] == 'all'})"
-        )
-        w.value("p", f"torch.rand({V}, generator=g).to(torch.{number}).requires_grad_({case['trained'] == 'all'})")
+        for name, shape in (("a", leading), ("p", V)):
+            drawn = f"torch.rand({shape}, generator=g).to(torch.{number})"
+            w.value(name, f"{drawn}.requires_grad_({case['trained'] == 'all'})")
         tokens = ["a"]
     if case["mask"] != "none":
         w.value("mask", f"torch.rand({leading}, generator=g) < {0.6 if case['mask'] == 'some' else -1}")
@@ -405,35 +391,17 @@ def apply(case: Case) -> Program:
 def swiglu(case: Case) -> Program:
     w = Writer(case)
     D, F_, leading = case["D"], case["F"], tuple(case["leading"])
-    w.leaf("input", (*leading, D), "30.0" if case["logits"] == "huge" else "1.0")
+    w.leaf("input", (*leading, D), "30.0" if case["logits"] == "huge" else "1.0", OF_INPUT, case["layout"])
     for name, shape in (("gate_weight", (F_, D)), ("up_weight", (F_, D)), ("down_weight", (D, F_))):
-        w.leaf(name, shape, f"{1 / max(shape[1], 1) ** 0.5:.3g}")
-    biases = [("gate_bias", F_), ("up_bias", F_), ("down_bias", D)] if case["linear_bias"] else []
-    for name, size in biases:
-        w.leaf(name, (size,))
-    trained = case["trained"]
-    w.done("input", trained=trained in ("all", "input"), layout=case["layout"])
-    for name in ("gate_weight", "up_weight", "down_weight"):
-        w.done(
-            name,
-            trained=trained in ("all", "head") or (trained == "weight" and name != "up_weight"),
-            layout=case["weight_layout"],
-        )
-    for name, _ in biases:
-        w.done(name, trained=trained in ("all", "head", "bias"))
-    args = call(
-        "input",
-        "gate_weight",
-        "up_weight",
-        "down_weight",
-        *(),
-        **{n: n for n, _ in biases},
-        activation=repr(case["activation"]),
-    )
-    beyond = (
-        "float16" in case["dtype"] and case["logits"] == "huge"
-    )  # a tile's part of a gradient may pass fp16's range
-    tile = None if beyond else case["tile_tokens"]
+        trained = OF_WEIGHT if name != "up_weight" else "all head"
+        w.leaf(name, shape, f"{1 / max(shape[1], 1) ** 0.5:.3g}", trained, case["weight_layout"])
+    biases = {"gate_bias": F_, "up_bias": F_, "down_bias": D} if case["linear_bias"] else {}
+    for name, size in biases.items():
+        w.leaf(name, (size,), "1.0", OF_BIAS)
+    weights = ("gate_weight", "up_weight", "down_weight")
+    args = call("input", *weights, **{n: n for n in biases}, activation=repr(case["activation"]))
+    # a tile's part of a gradient may pass fp16's range
+    tile = None if "float16" in case["dtype"] and case["logits"] == "huge" else case["tile_tokens"]
     ours = f"(lowtide.swiglu_mlp({args}, {call(checkpoint_level=case['level'], tile_tokens=tile)}),)"
     return Program(w.lines, w.names, ours, f"swiglu({args})", "swiglu", w.autocast)
 
@@ -441,19 +409,17 @@ def swiglu(case: Case) -> Program:
 def rms_norm(case: Case) -> Program:
     w = Writer(case)
     D, leading = max(case["D"], 1), tuple(case["leading"])
-    w.leaf("input", (*leading, D), {"huge": "100.0", "equal": "0.0"}.get(case["logits"], "1.0"))
-    w.done("input", trained=case["trained"] in ("all", "input"), layout=case["layout"])
+    scale = {"huge": "100.0", "equal": "0.0"}.get(case["logits"], "1.0")
+    w.leaf("input", (*leading, D), scale, OF_INPUT, case["layout"])
     given: dict[str, Any] = {"eps": "1e-6" if case["seed"] % 3 else "0.1"}
     if case["trained"] != "nothing" or case["seed"] % 2:
-        w.leaf("weight", (D,))
-        w.done("weight", trained=case["trained"] in ("all", "head", "weight"))
+        w.leaf("weight", (D,), "1.0", OF_WEIGHT)
         if case["weight_dtype"] == "float32" and w.dtype != "float64":
-            w.line(f"weight = weight.detach().float().requires_grad_({case['trained'] in ('all', 'head', 'weight')})")
+            w.line(f"weight = weight.detach().float().requires_grad_({case['trained'] in OF_WEIGHT.split()})")
     weight = "weight" if "weight" in w.names else "None"
     given |= {"offset": case["offset"] or None, "rounding": repr(case["rounding"])}
     if case["residual"]:
-        w.leaf("residual", (*leading, D))
-        w.done("residual", trained=case["trained"] == "all")
+        w.leaf("residual", (*leading, D), "1.0", "all")
         args = call(**given)
         ours = f"lowtide.layers.add_rms_norm(input, residual, {weight}, {args})"
         return Program(
@@ -468,12 +434,8 @@ def rotary(case: Case) -> Program:
     B, T, d = case["B"], case["T"], case["d"]
     r = max(2, d // 4 * 2) if case["partial"] else d
     for name, heads in (("q", case["heads"]), ("k", 1)):
-        w.leaf(name, (B, heads, T, d) if case["unsqueeze_dim"] == 1 else (B, T, heads, d))
-        w.done(
-            name,
-            trained=case["trained"] == "all" or (case["trained"] == "input" and name == "q"),
-            layout=case["layout"],
-        )
+        shape = (B, heads, T, d) if case["unsqueeze_dim"] == 1 else (B, T, heads, d)
+        w.leaf(name, shape, "1.0", "all input" if name == "q" else "all", case["layout"])
     table = "float64" if w.dtype == "float64" else case["table"]
     for name in ("cos", "sin"):
         w.value(name, f"torch.randn({(1 if case['one_table'] else B, T, r)}, generator=g).to(torch.{table})")

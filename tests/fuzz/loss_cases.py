@@ -210,12 +210,12 @@ DEFAULT_REDUCTION = {
 }
 
 
-def draw_tokens(w: Writer, case: Case, name: str, text: str, *, trained: bool = False) -> None:
+def draw_tokens(w: Writer, case: Case, name: str, text: str, trained: str = "") -> None:
     """Write a tensor of tokens, which holds anything where it is masked."""
     w.value(name, text)
     if case["poison"] and case["mask"] != "none":
         w.line(f"{name} = {name}.masked_fill(~mask, math.{case['poison']})")
-    w.done(name, trained=trained, layout="contiguous" if name != "logprob" else case["layout"])
+    w.done(name, trained, "contiguous" if name != "logprob" else case["layout"])
 
 
 def tokens(case: Case) -> Program:
@@ -224,9 +224,9 @@ def tokens(case: Case) -> Program:
     w.value("mask", f"torch.rand({shape}, generator=g) < {kept}")
     if case["mask"] == "some" and shape and shape[0] > 1:
         w.line("mask[0] = False")
-    normal, trained = f"torch.randn({shape}, generator=g, dtype=torch.float64)", case["trained"]
+    normal = f"torch.randn({shape}, generator=g, dtype=torch.float64)"
     base = f"{normal}.abs()" if loss in ("z_loss", "gkd_loss") else f"-({normal}.abs() + 1e-3)"
-    draw_tokens(w, case, "logprob", f"{base} * {case['spread']}", trained=trained != "nothing")
+    draw_tokens(w, case, "logprob", f"{base} * {case['spread']}", "all input")
     mine: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     both: dict[str, Any] = {"reduction": repr(case["reduction"])}
@@ -245,7 +245,7 @@ def tokens(case: Case) -> Program:
             draw_tokens(w, case, "ref", f"logprob.detach().double() + 0.3 * {normal}")
             mine["ref_logprob"], theirs["ref"], both["beta"], both["kl"] = "ref", "ref", case["beta"], repr(case["kl"])
         if case["entropy"]:
-            draw_tokens(w, case, "entropy", f"{normal}.abs()", trained=trained == "all")
+            draw_tokens(w, case, "entropy", f"{normal}.abs()", "all")
             both["entropy"], both["entropy_coef"] = "entropy", 0.3
         if case["correction"]:
             draw_tokens(w, case, "correction", f"{normal}.abs()")
@@ -263,8 +263,8 @@ def tokens(case: Case) -> Program:
         if loss == "cispo_loss":
             both["ratio_min"], both["ratio_max"] = 0.3, 3.0
     elif loss == "label_smoothed_loss":
-        draw_tokens(w, case, "mean_logit", normal, trained=trained == "all")
-        draw_tokens(w, case, "lse", f"{normal} + 5", trained=trained == "all")
+        draw_tokens(w, case, "mean_logit", normal, "all")
+        draw_tokens(w, case, "lse", f"{normal} + 5", "all")
         args += ["mean_logit", "lse"]
         theirs |= {"mean_logit": "mean_logit", "lse": "lse"}
         both["label_smoothing"] = case["number"] / 4
@@ -288,10 +288,9 @@ def tokens(case: Case) -> Program:
 
 def pairs(case: Case) -> Program:
     w, loss, shape = Writer(case), case["loss"], tuple(case["shape"])
-    normal, trained, spread = f"torch.randn({shape}, generator=g, dtype=torch.float64)", case["trained"], case["spread"]
-    for name in ("chosen", "rejected"):
-        w.value(name, f"-({normal}.abs() + 1e-3) * {spread}")
-        w.done(name, trained=trained == "all" or (trained == "input" and name == "chosen"), layout=case["layout"])
+    normal, spread = f"torch.randn({shape}, generator=g, dtype=torch.float64)", case["spread"]
+    for name, trained in (("chosen", "all input"), ("rejected", "all")):
+        w.value(name, f"-({normal}.abs() + 1e-3) * {spread}", trained, case["layout"])
     both: dict[str, Any] = {"reduction": repr(case["reduction"]), "beta": case["beta"]}
     mine: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
@@ -301,8 +300,7 @@ def pairs(case: Case) -> Program:
     if loss == "dpo_loss":
         kind = case["kind"]
         for name, of in (("ref_chosen", "chosen"), ("ref_rejected", "rejected")):
-            w.value(name, f"{of}.detach().double() + {spread} * {normal}")
-            w.done(name, trained=False)
+            w.value(name, f"{of}.detach().double() + {spread} * {normal}", "")
             args.append(name)
         both["kind"] = repr(kind)
         if kind in ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"):
@@ -322,11 +320,8 @@ def pairs(case: Case) -> Program:
         both |= {"desirable_weight": 1.2, "undesirable_weight": 0.7}
     else:
         if case["nll"] and loss != "simpo_loss":
-            w.value(
-                "nll",
-                f"{normal if case['nll'] == 'each' else 'torch.randn((), generator=g, dtype=torch.float64)'}.abs()",
-            )
-            w.done("nll", trained=trained == "all")
+            one = "torch.randn((), generator=g, dtype=torch.float64)"
+            w.value("nll", f"{normal if case['nll'] == 'each' else one}.abs()", "all")
             mine["chosen_nll"], theirs["nll"] = "nll", "nll"
         elif loss == "cpo_loss":
             mine["chosen_nll"] = "None"
