@@ -190,13 +190,14 @@ def divergence_oracle(
     softcap: float | None = None,
     teacher_softcap: float | None = None,
 ) -> Tensor:
-    """`linear_divergence` from whole logits, for equal vocabularies or a teacher's top k."""
+    """`linear_divergence` from whole logits, for a teacher of as many classes or fewer, or its top k."""
     log_s = F.log_softmax(logits_of(input, linear_weight, linear_bias, softcap) / temperature, -1)
     if teacher_topk is None:
         assert teacher_input is not None
         assert teacher_weight is not None
         teacher = logits_of(teacher_input, teacher_weight, teacher_bias, teacher_softcap)
         log_t = F.log_softmax(teacher / temperature, -1)
+        log_t = F.pad(log_t, (0, log_s.shape[-1] - log_t.shape[-1]), value=-1e4)
     else:
         log_s, log_t = outcomes(log_s, *teacher_topk)
     value = divergence_of(log_s, log_t.detach(), kind, beta)

@@ -229,7 +229,7 @@ def test_the_longest_that_should_fit(way: str, train: Any) -> None:
 
 
 def test_a_policy_and_its_word() -> None:
-    for word in ("input", "all-mlp0", "attention-mlp1-offload", "input-mlp1-tile16384-offload"):
+    for word in ("input", "all/0", "attention/1 offloaded", "input/1 by 16384 offloaded"):
         policy = parse_policies(word)
         assert isinstance(policy, ActivationPolicy)
         assert word_of(policy) == word
@@ -344,7 +344,7 @@ def test_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert told["command"].startswith("lowtide bench longest --way lowtide --model lowtide-small --layers 1")
     assert {"commit", "date", "machine", "dtype", "config"} <= set(told)
     (rate,) = told["rows"]
-    assert (rate["tokens"], rate["kept"]) == (24, "1xinput-mlp1-tile8")
+    assert (rate["tokens"], rate["kept"]) == (24, "1 x input/1 by 8")
     assert rate["tokens_per_s"] == pytest.approx(24 / rate["seconds"], rel=1e-3)
     assert told["ways"] == []
     assert "1xinput-mlp1-tile8" in capsys.readouterr().out

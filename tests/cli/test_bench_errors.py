@@ -19,7 +19,7 @@ TOKENS = {
 EVERYONES = {
     "--reps 0": "reps: expected a whole number of at least 1",
     "--warm -1": "warm: expected a whole number of at least 0",
-    f"--seed {2**32}": "seed: expected a whole number below",
+    f"--seed {2**32 - 1}": "seed: expected a whole number below",
     "--output=": "output: expected a name",
 }
 BAD = {

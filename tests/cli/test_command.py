@@ -111,6 +111,7 @@ def test_the_first_help_says_how_to_begin(capsys: pytest.CaptureFixture[str]) ->
         (["train", "--modle", "x"], "Did you mean --model?"),
         (["plan", "--model", "x", "--seq-len", "4", "--budgets=4"], "Did you mean --budget?"),
         (["train", "--xyzzy"], "unknown arguments: --xyzzy (see"),
+        (["train", "."], "unknown arguments: . (see"),
         (["tarin"], "Did you mean train?"),
         (["bench", "haed"], "Did you mean head?"),
         (["plan", "--optimizer", "adamv"], "Did you mean adamw?"),

@@ -138,6 +138,8 @@ def test_every_named_shape_is_planned(capsys: pytest.CaptureFixture[str]) -> Non
         (["--model", "nobody"], "model: expected a folder with a config.json"),
         (["--model", "qwen3"], "got 'qwen3'. Did you mean qwen3-"),
         (["--model", "lama"], "got 'lama'. Did you mean llama-3.2-1b?"),
+        (["--model", ""], "got ''."),
+        (["--model", "~nobody-here/x"], "got '~nobody-here/x'."),
         (["--gpu", "h10"], "got 'h10'. Did you mean h100?"),
         (["--layers", "0"], "layers: expected at least 1"),
         (["--grad-accum", "0"], "grad_accum: expected at least 1"),

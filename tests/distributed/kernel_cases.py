@@ -13,11 +13,11 @@ import torch
 
 from distributed.launch import DEVICE, main
 from distributed.option_cases import FEWER, compare, problem
-from distributed.vocab_cases import WAYS, head, plain, same_on_all_ranks, shard_of, spread
+from distributed.vocab_cases import WAYS, head, plain, same_on_all_ranks, shard_of, spread, whole
 from head.contract.cases import FUNCTIONS, NARROW, pairs
 from head.kernel_plans import use_kernels
 from lowtide import TokenStats, linear_cross_entropy, linear_token_stats
-from support import oracle
+from support import oracle, relative_error
 
 SINGLE = torch.float32
 RUNS = {  # dtypes, one option more, and how near values come; on a GPU statistics have kernels in bfloat16
@@ -105,16 +105,20 @@ def sure_tokens_and_equal_logits() -> None:
 
 
 def a_target_without_a_chance() -> None:
-    """A bias of -inf at the target: the loss is infinite, as in plain PyTorch, and other rows' are as they were."""
+    """A bias of -inf at the target: the loss is infinite and the gradients are finite, as in plain PyTorch."""
     x, w, b, y = head((1, 6), 24, 61)
     with torch.no_grad():
         b[20], y[0], y[0, 1] = -torch.inf, 5, 20
-    want = oracle(x, w, y, linear_bias=b, reduction="none").detach()
+    want = oracle(x, w, y, linear_bias=b, reduction="none")
+    true = torch.autograd.grad(want.sum(), (x, w, b))
     for way in WAYS:
-        px, pw, pb = (spread(way, t.detach(), of_vocab=k > 0) for k, t in enumerate((x, w, b)))
+        px, pw, pb = (spread(way, t, of_vocab=k > 0) for k, t in enumerate((x, w, b)))
         with _kernels():
             loss = linear_cross_entropy(px, pw, y, linear_bias=pb, reduction="none", **shard_of(way, pw))
+            grads = torch.autograd.grad(plain(loss).sum(), (px, pw, pb))
         torch.testing.assert_close(plain(loss), want, rtol=1e-5, atol=1e-5)
+        for k, (g, e) in enumerate(zip(grads, true, strict=True)):
+            assert relative_error(whole(way, g, of_vocab=k > 0), e) < 1e-5, (way, k)
         assert plain(loss)[0, 1] == torch.inf
         assert same_on_all_ranks(plain(loss))
 

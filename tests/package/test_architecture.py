@@ -300,6 +300,22 @@ def test_names_are_those_that_a_type_checker_sees(package: Any) -> None:
     assert sorted(dir(package)) == sorted(package.__all__)
 
 
+def test_what_walks_the_names_needs_no_transformers() -> None:
+    """`help`, completion and `inspect` read all that `dir` lists; a name asked for says what to install."""
+    code = """
+import inspect, sys
+sys.modules["transformers"] = None
+import lowtide
+assert set(lowtide.__all__) - set(dict(inspect.getmembers(lowtide))) == {"PatchCallback"}
+try:
+    lowtide.PatchCallback
+except lowtide.errors.UnsupportedError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ended.stdout == "PatchCallback: expected transformers to be installed, got none. pip install transformers\n"
+
+
 def test_public_names_are_reachable_and_documented() -> None:
     for name in lowtide.__all__:
         assert hasattr(lowtide, name)

@@ -109,7 +109,8 @@ def of_statistics(choice: Arguments, x: Tensor, w: Tensor, y: Tensor, g: torch.G
 
 def of_divergence(choice: Arguments, x: Tensor, w: Tensor, y: Tensor, g: torch.Generator) -> Arguments:
     V, (kind, beta) = w.shape[0], choice["kind"]
-    tx, tw, tb, _ = head(y.shape, choice["teacher_D"], V, dtype=x.dtype, seed=7, bias=choice["teacher_bias"])
+    U = max(1, V - choice.get("teacher_lacks", 0))  # of so many classes
+    tx, tw, tb, _ = head(y.shape, choice["teacher_D"], U, dtype=x.dtype, seed=7, bias=choice["teacher_bias"])
     tx, tw, tb = (None if t is None else t.detach() for t in (tx, tw, tb))
     items = {"tensor": torch.tensor(7.5), "zero": torch.tensor(0.0)}.get(choice["num_items"], choice["num_items"])
     caps = {"softcap": choice["softcap"], "teacher_softcap": choice["teacher_softcap"]}
@@ -178,8 +179,10 @@ def several_sums(*args: Tensor) -> tuple[Tensor, ...]:
 
 
 def light(z: Tensor, y: Tensor, a: Tensor, temperature: Tensor, matrix: Tensor) -> Tensor:
-    """A few numbers of a row."""
-    return F.cross_entropy(z, y, reduction="none") * a[:, 0] * temperature * matrix.to(z.dtype).square().mean()
+    """A few numbers of a row, which take several copies of its logits."""
+    logp = z.log_softmax(-1)
+    found = F.cross_entropy(z, y, reduction="none") - (logp.exp() * logp).sum(-1)  # and the entropy
+    return found * a[:, 0] * temperature * matrix.to(z.dtype).square().mean()
 
 
 APPLIED = {
@@ -366,8 +369,8 @@ MODES = {
     "each": Mode("linear_cross_entropy", {"reduction": "none"}, stored_where_frozen=True),
     "logprobs": Mode("linear_logprobs", stored_where_frozen=True),
     "logprobs-of-several": Mode("linear_logprobs", {"targets": 3}),
-    "statistics": Mode("linear_token_stats", {"want": DIFFERENTIABLE}),
-    "forward_kl": Mode("linear_divergence"),
+    "statistics": Mode("linear_token_stats", {"want": TokenStats._fields, "targets": 3}),
+    "forward_kl": Mode("linear_divergence", {"teacher_lacks": 3}),
     "reverse_kl-mean": Mode("linear_divergence", {"kind": ("reverse_kl", 0.5), "reduction": "mean"}, stored=True),
     "jsd": Mode("linear_divergence", {"kind": ("jsd", 0.3)}),
     "jsd-sum": Mode("linear_divergence", {"kind": ("jsd", 0.3), "reduction": "sum"}, stored=True),

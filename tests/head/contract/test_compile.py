@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ pytestmark = [
 ]
 SLOW = pytest.mark.slow
 HEADS = ("mean", "each", "statistics", "jsd-sum", "top-k")
-QUICK = (*HEADS, "logprobs-of-several", "apply", "apply-sum")
+QUICK = [(name, True) for name in (*HEADS, "logprobs-of-several", "apply-sum")] + [("mean", None), ("apply", None)]
 OPERATORS_ALIKE = ("reverse_kl-mean", "jsd", "tv")  # but for a name among their arguments
 
 
@@ -61,20 +62,27 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], kwargs: Arguments, **n
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(m, marks=[] if n in QUICK else SLOW) for n, m in MODES.items()], ids=MODES
+    ("mode", "dynamic"),
+    [
+        pytest.param(mode, dynamic, marks=[] if (name, dynamic) in QUICK else SLOW, id=f"{name}-{dynamic}")
+        for (name, mode), dynamic in itertools.product(MODES.items(), (True, None))
+    ],
 )
-def test_one_graph_for_any_shape_and_scale(mode: Mode) -> None:
-    """No plan is made in a trace, and no number or size is a constant of the graph; a user's function breaks it."""
+def test_one_graph_for_any_shape_and_scale(mode: Mode, dynamic: bool | None) -> None:
+    """No plan is made in a trace, and no number or size is a constant of the graph; a user's function breaks it.
+
+    By default (None) sizes become variables where the compiler has seen them change.
+    """
     torch._dynamo.utils.counters.clear()
     _, constant = split(busy(mode))
     whole = mode.name != "linear_apply"
     compiled = torch.compile(
         lambda given: mode.function.run(**(given | constant | {"input": given["input"] * 2})),
         fullgraph=whole,
-        dynamic=None if mode is MODES["apply"] else True,
+        dynamic=dynamic,
         backend="aot_eager",
     )
-    shapes = [((2, 6), 8, 33), ((3, 5), 8, 33), ((4, 9), 6, 41)]
+    shapes = [((2, 6), 8, 33), ((3, 5), 8, 33), ((4, 9), 6, 41), *[((5, 4), 7, 37)] * (dynamic is None)]
     shapes += [((1, 7), 8, 33)] * (mode in (MODES["jsd-sum"], MODES["top-k"], MODES["apply"]))
     for i, (shape, D, V) in enumerate(shapes):
         kwargs = busy(mode, shape, seed=i, D=D, V=V)
@@ -83,7 +91,8 @@ def test_one_graph_for_any_shape_and_scale(mode: Mode) -> None:
                 kwargs[name] = (kwargs[name].detach() * (1 + i / 10)).requires_grad_(kwargs[name].requires_grad)
         same(flat(compiled(split(kwargs)[0])), mode.run(kwargs | {"input": kwargs["input"] * 2}), kwargs)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        assert 1 in shape or not whole or graphs == 1  # the compiler takes an axis of 1 for a constant
+        # the compiler takes an axis of 1 for a constant
+        assert graphs == 1 or 1 in shape or not (whole and dynamic)
 
 
 @pytest.mark.parametrize("name", ["mean", "each"])

@@ -404,3 +404,23 @@ def test_tokens_of_every_kind(V: int, ruled_out: bool) -> None:
     untouched = torch.tensor([i not in (3, 7) for i in range(36)])
     assert torch.equal(again[untouched], found[untouched])
     assert relative_error(grad[untouched], found_x[untouched]) < 1e-6
+
+
+@both_schedules
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_target_without_a_chance(reduction: str) -> None:
+    """Its loss is infinite, the gradients are plain PyTorch's; with a class weight of 0 it counts for nothing."""
+    kwargs = arguments("linear_cross_entropy", SINGLE, D=24, V=61, leading=(11,), reduction=reduction)
+    leaves, y = [kwargs[n] for n in ("input", "linear_weight", "linear_bias")], kwargs["target"]
+    with torch.no_grad():
+        kwargs["linear_bias"][[5, 40]] = -torch.inf
+    y.remainder_(5)[7] = 5
+    weight = torch.ones(61).index_fill(0, torch.tensor(5), 0)
+    for lost, ours, truth in ((torch.inf, {}, {}), (0, {"weight": weight}, {"target": y.where(y != 5, -100)})):
+        wide = in_float64(kwargs | truth)
+        got, want = linear_cross_entropy(**kwargs | ours), oracle(**{k: v for k, v in wide.items() if k != "options"})
+        assert reduction == "sum" or got[7] == lost
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        true = torch.autograd.grad(want.sum(), [wide[n] for n in ("input", "linear_weight", "linear_bias")])
+        for g, e in zip(torch.autograd.grad(got.sum(), leaves), true, strict=True):
+            assert relative_error(g, e) < 1e-5

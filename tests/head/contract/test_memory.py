@@ -85,6 +85,7 @@ def plan_of(mode: Mode, kwargs: Arguments, operand: torch.dtype, frozen: bool) -
         return mode.function.plan(N, D, V, operand, "cpu", options, **given)
     topk = kwargs["teacher_topk"][0].shape[-1] if "teacher_topk" in kwargs else None
     teacher_D = kwargs["teacher_input"].shape[-1] if topk is None else None
+    given |= {} if teacher_D is None else {"teacher_V": len(kwargs["teacher_weight"])}
     return mode.function.plan(N, D, V, teacher_D, operand, "cpu", options, topk=topk, **given)
 
 

@@ -105,7 +105,8 @@ def _names(args: TokenStatsArgs) -> frozenset[str]:
 
 
 def _shapes(head: Head, args: TokenStatsArgs, keep: bool) -> dict[str, Shape]:
-    (N, K), of_top = args.target.shape, (len(args.target), args.topk) if args.topk else (0,)
+    N, K = args.target.shape
+    of_top = (N, args.topk) if args.topk else (0,)
     wide: dict[str, tuple[int, ...]] = {
         name: (N if name in args.wanted else 0,) for name in ("entropy", "mean_logit", "sum_sq_prob")
     }

@@ -62,8 +62,8 @@ def plan_memory(
         seq_len: Tokens of a sequence.
         batch_size: Sequences of a step.
         budget_gib: What tensors may take on the GPU, in GiB, or as a text with a unit: ``"40GiB"``, ``"40GB"``; at most
-            the GPU's memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, or that if it
-            is less.
+            the GPU's memory less 2% and at least 1 GiB, which the allocator needs. None: 93% of its memory, if that is
+            less.
         host_gib: Pinned host memory for offloaded layers and optimizer states, likewise; 0: nothing is offloaded.
         device: The GPU: a name such as ``"h100"`` or ``"rtx4090"``; ``"cuda"``: the one at hand, measured once in some
             seconds and remembered in ``$XDG_CACHE_HOME/lowtide/gpus.json``; None: the one at hand by its name (measured
