@@ -298,3 +298,12 @@ def test_every_error_is_a_lowtide_error_and_a_builtin() -> None:
         kind = getattr(lowtide.errors, name)
         assert issubclass(kind, LowtideError), name
         assert issubclass(kind, (ValueError, TypeError, IndexError, RuntimeError)), name
+
+
+def test_a_shard_needs_a_process_group() -> None:
+    for make in (
+        lambda: lowtide.VocabShard.of(torch.randn(3, 4)),
+        lambda: lowtide.VocabShard(group=None, first=0, rows=3, vocab=6),
+    ):
+        with pytest.raises(ArgumentValueError, match=r"^group: expected a process group .* init_process_group first"):
+            make()

@@ -294,6 +294,13 @@ def test_a_budget_leaves_the_allocator_its_part_of_the_gpu(device: str) -> None:
         plan(FEW, seq_len=2**22, budget=1000, device=device)
 
 
+def test_a_small_gpus_own_budget_leaves_the_allocator_its_part() -> None:
+    small = dataclasses.replace(GPUS["h100"], memory_gib=8.0, name="small")
+    found = plan_memory(FEW, 512, 1, None, 0, small)
+    assert found.budget_bytes == found.requested_bytes == 7 * GIB
+    assert "not" not in str(found).splitlines()[1]
+
+
 def test_it_prints_what_it_found() -> None:
     found = plan(seq_len=32768, budget=16)
     text = str(found)
