@@ -347,7 +347,7 @@ def test_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (rate["tokens"], rate["kept"]) == (24, "1 x input/1 by 8")
     assert rate["tokens_per_s"] == pytest.approx(24 / rate["seconds"], rel=1e-3)
     assert told["ways"] == []
-    assert "1xinput-mlp1-tile8" in capsys.readouterr().out
+    assert "1 x input/1 by 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

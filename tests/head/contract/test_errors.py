@@ -305,5 +305,7 @@ def test_a_shard_needs_a_process_group() -> None:
         lambda: lowtide.VocabShard.of(torch.randn(3, 4)),
         lambda: lowtide.VocabShard(group=None, first=0, rows=3, vocab=6),
     ):
-        with pytest.raises(ArgumentValueError, match=r"^group: expected a process group .* init_process_group first"):
+        with pytest.raises(
+            lowtide.errors.ArgumentValueError, match=r"^group: expected a process group .* Call .*init_process_group first"
+        ):
             make()
