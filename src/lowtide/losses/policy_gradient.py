@@ -37,13 +37,12 @@ def ppo_loss(
 
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
-        old_logprob: Those of the policy that sampled, or of the step's start [..., T]; not differentiated, so that
-            ``logprob`` itself may be given for a first step.
+        old_logprob: As in `importance_ratio` [..., T]; not differentiated.
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
         mask: As in `reduce_tokens`.
         clip_low: How far r may fall below 1 before it has no gradient, from 0 to 1.
         clip_high: How far r may rise above 1, 0 or above.
-        ratio_max: Bound of r where A is negative, above 1 + ``clip_high``, or None: see `clipped_surrogate`.
+        ratio_max: As in `clipped_surrogate`.
         level: Whether r is a token's or a sequence's: see `importance_ratio`.
         terms: ``correction``, ``ref_logprob``, ``beta``, ``kl``, ``entropy``, ``entropy_coef``, ``reduction`` and
             ``num_items`` of `policy_loss`, as is the result; ``reduction`` is "token".
@@ -85,10 +84,9 @@ def grpo_loss(
         clip_low: As in `ppo_loss`.
         clip_high: As in `ppo_loss`.
         ratio_max: As in `ppo_loss`.
-        terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence".
+        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "sequence".
 
-    Source: Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-    arXiv 2402.03300, eq. 3 (beta); the paper names no clip range: PPO's.
+    Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, eq. 3 (beta); the paper names no clip range: PPO's.
     """
     terms.setdefault("reduction", "sequence")
     if terms.get("ref_logprob") is not None:
@@ -167,7 +165,7 @@ def bnpo_loss(
         clip_low: As in `ppo_loss`.
         clip_high: As in `ppo_loss`.
         ratio_max: As in `ppo_loss`.
-        terms: As in `ppo_loss`, as is the result; ``reduction`` is "token".
+        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "token".
     """
     terms.setdefault("reduction", "token")
     return grpo_loss(
@@ -200,7 +198,7 @@ def dapo_loss(
         clip_low: As in `ppo_loss`.
         clip_high: As in `ppo_loss`; "clip-higher".
         ratio_max: As in `ppo_loss`.
-        terms: As in `ppo_loss`, as is the result; ``reduction`` is "token".
+        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "token".
 
     Source: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, eq. 8.
     """
@@ -279,8 +277,7 @@ def cispo_loss(
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv
-    2506.13585, eqs. 4 and 5.
+    Source: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, eqs. 4 and 5.
     """
     low = check_not_negative("ratio_min", ratio_min)
     if check_positive("ratio_max", ratio_max) <= low:

@@ -20,7 +20,7 @@ from lowtide.losses.checks import (
     check_positive,
     check_tokens,
 )
-from lowtide.losses.reduction import TokenReduction, per_sequence, reduce_tokens
+from lowtide.losses.reduction import NumItems, TokenReduction, per_sequence, reduce_tokens
 
 RatioLevel = Literal["token", "sequence", "geometric", "geometric_token"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -41,7 +41,7 @@ class PolicyTerms(TypedDict, total=False):
     entropy: Tensor | None
     entropy_coef: float | None
     reduction: TokenReduction
-    num_items: float | Tensor | None
+    num_items: NumItems
 
 
 def importance_ratio(
@@ -255,8 +255,7 @@ def leave_one_out_advantages(reward: Tensor, group_size: int) -> Tensor:
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
-    Feedback in LLMs", arXiv 2402.14740.
+    Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization", arXiv 2402.14740.
     """
     groups = _groups(reward, group_size)
     return ((groups - groups.mean(-1, keepdim=True)) * (group_size / (group_size - 1))).flatten()
@@ -285,7 +284,7 @@ def policy_loss(
     entropy: Tensor | None = None,
     entropy_coef: float | None = None,
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return a policy-gradient loss from one surrogate a token: corrected, with a KL term and an entropy bonus.
 

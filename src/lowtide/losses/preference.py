@@ -20,7 +20,7 @@ from lowtide.losses.checks import (
     check_place,
     check_positive,
 )
-from lowtide.losses.reduction import SequenceReduction, reduce_sequences
+from lowtide.losses.reduction import NumItems, SequenceReduction, reduce_sequences
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 KTOKind = Literal["kto", "apo_zero"]
@@ -42,7 +42,7 @@ def dpo_loss(
     chosen_length: Tensor | None = None,
     rejected_length: Tensor | None = None,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return a preference loss of the DPO family, one value a pair of answers.
 
@@ -135,7 +135,7 @@ def simpo_loss(
     gamma: float = 1.0,
     label_smoothing: float = 0.0,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return SimPO's loss: the answers' mean log-probabilities are the rewards, without a reference model.
 
@@ -174,7 +174,7 @@ def cpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return CPO's loss: DPO with a uniform reference, and the preferred answer's negative log-likelihood.
 
@@ -196,8 +196,7 @@ def cpo_loss(
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Xu et al. 2024, "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine
-    Translation", arXiv 2401.08417.
+    Source: Xu et al. 2024, "Contrastive Preference Optimization", arXiv 2401.08417.
     """
     chosen = check_floats("chosen_logprob", chosen_logprob)
     rejected = check_like("rejected_logprob", rejected_logprob, "chosen_logprob", chosen)
@@ -213,7 +212,7 @@ def orpo_loss(
     *,
     beta: float = 0.1,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return ORPO's loss: the preferred answer's negative log-likelihood, and the log of the odds ratio.
 
@@ -225,12 +224,10 @@ def orpo_loss(
     of log p = -1e-19 and have no gradient.
 
     Args:
-        chosen_mean_logprob: log p: mean log-probability of the tokens of each preferred answer [...], at most 0:
-            ``sequence_logprobs(logprob, mask, average=True)``.
+        chosen_mean_logprob: log p, at most 0, of each preferred answer [...], as in `simpo_loss`.
         rejected_mean_logprob: That of the other answer [...].
-        chosen_nll: Negative log-likelihood of the preferred answer: one value a pair [...], or a 0-d tensor, such as
-            `sft_loss`'s mean over all their tokens, which counts once in a mean. None: ``-chosen_mean_logprob``, as in
-            the paper.
+        chosen_nll: Negative log-likelihood of the preferred answer, a tensor as in `cpo_loss`. None:
+            ``-chosen_mean_logprob``, as in the paper.
         beta: The paper's lambda, above 0.
         reduction: As in `dpo_loss`.
         num_items: As in `dpo_loss`, as is the result.
@@ -257,7 +254,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return KTO's loss of single answers, each good or bad; no pairs are needed.
 
@@ -330,13 +327,11 @@ def _log_odds(logprob: Tensor) -> Tensor:
 
 
 def _with_nll(
-    loss: Tensor, nll: Tensor | None, like: Tensor, reduction: SequenceReduction, num_items: float | Tensor | None
+    loss: Tensor, nll: Tensor | None, like: Tensor, reduction: SequenceReduction, num_items: NumItems
 ) -> Tensor:
     if nll is not None:
         nll = check_floats("chosen_nll", nll)
-        if nll.dim() != 0:
-            check_place("chosen_nll", nll, "the log-probabilities", like)
-        loss = loss + nll
+        loss = loss + (nll if nll.dim() == 0 else check_place("chosen_nll", nll, "the log-probabilities", like))
     return reduce_sequences(loss, reduction, num_items)
 
 

@@ -10,15 +10,12 @@ from lowtide.losses.checks import check_choice, check_kept, check_like, check_to
 
 TokenReduction = Literal["token", "sequence", "sequence_sum", "sum", "none"]
 SequenceReduction = Literal["mean", "sum", "none"]
+NumItems = float | Tensor | None
 TOKEN_REDUCTIONS, SEQUENCE_REDUCTIONS = get_args(TokenReduction), get_args(SequenceReduction)
 
 
 def reduce_tokens(
-    values: Tensor,
-    mask: Tensor | None = None,
-    *,
-    reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    values: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
 ) -> Tensor:
     """Reduce one value a token to a loss, with a denominator that is said.
 
@@ -56,7 +53,7 @@ def reduce_tokens(
     return _reduced(values, reduction, keep.sum().clamp(min=1) if reduction == "token" else None, num_items)
 
 
-def reduce_sequences(values: Tensor, reduction: SequenceReduction, num_items: float | Tensor | None) -> Tensor:
+def reduce_sequences(values: Tensor, reduction: SequenceReduction, num_items: NumItems) -> Tensor:
     """Reduce one value a sequence [...]: "mean" over them (over ``num_items``, where given), "sum" or "none"."""
     check_choice("reduction", reduction, SEQUENCE_REDUCTIONS)
     return _reduced(values, reduction, max(values.numel(), 1) if reduction == "mean" else None, num_items)
@@ -117,7 +114,7 @@ def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None
     return sequence_logprobs(logprob - sum_sq_prob.log(), mask, average=True).exp()
 
 
-def _reduced(values: Tensor, reduction: str, count: float | Tensor | None, num_items: float | Tensor | None) -> Tensor:
+def _reduced(values: Tensor, reduction: str, count: NumItems, num_items: NumItems) -> Tensor:
     """Return the sum over ``num_items``, or over ``count`` without it; where that is None, nothing is divided."""
     if count is None:
         if num_items is not None:

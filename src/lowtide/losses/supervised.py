@@ -11,15 +11,11 @@ from torch import Tensor
 from lowtide.arguments import check_number
 from lowtide.losses.checks import check_choice, check_kept, check_like, check_not_negative, check_positive, check_tokens
 from lowtide.losses.policy_terms import kl_estimate
-from lowtide.losses.reduction import TokenReduction, reduce_tokens
+from lowtide.losses.reduction import NumItems, TokenReduction, reduce_tokens
 
 
 def sft_loss(
-    logprob: Tensor,
-    mask: Tensor | None = None,
-    *,
-    reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    logprob: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
 ) -> Tensor:
     """Return the negative log-likelihood.
 
@@ -40,11 +36,7 @@ def sft_loss(
 
 
 def dft_loss(
-    logprob: Tensor,
-    mask: Tensor | None = None,
-    *,
-    reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    logprob: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
 ) -> Tensor:
     """Return dynamic fine-tuning's loss: each token weighed by its own probability, which is not differentiated.
 
@@ -59,8 +51,7 @@ def dft_loss(
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Wu et al. 2025, "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward
-    Rectification", arXiv 2508.05629.
+    Source: Wu et al. 2025, "On the Generalization of SFT", arXiv 2508.05629.
     """
     logprob, _ = check_kept("logprob", logprob, mask)
     return reduce_tokens(-logprob.exp().detach() * logprob, mask, reduction=reduction, num_items=num_items)
@@ -72,7 +63,7 @@ def focal_loss(
     *,
     gamma: float = 2.0,
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return the focal loss: tokens that the model is sure of count for less.
 
@@ -107,7 +98,7 @@ def label_smoothed_loss(
     *,
     label_smoothing: float = 0.1,
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return the cross entropy against targets mixed with the uniform distribution.
 
@@ -143,7 +134,7 @@ def z_loss(
     *,
     coef: float = 1e-4,
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return the z-loss, to be added to another: it keeps the softmax's normaliser near 1.
 
@@ -172,7 +163,7 @@ def gkd_loss(
     *,
     temperature: float = 1.0,
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return generalised knowledge distillation's loss from one divergence a token.
 
@@ -194,8 +185,7 @@ def gkd_loss(
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-    arXiv 2306.13649.
+    Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models", arXiv 2306.13649.
     """
     scale = check_positive("temperature", temperature) ** 2
     values = scale * check_tokens("divergence", divergence)
@@ -209,7 +199,7 @@ def sampled_distillation_loss(
     *,
     kind: Literal["k2", "k3"] = "k2",
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return an on-policy distillation loss from both models' log-probabilities of tokens that the student sampled.
 
@@ -231,8 +221,7 @@ def sampled_distillation_loss(
     Raises:
         ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Gu et al. 2023, "MiniLLM: Knowledge Distillation of Large Language Models", arXiv 2306.08543; Schulman 2020,
-    for the estimates.
+    Source: Gu et al. 2023, "MiniLLM", arXiv 2306.08543; Schulman 2020 as in `kl_estimate`, for the estimates.
     """
     check_choice("kind", kind, ("k2", "k3"))
     teacher = check_like("teacher_logprob", teacher_logprob, "logprob", check_tokens("logprob", logprob))
