@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_number, refuse_transforms
+from lowtide.arguments import check_device, check_number, refuse_transforms
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 from lowtide.graph import Operator, node, on_device, schema_of, undisturbed
 from lowtide.head.backends import why_not_row
@@ -146,11 +146,9 @@ def _check(
     _check_taken("weight", weight)
     refuse_transforms(function, x, weight, residual, instead=_WRITTEN_OUT, way="take PyTorch's own for this one")
     if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
-        raise ArgumentValueError(
-            message("weight", "shape [D], D the last axis of input", f"{list(weight.shape)} for {list(x.shape)}")
-        )
-    if weight.device != x.device:
-        raise ArgumentValueError(message("weight", f"a tensor on {x.device}, as input is", str(weight.device)))
+        got = f"{list(weight.shape)} for {list(x.shape)}"
+        raise ArgumentValueError(message("weight", "shape [D], D the last axis of input", got))
+    check_device("weight", weight, x)
     if residual is not None:
         _check_taken("residual", residual)
         if residual.dtype != x.dtype:
@@ -161,9 +159,8 @@ def _check(
     for name, number in (("eps", eps), ("offset", offset)):
         if not isinstance(number, int | float) or isinstance(number, bool):
             hint = f"Pass float({name}), once and not at each call: on a GPU that waits for the device."
-            raise ArgumentTypeError(
-                message(name, "a number", type(number).__name__, hint if isinstance(number, Tensor) else "")
-            )
+            hint = hint if isinstance(number, Tensor) else ""
+            raise ArgumentTypeError(message(name, "a number", type(number).__name__, hint))
     if not 0 <= eps < math.inf:  # type: ignore[operator]
         raise ArgumentValueError(message("eps", "a finite number of at least 0", f"{eps}"))
     for name, number in (("eps", eps), ("offset", offset)):

@@ -118,8 +118,10 @@ def _why_not_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_di
     return None
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)  # of the same strides where x has no gaps
+def _outputs(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return room for the results, of the same strides as ``q`` and ``k`` where these have no gaps."""
+    call = _Call(*args)
+    return torch.empty_like(call.q, dtype=call.dtype), torch.empty_like(call.k, dtype=call.dtype)
 
 
 def _last_beside(x: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ def _last_beside(x: Tensor) -> Tensor:
 
 def _turned(*args: Any) -> tuple[Tensor, Tensor]:
     call = _Call(*args)
-    q_out, k_out = _like(call.q, call.dtype), _like(call.k, call.dtype)
+    q_out, k_out = _outputs(*args)
     if call.q.numel() == 0 or why_no_kernel(call.q, call.cos) is not None:
         with undisturbed(call.q.device):
             tables = _halves(call.cos.unsqueeze(1)) + _halves(call.sin.unsqueeze(1))
@@ -178,13 +180,8 @@ def _turn_into(out: Tensor, x: Tensor, tables: tuple[Tensor, ...], *, inverse: b
         into_passed.copy_(passed)
 
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _Call(*args)
-    return _like(call.q, call.dtype), _like(call.k, call.dtype)
-
-
 # Turns queries and keys, or takes their gradients back.
-_ROTARY = Operator("rotary", f"({schema_of(_Call)}) -> (Tensor, Tensor)", _turned, _fake)
+_ROTARY = Operator("rotary", f"({schema_of(_Call)}) -> (Tensor, Tensor)", _turned, _outputs)
 
 
 def _save(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:

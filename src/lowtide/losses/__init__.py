@@ -5,8 +5,6 @@ Each takes per-token values [..., T] and a mask, or one value a sequence, as `lo
 the host wait for a GPU. Every denominator is named: see `reduce_tokens`.
 """
 
-from lowtide.losses.distillation import gkd_loss, sampled_distillation_loss
-from lowtide.losses.dpo import DPO_KINDS, dpo_loss
 from lowtide.losses.policy_gradient import (
     bnpo_loss,
     cispo_loss,
@@ -18,18 +16,26 @@ from lowtide.losses.policy_gradient import (
     reinforce_loss,
     sapo_loss,
 )
-from lowtide.losses.policy_terms import policy_loss
-from lowtide.losses.preference import cpo_loss, kto_loss, kto_reference, orpo_loss, simpo_loss
-from lowtide.losses.ratios import (
+from lowtide.losses.policy_terms import (
     clipped_surrogate,
     group_advantages,
     importance_ratio,
     kl_estimate,
     leave_one_out_advantages,
+    policy_loss,
     sampler_correction,
 )
+from lowtide.losses.preference import DPO_KINDS, cpo_loss, dpo_loss, kto_loss, kto_reference, orpo_loss, simpo_loss
 from lowtide.losses.reduction import reduce_tokens, sequence_logprobs, wpo_weights
-from lowtide.losses.supervised import dft_loss, focal_loss, label_smoothed_loss, sft_loss, z_loss
+from lowtide.losses.supervised import (
+    dft_loss,
+    focal_loss,
+    gkd_loss,
+    label_smoothed_loss,
+    sampled_distillation_loss,
+    sft_loss,
+    z_loss,
+)
 
 __all__ = [
     "DPO_KINDS",

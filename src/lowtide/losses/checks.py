@@ -6,18 +6,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from lowtide.arguments import check_number, check_tensor, positive_scalar
+from lowtide.arguments import check_number, check_tensor
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, message
 
 LARGEST_EXPONENT = 80.0  # exp(80) = 5.5e34: finite in float32 even after a sum over a batch or a product with rewards
 
 
 def check_floats(name: str, value: object) -> Tensor:
-    """Return a floating-point tensor in float32, or in float64 if it is.
-
-    Raises:
-        ArgumentTypeError: Not a floating-point tensor.
-    """
+    """Return a floating-point tensor in float32, or in float64 if it is."""
     tensor = check_tensor(name, value)
     if not tensor.is_floating_point():
         raise ArgumentTypeError(message(name, "a floating-point tensor", str(tensor.dtype)))
@@ -25,12 +21,7 @@ def check_floats(name: str, value: object) -> Tensor:
 
 
 def check_tokens(name: str, value: object) -> Tensor:
-    """Return values of tokens [..., T] in float32 or float64.
-
-    Raises:
-        ArgumentTypeError: Not a floating-point tensor.
-        ArgumentValueError: A tensor without axes.
-    """
+    """Return values of tokens [..., T] in float32 or float64."""
     tensor = check_floats(name, value)
     if tensor.dim() == 0:
         raise ArgumentValueError(message(name, "shape [..., T], the last axis being a sequence's tokens", "no axes"))
@@ -38,50 +29,27 @@ def check_tokens(name: str, value: object) -> Tensor:
 
 
 def check_like(name: str, value: object, like_name: str, like: Tensor) -> Tensor:
-    """Return ``value`` in float32 or float64, of the shape and on the device of ``like``; no broadcasting.
-
-    Raises:
-        ArgumentTypeError: Not a floating-point tensor.
-        ArgumentValueError: Another shape or device.
-    """
-    tensor = check_floats(name, value)
-    check_place(name, tensor, like_name, like)
-    return tensor
+    """Return ``value`` in float32 or float64, of the shape and on the device of ``like``; no broadcasting."""
+    return check_place(name, check_floats(name, value), like_name, like)
 
 
-def check_place(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
-    """Check that ``value`` has the shape and the device of ``like``.
-
-    Raises:
-        ArgumentValueError: It has another.
-    """
+def check_place(name: str, value: Tensor, like_name: str, like: Tensor) -> Tensor:
+    """Return ``value`` if it has the shape and the device of ``like``."""
     if value.shape != like.shape:
-        raise ArgumentValueError(
-            message(name, f"shape {list(like.shape)}, as {like_name} has", f"shape {list(value.shape)}")
-        )
+        expected = f"shape {list(like.shape)}, as {like_name} has"
+        raise ArgumentValueError(message(name, expected, f"shape {list(value.shape)}"))
     if value.device != like.device:
         raise ArgumentValueError(message(name, f"a tensor on {like.device}, as {like_name} is", f"{value.device}"))
+    return value
 
 
 def check_mask(mask: object, like_name: str, like: Tensor) -> Tensor:
-    """Return ``mask`` as bool, True where a token counts; all of them where it is None.
-
-    Raises:
-        ArgumentTypeError: Neither bool nor integers.
-        ArgumentValueError: Another shape or device than ``like``.
-    """
-    if mask is None:
-        return torch.ones_like(like, dtype=torch.bool)
-    return check_bool("mask", mask, like_name, like)
+    """Return ``mask`` as bool, True where a token counts; all of them where it is None."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else check_bool("mask", mask, like_name, like)
 
 
 def check_bool(name: str, value: object, like_name: str, like: Tensor) -> Tensor:
-    """Return a bool tensor; integers are True where they are not 0.
-
-    Raises:
-        ArgumentTypeError: Neither bool nor integers.
-        ArgumentValueError: Another shape or device than ``like``.
-    """
+    """Return a bool tensor of the shape and on the device of ``like``; integers are True where they are not 0."""
     tensor = check_tensor(name, value)
     if tensor.is_floating_point() or tensor.is_complex():
         hint = f"Write {name} != 0; to weigh tokens, multiply the values."
@@ -90,46 +58,29 @@ def check_bool(name: str, value: object, like_name: str, like: Tensor) -> Tensor
     return tensor if tensor.dtype == torch.bool else tensor != 0
 
 
-def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Check that ``value`` is one of the words ``allowed``.
+def check_kept(name: str, value: object, mask: object) -> tuple[Tensor, Tensor]:
+    """Return values of tokens [..., T] in float32 or float64, 0 where masked, and the mask as bool."""
+    tensor = check_tokens(name, value)
+    keep = check_mask(mask, name, tensor)
+    return tensor.where(keep, 0), keep
 
-    Raises:
-        ArgumentValueError: It is not.
-    """
+
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Check that ``value`` is one of the words ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
         raise ArgumentValueError(message(name, f"one of {', '.join(map(repr, allowed))}", f"{value!r}"))
 
 
 def check_positive(name: str, value: object) -> float:
-    """Return a finite number above 0.
-
-    Raises:
-        ArgumentTypeError: Not a number.
-        ArgumentValueError: Not above 0, or not finite.
-    """
+    """Return a finite number above 0."""
     return check_number(name, value, 0, math.inf, above=True)
 
 
 def check_not_negative(name: str, value: object) -> float:
-    """Return a finite number, 0 or above.
-
-    Raises:
-        ArgumentTypeError: Not a number.
-        ArgumentValueError: Below 0, or not finite.
-    """
+    """Return a finite number, 0 or above."""
     if (number := check_number(name, value, 0, math.inf)) == math.inf:
         raise ArgumentValueError(message(name, "a finite number, 0 or above", f"{value!r}"))
     return number
-
-
-def check_count(name: str, value: object, dtype: torch.dtype) -> Tensor:
-    """Return a number above 0, or a 0-d tensor, which is not inspected, as a 0-d tensor without a gradient.
-
-    Raises:
-        ArgumentTypeError: Neither.
-        ArgumentValueError: A number that is not above 0, or a tensor with axes.
-    """
-    return positive_scalar(name, value, dtype).detach().to(dtype)
 
 
 def bounded_exp(x: Tensor) -> Tensor:

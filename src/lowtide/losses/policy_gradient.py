@@ -7,8 +7,14 @@ from torch import Tensor
 from lowtide.arguments import check_index
 from lowtide.errors import ArgumentValueError, message
 from lowtide.losses.checks import check_floats, check_mask, check_not_negative, check_positive, check_tokens
-from lowtide.losses.policy_terms import PolicyTerms, policy_loss
-from lowtide.losses.ratios import RatioLevel, clipped_surrogate, importance_ratio, per_token_advantage
+from lowtide.losses.policy_terms import (
+    PolicyTerms,
+    RatioLevel,
+    clipped_surrogate,
+    importance_ratio,
+    per_token_advantage,
+    policy_loss,
+)
 
 
 def ppo_loss(
@@ -31,23 +37,18 @@ def ppo_loss(
 
     Args:
         logprob: The policy's log-probabilities of tokens [..., T].
-        old_logprob: Those of the policy that sampled, or of the step's start [..., T]; not differentiated, so that
-            ``logprob`` itself may be given for a first step.
+        old_logprob: As in `importance_ratio` [..., T]; not differentiated.
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         clip_low: How far r may fall below 1 before it has no gradient, from 0 to 1.
         clip_high: How far r may rise above 1, 0 or above.
-        ratio_max: Bound of r where A is negative, above 1 + ``clip_high``, or None: see `clipped_surrogate`.
+        ratio_max: As in `clipped_surrogate`.
         level: Whether r is a token's or a sequence's: see `importance_ratio`.
         terms: ``correction``, ``ref_logprob``, ``beta``, ``kl``, ``entropy``, ``entropy_coef``, ``reduction`` and
-            ``num_items`` of `policy_loss`, which also says what is returned and raised. ``reduction`` is "token".
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+            ``num_items`` of `policy_loss`, as is the result; ``reduction`` is "token".
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv 1707.06347, eq. 7.
     """
@@ -79,21 +80,13 @@ def grpo_loss(
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         clip_low: As in `ppo_loss`.
         clip_high: As in `ppo_loss`.
         ratio_max: As in `ppo_loss`.
-        terms: As in `ppo_loss`; ``reduction`` is "sequence".
+        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "sequence".
 
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
-
-    Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
-
-    Source: Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-    arXiv 2402.03300, eq. 3 (beta); the paper names no clip range: PPO's.
+    Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, eq. 3 (beta); the paper names no clip range: PPO's.
     """
     terms.setdefault("reduction", "sequence")
     if terms.get("ref_logprob") is not None:
@@ -125,31 +118,25 @@ def dr_grpo_loss(
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         max_length: Most tokens that an answer may have, the same for every batch.
         clip_low: As in `ppo_loss`.
         clip_high: As in `ppo_loss`.
         ratio_max: As in `ppo_loss`.
-        terms: As in `ppo_loss`; ``reduction`` is "sequence_sum", ``num_items`` counts sequences, B.
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence_sum", ``num_items`` counts sequences, B.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783.
     """
     if check_index("max_length", max_length) < 1:
         raise ArgumentValueError(message("max_length", "tokens, 1 or more", f"{max_length!r}"))
     terms.setdefault("reduction", "sequence_sum")
-    return (
-        ppo_loss(
-            logprob, old_logprob, advantage, mask, ratio_max=ratio_max, clip_low=clip_low, clip_high=clip_high, **terms
-        )
-        / max_length
+    loss = ppo_loss(
+        logprob, old_logprob, advantage, mask, ratio_max=ratio_max, clip_low=clip_low, clip_high=clip_high, **terms
     )
+    return loss / max_length
 
 
 def bnpo_loss(
@@ -174,18 +161,11 @@ def bnpo_loss(
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         clip_low: As in `ppo_loss`.
         clip_high: As in `ppo_loss`.
         ratio_max: As in `ppo_loss`.
-        terms: As in `ppo_loss`; ``reduction`` is "token".
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
-
-    Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "token".
     """
     terms.setdefault("reduction", "token")
     return grpo_loss(
@@ -214,18 +194,11 @@ def dapo_loss(
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         clip_low: As in `ppo_loss`.
         clip_high: As in `ppo_loss`; "clip-higher".
         ratio_max: As in `ppo_loss`.
-        terms: As in `ppo_loss`; ``reduction`` is "token".
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
-
-    Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        terms: As in `ppo_loss`, as are result and errors; ``reduction`` is "token".
 
     Source: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, eq. 8.
     """
@@ -256,30 +229,20 @@ def gspo_loss(
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One a sequence [...] or, with ``token_level``, one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         clip_low: As in `ppo_loss`; the paper's, three orders below PPO's as the ratio is a mean.
         clip_high: As in `ppo_loss`.
         token_level: Whether to take GSPO-token.
-        terms: As in `ppo_loss`; ``reduction`` is "sequence".
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence".
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv 2507.18071, eqs. 5 and 13.
     """
     if not token_level and check_floats("advantage", advantage).shape == check_tokens("logprob", logprob).shape:
-        raise ArgumentValueError(
-            message(
-                "advantage",
-                f"one a sequence, {list(logprob.shape[:-1])}",
-                f"{list(advantage.shape)}",
-                "Or token_level=True.",
-            )
-        )
+        expected = f"one a sequence, {list(logprob.shape[:-1])}"
+        raise ArgumentValueError(message("advantage", expected, f"{list(advantage.shape)}", "Or token_level=True."))
     terms.setdefault("reduction", "sequence")
     level: RatioLevel = "geometric_token" if token_level else "geometric"
     return ppo_loss(logprob, old_logprob, advantage, mask, level=level, clip_low=clip_low, clip_high=clip_high, **terms)
@@ -305,28 +268,23 @@ def cispo_loss(
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         ratio_min: The paper's 1 - epsilon_low, which it sets so that nothing is clipped; 0 or above.
         ratio_max: The paper's 1 + epsilon_high, above ``ratio_min``. It gives no number; 5 is ScaleRL's (Khatri et al.
             2025, arXiv 2510.13786).
-        terms: As in `ppo_loss`; ``reduction`` is "token".
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        terms: As in `ppo_loss`, as is the result; ``reduction`` is "token".
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv
-    2506.13585, eqs. 4 and 5.
+    Source: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, eqs. 4 and 5.
     """
     low = check_not_negative("ratio_min", ratio_min)
     if check_positive("ratio_max", ratio_max) <= low:
         raise ArgumentValueError(message("ratio_max", f"a number above ratio_min, {low}", f"{ratio_max!r}"))
     logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
     weight = importance_ratio(logprob, old_logprob, mask).detach().clamp(low, ratio_max)
-    return policy_loss(-weight * _weighted_logprob(logprob, advantage, mask), logprob, mask, **terms)
+    return policy_loss(-weight * (_kept_advantage(advantage, logprob, mask) * logprob), logprob, mask, **terms)
 
 
 def sapo_loss(
@@ -349,17 +307,13 @@ def sapo_loss(
         logprob: The policy's log-probabilities of tokens [..., T].
         old_logprob: Those of the policy that sampled [..., T]; not differentiated.
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         tau_positive: Temperature of positive advantages, above 0.
         tau_negative: Temperature of the others, above 0; the larger, the faster their gradient fades.
-        terms: As in `ppo_loss`; ``reduction`` is "sequence".
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence".
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv 2511.20347.
     """
@@ -384,27 +338,19 @@ def reinforce_loss(
     Args:
         logprob: The policy's log-probabilities of the tokens that it sampled [..., T].
         advantage: One a sequence [...] or one a token [..., T]; not differentiated.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
-        terms: As in `ppo_loss`; ``reduction`` is "sequence_sum".
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        mask: As in `reduce_tokens`.
+        terms: As in `ppo_loss`, as is the result; ``reduction`` is "sequence_sum".
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning";
     Ahmadian et al. 2024, arXiv 2402.14740, for RLOO.
     """
     terms.setdefault("reduction", "sequence_sum")
     logprob = check_tokens("logprob", logprob)  # once, as in `ppo_loss`
-    return policy_loss(-_weighted_logprob(logprob, advantage, mask), logprob, mask, **terms)
+    return policy_loss(-_kept_advantage(advantage, logprob, mask) * logprob, logprob, mask, **terms)
 
 
 def _kept_advantage(advantage: Tensor, logprob: Tensor, mask: Tensor | None) -> Tensor:
     return per_token_advantage(advantage, "logprob", logprob).where(check_mask(mask, "logprob", logprob), 0)
-
-
-def _weighted_logprob(logprob: Tensor, advantage: Tensor, mask: Tensor | None) -> Tensor:
-    return _kept_advantage(advantage, logprob, mask) * logprob

@@ -1,6 +1,8 @@
-"""Preference losses beside DPO's: without a reference model (SimPO, ORPO, CPO), and of single answers (KTO)."""
+"""Preference losses: DPO's family, those without a reference model (SimPO, ORPO, CPO), and of single answers (KTO)."""
 
-from typing import Literal
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch.nn.functional import logsigmoid
 from lowtide.arguments import check_number, scalar_tensor
 from lowtide.errors import ArgumentValueError, message
 from lowtide.losses.checks import (
+    bounded_expm1,
     check_bool,
     check_choice,
     check_floats,
@@ -17,9 +20,111 @@ from lowtide.losses.checks import (
     check_place,
     check_positive,
 )
-from lowtide.losses.reduction import SequenceReduction, reduce_sequences
+from lowtide.losses.reduction import NumItems, SequenceReduction, reduce_sequences
 
-KTO_KINDS = ("kto", "apo_zero")
+Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
+KTOKind = Literal["kto", "apo_zero"]
+DIVERGENCES, KTO_KINDS = get_args(Divergence), get_args(KTOKind)
+
+
+def dpo_loss(
+    chosen_logprob: Tensor,
+    rejected_logprob: Tensor,
+    ref_chosen_logprob: Tensor,
+    ref_rejected_logprob: Tensor,
+    *,
+    kind: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    divergence: Divergence = "reverse_kl",
+    alpha: float = 0.5,
+    tau: float = 0.05,
+    chosen_length: Tensor | None = None,
+    rejected_length: Tensor | None = None,
+    reduction: SequenceReduction = "mean",
+    num_items: NumItems = None,
+) -> Tensor:
+    """Return a preference loss of the DPO family, one value a pair of answers.
+
+    With the log-ratios a = ``chosen_logprob - ref_chosen_logprob`` and b = ``rejected_logprob - ref_rejected_logprob``,
+    S the logistic function, the score s of the divergence (below), d = s(a) - s(b), and e = ``label_smoothing``:
+
+        "sigmoid"        -(1-e) log S(beta d) - e log S(-beta d)                    DPO; with e > 0 cDPO
+        "robust"         (-(1-e) log S(beta d) + e log S(-beta d)) / (1-2e)         Robust DPO
+        "hinge"          max(0, 1 - beta d)                                         SLiC-HF, RSO
+        "ipo"            (s(a)/n_a - s(b)/n_b - 1 / (2 beta))^2                     IPO
+        "sigmoid_norm"   -log S(beta (s(a)/n_a - s(b)/n_b))                         length-normalised DPO
+        "exo_pair"       S(beta d) (log S(beta d) - log(1-e))
+                         + S(-beta d) (log S(-beta d) - log e)                      EXO
+        "nca_pair"       -log S(beta a) - (log S(-beta a) + log S(-beta b)) / 2     NCA
+        "bco_pair"       -log S(beta a) - log S(-beta b)                            BCO with delta = 0
+        "sppo_hard"      (a - 1 / (2 beta))^2 + (b + 1 / (2 beta))^2                SPPO with P = 1 and 0
+        "apo_zero"       1 - S(beta a) + S(beta b)                                  APO
+        "apo_down"       S(beta a) + 1 - S(beta (a - b))                            APO
+        "discopop"       -(1-m) log S(beta d) + m exp(-beta d), m = S(beta d / tau) DiscoPOP
+        "aot"            "sigmoid" with beta (sort(a - b + r)_i - sort(r)_i) in place of beta d, where
+                         r = ref_chosen_logprob - ref_rejected_logprob              AOT, paired
+        "aot_unpaired"   "sigmoid" with beta (sort(a)_i - sort(b)_i)                AOT, unpaired
+
+    The scores, with t = exp(log-ratio), are f'(t) of the divergence that holds the policy near the reference (f-DPO):
+
+        "reverse_kl"    log t               "js"        log(2 t / (1 + t))
+        "forward_kl"    1 - 1 / t           "alpha"     (t^(alpha-1) - 1) / (alpha - 1); log t where alpha is 1
+
+    1 / t and t^(alpha-1) are held at e^80, where float32 would overflow.
+
+    Args:
+        chosen_logprob: Log-probability of each preferred answer [...], summed over its tokens (`sequence_logprobs`).
+        rejected_logprob: That of the other answer [...].
+        ref_chosen_logprob: The reference model's for the preferred answer [...], not differentiated.
+        ref_rejected_logprob: The reference model's for the other answer [...], not differentiated.
+        kind: One of the words above.
+        beta: Above 0: how hard the policy is held to the reference (IPO's tau; SPPO's 1 / eta).
+        label_smoothing: Probability that a pair is labelled the wrong way round, from 0 to 1/2, below 1/2 for "robust";
+            above 0 for "exo_pair" (its paper: 1e-3). Only with "sigmoid", "robust", "exo_pair" and the two AOT.
+        divergence: One of the four scores; another than "reverse_kl" only where the loss is one of d.
+        alpha: Order of the alpha divergence; read with ``divergence="alpha"`` alone.
+        tau: DiscoPOP's temperature, above 0, at most 1; read with ``kind="discopop"`` alone.
+        chosen_length: Number of tokens n_a of each preferred answer [...], 0 counting as 1; for "ipo" and
+            "sigmoid_norm" alone, which need both. (IPO's authors mean averages over tokens.)
+        rejected_length: Number of tokens n_b of the other answer [...].
+        reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"``: one value a pair [...], for AOT in sorted order.
+        num_items: Number of pairs above 0, or 0-d tensor (not inspected), that replaces the mean's denominator.
+
+    Returns:
+        Tensor: Scalar, or [...] with "none"; float32, or float64 for float64.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source (arXiv): DPO, Rafailov et al. 2305.18290; cDPO, Mitchell 2023, "A note on DPO with noisy preferences"; Robust
+    DPO, Chowdhury et al. 2403.00409; SLiC-HF, Zhao et al. 2305.10425; RSO, Liu et al. 2309.06657; IPO, Azar et al.
+    2310.12036, eq. 17; length-normalised DPO, Lambert et al. 2411.15124; EXO, Ji et al. 2402.00856, eq. 16; NCA, Chen
+    et al. 2402.05369; BCO, Jung et al. 2404.04656; SPPO, Wu et al. 2405.00675; APO, D'Oosterlinck et al. 2408.06266,
+    eqs. 7 and 8; DiscoPOP, Lu et al. 2406.08414; AOT, Melnyk et al. 2406.05882; f-DPO, Wang et al. 2309.16240.
+    """
+    check_choice("kind", kind, _KINDS)
+    check_choice("divergence", divergence, DIVERGENCES)
+    chosen = check_floats("chosen_logprob", chosen_logprob)
+    rejected = check_like("rejected_logprob", rejected_logprob, "chosen_logprob", chosen)
+    ref_chosen = check_like("ref_chosen_logprob", ref_chosen_logprob, "chosen_logprob", chosen).detach()
+    ref_rejected = check_like("ref_rejected_logprob", ref_rejected_logprob, "chosen_logprob", chosen).detach()
+    if divergence != "reverse_kl" and kind not in _OF_DIFFERENCE:
+        hint = f"It goes with {', '.join(map(repr, _OF_DIFFERENCE))}."
+        raise ArgumentValueError(message("divergence", f"'reverse_kl' with kind={kind!r}", f"{divergence!r}", hint))
+    beta, e = check_positive("beta", beta), _smoothing(kind, label_smoothing)
+    alpha = check_number("alpha", alpha, -math.inf, math.inf, above=True)
+    if check_positive("tau", tau) > 1:  # above 1 the loss grows as an exponential of the margin
+        raise ArgumentValueError(message("tau", "a number above 0, at most 1", f"{tau!r}"))
+    lengths = _lengths(kind, {"chosen_length": chosen_length, "rejected_length": rejected_length}, chosen)
+    a, b = chosen - ref_chosen, rejected - ref_rejected
+    if kind in ("aot", "aot_unpaired"):
+        x, y = (chosen - rejected, ref_chosen - ref_rejected) if kind == "aot" else (a, b)
+        d = (x.flatten().sort().values - y.flatten().sort().values).view(x.shape)
+    else:
+        x, y = _score(a, divergence, alpha), _score(b, divergence, alpha)
+        d = x / lengths[0] - y / lengths[1] if lengths else x - y
+    return reduce_sequences(_KINDS[kind](_Pairs(a, b, d, beta, e, tau)), reduction, num_items)
 
 
 def simpo_loss(
@@ -30,7 +135,7 @@ def simpo_loss(
     gamma: float = 1.0,
     label_smoothing: float = 0.0,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return SimPO's loss: the answers' mean log-probabilities are the rewards, without a reference model.
 
@@ -46,22 +151,19 @@ def simpo_loss(
         gamma: Margin by which the preferred answer's reward should exceed the other's, 0 or above. The defaults are the
             paper's for Llama-3-Base; it takes beta from 2 to 2.5 and gamma from 0.3 to 1.6.
         label_smoothing: Probability that a pair is labelled the wrong way round, from 0 to 1/2.
-        reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"``: one value a pair [...].
-        num_items: Number of pairs above 0, or 0-d tensor (not inspected), that replaces the mean's denominator.
-
-    Returns:
-        Tensor: Scalar, or [...] with "none"; float32, or float64 for float64.
+        reduction: As in `dpo_loss`.
+        num_items: As in `dpo_loss`, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Meng et al. 2024, "SimPO: Simple Preference Optimization with a Reference-Free Reward", arXiv 2405.14734.
     """
     chosen = check_floats("chosen_mean_logprob", chosen_mean_logprob)
     rejected = check_like("rejected_mean_logprob", rejected_mean_logprob, "chosen_mean_logprob", chosen)
     margin = check_positive("beta", beta) * (chosen - rejected) - check_not_negative("gamma", gamma)
-    return reduce_sequences(_smoothed(margin, label_smoothing), reduction, num_items)
+    e = check_number("label_smoothing", label_smoothing, 0, 0.5)
+    return reduce_sequences(_weighed(margin, 1 - e, e), reduction, num_items)
 
 
 def cpo_loss(
@@ -72,7 +174,7 @@ def cpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return CPO's loss: DPO with a uniform reference, and the preferred answer's negative log-likelihood.
 
@@ -88,23 +190,19 @@ def cpo_loss(
             tokens of all preferred answers, which counts once in a mean. None: the preference alone.
         beta: Scale of the difference, above 0.
         label_smoothing: Probability that a pair is labelled the wrong way round, from 0 to 1/2.
-        reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"``: one value a pair [...].
-        num_items: Number of pairs above 0, or 0-d tensor (not inspected), that replaces the mean's denominator.
-
-    Returns:
-        Tensor: Scalar, or [...] with "none"; float32, or float64 for float64.
+        reduction: As in `dpo_loss`.
+        num_items: As in `dpo_loss`, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Xu et al. 2024, "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine
-    Translation", arXiv 2401.08417.
+    Source: Xu et al. 2024, "Contrastive Preference Optimization", arXiv 2401.08417.
     """
     chosen = check_floats("chosen_logprob", chosen_logprob)
     rejected = check_like("rejected_logprob", rejected_logprob, "chosen_logprob", chosen)
-    loss = _smoothed(check_positive("beta", beta) * (chosen - rejected), label_smoothing)
-    return _with_nll(loss, chosen_nll, chosen, reduction, num_items)
+    margin = check_positive("beta", beta) * (chosen - rejected)
+    e = check_number("label_smoothing", label_smoothing, 0, 0.5)
+    return _with_nll(_weighed(margin, 1 - e, e), chosen_nll, chosen, reduction, num_items)
 
 
 def orpo_loss(
@@ -114,7 +212,7 @@ def orpo_loss(
     *,
     beta: float = 0.1,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return ORPO's loss: the preferred answer's negative log-likelihood, and the log of the odds ratio.
 
@@ -126,22 +224,16 @@ def orpo_loss(
     of log p = -1e-19 and have no gradient.
 
     Args:
-        chosen_mean_logprob: log p: mean log-probability of the tokens of each preferred answer [...], at most 0:
-            ``sequence_logprobs(logprob, mask, average=True)``.
+        chosen_mean_logprob: log p, at most 0, of each preferred answer [...], as in `simpo_loss`.
         rejected_mean_logprob: That of the other answer [...].
-        chosen_nll: Negative log-likelihood of the preferred answer: one value a pair [...], or a 0-d tensor, such as
-            `sft_loss`'s mean over all their tokens, which counts once in a mean. None: ``-chosen_mean_logprob``, as in
-            the paper.
+        chosen_nll: Negative log-likelihood of the preferred answer, a tensor as in `cpo_loss`. None:
+            ``-chosen_mean_logprob``, as in the paper.
         beta: The paper's lambda, above 0.
-        reduction: ``"mean"`` over pairs, ``"sum"``, or ``"none"``: one value a pair [...].
-        num_items: Number of pairs above 0, or 0-d tensor (not inspected), that replaces the mean's denominator.
-
-    Returns:
-        Tensor: Scalar, or [...] with "none"; float32, or float64 for float64.
+        reduction: As in `dpo_loss`.
+        num_items: As in `dpo_loss`, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Hong et al. 2024, "ORPO: Monolithic Preference Optimization without Reference Model", arXiv 2403.07691.
     """
@@ -157,12 +249,12 @@ def kto_loss(
     desirable: Tensor,
     kl: float | Tensor,
     *,
-    kind: Literal["kto", "apo_zero"] = "kto",
+    kind: KTOKind = "kto",
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     reduction: SequenceReduction = "mean",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return KTO's loss of single answers, each good or bad; no pairs are needed.
 
@@ -182,15 +274,11 @@ def kto_loss(
         desirable_weight: w of good answers, 0 or above. The paper keeps the ratio of both sides, number times weight,
             between 1 and 4/3 (its eq. 8).
         undesirable_weight: w of bad answers, 0 or above.
-        reduction: ``"mean"`` over answers, ``"sum"``, or ``"none"``: one value an answer [...].
-        num_items: Number of answers above 0, or 0-d tensor (not inspected), that replaces the mean's denominator.
-
-    Returns:
-        Tensor: Scalar, or [...] with "none"; float32, or float64 for float64.
+        reduction: As in `dpo_loss`, of answers in place of pairs.
+        num_items: As in `dpo_loss`, of answers in place of pairs, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv 2402.01306.
     """
@@ -223,19 +311,13 @@ def kto_reference(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
         Tensor: 0-d, not differentiated; 0 where there are no answers.
 
     Raises:
-        ArgumentValueError: A shape or device that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: as `kto_loss`.
     """
     logprob = check_floats("logprob", logprob).detach()
     log_ratio = logprob - check_like("ref_logprob", ref_logprob, "logprob", logprob).detach()
     return (log_ratio.sum() / max(log_ratio.numel(), 1)).clamp(min=0)
-
-
-def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
-    e = check_number("label_smoothing", label_smoothing, 0, 0.5)
-    return -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)
 
 
 def _log_odds(logprob: Tensor) -> Tensor:
@@ -245,11 +327,106 @@ def _log_odds(logprob: Tensor) -> Tensor:
 
 
 def _with_nll(
-    loss: Tensor, nll: Tensor | None, like: Tensor, reduction: SequenceReduction, num_items: float | Tensor | None
+    loss: Tensor, nll: Tensor | None, like: Tensor, reduction: SequenceReduction, num_items: NumItems
 ) -> Tensor:
     if nll is not None:
         nll = check_floats("chosen_nll", nll)
-        if nll.dim() != 0:
-            check_place("chosen_nll", nll, "the log-probabilities", like)
-        loss = loss + nll
+        loss = loss + (nll if nll.dim() == 0 else check_place("chosen_nll", nll, "the log-probabilities", like))
     return reduce_sequences(loss, reduction, num_items)
+
+
+def _smoothing(kind: str, label_smoothing: float) -> float:
+    e = check_number("label_smoothing", label_smoothing, 0, 0.5)
+    expected, hint = "", ""
+    if e != 0 and kind not in _SMOOTHED:
+        expected, hint = f"0 with kind={kind!r}", f"It goes with {', '.join(map(repr, _SMOOTHED))}."
+    elif kind == "robust" and e == 0.5:
+        expected = "a number below 1/2 with kind='robust'"
+    elif kind == "exo_pair" and e == 0:
+        expected, hint = "a number above 0 with kind='exo_pair'", "Its paper takes 1e-3."
+    if expected:
+        raise ArgumentValueError(message("label_smoothing", expected, f"{e!r}", hint))
+    return e
+
+
+def _lengths(kind: str, given: dict[str, Tensor | None], like: Tensor) -> list[Tensor]:
+    """Return n_a and n_b where a kind divides by them, else nothing."""
+    lengths = []
+    for name, value in given.items():
+        if kind not in _PER_TOKEN:
+            if value is not None:
+                raise ArgumentValueError(message(name, f"None with kind={kind!r}", "a tensor"))
+            continue
+        if value is None:
+            hint = "Pass mask.sum(-1)."
+            raise ArgumentValueError(message(name, f"tokens of each answer with kind={kind!r}", "None", hint))
+        length = value.to(like.dtype) if isinstance(value, Tensor) else value
+        lengths.append(check_like(name, length, "chosen_logprob", like).detach().clamp(min=1))
+    return lengths
+
+
+class _Pairs(NamedTuple):
+    """What a kind's formula is made of, in the letters of `dpo_loss`; d also per token, or sorted."""
+
+    a: Tensor
+    b: Tensor
+    d: Tensor
+    beta: float
+    e: float
+    tau: float
+
+    @property
+    def margin(self) -> Tensor:
+        return self.beta * self.d
+
+
+def _score(log_ratio: Tensor, divergence: Divergence, alpha: float) -> Tensor:
+    if divergence == "forward_kl":
+        return -bounded_expm1(-log_ratio)
+    if divergence == "js":
+        return math.log(2) + logsigmoid(log_ratio)
+    if divergence == "alpha" and alpha != 1:
+        return bounded_expm1((alpha - 1) * log_ratio) / (alpha - 1)
+    return log_ratio
+
+
+def _weighed(margin: Tensor, won: float, lost: float) -> Tensor:
+    return -won * logsigmoid(margin) - lost * logsigmoid(-margin)
+
+
+def _exo(margin: Tensor, e: float) -> Tensor:
+    won = margin.sigmoid() * (logsigmoid(margin) - math.log1p(-e))
+    return won + (-margin).sigmoid() * (logsigmoid(-margin) - math.log(e))
+
+
+def _nca(a: Tensor, b: Tensor) -> Tensor:
+    return -logsigmoid(a) - (logsigmoid(-a) + logsigmoid(-b)) / 2
+
+
+def _discopop(margin: Tensor, tau: float) -> Tensor:
+    mixed = margin / tau
+    # m exp(-margin) as one exponential: apart, m underflows where exp(-margin) overflows, and 0 * inf is NaN
+    return -(-mixed).sigmoid() * logsigmoid(margin) + (logsigmoid(mixed) - margin).exp()
+
+
+_KINDS: dict[str, Callable[[_Pairs], Tensor]] = {
+    "sigmoid": lambda p: _weighed(p.margin, 1 - p.e, p.e),
+    "robust": lambda p: _weighed(p.margin, 1 - p.e, -p.e) / (1 - 2 * p.e),
+    "hinge": lambda p: (1 - p.margin).relu(),
+    "ipo": lambda p: (p.d - 1 / (2 * p.beta)) ** 2,
+    "sigmoid_norm": lambda p: -logsigmoid(p.margin),
+    "exo_pair": lambda p: _exo(p.margin, p.e),
+    "nca_pair": lambda p: _nca(p.beta * p.a, p.beta * p.b),
+    "bco_pair": lambda p: -logsigmoid(p.beta * p.a) - logsigmoid(-p.beta * p.b),
+    "sppo_hard": lambda p: (p.a - 1 / (2 * p.beta)) ** 2 + (p.b + 1 / (2 * p.beta)) ** 2,
+    "apo_zero": lambda p: (-p.beta * p.a).sigmoid() + (p.beta * p.b).sigmoid(),
+    "apo_down": lambda p: (p.beta * p.a).sigmoid() + (-p.beta * p.d).sigmoid(),
+    "discopop": lambda p: _discopop(p.margin, p.tau),
+    "aot": lambda p: _weighed(p.margin, 1 - p.e, p.e),
+    "aot_unpaired": lambda p: _weighed(p.margin, 1 - p.e, p.e),
+}
+DPO_KINDS = tuple(_KINDS)
+"""The words that `dpo_loss` takes as ``kind``; its docstring has the formula of each."""
+_SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
+_OF_DIFFERENCE = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "discopop")
+_PER_TOKEN = ("ipo", "sigmoid_norm")

@@ -1,26 +1,21 @@
 """From one value a token to one a sequence, and to one a batch: every denominator has a name."""
 
-from typing import Literal
+from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
+from lowtide.arguments import positive_scalar
 from lowtide.errors import ArgumentValueError, message
-from lowtide.losses.checks import check_choice, check_count, check_like, check_mask, check_tokens
+from lowtide.losses.checks import check_choice, check_kept, check_like, check_tokens
 
 TokenReduction = Literal["token", "sequence", "sequence_sum", "sum", "none"]
 SequenceReduction = Literal["mean", "sum", "none"]
-
-TOKEN_REDUCTIONS = ("token", "sequence", "sequence_sum", "sum", "none")
-SEQUENCE_REDUCTIONS = ("mean", "sum", "none")
+NumItems = float | Tensor | None
+TOKEN_REDUCTIONS, SEQUENCE_REDUCTIONS = get_args(TokenReduction), get_args(SequenceReduction)
 
 
 def reduce_tokens(
-    values: Tensor,
-    mask: Tensor | None = None,
-    *,
-    reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    values: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
 ) -> Tensor:
     """Reduce one value a token to a loss, with a denominator that is said.
 
@@ -32,56 +27,42 @@ def reduce_tokens(
         "sum"            sum_it v_it
         "none"           v_it, exactly 0 where masked
 
-    ``num_items`` replaces the last denominator: the tokens of the whole step for "token", its sequences for
-    "sequence" and "sequence_sum". Gradient accumulation and data parallelism need that; a mean of means is not the
-    mean.
+    Gradient accumulation and data parallelism need ``num_items``; a mean of means is not the mean.
 
     Args:
         values: Values of tokens [..., T]; the last axis is a sequence's tokens, each leading index a sequence.
         mask: bool or integers [..., T], not 0 where a token counts, or None for all. Nothing leaves a masked position,
             not even a NaN, in value or gradient.
         reduction: One of the five above.
-        num_items: Number above 0, or 0-d tensor (not inspected), or None: counted in this batch.
+        num_items: Number above 0, or 0-d tensor (not inspected), that replaces the last denominator: the tokens of the
+            whole step for "token", its sequences for "sequence" and "sequence_sum". None: counted in this batch.
 
     Returns:
         Tensor: Scalar, or [..., T] with "none"; float32, or float64 if ``values`` is. A sequence without kept tokens
         is 0 and still one of the B; where nothing is kept, the result is 0 and connected to ``values``.
 
     Raises:
-        ArgumentValueError: A shape, device, word or count that does not fit; also a `ValueError`.
+        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
         ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
     """
     check_choice("reduction", reduction, TOKEN_REDUCTIONS)
-    values = check_tokens("values", values)
-    keep = check_mask(mask, "values", values)
-    values = values.where(keep, 0)
-    count = _count(num_items, reduction, reduction not in ("sum", "none"), values.dtype)
-    if reduction == "none":
-        return values
-    if reduction == "sum":
-        return values.sum()
-    if reduction == "token":
-        return values.sum() / (keep.sum().clamp(min=1) if count is None else count)
-    sequences = values.sum(-1)
-    if reduction == "sequence":
-        sequences = sequences / keep.sum(-1).clamp(min=1)
-    return sequences.sum() / (max(sequences.numel(), 1) if count is None else count)
+    values, keep = check_kept("values", values, mask)
+    if reduction in ("sequence", "sequence_sum"):
+        values = per_sequence(values, keep, average=reduction == "sequence")
+        return _reduced(values, reduction, max(values.numel(), 1), num_items)
+    return _reduced(values, reduction, keep.sum().clamp(min=1) if reduction == "token" else None, num_items)
 
 
-def reduce_sequences(values: Tensor, reduction: SequenceReduction, num_items: float | Tensor | None) -> Tensor:
-    """Reduce one value a sequence [...]: "mean" over them (over ``num_items``, where given), "sum" or "none".
-
-    Raises:
-        ArgumentValueError: A word or count that does not fit.
-        ArgumentTypeError: ``num_items`` is neither a number nor a tensor.
-    """
+def reduce_sequences(values: Tensor, reduction: SequenceReduction, num_items: NumItems) -> Tensor:
+    """Reduce one value a sequence [...]: "mean" over them (over ``num_items``, where given), "sum" or "none"."""
     check_choice("reduction", reduction, SEQUENCE_REDUCTIONS)
-    count = _count(num_items, reduction, reduction == "mean", values.dtype)
-    if reduction == "none":
-        return values
-    if reduction == "sum":
-        return values.sum()
-    return values.sum() / (max(values.numel(), 1) if count is None else count)
+    return _reduced(values, reduction, max(values.numel(), 1) if reduction == "mean" else None, num_items)
+
+
+def per_sequence(values: Tensor, keep: Tensor, *, average: bool) -> Tensor:
+    """Return the sum, or the mean over kept tokens, of each sequence's values, which are 0 where masked."""
+    total = values.sum(-1)
+    return total / keep.sum(-1).clamp(min=1) if average else total
 
 
 def sequence_logprobs(logprob: Tensor, mask: Tensor | None = None, *, average: bool = False) -> Tensor:
@@ -94,20 +75,16 @@ def sequence_logprobs(logprob: Tensor, mask: Tensor | None = None, *, average: b
 
     Args:
         logprob: Log-probabilities of tokens [..., T], as `lowtide.linear_logprobs` returns them.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
         average: Whether to divide by the number n of kept tokens.
 
     Returns:
         Tensor: [...], float32 or float64; 0 for a sequence without kept tokens.
 
     Raises:
-        ArgumentValueError: A shape or device that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
-    logprob = check_tokens("logprob", logprob)
-    keep = check_mask(mask, "logprob", logprob)
-    total = logprob.where(keep, 0).sum(-1)
-    return total / keep.sum(-1).clamp(min=1) if average else total
+    return per_sequence(*check_kept("logprob", logprob, mask), average=average)
 
 
 def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -122,14 +99,13 @@ def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None
         logprob: Log-probabilities of tokens [..., T].
         sum_sq_prob: Sum of the squared probabilities of the vocabulary at each token [..., T], a field of what
             `lowtide.linear_token_stats` returns.
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
+        mask: As in `reduce_tokens`.
 
     Returns:
         Tensor: [...], float32 or float64, not differentiated; 1 for a sequence without kept tokens.
 
     Raises:
-        ArgumentValueError: A shape or device that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Zhou et al. 2024, "WPO: Enhancing RLHF with Weighted Preference Optimization", arXiv 2406.11827, eq. 2.
     """
@@ -138,12 +114,14 @@ def wpo_weights(logprob: Tensor, sum_sq_prob: Tensor, mask: Tensor | None = None
     return sequence_logprobs(logprob - sum_sq_prob.log(), mask, average=True).exp()
 
 
-def _count(num_items: float | Tensor | None, reduction: str, divides: bool, dtype: torch.dtype) -> Tensor | None:
-    if num_items is None:
-        return None
-    if not divides:
-        got = "a tensor" if isinstance(num_items, Tensor) else f"{num_items!r}"
-        raise ArgumentValueError(
-            message("num_items", f"None with reduction={reduction!r}", got, "Only a mean is divided.")
-        )
-    return check_count("num_items", num_items, dtype)
+def _reduced(values: Tensor, reduction: str, count: NumItems, num_items: NumItems) -> Tensor:
+    """Return the sum over ``num_items``, or over ``count`` without it; where that is None, nothing is divided."""
+    if count is None:
+        if num_items is not None:
+            got = "a tensor" if isinstance(num_items, Tensor) else f"{num_items!r}"
+            hint = "Only a mean is divided."
+            raise ArgumentValueError(message("num_items", f"None with reduction={reduction!r}", got, hint))
+        return values if reduction == "none" else values.sum()
+    if num_items is not None:
+        count = positive_scalar("num_items", num_items, values.dtype).detach().to(values.dtype)
+    return values.sum() / count

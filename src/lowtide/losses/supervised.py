@@ -1,19 +1,21 @@
-"""Supervised fine-tuning: negative log-likelihood and its variants."""
+"""Losses of one value a token: supervised fine-tuning and its variants, and distillation from a teacher.
+
+Distillation takes divergences of whole distributions, or both models' log-probabilities of sampled tokens.
+"""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lowtide.arguments import check_number
-from lowtide.losses.checks import check_like, check_mask, check_not_negative, check_tokens
-from lowtide.losses.reduction import TokenReduction, reduce_tokens
+from lowtide.losses.checks import check_choice, check_kept, check_like, check_not_negative, check_positive, check_tokens
+from lowtide.losses.policy_terms import kl_estimate
+from lowtide.losses.reduction import NumItems, TokenReduction, reduce_tokens
 
 
 def sft_loss(
-    logprob: Tensor,
-    mask: Tensor | None = None,
-    *,
-    reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    logprob: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
 ) -> Tensor:
     """Return the negative log-likelihood.
 
@@ -23,27 +25,18 @@ def sft_loss(
 
     Args:
         logprob: Log-probabilities of the targets [..., T].
-        mask: bool or integers [..., T], not 0 where a token counts, or None for all.
-        reduction: ``"token"``, ``"sequence"``, ``"sequence_sum"``, ``"sum"`` or ``"none"``: see `reduce_tokens`.
-        num_items: Number above 0, or 0-d tensor (not inspected), that replaces the last denominator: tokens with
-            "token", sequences with "sequence" and "sequence_sum".
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        mask: As in `reduce_tokens`.
+        reduction: As in `reduce_tokens`.
+        num_items: As in `reduce_tokens`, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, word or count that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
     """
     return reduce_tokens(-check_tokens("logprob", logprob), mask, reduction=reduction, num_items=num_items)
 
 
 def dft_loss(
-    logprob: Tensor,
-    mask: Tensor | None = None,
-    *,
-    reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    logprob: Tensor, mask: Tensor | None = None, *, reduction: TokenReduction = "token", num_items: NumItems = None
 ) -> Tensor:
     """Return dynamic fine-tuning's loss: each token weighed by its own probability, which is not differentiated.
 
@@ -51,21 +44,16 @@ def dft_loss(
 
     Args:
         logprob: Log-probabilities of the targets [..., T].
-        mask: As in `sft_loss`.
-        reduction: As in `sft_loss`.
-        num_items: As in `sft_loss`.
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        mask: As in `reduce_tokens`.
+        reduction: As in `reduce_tokens`.
+        num_items: As in `reduce_tokens`, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
-    Source: Wu et al. 2025, "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward
-    Rectification", arXiv 2508.05629.
+    Source: Wu et al. 2025, "On the Generalization of SFT", arXiv 2508.05629.
     """
-    logprob = _kept(logprob, mask)
+    logprob, _ = check_kept("logprob", logprob, mask)
     return reduce_tokens(-logprob.exp().detach() * logprob, mask, reduction=reduction, num_items=num_items)
 
 
@@ -75,7 +63,7 @@ def focal_loss(
     *,
     gamma: float = 2.0,
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return the focal loss: tokens that the model is sure of count for less.
 
@@ -86,22 +74,18 @@ def focal_loss(
 
     Args:
         logprob: Log-probabilities of the targets [..., T].
-        mask: As in `sft_loss`.
+        mask: As in `reduce_tokens`.
         gamma: 0 or above; 0 is the negative log-likelihood, 2 the paper's.
-        reduction: As in `sft_loss`.
-        num_items: As in `sft_loss`.
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        reduction: As in `reduce_tokens`.
+        num_items: As in `reduce_tokens`, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Lin et al. 2017, "Focal Loss for Dense Object Detection", arXiv 1708.02002, eq. 4.
     """
     gamma = check_not_negative("gamma", gamma)
-    logprob = _kept(logprob, mask)
+    logprob, _ = check_kept("logprob", logprob, mask)
     unsure = (-logprob.expm1()).clamp(min=torch.finfo(logprob.dtype).tiny)
     return reduce_tokens(-(unsure**gamma) * logprob, mask, reduction=reduction, num_items=num_items)
 
@@ -114,38 +98,33 @@ def label_smoothed_loss(
     *,
     label_smoothing: float = 0.1,
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return the cross entropy against targets mixed with the uniform distribution.
 
         -(1 - a) logprob_t + a (lse_t - mean_logit_t)          a = ``label_smoothing``
 
     which is `torch.nn.functional.cross_entropy`'s: lse - mean_logit is -1/V times the sum of all log-probabilities.
+    The three tensors are fields of what `lowtide.linear_token_stats` returns.
 
     Args:
         logprob: Log-probabilities of the targets [..., T].
         mean_logit: Mean of each token's logits over the vocabulary [..., T].
-        lse: logsumexp of each token's logits [..., T]. All three are fields of what `lowtide.linear_token_stats`
-            returns.
-        mask: As in `sft_loss`.
+        lse: logsumexp of each token's logits [..., T].
+        mask: As in `reduce_tokens`.
         label_smoothing: a, from 0 to 1.
-        reduction: As in `sft_loss`.
-        num_items: As in `sft_loss`.
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        reduction: As in `reduce_tokens`.
+        num_items: As in `reduce_tokens`, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Szegedy et al. 2015, "Rethinking the Inception Architecture for Computer Vision", arXiv 1512.00567.
     """
     a = check_number("label_smoothing", label_smoothing, 0, 1)
     logprob = check_tokens("logprob", logprob)
     mean_logit = check_like("mean_logit", mean_logit, "logprob", logprob)
-    lse = check_like("lse", lse, "logprob", logprob)
-    loss = -(1 - a) * logprob + a * (lse - mean_logit)
+    loss = -(1 - a) * logprob + a * (check_like("lse", lse, "logprob", logprob) - mean_logit)
     return reduce_tokens(loss, mask, reduction=reduction, num_items=num_items)
 
 
@@ -155,7 +134,7 @@ def z_loss(
     *,
     coef: float = 1e-4,
     reduction: TokenReduction = "token",
-    num_items: float | Tensor | None = None,
+    num_items: NumItems = None,
 ) -> Tensor:
     """Return the z-loss, to be added to another: it keeps the softmax's normaliser near 1.
 
@@ -163,26 +142,88 @@ def z_loss(
 
     Args:
         lse: logsumexp of each token's logits [..., T], a field of what `lowtide.linear_token_stats` returns.
-        mask: As in `sft_loss`.
+        mask: As in `reduce_tokens`.
         coef: Factor, 0 or above; the paper's is 1e-4.
-        reduction: As in `sft_loss`.
-        num_items: As in `sft_loss`.
-
-    Returns:
-        Tensor: Scalar, or [..., T] with "none"; float32, or float64 for float64.
+        reduction: As in `reduce_tokens`.
+        num_items: As in `reduce_tokens`, as is the result.
 
     Raises:
-        ArgumentValueError: A shape, device, number or word that does not fit; also a `ValueError`.
-        ArgumentTypeError: A dtype that does not fit; also a `TypeError`.
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
 
     Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv 2204.02311, section 5.
     """
     coef = check_not_negative("coef", coef)
-    lse = check_tokens("lse", lse)
-    lse = lse.where(check_mask(mask, "lse", lse), 0)
+    lse, _ = check_kept("lse", lse, mask)
     return reduce_tokens(coef * lse * lse, mask, reduction=reduction, num_items=num_items)
 
 
-def _kept(logprob: Tensor, mask: Tensor | None) -> Tensor:
-    logprob = check_tokens("logprob", logprob)
-    return logprob.where(check_mask(mask, "logprob", logprob), 0)
+def gkd_loss(
+    divergence: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: TokenReduction = "token",
+    num_items: NumItems = None,
+) -> Tensor:
+    """Return generalised knowledge distillation's loss from one divergence a token.
+
+        temperature^2 D_t(teacher, student)
+
+    D is any divergence of the two distributions: the forward or reverse KL or GKD's generalised Jensen-Shannon
+    divergence, as `lowtide.linear_divergence` returns them without the logits of either model. GKD takes it on answers
+    of the student in a share lambda of the batches and on the data's in the others: which answers these are is the
+    caller's.
+
+    Args:
+        divergence: One a token [..., T].
+        mask: As in `reduce_tokens`.
+        temperature: The temperature of both distributions, above 0. Gradients shrink with its square, which the factor
+            makes good (Hinton et al. 2015, arXiv 1503.02531); `lowtide.linear_divergence` has no such factor.
+        reduction: As in `reduce_tokens`.
+        num_items: As in `reduce_tokens`, as is the result.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models", arXiv 2306.13649.
+    """
+    scale = check_positive("temperature", temperature) ** 2
+    values = scale * check_tokens("divergence", divergence)
+    return reduce_tokens(values, mask, reduction=reduction, num_items=num_items)
+
+
+def sampled_distillation_loss(
+    logprob: Tensor,
+    teacher_logprob: Tensor,
+    mask: Tensor | None = None,
+    *,
+    kind: Literal["k2", "k3"] = "k2",
+    reduction: TokenReduction = "token",
+    num_items: NumItems = None,
+) -> Tensor:
+    """Return an on-policy distillation loss from both models' log-probabilities of tokens that the student sampled.
+
+        "k2"   (log p_t - log q_t)^2 / 2      gradient (log p_t - log q_t) grad log p_t: that of KL(student || teacher)
+        "k3"   q_t/p_t - 1 - log(q_t/p_t)     gradient (1 - q_t/p_t) grad log p_t: that of KL(teacher || student)
+
+    with p the student's and q the teacher's probability; the gradients are those of the KL at each token in expectation
+    over the student's samples. No distribution of the teacher is needed, only one number a token; `gkd_loss` of a
+    divergence has less variance.
+
+    Args:
+        logprob: The student's log-probabilities of the tokens that it sampled [..., T].
+        teacher_logprob: The teacher's of the same tokens [..., T], not differentiated.
+        mask: As in `reduce_tokens`.
+        kind: ``"k2"`` or ``"k3"``: see `kl_estimate`.
+        reduction: As in `reduce_tokens`.
+        num_items: As in `reduce_tokens`, as is the result.
+
+    Raises:
+        ArgumentValueError, ArgumentTypeError: As in `reduce_tokens`.
+
+    Source: Gu et al. 2023, "MiniLLM", arXiv 2306.08543; Schulman 2020 as in `kl_estimate`, for the estimates.
+    """
+    check_choice("kind", kind, ("k2", "k3"))
+    teacher = check_like("teacher_logprob", teacher_logprob, "logprob", check_tokens("logprob", logprob))
+    values = kl_estimate(logprob, teacher, mask, kind=kind)
+    return reduce_tokens(values, mask, reduction=reduction, num_items=num_items)

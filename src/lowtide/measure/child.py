@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,7 @@ def run_command(command: Sequence[str], *, env: Mapping[str, str] | None = None,
 
 
 def run_child(
-    function: Callable[..., Any],
-    *args: Any,
-    capture: bool = True,
-    env: Mapping[str, str] | None = None,
-    **kwargs: Any,
+    function: Callable[..., Any], *args: Any, capture: bool = True, env: Mapping[str, str] | None = None, **kwargs: Any
 ) -> ChildResult:
     """Call a function in a fresh interpreter and return its value, seconds and peak resident memory.
 
@@ -116,14 +112,7 @@ def run_child(
         if ended.returncode != 0 or not answer.exists():
             return ended
         told = json.loads(answer.read_text())
-    return ChildResult(
-        returncode=0,
-        seconds=ended.seconds,
-        peak_bytes=told["peak_bytes"],
-        value=told["value"],
-        stdout=ended.stdout,
-        stderr=ended.stderr,
-    )
+    return replace(ended, peak_bytes=told["peak_bytes"], value=told["value"])
 
 
 def _call_here() -> None:

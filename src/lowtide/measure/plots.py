@@ -73,11 +73,7 @@ def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, 
         rows: the panels of each row, by the label of its values.
         columns: the labels of the sizes.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _empty_figure(4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9)
     figure.suptitle(title, fontsize=11)
     grid = figure.subplots(len(rows), len(columns), sharey="row", sharex="col", squeeze=False)
     everything = [line for panels in rows.values() for panel in panels for line in panel.lines]
@@ -247,12 +243,17 @@ def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point
     figure.savefig(file, dpi=150, format="png")
 
 
-def _figure(title: str) -> tuple[Any, Any]:
+def _empty_figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    figure = _empty_figure(8, 5.6)
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
@@ -267,8 +268,10 @@ def _round_ticks(axis: Any, least: float, most: float) -> None:
 
 
 def _set_ticks(axis: Any, ticks: Sequence[float]) -> None:
-    axis.set_major_locator(_locator(ticks))
-    axis.set_minor_locator(_locator([]))
+    from matplotlib.ticker import FixedLocator
+
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(FixedLocator([]))
     axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
 
@@ -277,12 +280,6 @@ def _over(limit: float) -> Callable[[Any], Any]:
     import numpy as np
 
     return lambda value: limit / np.maximum(value, 1e-12)
-
-
-def _locator(ticks: Sequence[float]) -> Any:
-    from matplotlib.ticker import FixedLocator
-
-    return FixedLocator(ticks)
 
 
 def name_points(

@@ -20,8 +20,7 @@ def resident_bytes() -> int:
 
     On Linux it counts pages of files that are mapped in, as the peak does.
     """
-    value = _status_bytes("VmRSS")
-    if value is not None:
+    if (value := _field_bytes(_STATUS, "VmRSS")) is not None:
         return value
     try:
         import psutil
@@ -32,8 +31,7 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Return the highest resident memory of this process, in bytes, since it began or since `reset_peak_resident`."""
-    value = _status_bytes("VmHWM")
-    if value is not None:
+    if (value := _field_bytes(_STATUS, "VmHWM")) is not None:
         return value
     if sys.platform == "win32":
         return resident_bytes()
@@ -117,11 +115,6 @@ def reset_cuda_peak() -> None:
     """Set the CUDA allocator's high-water mark back to what is allocated now; nothing without CUDA."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-
-
-def _status_bytes(name: str) -> int | None:
-    """Return one field of /proc/self/status in bytes, None where there is no such file or field."""
-    return _field_bytes(_STATUS, name)
 
 
 def _field_bytes(file: Path, name: str) -> int | None:
