@@ -301,11 +301,10 @@ def test_every_error_is_a_lowtide_error_and_a_builtin() -> None:
 
 
 def test_a_shard_needs_a_process_group() -> None:
+    message = r"^group: expected a process group .* Call .*init_process_group first"
     for make in (
         lambda: lowtide.VocabShard.of(torch.randn(3, 4)),
         lambda: lowtide.VocabShard(group=None, first=0, rows=3, vocab=6),
     ):
-        with pytest.raises(
-            lowtide.errors.ArgumentValueError, match=r"^group: expected a process group .* Call .*init_process_group first"
-        ):
+        with pytest.raises(lowtide.errors.ArgumentValueError, match=message):
             make()
