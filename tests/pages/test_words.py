@@ -18,7 +18,7 @@ import pytest
 from pages.blocks import PAGES, ROOT
 
 GENERATED = ROOT / "docs" / "supported-models.md"  # by the code, of whose messages its words are
-CODE = re.compile(r"^ *```.*?^ *```$|^ {4,}.*$|``.+?``|`[^`]*`", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^ *```.*?^ *```$|^ {4,}[^\n]*$|``.+?``|`[^`]*`", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,14 @@ PHRASES = (
     Phrase(
         r"\b(compute[sd]?|built|builds?) (it |them )?(again|once more|a second time)\b", "recomputed", in_messages=False
     ),
-    Phrase(r"\b(keeps?|kept|keeping)( \w+)? for backward\b", "saved for backward", in_messages=False),
+    Phrase(
+        r"\b(keeps?|kept|keeping)( \w+)? for backward\b|\b(layers?|MLPs?|norms?) (keeps?|kept)\b",
+        "saved for backward",
+        in_messages=False,
+    ),
     Phrase(r"\bkept tokens?\b", "valid tokens"),
     Phrase(r"\bas (it|they) (came|comes?)\b", "unmodified, stock", in_messages=False),
-    Phrase(r"\b(bare|matrix) products?\b", "GEMMs", in_messages=False),
+    Phrase(r"\b(bare|matrix) products?\b|\bthe products\b", "GEMMs", in_messages=False),
     Phrase(r"\b(some|few) (rows|tokens) at a time\b|\b(piece|part)s? at a time\b", "in chunks"),
     Phrase(r"\bin turns\b", "interleaved", in_messages=False),
     Phrase(r"\b(told|speaks?)\b", "reported, prints, logs", in_messages=False),
@@ -99,6 +103,7 @@ def test_a_phrase_is_seen_in_prose_and_in_messages_but_not_in_code_or_docstrings
         "recomputed"
     ]
     code = f"Fine.\n\n```\n{said}\n```\n\n    {said}\n\n`by name`, ``by name``\n"
+    assert len([phrase for phrase in PHRASES if phrase.found_in(prose_of(f"{code}\nAs it came."))]) == 1
     assert not [phrase for phrase in PHRASES if phrase.found_in(prose_of(code))]
     module = 'def f(x):\n    """Told by name."""\n    raise ValueError(f"Is {x} meant?", "See there.")\n'
     texts = list(messages_of(module))
