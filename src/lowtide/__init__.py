@@ -77,5 +77,5 @@ __getattr__, __dir__ = on_first_use(
         "lowtide.nn": (),
         "lowtide.trl": ("TrlReport", "patch_trl", "unpatch_trl"),
     },
-    needs={"PatchCallback": "transformers"},
+    needs={"PatchCallback": ("transformers", "lowtide[hf]")},
 )

@@ -10,15 +10,15 @@ from lowtide.errors import UnsupportedError, message
 
 
 def on_first_use(
-    package: str, homes: Mapping[str, Iterable[str]], needs: Mapping[str, str] | None = None
+    package: str, homes: Mapping[str, Iterable[str]], needs: Mapping[str, tuple[str, str]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and ``__dir__`` of a package whose public names are imported on first use.
 
     Args:
         package: Its name.
         homes: The public names by the module that each stands in, in full; none of a module: the module itself.
-        needs: Names that exist only where another package is installed, and which: without it they are an
-            `UnsupportedError`, and not listed.
+        needs: Names that exist only where another package is installed: which, and what installs it. Without it they
+            are an `UnsupportedError`, and not listed.
 
     Returns:
         tuple: The two functions. ``__dir__`` lists the public names alone, those of ``__all__``.
@@ -28,7 +28,7 @@ def on_first_use(
     needs = needs or {}
 
     def lacks(name: str) -> bool:
-        return name in needs and find_spec(needs[name]) is None
+        return name in needs and find_spec(needs[name][0]) is None
 
     def get(name: str) -> Any:
         if name in modules:
@@ -36,8 +36,8 @@ def on_first_use(
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if lacks(name):
-            hint = f"pip install {needs[name]}"
-            raise UnsupportedError(message(name, f"{needs[name]} to be installed", "none", hint))
+            other, installed = needs[name]
+            raise UnsupportedError(message(name, f"{other} to be installed", "none", f"pip install '{installed}'"))
         value = getattr(import_module(home[name]), name)
         setattr(sys.modules[package], name, value)  # found there from now on, by what reads its dictionary too
         return value

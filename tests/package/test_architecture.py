@@ -313,7 +313,7 @@ except lowtide.errors.UnsupportedError as error:
     print(error)
 """
     ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert ended.stdout == "PatchCallback: expected transformers to be installed, got none. pip install transformers\n"
+    assert ended.stdout == "PatchCallback: expected transformers to be installed, got none. pip install 'lowtide[hf]'\n"
 
 
 def test_public_names_are_reachable_and_documented() -> None:
