@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cli.scripts import result, run_script
+from cli.results import result
 from lowtide.bench import head as benchmark
 from lowtide.bench import pictures
 from lowtide.bench import tune as tuning
@@ -74,12 +74,6 @@ def test_the_default_sweep_leaves_out_what_changes_nothing(tmp_path: Path) -> No
     assert rows == sorted(set(rows))
     assert 2 <= len(rows) <= benchmark.SWEEP_POINTS
     assert "table" not in shape
-
-
-def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--shape", "32,8,64", "--only", "naive", *QUICK, "--output", tmp_path]
-    assert (run_script("head", *run), capsys.readouterr().err) == (0, "")
-    assert result(tmp_path)["shapes"][0]["table"][0]["ms"] > 0
 
 
 def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

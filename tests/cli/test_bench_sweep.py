@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 import torch
 
-from cli.scripts import result, run_script
+from cli.results import result
 from lowtide.bench import pictures, sweep
 from lowtide.bench.peers import PEERS, Peer
 from lowtide.bench.rows import Bench
@@ -179,12 +179,6 @@ def test_lowtides_own_failure_is_status_1_but_for_want_of_memory(
     run = ["--shape", "9,4,30", "--tokens", "9", "--hidden", "none", "--vocab", "none", *QUICK, "--no-error"]
     assert bench(*run, "--output", tmp_path) == status
     assert result(tmp_path)["points"][0]["rows"][0]["failed"] == failed
-
-
-def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--shape", "9,4,30", "--tokens", "9", "--hidden", "none", "--vocab", "none", *QUICK, "--output", tmp_path]
-    assert (run_script("sweep", *run), capsys.readouterr().err) == (0, "")
-    assert len(result(tmp_path)["points"]) == 1
 
 
 def test_lines_are_powers_of_two_around_the_shape() -> None:
