@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lowtide.bench import head as benchmark
 from lowtide.bench import pictures
 from lowtide.bench import tune as tuning
 from lowtide.bench.config import HeadBenchConfig, TuneConfig
-from lowtide.bench.peers import PEERS, Peer
+from lowtide.bench.peers import PEERS
 from lowtide.bench.problem import SETTINGS
 from lowtide.bench.shapes import SHAPES
 from lowtide.cli import main
@@ -82,10 +83,10 @@ def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(tmp_path: Path, mon
 
     run = ["--shape", "32,8,64", "--only", "lowtide", "naive", "--no-error", *QUICK, "--output"]
     naive, lowtide = PEERS["naive"], PEERS["lowtide"]
-    monkeypatch.setitem(PEERS, "naive", Peer(naive.name, naive.about, fail))
+    monkeypatch.setitem(PEERS, "naive", dataclasses.replace(naive, build=fail))
     assert head(*run, tmp_path / "a") == 0
     assert result(tmp_path / "a")["shapes"][0]["table"][1]["failed"] == "RuntimeError: broken"
-    monkeypatch.setitem(PEERS, "lowtide", Peer(lowtide.name, lowtide.about, fail, options=lowtide.options))
+    monkeypatch.setitem(PEERS, "lowtide", dataclasses.replace(lowtide, build=fail))
     assert head(*run, tmp_path / "b") == 1
 
 

@@ -14,8 +14,9 @@ import torch
 
 from cli.results import result
 from lowtide.bench import pictures, sweep
-from lowtide.bench.peers import PEERS, Peer
-from lowtide.bench.rows import Bench
+from lowtide.bench.harness import Peer
+from lowtide.bench.limit import Bench
+from lowtide.bench.peers import PEERS
 from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
 from lowtide.cli import main
 from lowtide.measure import plots
@@ -122,9 +123,11 @@ def test_what_was_another_sweep_is_left_alone(tmp_path: Path, monkeypatch: pytes
     lines = ["--tokens", "5", "20", "--hidden", "none", "--vocab", "none", *QUICK, "--only", "naive"]
     run = ["--shape", "20,6,90", *lines, "--no-error", "--output", tmp_path]
     with monkeypatch.context() as patched:
-        measure = sweep._Run.measure
+        measure = sweep._Sweep.measure
         patched.setattr(
-            sweep._Run, "measure", lambda self, shape: (interrupted if self.told["points"] else measure)(self, shape)
+            sweep._Sweep,
+            "measure",
+            lambda self, shape: (interrupted if self.run.result["points"] else measure)(self, shape),
         )
         assert bench(*run) == 130
     (old,) = tmp_path.glob("*.json")

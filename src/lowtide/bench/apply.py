@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import ApplyBenchConfig
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import chosen_device, chosen_dtype, reason_of, release
 from lowtide.bench.problem import ROWS, blocks, make_problem
 from lowtide.bench.reference import exact_products, relative_error
 from lowtide.bench.results import begin
-from lowtide.bench.rows import reason_of, release
 from lowtide.bench.shapes import Shape
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import ApplyBenchConfig
-from lowtide.bench.rows import release
+from lowtide.bench.harness import release
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.apply import linear_apply
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from lowtide.bench.divergence import KINDS, PAIR_SHAPES, PairShape, parse_pair
 from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
+from lowtide.bench.harness import Peer
 from lowtide.bench.mlp_peers import MLP_PEERS, MlpShape, parse_mlp
 from lowtide.bench.peers import PEERS
 from lowtide.bench.settings import Dtype, RunSettings, Settings, command_of, number, setting
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES, Shape, parse_numbers, parse_shape
 from lowtide.bench.stats import WORKS
 from lowtide.bench.stats_peers import STATS_PEERS
-from lowtide.bench.tokens import TokenPeer
 from lowtide.errors import ArgumentValueError, message
 from lowtide.memory.policy_words import parse_policies, split_states
 
@@ -308,7 +308,7 @@ class TokenBenchConfig(RunSettings):
     """
 
     benchmark: ClassVar[str]
-    known_peers: ClassVar[Mapping[str, TokenPeer]]
+    known_peers: ClassVar[Mapping[str, Peer]]
     known_works: ClassVar[tuple[str, ...]]
 
     shape: tuple[str, ...] = setting((), "named shapes ({shapes}), numbers, or all", metavar="SHAPE")

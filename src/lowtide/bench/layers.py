@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import chosen_device, chosen_dtype, reason_of, release
 from lowtide.bench.reference import relative_error
 from lowtide.bench.results import begin
-from lowtide.bench.rows import reason_of, release
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.measure.timing import time_side_by_side
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import chosen_device, chosen_dtype
 from lowtide.bench.longest_config import LongestBenchConfig
 from lowtide.bench.longest_fit import OWN, Demand, Fit
 from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of, measure

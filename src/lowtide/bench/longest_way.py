@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.bench.harness import reason_of
 from lowtide.bench.longest_config import OFFLOADED
 from lowtide.bench.longest_fit import LORA, OWN
-from lowtide.bench.rows import reason_of
 from lowtide.bench.step_way import VOCABULARY, steps
 from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing, with_lora
 from lowtide.errors import UnsupportedError

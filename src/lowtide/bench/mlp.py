@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.bench.config import MlpBenchConfig
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import CannotError, chosen_device, chosen_dtype, reason_of, release
 from lowtide.bench.mlp_peers import MLP_PEERS, MlpPeer, Stack, bare_products, make_stack
-from lowtide.bench.peers import LOWTIDE, CannotError
+from lowtide.bench.peers import LOWTIDE
 from lowtide.bench.results import begin
-from lowtide.bench.rows import reason_of, release
 from lowtide.measure.timing import kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import mib
 

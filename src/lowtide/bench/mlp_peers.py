@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.peers import LIGER, LOWTIDE, CannotError
+from lowtide.bench.harness import CannotError
+from lowtide.bench.peers import LIGER, LOWTIDE
 from lowtide.errors import ArgumentValueError, message
 from lowtide.mlp.swiglu import swiglu_mlp
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.bench.config import StepBenchConfig
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import chosen_device, chosen_dtype
 from lowtide.bench.results import begin
 from lowtide.bench.step_way import VOCABULARY, measure
 from lowtide.bench.ways import language_part

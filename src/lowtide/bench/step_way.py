@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
+from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
 from lowtide.bench.ways import LOWTIDE, SDPA, Way, attention_of, build_way, make_optimizer
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.child import allocator_setting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
 
 import torch
 
@@ -22,13 +23,13 @@ from lowtide.bench.config import (
     TuneConfig,
 )
 from lowtide.bench.divergence import PAIR_SHAPES
+from lowtide.bench.harness import OUT_OF_MEMORY
 from lowtide.bench.longest_config import WAYS, LongestBenchConfig
 from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
 from lowtide.bench.models_case import MAPPINGS
 from lowtide.bench.models_config import ModelsBenchConfig
 from lowtide.bench.peers import PEERS
 from lowtide.bench.problem import SETTINGS
-from lowtide.bench.rows import OUT_OF_MEMORY
 from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
 from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
 from lowtide.cli import bench_texts as texts
@@ -38,6 +39,7 @@ from lowtide.memory.policy_words import FORM, STATES_FORM
 
 Main = Callable[[argparse.Namespace], int]
 
+HOMES = {"head": "head:HEAD", "sweep": "sweep:SWEEP", "stats": "token_run:STATS", "divergence": "token_run:DIVERGENCE"}
 OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # options that say how large a run is
 
 
@@ -60,19 +62,19 @@ def add(parser: OneLineParser) -> None:
 
     settings = [setting.name for setting in SETTINGS]
     benchmark(
-        HeadBenchConfig, main, "linear + cross entropy", ("head", texts.HEAD, texts.HEAD_EXAMPLES),
+        HeadBenchConfig, _run, "linear + cross entropy", ("head", texts.HEAD, texts.HEAD_EXAMPLES),
         shapes=SHAPES, peers=PEERS, settings=settings,
     )  # fmt: skip
     benchmark(
-        SweepBenchConfig, main_sweep, "the same over tokens, hidden size and vocabulary",
+        SweepBenchConfig, _run, "the same over tokens, hidden size and vocabulary",
         ("sweep", texts.SWEEP, texts.SWEEP_EXAMPLES), shapes=SHAPES, peers=PEERS, default=SWEEP_PEERS,
     )  # fmt: skip
     benchmark(
-        StatsBenchConfig, main_tokens, "log-probabilities and entropies", ("stats", texts.STATS, texts.STATS_EXAMPLES),
+        StatsBenchConfig, _run, "log-probabilities and entropies", ("stats", texts.STATS, texts.STATS_EXAMPLES),
         shapes=SHAPES, works=StatsBenchConfig.known_works, peers=StatsBenchConfig.known_peers,
     )  # fmt: skip
     benchmark(
-        DivergenceBenchConfig, main_tokens, "distance from a teacher",
+        DivergenceBenchConfig, _run, "distance from a teacher",
         ("divergence", texts.DIVERGENCE, texts.DIVERGENCE_EXAMPLES), shapes=PAIR_SHAPES,
         works=DivergenceBenchConfig.known_works, peers=DivergenceBenchConfig.known_peers,
     )  # fmt: skip
@@ -119,30 +121,15 @@ def _begin(run: Main, config: type, examples: str) -> Main:
     return begin
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Measure the head, and return the exit status.
+def _run(arguments: argparse.Namespace) -> int:
+    """Measure, and return the exit status.
 
     Raises:
-        LowtideError: something the user can mend.
+        LowtideError: something the user can fix.
     """
-    from lowtide.bench.head import run
-
-    config = HeadBenchConfig(**_given(arguments, HeadBenchConfig))
-    results = run(config, _say)
-    return int(any(row.failed and row.plan is not None for result in results for row in result.rows))
-
-
-def main_sweep(arguments: argparse.Namespace) -> int:
-    """Measure the head along its three sizes, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.sweep import run
-
-    told = run(SweepBenchConfig(**_given(arguments, SweepBenchConfig)), _say)
-    rows = [row for point in told["points"] for row in point["rows"] if "plan" in row]
-    return int(any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows))
+    file, _, name = HOMES[arguments.benchmark].partition(":")
+    benchmark = getattr(import_module(f"lowtide.bench.{file}"), name)
+    return int(benchmark.run(arguments.config(**_given(arguments, arguments.config)), _say).status)
 
 
 def main_apply(arguments: argparse.Namespace) -> int:
@@ -167,19 +154,6 @@ def main_mlp(arguments: argparse.Namespace) -> int:
 
     rows = run(MlpBenchConfig(**_given(arguments, MlpBenchConfig)), _say)
     return int(any(row.failed and row.own for row in rows))
-
-
-def main_tokens(arguments: argparse.Namespace) -> int:
-    """Measure values of tokens, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench import token_run
-
-    config = arguments.config(**_given(arguments, arguments.config))
-    run = token_run.run_stats if isinstance(config, StatsBenchConfig) else token_run.run_divergence
-    return int(any(row.failed and row.own for row in run(config, _say)))
 
 
 def main_layers(arguments: argparse.Namespace) -> int:
