@@ -229,10 +229,15 @@ def test_the_longest_that_should_fit(way: str, train: Any) -> None:
 
 
 def test_a_policy_and_its_word() -> None:
-    for word in ("input", "all-mlp0", "attention-mlp1-offload", "input-mlp1-tile16384-offload"):
-        policy = parse_policies(word)
+    words = {
+        "input": "input", "all-mlp0": "all/0", "attention-mlp1-offload": "attention/1 offloaded",
+        "input-mlp1-tile16384-offload": "input/1 by 16384 offloaded",
+    }  # fmt: skip
+    for given, printed in words.items():
+        policy = parse_policies(given)
         assert isinstance(policy, ActivationPolicy)
-        assert word_of(policy) == word
+        assert word_of(policy) == printed
+        assert parse_policies(printed) == policy
 
 
 class Machine:
@@ -324,7 +329,7 @@ def test_the_rate_takes_of_each_ways_time(each: float, tmp_path: Path, monkeypat
         model="lowtide-small", way=("lowtide", "stock"), tokens=24, start=64, step=16, seconds=1000.0, device="cpu",
         host="60GiB", output=str(tmp_path),
     )  # fmt: skip
-    told = longest.run(config, lambda text: None)
+    told = longest.LONGEST.run(config, lambda text: None).result
     if each == 400.0:
         assert machine.asked == [24, 64, 24, 64], "the third try would have ended too late"
         assert machine.left == [1000.0, 600.0, 1000.0, 600.0]
@@ -344,10 +349,10 @@ def test_from_arguments_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert told["command"].startswith("lowtide bench longest --way lowtide --model lowtide-small --layers 1")
     assert {"commit", "date", "machine", "dtype", "config"} <= set(told)
     (rate,) = told["rows"]
-    assert (rate["tokens"], rate["kept"]) == (24, "1xinput-mlp1-tile8")
+    assert (rate["tokens"], rate["kept"]) == (24, "1 x input/1 by 8")
     assert rate["tokens_per_s"] == pytest.approx(24 / rate["seconds"], rel=1e-3)
     assert told["ways"] == []
-    assert "1xinput-mlp1-tile8" in capsys.readouterr().out
+    assert "1 x input/1 by 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,13 @@ class Table:
         heads: columns that every row has, also one that failed.
         figures: columns of a row that was measured, which has the first of them.
         notes: more about a row that was measured.
+        reason: why a row has no figures, or lacks some; None where it has all.
     """
 
     heads: tuple[Column, ...]
     figures: tuple[Column, ...]
     notes: Callable[[Row], Iterable[str]] = lambda _: ()
+    reason: Callable[[Row], str | None] = lambda row: row.get("failed") or row.get("cannot")
 
     @property
     def header(self) -> str:
@@ -101,11 +103,11 @@ class Table:
     def line(self, row: Row) -> str:
         """Return a row as text: its figures, or why there are none."""
         text = "".join(column.text(row) for column in self.heads)
-        failed = row.get("failed") or row.get("cannot")
+        reason = self.reason(row)
         if self.figures[0].of(row) is None:
-            return f"{text}{'  ' if len(self.heads) > 1 else ''}{failed}\n"
+            return f"{text}{'  ' if len(self.heads) > 1 else ''}{reason or ''}".rstrip() + "\n"
         text += "".join(column.text(row) for column in self.figures)
-        notes = "; ".join([*self.notes(row), *([failed] if failed else [])])
+        notes = "; ".join([*self.notes(row), *([reason] if reason else [])])
         return f"{text}  {notes}".rstrip() + "\n"
 
 
@@ -157,14 +159,16 @@ class Benchmark(Generic[C]):
     Attributes:
         name: of its subcommand, and of the result file after the date; ``{dtype}`` stands for the dtype.
         measure: measures all that the config of a run asks for, and adds the rows.
-        failed: whether a row that has ``failed`` is a failure of lowtide's own: then the exit status is 1.
+        failed: whether a row is a failure of lowtide's own, for which the exit status is 1.
         packages: distributions whose versions the result holds.
+        check: raises where a config asks for what cannot be measured here, before anything is written.
     """
 
     name: str
     measure: Callable[[Run[C]], None]
     failed: Callable[[Row], bool]
     packages: Iterable[str] = ()
+    check: Callable[[C], object] = lambda _: None
 
     def run(self, config: C, say: Say) -> Run[C]:
         """Measure, print each row as it is known, and write the result after each.
@@ -176,6 +180,7 @@ class Benchmark(Generic[C]):
         asked: Any = config
         device = chosen_device(asked.device)
         dtype = chosen_dtype(asked.dtype, device)
+        self.check(config)
         stem = self.name.format(dtype=str(dtype).removeprefix("torch."))
         files, result = begin(asked.output, stem, asked.command(), device, self.packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
@@ -184,7 +189,7 @@ class Benchmark(Generic[C]):
         finally:  # what is known was written, also before Ctrl-C
             if run.files.json.exists():
                 say(f"written: {run.files.json}\n")
-        run.status = int(any("failed" in row and self.failed(row) for row in run.rows))
+        run.status = int(any(map(self.failed, run.rows)))
         return run
 
 

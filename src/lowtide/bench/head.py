@@ -112,14 +112,11 @@ def measure(run: Run[HeadBenchConfig]) -> None:
     """Measure each shape with all that is asked for."""
     config, shapes = run.config, run.result.setdefault("shapes", [])
     run.result |= {"warm": config.warm, "reps": config.reps}
-    pictures = config.sweep or bool(config.tokens)
-    if pictures:
-        require_matplotlib("sweep and tokens")
     for shape in config.shapes:
         part = _Shape(run, shape)
         shapes.append(part.result)
         part.measure()
-        if pictures:
+        if config.sweep or config.tokens:
             for file in draw(part.result, run.files, run.result["machine"]):
                 run.say(f"drawn: {file}\n")
 
@@ -253,6 +250,15 @@ def plan_of(peer: LossPeer, problem: Problem) -> HeadPlan:
     )
 
 
+def _check(config: HeadBenchConfig) -> None:
+    if config.sweep or config.tokens:
+        require_matplotlib("sweep and tokens")
+
+
 HEAD = Benchmark(
-    name="head", measure=measure, failed=lambda row: "plan" in row, packages=[peer.package for peer in PEERS.values()]
+    name="head",
+    measure=measure,
+    failed=lambda row: "failed" in row and "plan" in row,
+    packages=[peer.package for peer in PEERS.values()],
+    check=_check,
 )

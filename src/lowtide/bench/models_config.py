@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lowtide.bench.models_case import MAPPINGS
 from lowtide.bench.settings import Settings, command_of, setting
@@ -15,6 +16,9 @@ class ModelsBenchConfig(Settings):
     Raises:
         ArgumentValueError: a value that no run could use.
     """
+
+    device: ClassVar[str] = "cpu"
+    dtype: ClassVar[str] = "float32"
 
     kind: tuple[str, ...] = setting((), "model types of these kinds: {kinds}; without it, all", metavar="KIND")
     only: tuple[str, ...] = setting((), "these types alone, by their model_type", metavar="TYPE")

@@ -23,7 +23,6 @@ from lowtide.bench.config import (
     TuneConfig,
 )
 from lowtide.bench.divergence import PAIR_SHAPES
-from lowtide.bench.harness import OUT_OF_MEMORY
 from lowtide.bench.longest_config import WAYS, LongestBenchConfig
 from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
 from lowtide.bench.models_case import MAPPINGS
@@ -39,7 +38,7 @@ from lowtide.memory.policy_words import FORM, STATES_FORM
 
 Main = Callable[[argparse.Namespace], int]
 
-HOMES = {"head": "head:HEAD", "sweep": "sweep:SWEEP", "stats": "token_run:STATS", "divergence": "token_run:DIVERGENCE"}
+HOMES = {"stats": "token_run", "divergence": "token_run"}  # of those that have no file of their name
 OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # options that say how large a run is
 
 
@@ -79,27 +78,27 @@ def add(parser: OneLineParser) -> None:
         works=DivergenceBenchConfig.known_works, peers=DivergenceBenchConfig.known_peers,
     )  # fmt: skip
     benchmark(
-        ApplyBenchConfig, main_apply, "any function of the logits", ("apply", texts.APPLY, texts.APPLY_EXAMPLES),
+        ApplyBenchConfig, _run, "any function of the logits", ("apply", texts.APPLY, texts.APPLY_EXAMPLES),
         shapes=APPLY_SHAPES, functions=APPLY_FUNCTIONS,
     )  # fmt: skip
     benchmark(
-        LayersBenchConfig, main_layers, "norm and rotary embedding", ("layers", texts.LAYERS, texts.LAYERS_EXAMPLES),
+        LayersBenchConfig, _run, "norm and rotary embedding", ("layers", texts.LAYERS, texts.LAYERS_EXAMPLES),
         ops=LAYER_OPS,
     )  # fmt: skip
     benchmark(
-        StepBenchConfig, main_step, "a training step, end to end", ("step", texts.STEP, texts.STEP_EXAMPLES),
+        StepBenchConfig, _run, "a training step, end to end", ("step", texts.STEP, texts.STEP_EXAMPLES),
         peers=STEP_PEERS, policies=[f"{FORM}; {STATES_FORM}"],
     )  # fmt: skip
     benchmark(
-        LongestBenchConfig, main_longest, "the longest sequence that runs",
+        LongestBenchConfig, _run, "the longest sequence that runs",
         ("longest", texts.LONGEST, texts.LONGEST_EXAMPLES), ways=WAYS,
     )  # fmt: skip
     benchmark(
-        MlpBenchConfig, main_mlp, "the gated MLP", ("mlp", texts.MLP, texts.MLP_EXAMPLES),
+        MlpBenchConfig, _run, "the gated MLP", ("mlp", texts.MLP, texts.MLP_EXAMPLES),
         shapes=MLP_SHAPES, groups=GROUPS, peers=MLP_PEERS,
     )  # fmt: skip
     benchmark(
-        ModelsBenchConfig, main_models, "what patch does to every model type",
+        ModelsBenchConfig, _run, "what patch does to every model type",
         ("models", texts.MODELS, texts.MODELS_EXAMPLES), kinds=MAPPINGS,
     )  # fmt: skip
     benchmark(
@@ -127,84 +126,9 @@ def _run(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something the user can fix.
     """
-    file, _, name = HOMES[arguments.benchmark].partition(":")
-    benchmark = getattr(import_module(f"lowtide.bench.{file}"), name)
+    name = arguments.benchmark
+    benchmark = getattr(import_module(f"lowtide.bench.{HOMES.get(name, name)}"), name.upper())
     return int(benchmark.run(arguments.config(**_given(arguments, arguments.config)), _say).status)
-
-
-def main_apply(arguments: argparse.Namespace) -> int:
-    """Measure linear_apply, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.apply import run
-
-    told = run(ApplyBenchConfig(**_given(arguments, ApplyBenchConfig)), _say)
-    return int(any("failed" in row and "plan" in row for shape in told["shapes"] for row in shape["rows"]))
-
-
-def main_mlp(arguments: argparse.Namespace) -> int:
-    """Measure the gated MLP, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.mlp import run
-
-    rows = run(MlpBenchConfig(**_given(arguments, MlpBenchConfig)), _say)
-    return int(any(row.failed and row.own for row in rows))
-
-
-def main_layers(arguments: argparse.Namespace) -> int:
-    """Measure norm and rotary embedding, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.layers import run
-
-    rows = run(LayersBenchConfig(**_given(arguments, LayersBenchConfig)), _say)
-    return int(any("failed" in row for row in rows if row["peer"] == "lowtide"))
-
-
-def main_step(arguments: argparse.Namespace) -> int:
-    """Measure training steps, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.step import run
-
-    rows = run(StepBenchConfig(**_given(arguments, StepBenchConfig)), _say)
-    return int(
-        any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows if row["way"].startswith("lowtide"))
-    )
-
-
-def main_longest(arguments: argparse.Namespace) -> int:
-    """Measure long sequences, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.longest import run
-
-    told = run(LongestBenchConfig(**_given(arguments, LongestBenchConfig)), _say)
-    return int(any("failed" in row and not row.get("out_of") for row in told["rows"] if row["way"] == "lowtide"))
-
-
-def main_models(arguments: argparse.Namespace) -> int:
-    """Check model types, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.models import run
-    from lowtide.bench.models_case import DIFFERENT
-
-    rows = run(ModelsBenchConfig(**_given(arguments, ModelsBenchConfig)), _say)
-    return int(any(row["status"] == DIFFERENT for row in rows))
 
 
 def main_tune(arguments: argparse.Namespace) -> int:
