@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lowtide.bench.scaling import SCALING, WAYS, ScalingConfig
+from lowtide.bench.scaling import SCALING, ScalingConfig
 from lowtide.cli.parser import add_options, given
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, ScalingConfig, {"ways": ", ".join(WAYS)})
+    add_options(parser, ScalingConfig, {})
     asked = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), ScalingConfig)}
     SCALING.run(ScalingConfig(**asked), lambda text: print(text, end="", flush=True))

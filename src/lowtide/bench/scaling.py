@@ -41,16 +41,17 @@ class ScalingConfig(Settings):
     model: tuple[str, ...] = setting(
         ("llama-3.2-1b", "llama-3-8b"), "whose shapes, as in lowtide train --model", metavar="NAME"
     )
-    way: tuple[str, ...] = setting((LOWTIDE, LIGER), "{ways}, or one:policy", metavar="WAY")
+    way: tuple[str, ...] = setting((LOWTIDE, LIGER), f"{', '.join(WAYS)}, or one:policy", metavar="WAY")
     parallel: str = setting("fsdp2", "the engine, as in lowtide train --parallel", metavar="ENGINE")
-    tokens: int = setting(8192, "of a sequence")
-    batch: int = setting(1, "sequences of a GPU")
-    steps: int = setting(5, "that count")
+    tokens: int = setting(8192, "of a sequence", least=2)
+    batch: int = setting(1, "sequences of a GPU", least=1)
+    steps: int = setting(5, "that count", least=1)
     weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
-    seed: int = setting(0, "of weights and tokens")
+    seed: int = setting(0, "of weights and tokens", least=0)
     output: str = setting(".", "folder for the result (json) and the plots (png)", metavar="DIR")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         gpus = torch.cuda.device_count()
         self._require("ranks", min(self.worlds) > 0, "whole numbers above 0")
         self._require("ranks", not gpus or max(self.worlds) <= gpus, f"at most {gpus}, the GPUs there are")
