@@ -10,14 +10,11 @@ shared out; on several, by FSDP2 as `--parallel fsdp2` does it.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import sys
+
+from script import main
 
 from lowtide.bench.scaling import SCALING, ScalingConfig
-from lowtide.cli.parser import add_options, given
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, ScalingConfig, {})
-    asked = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), ScalingConfig)}
-    SCALING.run(ScalingConfig(**asked), lambda text: print(text, end="", flush=True))
+    sys.exit(main(SCALING, ScalingConfig, __doc__))

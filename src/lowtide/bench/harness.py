@@ -157,7 +157,8 @@ class Benchmark(Generic[C]):
     """A benchmark.
 
     Attributes:
-        name: of its subcommand, and of the result file after the date; ``{dtype}`` stands for the dtype.
+        name: of its subcommand, and of the result file after the date; ``{dtype}`` and names of settings stand for
+            their values.
         measure: measures all that the config of a run asks for, and adds the rows.
         failed: whether a row is a failure of lowtide's own, for which the exit status is 1.
         packages: distributions whose versions the result holds.
@@ -181,7 +182,7 @@ class Benchmark(Generic[C]):
         device = chosen_device(asked.device)
         dtype = chosen_dtype(asked.dtype, device)
         self.check(config)
-        stem = self.name.format(dtype=str(dtype).removeprefix("torch."))
+        stem = self.name.format(**{**vars(config), "dtype": str(dtype).removeprefix("torch.")})
         files, result = begin(asked.output, stem, asked.command(), device, self.packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
         try:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
 from lowtide.bench.pictures import require_matplotlib
 from lowtide.bench.results import Files, replace
-from lowtide.bench.settings import Settings, number, options_of, setting
+from lowtide.bench.settings import ScriptSettings, number, setting
 from lowtide.bench.ways import LIGER, LOWTIDE, STOCK, Way
 from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
@@ -28,14 +27,14 @@ SPEED = "tokens_per_s_per_gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingConfig(Settings):
+class ScalingConfig(ScriptSettings):
     """What is measured; each field is the option of ``python benchmarks/scaling.py`` of that name.
 
     Raises:
         ArgumentValueError: a value that no run could use, or more ranks than GPUs.
     """
 
-    device: ClassVar[str] = "auto"
+    benchmark = "scaling"
 
     ranks: tuple[str, ...] = setting(("1", "2", "4", "8"), "processes, one for each GPU", metavar="N")
     model: tuple[str, ...] = setting(
@@ -48,7 +47,6 @@ class ScalingConfig(Settings):
     steps: int = setting(5, "that count", least=1)
     weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
     seed: int = setting(0, "of weights and tokens", least=0)
-    output: str = setting(".", "folder for the result (json) and the plots (png)", metavar="DIR")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,11 +58,6 @@ class ScalingConfig(Settings):
         )
 
     @property
-    def dtype(self) -> str:
-        """The weights'."""
-        return self.weights
-
-    @property
     def worlds(self) -> tuple[int, ...]:
         """The numbers of ranks."""
         return tuple(number("ranks", text, int) for text in self.ranks)
@@ -73,10 +66,6 @@ class ScalingConfig(Settings):
     def of_a_rank(self) -> dict[str, Any]:
         """The arguments of `lowtide.bench.scaling_way.measure`."""
         return {name: getattr(self, name) for name in ("parallel", "tokens", "batch", "steps", "weights", "seed")}
-
-    def command(self) -> str:
-        """Return the command that says the same."""
-        return shlex.join(["python", "benchmarks/scaling.py", *options_of(self, but=("output",))])
 
 
 def measure(run: Run[ScalingConfig]) -> None:

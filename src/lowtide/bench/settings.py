@@ -83,6 +83,19 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScriptSettings(Settings):
+    """What scripts have that measure beside the subcommands: ``python benchmarks/NAME.py``."""
+
+    device: ClassVar[str] = "auto"
+    dtype: ClassVar[str] = "auto"
+    output: str = setting(".", "folder for the result", metavar="DIR", last=True)
+
+    def command(self) -> str:
+        """Return the command that asks for the same."""
+        return shlex.join(["python", f"benchmarks/{self.benchmark}.py", *options_of(self, but=("output",))])
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
     """What all benchmarks have that measure in rounds and write a result: the last of their options."""
 
