@@ -21,6 +21,7 @@ from lowtide.bench.settings import (
     Sdpa,
     Settings,
     ShapeSettings,
+    StepSettings,
     number,
     setting,
 )
@@ -190,7 +191,7 @@ NONE = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBenchConfig(RunSettings):
+class StepBenchConfig(StepSettings, RunSettings):
     """What `lowtide.bench.step` measures; each field is the option of ``lowtide bench step`` with the same name.
 
     Raises:

@@ -140,6 +140,11 @@ class Run(Generic[C]):
         """The dtype as options and result files have it."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, with the device and the dtype that were chosen, as a process of its own gets them."""
+        return {**vars(self.config), "device": self.device.type, "dtype": self.dtype_name}
+
     def save(self) -> None:
         """Write what is known so far."""
         self.files.write_json(self.result)

@@ -65,7 +65,7 @@ def measure(run: Run[LongestBenchConfig]) -> None:
         run.add(row, run.result["rows"], TABLE)
 
     for way in config.way:
-        tries = Tries(config, replace(fit, way=way), run.dtype_name, run.device.type, tell)
+        tries = Tries(config, replace(fit, way=way), run.settings, tell)
         end = time.monotonic() + config.seconds
         if config.tokens:
             demand = tries.fit.fastest(config.tokens)
@@ -82,8 +82,7 @@ class Tries:
     Attributes:
         config: What was asked.
         fit: What should fit.
-        dtype: Of all tensors.
-        device: Where.
+        settings: The same, device and dtype chosen.
         tell: Gets each row.
         build_s: Seconds of a try before its first step.
         slower: How many times the seconds that were predicted a step takes.
@@ -91,8 +90,7 @@ class Tries:
 
     config: LongestBenchConfig
     fit: Fit
-    dtype: str
-    device: str
+    settings: dict[str, Any]
     tell: Callable[[Row], object]
     build_s: float = UNKNOWN_BUILD
     slower: float = 1.0
@@ -119,8 +117,7 @@ class Tries:
         for_layers = gib(max(self.fit.host_bytes - self.fit.states, 0))
         begun = time.monotonic()
         ended = run_child(
-            longest_way.measure, self.fit.way, config.train, config.model, config.layers, T, kept, for_layers, warm,
-            reps, self.dtype, self.device, config.sdpa, config.seed, LEAST_FREE, seconds,
+            longest_way.measure, self.fit.way, self.settings, T, kept, for_layers, warm, reps, LEAST_FREE, seconds,
             env=ALLOCATOR,
         )  # fmt: skip
         if ended.value is not None:

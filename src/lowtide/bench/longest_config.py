@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowtide.bench.settings import Dtype, RunSettings, Sdpa, setting
+from lowtide.bench.settings import Dtype, RunSettings, Sdpa, StepSettings, setting
 from lowtide.measure.units import parse_gib
 
 Train = Literal["full", "lora"]
@@ -14,7 +14,7 @@ WAYS = ("lowtide", "liger", f"liger{OFFLOADED}", "stock", f"stock{OFFLOADED}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongestBenchConfig(RunSettings):
+class LongestBenchConfig(StepSettings, RunSettings):
     """What `lowtide.bench.longest.run` measures; each field is the option of ``lowtide bench longest`` of that name.
 
     Raises:

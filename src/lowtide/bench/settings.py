@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from lowtide.errors import ArgumentValueError, message
 
@@ -64,6 +64,11 @@ class Settings:
             if get_origin(kind) is Literal:
                 self._require(name, getattr(self, name) in get_args(kind), " or ".join(get_args(kind)))
 
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the settings of a dict that has been JSON, in which tuples are lists."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
+
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a result file has: all but its folder."""
         return {name: value for name, value in vars(self).items() if name != "output"}
@@ -109,6 +114,14 @@ class RunSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("seed", self.seed < 2**32 - 1, "a whole number below 2**32 - 1")
+
+
+class StepSettings(Settings):
+    """What benchmarks have that run training steps: attention's kernel, where, and the seed of the tokens."""
+
+    sdpa: Sdpa
+    device: Device
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,10 +41,7 @@ def measure(run: Run[StepBenchConfig]) -> None:
         with tempfile.TemporaryDirectory(prefix="lowtide-step-") as folder:
             known = Path(folder) / "rows.json"
             try:
-                ended = run_child(
-                    step_way.measure, way, config.model, config.lengths, config.batch, config.warm, config.reps,
-                    run.dtype_name, run.device.type, config.sdpa, config.seed, str(known), env=ALLOCATOR,
-                )  # fmt: skip
+                ended = run_child(step_way.measure, way, run.settings, str(known), env=ALLOCATOR)
             except BaseException:  # Ctrl-C: the lengths that were measured are written
                 add(way, json.loads(known.read_text()) if known.exists() else [])
                 raise
