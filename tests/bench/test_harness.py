@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.harness import Benchmark, CannotError, Column, Row, Run, Table, reason_in
+from lowtide.bench.harness import Benchmark, CannotError, Column, Row, Run, Table, answers, reason_in
 
 TABLE = Table(
     (Column("who", "name", "<8"), Column("T", "tokens", "5")),
@@ -36,6 +37,15 @@ def test_what_a_peer_raises_is_its_row() -> None:
     assert row == {"cannot": "not this", "failed": "RuntimeError: first"}
     with pytest.raises(KeyboardInterrupt), reason_in(row):
         raise KeyboardInterrupt
+
+
+def test_a_device_that_no_longer_computes_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert answers(torch.device("cpu"))
+    monkeypatch.setattr(torch, "zeros", fail)
+    assert not answers(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("last", "status"), [({"failed": "broken"}, 1), ({"ms": 2.0}, 0)])

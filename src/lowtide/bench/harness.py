@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -166,13 +166,15 @@ class Benchmark(Generic[C]):
             their values.
         measure: measures all that the config of a run asks for, and adds the rows.
         failed: whether a row is a failure of lowtide's own, for which the exit status is 1.
-        packages: distributions whose versions the result holds.
+        peers: whom it measures, by name; the result holds the versions of their packages.
+        packages: other distributions whose versions it holds.
         check: raises where a config asks for what cannot be measured here, before anything is written.
     """
 
     name: str
     measure: Callable[[Run[C]], None]
     failed: Callable[[Row], bool]
+    peers: Mapping[str, Peer] = field(default_factory=dict)
     packages: Iterable[str] = ()
     check: Callable[[C], object] = lambda _: None
 
@@ -188,7 +190,8 @@ class Benchmark(Generic[C]):
         dtype = chosen_dtype(asked.dtype, device)
         self.check(config)
         stem = self.name.format(**{**vars(config), "dtype": str(dtype).removeprefix("torch.")})
-        files, result = begin(asked.output, stem, asked.command(), device, self.packages)
+        packages = [*self.packages, *(peer.package for peer in self.peers.values())]
+        files, result = begin(asked.output, stem, asked.command(), device, packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
         try:
             self.measure(run)

@@ -259,6 +259,6 @@ HEAD = Benchmark(
     name="head",
     measure=measure,
     failed=lambda row: "failed" in row and "plan" in row,
-    packages=[peer.package for peer in PEERS.values()],
+    peers=PEERS,
     check=_check,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -82,7 +83,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
         out.copy_(a @ b)
 
 
-class Bench:
+class Bench(ABC):
     """A case on which peers are measured, each interleaved with the bare GEMMs.
 
     A row has ``ms``, the median time, and ``limit_ms``, that of the bare GEMMs in the same rounds; ``share``, the
@@ -107,17 +108,17 @@ class Bench:
         self.limit = measure_limit(problem, self.bare, warm=warm, reps=reps)
         release(problem.device)
 
+    @abstractmethod
     def truth(self) -> Any:
         """Return the exact values and gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, peer: Any, row: Row) -> Callable[[], Any]:
         """Return what is measured of a peer, and add to its row what is known before it runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def errors(self, got: Any, row: Row) -> Mapping[str, float]:
         """Return the errors of what a peer has returned and of its gradients, by name; NaN for what is missing."""
-        raise NotImplementedError
 
     def add_errors(self, errors: dict[str, float], row: Row) -> None:
         """Add the errors that are numbers to a row."""

@@ -15,7 +15,7 @@ WAYS = ("lowtide", "liger", f"liger{OFFLOADED}", "stock", f"stock{OFFLOADED}")
 
 @dataclass(frozen=True, kw_only=True)
 class LongestBenchConfig(StepSettings, RunSettings):
-    """What `lowtide.bench.longest.run` measures; each field is the option of ``lowtide bench longest`` of that name.
+    """What `lowtide.bench.longest` measures; each field is the option of ``lowtide bench longest`` of that name.
 
     Raises:
         ArgumentValueError: a value that no run could use.

@@ -75,6 +75,8 @@ def measure(run: Run[MlpBenchConfig]) -> None:
 
 
 MLP = Benchmark(
-    name="mlp-{dtype}", measure=measure, failed=lambda row: "failed" in row and row["name"].startswith(LOWTIDE),
-    packages=[peer.package for peer in MLP_PEERS.values()],
-)  # fmt: skip
+    name="mlp-{dtype}",
+    measure=measure,
+    failed=lambda row: "failed" in row and row["name"].startswith(LOWTIDE),
+    peers=MLP_PEERS,
+)

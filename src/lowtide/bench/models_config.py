@@ -11,7 +11,7 @@ from lowtide.bench.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsBenchConfig(Settings):
-    """What `lowtide.bench.models.run` checks; each field is the option of ``lowtide bench models`` with the same name.
+    """What `lowtide.bench.models` checks; each field is the option of ``lowtide bench models`` with the same name.
 
     Raises:
         ArgumentValueError: a value that no run could use.

@@ -180,6 +180,6 @@ SWEEP = Benchmark(
     name="sweep",
     measure=measure,
     failed=lambda row: "plan" in row and row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY,
-    packages=[peer.package for peer in PEERS.values()],
+    peers=PEERS,
     check=lambda _: require_matplotlib("sweep"),
 )

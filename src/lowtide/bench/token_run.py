@@ -22,11 +22,7 @@ def _failed(row: Row) -> bool:
     return "failed" in row and str(row["name"]).startswith(LOWTIDE)
 
 
-STATS = Benchmark(
-    name="stats", measure=_measure_stats, failed=_failed,
-    packages=[peer.package for peer in StatsBenchConfig.known_peers.values()],
-)  # fmt: skip
+STATS = Benchmark(name="stats", measure=_measure_stats, failed=_failed, peers=StatsBenchConfig.known_peers)
 DIVERGENCE = Benchmark(
-    name="divergence", measure=_measure_divergence, failed=_failed,
-    packages=[peer.package for peer in DivergenceBenchConfig.known_peers.values()],
-)  # fmt: skip
+    name="divergence", measure=_measure_divergence, failed=_failed, peers=DivergenceBenchConfig.known_peers
+)
