@@ -8,26 +8,26 @@ from call to call: a second copy of the stock model in the same turns shows by h
 
 from __future__ import annotations
 
-import argparse
 import copy
-import shlex
 import statistics
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from script import main
 
 import lowtide
-from lowtide.bench.results import begin
+from lowtide.bench.harness import Benchmark, Run
+from lowtide.bench.settings import ScriptSettings, setting
 from lowtide.train.model import model_config
 
 CASES = ((1, 16, 17, 31), (8, 512, 17, 22), (1, 8192, 9, 10))  # sequences, tokens of the prompt, new ones, turns
 STOCK = "stock"
 
 
-def measure(models: dict[str, Any], batch: int, prompt: int, new: int, turns: int, device: torch.device) -> Any:
+def row_of(models: dict[str, Any], batch: int, prompt: int, new: int, turns: int, device: torch.device) -> Any:
     """Return the seconds of a call of each model, the median and the least of all turns but the first."""
     vocabulary = models[STOCK].config.vocab_size
     ids = torch.randint(3, vocabulary, (batch, prompt), device=device)
@@ -56,36 +56,35 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.2-1b", help="whose shape: a built-in name or a config.json")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results"), help="folder of the result")
-    given = parser.parse_args()
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(ScriptSettings):
+    benchmark = "generate"
+
+    model: str = setting("llama-3.2-1b", "whose shape: a built-in name or a config.json", metavar="NAME")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of the weights")  # type: ignore[misc]
+
+
+def measure(run: Run[GenerateConfig]) -> None:
     from transformers import AutoModelForCausalLM
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    with device:
-        config = model_config(given.model, vocab_size=32_000)
+    with run.device:
+        config = model_config(run.config.model, vocab_size=32_000)
         config.eos_token_id, config.pad_token_id = None, 0
-        stock = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, given.dtype)).eval()
+        stock = AutoModelForCausalLM.from_config(config, dtype=run.dtype).eval()
     models = {STOCK: stock, "stock again": copy.deepcopy(stock), "patched": copy.deepcopy(stock)}
     lowtide.patch(models["patched"])
-    command = shlex.join(["python", "benchmarks/generate.py", *sys.argv[1:]])
-    files, told = begin(given.output, "generate", command, device, ["transformers"])
-    told |= {"model": given.model, "dtype": given.dtype, "rows": []}
-    for case in CASES:
-        row = measure(models, *case, device)
-        told["rows"].append(row)
-        files.write_json(told)
-        batch, prompt, new, _ = case
-        sys.stdout.write(f"{batch} x {prompt} tokens, {new} new\n")
+    run.result |= {"model": run.config.model, "dtype": run.config.dtype, "rows": []}
+    for batch, prompt, new, turns in CASES:
+        row = row_of(models, batch, prompt, new, turns, run.device)
+        run.result["rows"].append(row)
+        run.save()
+        run.say(f"{batch} x {prompt} tokens, {new} new\n")
         for name in models:
-            sys.stdout.write(f"  {name:12}{row[name]['median_s']:9.4f} s, at least {row[name]['least_s']:.4f}\n")
-        sys.stdout.flush()
-    return 0
+            run.say(f"  {name:12}{row[name]['median_s']:9.4f} s, at least {row[name]['least_s']:.4f}\n")
 
+
+GENERATE = Benchmark(name="generate", measure=measure, failed=lambda _: False, packages=["transformers"])
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(GENERATE, GenerateConfig, __doc__))

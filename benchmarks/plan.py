@@ -9,18 +9,16 @@ table (with --measure from rates measured first), built, run once to warm up, an
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import datetime as dt
-import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
+from script import main
+
+from lowtide.bench.harness import Benchmark, Column, Run, Table
 from lowtide.bench.plan import check_plan
-from lowtide.bench.results import Files
+from lowtide.bench.settings import ScriptSettings, setting
 from lowtide.errors import LowtideError
-from lowtide.measure.machine import describe_machine, source_commit
 from lowtide.measure.units import gib
 from lowtide.memory import plan_memory
 from lowtide.memory.planner.at_hand import find_gpu
@@ -69,7 +67,7 @@ CASES = [
 ]
 
 
-def run(case: Case, device: Any) -> dict[str, Any]:
+def row_of(case: Case, device: Any) -> dict[str, Any]:
     settings = read_settings(SHAPES[case.model])
     if case.layers is not None:
         settings["num_hidden_layers"] = case.layers
@@ -89,52 +87,42 @@ def run(case: Case, device: Any) -> dict[str, Any]:
     }
 
 
-def _asked(arguments: argparse.Namespace) -> list[str]:
-    """Return the options that bear on the figures."""
-    only = ["--only", *arguments.only] if any(arguments.only) else []
-    return only + ["--measure"] * arguments.measure
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(ScriptSettings):
+    benchmark = "plan"
+
+    only: tuple[str, ...] = setting((), "cases whose text holds one of these", metavar="TEXT")
+    measure: bool = setting(False, "plan with rates measured on this GPU first")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=[""], nargs="+", metavar="TEXT", help="cases whose text holds one of these")
-    parser.add_argument("--measure", action="store_true", help="plan with rates measured on this GPU first")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results"), help="where the result file goes")
-    arguments = parser.parse_args()
-    machine = describe_machine()
-    today = dt.datetime.now(tz=dt.UTC).date().isoformat()
-    files = Files.prepare(arguments.output, f"{today}-plan", machine["gpu"])
-    gpu = find_gpu("cuda" if arguments.measure else None)
-    rows: list[dict[str, Any]] = []
-    told = {
-        "command": shlex.join(["python", "benchmarks/plan.py", *_asked(arguments)]),
-        "date": today,
-        "commit": source_commit(),
-        "machine": machine,
-        "gpu": dataclasses.asdict(gpu),
-        "rows": rows,
-    }
-    print(f"{'':52}{'peak GiB':>18}{'off by':>8}{'seconds':>18}{'off by':>8}")
+TABLE = Table(
+    (Column("", "case", "<52"),),
+    (
+        Column("", "predicted_gib", "9.2f"), Column("peak GiB", "peak_gib", "9.2f"),
+        Column("off by", "peak_off", "+8.1%"), Column("", "predicted_seconds", "9.3f"),
+        Column("seconds", "seconds", "9.3f"), Column("off by", "seconds_off", "+8.1%"),
+    ),
+    lambda row: [row["keep"]],
+)  # fmt: skip
+
+
+def measure(run: Run[PlanConfig]) -> None:
+    config, rows = run.config, run.result.setdefault("rows", [])
+    gpu = find_gpu("cuda" if config.measure else None)
+    run.result |= {"gpu": dataclasses.asdict(gpu)}
+    run.say(TABLE.header)
     for case in CASES:
-        if not any(text in str(case) for text in arguments.only):
+        if config.only and not any(text in str(case) for text in config.only):
             continue
+        row = {"case": str(case), **dataclasses.asdict(case)}
         try:
-            row = run(case, gpu)
+            row |= row_of(case, gpu)
         except LowtideError as error:
-            rows.append({"case": str(case), **dataclasses.asdict(case), "failed": str(error)})
-            print(f"{case!s:52}{error}", flush=True)
-            files.write_json(told)
-            continue
-        rows.append({"case": str(case), **dataclasses.asdict(case), **row})
-        print(
-            f"{case!s:52}{row['predicted_gib']:9.2f}{row['peak_gib']:9.2f}{row['peak_off']:+8.1%}"
-            f"{row['predicted_seconds']:9.3f}{row['seconds']:9.3f}{row['seconds_off']:+8.1%}  {row['keep']}",
-            flush=True,
-        )
-        files.write_json(told)
-    print(files.json)
-    return int(any("failed" in row for row in rows))
+            row["failed"] = str(error)
+        run.add(row, rows, TABLE)
 
+
+PLAN = Benchmark(name="plan", measure=measure, failed=lambda row: "failed" in row)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PLAN, PlanConfig, __doc__))

@@ -9,25 +9,22 @@ and shows how far the clocks have moved. A row that runs out of memory says so.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime as dt
 import functools
-import gc
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from script import main
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
-from lowtide.bench.results import Files
-from lowtide.measure.machine import describe_machine, source_commit
+from lowtide.bench.harness import Benchmark, Column, Run, Table, release
+from lowtide.bench.settings import ScriptSettings, setting
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
 from lowtide.measure.timing import time_side_by_side
 from lowtide.measure.units import gib
@@ -87,7 +84,7 @@ ROWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def measure(model: Any, ids: torch.Tensor, name: str, warm: int, reps: int) -> dict[str, Any]:
+def row_of(model: Any, ids: torch.Tensor, name: str, warm: int, reps: int) -> dict[str, Any]:
     """Return one row of the table."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
@@ -113,58 +110,48 @@ def measure(model: Any, ids: torch.Tensor, name: str, warm: int, reps: int) -> d
     return row
 
 
-def _command(given: argparse.Namespace) -> str:
-    """Return the command that measures the same, wherever its result goes."""
-    told = {name: value for name, value in vars(given).items() if name != "output"}
-    words = [[f"--{name.replace('_', '-')}", *map(str, v if isinstance(v, list) else [v])] for name, v in told.items()]
-    return shlex.join(["python", "benchmarks/policy.py", *(word for option in words for word in option)])
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig(ScriptSettings):
+    benchmark = "policy"
+    device = "cuda"
+
+    model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model", metavar="NAME")
+    seq_len: int = setting(32768, "tokens of the sequence", least=2)
+    sdpa: Literal["flash", "cudnn", "efficient"] = setting("cudnn", "attention's kernel")
+    only: tuple[str, ...] = setting(tuple(ROWS), "these rows alone", metavar="ROW", known=ROWS)
+    warm: int = setting(2, "steps that do not count", least=0)
+    reps: int = setting(3, "steps that count", least=1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.2-1b")
-    parser.add_argument("--seq-len", type=int, default=32768)
-    parser.add_argument("--sdpa", default="cudnn", choices=SDPA)
-    parser.add_argument("--only", nargs="+", default=list(ROWS), choices=ROWS)
-    parser.add_argument("--warm", type=int, default=2)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results"))
-    given = parser.parse_args()
-    device = torch.device("cuda")
+TABLE = Table(
+    (Column("", "keep", "<32"),),
+    (Column("ms", "step_ms", "9.1f"), Column("GiB", "peak_gib", "8.2f"), Column("host GiB", "host_gib", "10.2f")),
+)
+
+
+def measure(run: Run[PolicyConfig]) -> None:
     from transformers import AutoModelForCausalLM
 
+    config, rows = run.config, run.result.setdefault("rows", [])
     torch.manual_seed(0)
-    with device:
+    with run.device:
         model = AutoModelForCausalLM.from_config(
-            model_config(given.model, vocab_size=VOCABULARY), dtype=torch.bfloat16
+            model_config(config.model, vocab_size=VOCABULARY), dtype=torch.bfloat16
         ).train()
     report = lowtide.patch(model)
-    sys.stdout.write(f"{report}\n")
-    ids = torch.randint(0, model.config.vocab_size, (1, given.seq_len), device=device)
-    machine = describe_machine()
-    today = dt.date.today().isoformat()
-    files = Files.prepare(given.output, f"{today}-policy-{given.seq_len}", machine["gpu"])
-    told: dict[str, Any] = {
-        "command": _command(given),
-        "date": today, "commit": source_commit(),
-        "machine": machine, "model": given.model, "seq_len": given.seq_len, "sdpa": given.sdpa,
-        "patched": [part for part, line in report.parts.items() if line.patched], "rows": [],
-    }  # fmt: skip
-    with sdpa_kernel(SDPA[given.sdpa]):
-        for name in given.only:
-            row = measure(model, ids, name, given.warm, given.reps)
-            told["rows"].append(row)
+    run.say(f"{report}\n{TABLE.header}")
+    ids = torch.randint(0, model.config.vocab_size, (1, config.seq_len), device=run.device)
+    run.result |= {"model": config.model, "seq_len": config.seq_len, "sdpa": config.sdpa}
+    run.result |= {"patched": [part for part, line in report.parts.items() if line.patched]}
+    with sdpa_kernel(SDPA[config.sdpa]):
+        for name in config.only:
+            row = row_of(model, ids, name, config.warm, config.reps)
             model.zero_grad(set_to_none=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            files.write_json(told)
-            figures = row.get("failed") or (
-                f"{row['step_ms']:9.1f} ms  {row['peak_gib']:6.2f} GiB  host {row['host_gib']:6.2f} GiB"
-            )
-            sys.stdout.write(f"{name:32}{figures}\n")
-            sys.stdout.flush()
-    return 0
+            release(run.device)
+            run.add(row, rows, TABLE)
 
+
+POLICY = Benchmark(name="policy-{seq_len}", measure=measure, failed=lambda _: False)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(POLICY, PolicyConfig, __doc__))

@@ -35,11 +35,12 @@ TINY: dict[str, Any] = {"model": "lowtide-small", "layers": None, "dtype": "floa
 needs_ranks = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
 
 
-def measured(way: str, train: str, tokens: int = 40, policies: str = "2xinput-mlp1-tile16", **changed: Any) -> Any:
-    return longest_way.measure(
-        way, train, tokens=tokens, policies=policies, host_gib=1.0,
-        **{**TINY, "warm": 1, "reps": 1, "seed": 0, "least_bytes": 2**20, "seconds": 300.0, **changed},
-    )  # fmt: skip
+def measured(
+    way: str, train: str, tokens: int = 40, policies: str = "2xinput-mlp1-tile16", *, warm: int = 1,
+    least_bytes: int = 2**20, **changed: Any,
+) -> Any:  # fmt: skip
+    settings = json.loads(json.dumps(vars(LongestBenchConfig(train=train, **{**TINY, **changed}))))
+    return longest_way.measure(way, settings, tokens, policies, 1.0, warm, 1, least_bytes, 300.0)
 
 
 @needs_ranks
@@ -67,7 +68,7 @@ def test_a_step_is_the_same_by_each_way(train: str, monkeypatch: pytest.MonkeyPa
 def test_weights_are_on_the_host_and_as_a_model_begins(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "lowtide-small", {**SHAPES["lowtide-small"], "tie_word_embeddings": tied})
     with longest_way._world(torch.device("cpu"), needed=True):
-        model = longest_way.build("stock", "full", "lowtide-small", 3, torch.float32, torch.device("cpu"), 0)
+        model = longest_way.build("stock", LongestBenchConfig(**{**TINY, "layers": 3}))
         assert len(model.model.layers) == 3
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         for name, p in model.named_parameters():
@@ -229,10 +230,15 @@ def test_the_longest_that_should_fit(way: str, train: Any) -> None:
 
 
 def test_a_policy_and_its_word() -> None:
-    for word in ("input", "all/0", "attention/1 offloaded", "input/1 by 16384 offloaded"):
-        policy = parse_policies(word)
+    words = {
+        "input": "input", "all-mlp0": "all/0", "attention-mlp1-offload": "attention/1 offloaded",
+        "input-mlp1-tile16384-offload": "input/1 by 16384 offloaded",
+    }  # fmt: skip
+    for given, printed in words.items():
+        policy = parse_policies(given)
         assert isinstance(policy, ActivationPolicy)
-        assert word_of(policy) == word
+        assert word_of(policy) == printed
+        assert parse_policies(printed) == policy
 
 
 class Machine:
@@ -244,7 +250,7 @@ class Machine:
         monkeypatch.setattr(longest, "run_child", self.child)
         monkeypatch.setattr(longest.time, "monotonic", lambda: self.now)
 
-    def child(self, function: Any, way: str, train: str, model: str, layers: Any, T: int, *args: Any, env: Any) -> Any:
+    def child(self, function: Any, way: str, settings: Any, T: int, *args: Any, env: Any) -> Any:
         assert function is longest_way.measure
         self.asked.append(T)
         self.left.append(args[-1])
@@ -259,7 +265,7 @@ class Machine:
 
 def look(config: LongestBenchConfig, fit: Fit = FIT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
-    tries = longest.Tries(config, fit, "bfloat16", "cuda", rows.append)
+    tries = longest.Tries(config, fit, {}, rows.append)
     return longest.search(tries, config, lambda text: None, longest.time.monotonic() + config.seconds), rows
 
 
@@ -324,7 +330,7 @@ def test_the_rate_takes_of_each_ways_time(each: float, tmp_path: Path, monkeypat
         model="lowtide-small", way=("lowtide", "stock"), tokens=24, start=64, step=16, seconds=1000.0, device="cpu",
         host="60GiB", output=str(tmp_path),
     )  # fmt: skip
-    told = longest.run(config, lambda text: None)
+    told = longest.LONGEST.run(config, lambda text: None).result
     if each == 400.0:
         assert machine.asked == [24, 64, 24, 64], "the third try would have ended too late"
         assert machine.left == [1000.0, 600.0, 1000.0, 600.0]

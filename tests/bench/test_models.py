@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lowtide.bench.models import _awaited, run, summary
+from lowtide.bench.models import MODELS, _awaited, summary
 from lowtide.bench.models_case import CRASHED, DIFFERENT, FUSED, NOT_BUILT, TIMED_OUT
 from lowtide.bench.models_config import ModelsBenchConfig
 from lowtide.bench.models_table import markdown
@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 def test_a_run_and_going_on_with_it(tmp_path):
     said, table = [], tmp_path / "table.md"
     settings = {"kind": ("causal",), "workers": 1, "table": str(table), "output": str(tmp_path)}
-    (row,) = run(ModelsBenchConfig(only=("gpt2",), **settings), said.append)
+    (row,) = MODELS.run(ModelsBenchConfig(only=("gpt2",), **settings), said.append).rows
     assert (row["kind"], row["type"], row["status"]) == ("causal", "gpt2", FUSED)
     (file,) = tmp_path.glob("*-models-cpu.json")
     told = json.loads(file.read_text())
@@ -32,7 +32,7 @@ def test_a_run_and_going_on_with_it(tmp_path):
     # What was compared stays; what was not is tried again.
     told["rows"].append({"kind": "causal", "type": "xglm", "status": TIMED_OUT, "why": ""})
     file.write_text(json.dumps(told))
-    rows = run(ModelsBenchConfig(only=("gpt2", "xglm"), resume=str(file), **settings), said.append)
+    rows = MODELS.run(ModelsBenchConfig(only=("gpt2", "xglm"), resume=str(file), **settings), said.append).rows
     assert "2 types, 1 to check\n" in said
     assert [row["status"] for row in rows] == [FUSED, FUSED]
     assert json.loads(file.read_text())["rows"] == rows
@@ -67,15 +67,14 @@ def test_a_child_that_does_not_answer_is_a_row(target, args, status, why):
 )
 def test_what_cannot_be_is_one_clear_error(settings, name, tmp_path):
     with pytest.raises(ArgumentValueError, match=f"^{name}: expected"):
-        run(ModelsBenchConfig(output=str(tmp_path), **settings), lambda _: None)
+        MODELS.run(ModelsBenchConfig(output=str(tmp_path), **settings), lambda _: None)
 
 
 def test_the_command_fails_where_one_is_different(monkeypatch, capsys, tmp_path):
     from lowtide.bench import models
 
     def check_of(status):
-        row = {"kind": "causal", "type": "gpt2", "status": status, "why": ""}
-        monkeypatch.setattr(models, "run", lambda config, say: [row])
+        monkeypatch.setattr(models, "_in_child", lambda *_: {"status": status, "why": "so"})
         return main(["bench", "models", "--only", "gpt2", "--output", str(tmp_path)])
 
     assert check_of(DIFFERENT) == 1

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.bench.peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, CannotError, liger_mib, liger_rows
+from lowtide.bench.harness import CannotError
+from lowtide.bench.peers import LIGER, LOWTIDE_AT_LIGERS, PEERS, liger_mib, liger_rows
 from lowtide.bench.problem import PLAIN, SETTINGS, Setting, make_problem
 from lowtide.bench.reference import reference
 from lowtide.bench.shapes import SHAPES, parse_shape

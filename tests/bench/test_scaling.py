@@ -14,17 +14,18 @@ import torch.distributed as dist
 
 from distributed import train_ranks
 from lowtide.bench import scaling
+from lowtide.bench.scaling import SCALING, ScalingConfig
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.child import ChildResult
 
-SETTINGS = {"parallel": "fsdp2", "tokens": 16, "batch": 1, "steps": 2, "weights": "float32", "seed": 0}
+STEPS = 2
 
 
 def measured(folder: Path, **options: Any) -> tuple[list[dict[str, Any]], str]:
     said: list[str] = []
-    given: dict[str, Any] = {"ranks": [2], "models": ["lowtide-small"], "ways": ["lowtide"], **options}
-    rows = scaling.run(settings=SETTINGS, output=str(folder), command="a command", say=said.append, **given)
-    return rows, "".join(said)
+    small: dict[str, Any] = {"tokens": 16, "steps": STEPS, "weights": "float32", "output": str(folder)}
+    given = {"ranks": ("2",), "model": ("lowtide-small",), "way": ("lowtide",), **small, **options}
+    return SCALING.run(ScalingConfig(**given), said.append).rows, "".join(said)
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
@@ -34,12 +35,12 @@ def test_two_ranks(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if start == "forks":
         monkeypatch.setattr(scaling, "run_command", train_ranks.run_command)
-    (row, kept), said = measured(tmp_path, ways=["lowtide", "lowtide:all"])
+    (row, kept), said = measured(tmp_path, way=("lowtide", "lowtide:all"))
     assert "failed" not in row, row
     assert kept["losses"] == pytest.approx(row["losses"], rel=1e-5)
     assert kept["way"] == "lowtide:all"
     assert (row["ranks"], row["way"], row["model"]) == (2, "lowtide", "lowtide-small")
-    assert len(row["times"]) == SETTINGS["steps"]
+    assert len(row["times"]) == STEPS
     assert row["tokens_per_s_per_gpu"] == pytest.approx(16 / row["seconds"])
     assert row["losses"][0] == pytest.approx(math.log(1000), rel=0.1)
     assert said.count("lowtide-small") == 2
@@ -47,6 +48,8 @@ def test_two_ranks(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     told = json.loads(file.read_text())
     assert told["rows"] == [row, kept]
     assert told["machine"]["accelerate"]
+    assert told["command"].startswith("python benchmarks/scaling.py --ranks 2 --model lowtide-small --way lowtide")
+    assert (told["ranks"], told["parallel"], told["weights"]) == ([2], "fsdp2", "float32")
     (picture,) = tmp_path.glob("*-scaling-cpu-lowtide-small.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -68,7 +71,7 @@ def test_a_model_that_fails_is_a_row_and_the_others_are_measured(
         return ChildResult(returncode=-9, seconds=1.0, peak_bytes=0, stderr="Traceback\nSignal 9")
 
     monkeypatch.setattr(scaling, "run_command", fake)
-    rows, said = measured(tmp_path, ranks=[1], models=["a", "b", "c"])
+    rows, said = measured(tmp_path, ranks=("1",), model=("a", "b", "c"))
     assert asked == [["a", "b", "c"], ["c"]]
     assert [row.get("failed") for row in rows] == [None, "out of memory", "Signal 9"]
     assert "1.000" in said
@@ -77,10 +80,10 @@ def test_a_model_that_fails_is_a_row_and_the_others_are_measured(
 
 
 def test_what_cannot_be_measured(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentValueError, match="ways"):
-        measured(tmp_path, ways=["unsloth"])
+    with pytest.raises(ArgumentValueError, match="way"):
+        measured(tmp_path, way=("unsloth",))
     with pytest.raises(ArgumentValueError, match="policy"):
-        measured(tmp_path, ways=["stock:attention-mlp1"])
+        measured(tmp_path, way=("stock:attention-mlp1",))
     assert not list(tmp_path.iterdir())
 
 
@@ -108,6 +111,6 @@ def test_rows_are_told_and_written_while_others_are_measured(tmp_path: Path, mon
     monkeypatch.setattr(scaling, "run_command", fake)
     monkeypatch.setattr(scaling, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(scaling.Way, "check_installed", lambda _: None)
-    rows, _ = measured(tmp_path, ranks=[1], models=["a", "b"], ways=["liger", "lowtide"])
+    rows, _ = measured(tmp_path, ranks=("1",), model=("a", "b"), way=("liger", "lowtide"))
     assert seen == [1, 2, 3, 4]
     assert [(row["way"], row["model"]) for row in rows] == [(w, m) for w in ("lowtide", "liger") for m in "ab"]

@@ -27,6 +27,13 @@ def result(folder: Path, name: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+def settings(*lengths: int, model: str = "lowtide-small", **more: Any) -> dict[str, Any]:
+    """Return the settings of a step as a process of its own gets them."""
+    tokens = tuple(map(str, lengths))
+    config = StepBenchConfig(tokens=tokens, model=model, warm=0, reps=1, dtype="float32", device="cpu", **more)
+    return json.loads(json.dumps(vars(config)))
+
+
 OFFLOADED = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=64, offload=True)
 
 
@@ -84,11 +91,11 @@ def test_states_are_offloaded_where_a_way_says_so(monkeypatch: pytest.MonkeyPatc
     seen: list[Any] = []
     monkeypatch.setattr(step_way, "offload_optimizer", lambda optimizer, model, **how: seen.append(how))
     for way in ("lowtide:all@states=2-late", "lowtide:all"):
-        (row,) = step_way.measure(way, "lowtide-small", [16], 1, 0, 1, "float32", "cpu", "auto", 0)
+        (row,) = step_way.measure(way, settings(16))
         assert row["seconds"] > 0
     assert seen == [{"gib": 2.0, "late": True}]
     monkeypatch.undo()
-    (row,) = step_way.measure("lowtide:all@states", "lowtide-small", [16], 1, 0, 1, "float32", "cpu", "auto", 0)
+    (row,) = step_way.measure("lowtide:all@states", settings(16))
     assert "parameters on a CUDA device" in row["failed"]
 
 
@@ -152,13 +159,12 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "rows"
     seen: list[str] = []
 
-    def steps(model: Any, optimizer: Any, tokens: int, *args: Any) -> dict[str, Any]:
+    def steps(model: Any, optimizer: Any, config: Any, tokens: int, *args: Any, **rounds: int) -> dict[str, Any]:
         seen.append(file.read_text() if file.exists() else "")
         return {"seconds": float(tokens)}
 
     monkeypatch.setattr(step_way, "steps", steps)
-    settings = ("stock", "lowtide-small", [10, 20], 1, 0, 1, "float32", "cpu", "auto", 0)
-    rows = step_way.measure(*settings, str(file))
+    rows = step_way.measure("stock", settings(10, 20), str(file))
     assert seen == ["", json.dumps(rows[:1])]
 
 
@@ -166,13 +172,13 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
     "error", [torch.cuda.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_memory_that_does_not_suffice_ends_a_way(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(model: Any, optimizer: Any, tokens: int, *args: Any) -> dict[str, Any]:
+    def steps(model: Any, optimizer: Any, config: Any, tokens: int, *args: Any, **rounds: int) -> dict[str, Any]:
         if tokens > 10:
             raise error
         return {"seconds": 1.0}
 
     monkeypatch.setattr(step_way, "steps", steps)
-    rows = step_way.measure("stock", "lowtide-small", [10, 20, 30], 1, 0, 1, "float32", "cpu", "auto", 0)
+    rows = step_way.measure("stock", settings(10, 20, 30))
     failed = {"failed": step_way.OUT_OF_MEMORY}
     assert rows == [{"tokens": 10, "seconds": 1.0}, {"tokens": 20, **failed}, {"tokens": 30, **failed}]
 
@@ -208,10 +214,9 @@ def test_a_model_without_fused_attention_takes_its_own_and_says_so(tmp_path: Pat
     shape = {**SHAPES["lowtide-small"], "model_type": "gemma2", "vocab_size": 99, "head_dim": 32}
     file = tmp_path / "gemma2.json"
     file.write_text(json.dumps(shape))
-    settings = (str(file), [16], 1, 0, 1, "float32", "cpu")
-    (row,) = step_way.measure("lowtide:all", *settings, "auto", 0)
+    (row,) = step_way.measure("lowtide:all", settings(16, model=str(file)))
     assert row["attention"] == "eager"
-    (row,) = step_way.measure("stock", *settings, "flash", 0)
+    (row,) = step_way.measure("stock", settings(16, model=str(file), sdpa="flash"))
     assert "sdpa: expected auto for attention by eager, got flash" in row["failed"]
 
 

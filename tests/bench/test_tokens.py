@@ -17,12 +17,12 @@ from lowtide.bench import tokens
 from lowtide.bench.divergence import KINDS, PAIR_SHAPES, DivergenceTask, divergence_task, make_pair, parse_pair
 from lowtide.bench.divergence_peers import DIVERGENCE_PEERS
 from lowtide.bench.divergence_peers import TRL_TILE as TRL_DIVERGENCE_TILE
-from lowtide.bench.peers import CannotError
+from lowtide.bench.harness import CannotError, Peer, Row
 from lowtide.bench.problem import make_problem
 from lowtide.bench.shapes import parse_shape
 from lowtide.bench.stats import WORKS, StatsTask, stats_task
 from lowtide.bench.stats_peers import STATS_PEERS, TRL_TILE
-from lowtide.bench.tokens import Task, TokenBench, TokenPeer, TokenRow, Values, header, line, truth
+from lowtide.bench.tokens import Task, TokenBench, Values, truth
 from support import relative_error
 
 N, D, V, TEACHER_D = 75, 12, 130, 19
@@ -63,14 +63,14 @@ def divergence_in_float64(task: DivergenceTask, z: Tensor) -> Values:
     return {"value": sum(F.kl_div(m.log(), side, reduction="none").sum(1) for side in (s, t)) / 2}
 
 
-CASES: dict[str, tuple[Callable[..., Any], str, Callable[..., Values], dict[str, TokenPeer]]] = {
+CASES: dict[str, tuple[Callable[..., Any], str, Callable[..., Values], dict[str, Peer]]] = {
     **{name: (stats, name, stats_in_float64, STATS_PEERS) for name in WORKS},
     **{name: (divergence, name, divergence_in_float64, DIVERGENCE_PEERS) for name in KINDS},
 }
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[Task, Values, Tensor | None, Tensor | None, dict[str, TokenPeer]]:
+def case(request: pytest.FixtureRequest) -> tuple[Task, Values, Tensor | None, Tensor | None, dict[str, Peer]]:
     make, name, exact, peers = CASES[request.param]
     task = make(name)
     x, w = (leaf.detach().double().requires_grad_(task.head.setting.grad) for leaf in (task.head.x, task.head.w))
@@ -128,29 +128,25 @@ def test_the_limits_products_are_what_they_are_said_to_be(case: Any) -> None:
 
 def test_a_row_has_every_figure(case: Any) -> None:
     task, _, dx, _, peers = case
-    bench = TokenBench.of(task, error=True, warm=0, reps=2)
+    bench = TokenBench(task, error=True, warm=0, reps=2)
     row = bench.measure(peers["lowtide"])
-    assert row.failed is None
-    assert row.own
-    assert row.ms is not None
-    assert row.limit_ms is not None
-    assert row.share == pytest.approx(row.limit_ms / row.ms)
-    assert set(row.errors) == set(bench.columns) == {*task.names, *(() if dx is None else ("dx", "dw"))}
-    assert max(row.errors.values()) < 1e-5
+    assert "failed" not in row
+    assert row["share"] == pytest.approx(row["limit_ms"] / row["ms"])
+    assert set(row["errors"]) == {*task.names, *(() if dx is None else ("dx", "dw"))}
+    assert max(row["errors"].values()) < 1e-5
     assert bench.gradients_mib == (0 if dx is None else pytest.approx((N + V) * D * 4 / 2**20))
-    assert row.peak_mib is not None
-    assert row.peak_mib >= bench.gradients_mib
+    assert row["peak_mib"] >= bench.gradients_mib
     assert task.head.w.grad is None
-    json.dumps([bench.to_json(), row.to_json()], allow_nan=False)
-    text = line(bench, row)
+    json.dumps([bench.to_json(), row], allow_nan=False)
+    text = bench.table.line(row)
     assert text.startswith("lowtide ")
-    assert len(text.split()) == 4 + len(bench.columns)
-    assert len(header(bench).splitlines()[-1].split()) == 3 + 2 * len(bench.columns)
+    assert len(text.split()) == 4 + len(row["errors"])
+    assert len(bench.table.header.split()) == 3 + 2 * len(row["errors"])
 
 
-def measured(function: Callable[[], Values], task: Task) -> TokenRow:
-    bench = TokenBench.of(task, error=True, warm=0, reps=1)
-    return bench.measure(TokenPeer("peer", "of a test", lambda _: function))
+def measured(function: Callable[[], Values], task: Task) -> Row:
+    bench = TokenBench(task, error=True, warm=0, reps=1)
+    return bench.measure(Peer("peer", "of a test", lambda _: function))
 
 
 def test_what_is_wrong_is_said() -> None:
@@ -158,42 +154,41 @@ def test_what_is_wrong_is_said() -> None:
     x, w = task.head.x, task.head.w
     naive = STATS_PEERS["naive"].build(task)
     missing = measured(lambda: {"logprob": naive()["logprob"]}, task)
-    assert missing.failed == "entropy: missing or not finite"
-    assert set(missing.errors) == {"logprob", "dx", "dw"}
+    assert missing["failed"] == "entropy: missing or not finite"
+    assert set(missing["errors"]) == {"logprob", "dx", "dw"}
     broken = measured(lambda: {**naive(), "entropy": (x.sum(1) + w.sum()) * math.nan}, task)
-    assert broken.failed == "entropy, dx, dw: missing or not finite"
+    assert broken["failed"] == "entropy, dx, dw: missing or not finite"
     detached = measured(lambda: {name: x.sum(1) for name in task.names}, task)
-    assert detached.failed == "dw: missing or not finite"
+    assert detached["failed"] == "dw: missing or not finite"
     wrong = measured(lambda: {**naive(), "entropy": 1.5 * naive()["entropy"]}, task)
-    assert wrong.failed is None
-    assert wrong.errors["entropy"] > 0.1 < wrong.errors["dw"]
-    assert wrong.errors["logprob"] < 1e-5
+    assert "failed" not in wrong
+    assert wrong["errors"]["entropy"] > 0.1 < wrong["errors"]["dw"]
+    assert wrong["errors"]["logprob"] < 1e-5
 
     def fails() -> Values:
         raise RuntimeError("first\nsecond")
 
-    bench = TokenBench.of(task, error=False, warm=0, reps=1)
-    failed = bench.measure(TokenPeer("peer", "of a test", lambda _: fails))
-    assert failed.to_json() == {"name": "peer", "failed": "RuntimeError: first"}
-    assert line(bench, failed) == f"{'peer':24}RuntimeError: first\n"
-    assert bench.measure(STATS_PEERS["naive"]).errors == {}
+    bench = TokenBench(task, error=False, warm=0, reps=1)
+    failed = bench.measure(Peer("peer", "of a test", lambda _: fails))
+    assert failed == {"name": "peer", "failed": "RuntimeError: first"}
+    assert bench.table.line(failed) == f"{'peer':24}RuntimeError: first\n"
+    assert "errors" not in bench.measure(STATS_PEERS["naive"])
 
 
 def test_a_mean_is_compared_with_the_mean() -> None:
     task = divergence("jsd")
     naive = DIVERGENCE_PEERS["naive"].build(task)
     row = measured(lambda: {"value": naive()["value"].mean()}, task)
-    assert row.failed is None
-    assert max(row.errors.values()) < 1e-5
-    assert measured(lambda: {"value": naive()["value"].sum()}, task).errors["dw"] == pytest.approx(N - 1, rel=1e-3)
+    assert "failed" not in row
+    assert max(row["errors"].values()) < 1e-5
+    assert measured(lambda: {"value": naive()["value"].sum()}, task)["errors"]["dw"] == pytest.approx(N - 1, rel=1e-3)
 
 
 def test_naive_takes_more_than_its_logits_and_lowtide_in_bf16_has_errors() -> None:
-    bench = TokenBench.of(stats("logprob-entropy", torch.bfloat16), error=True, warm=0, reps=1)
+    bench = TokenBench(stats("logprob-entropy", torch.bfloat16), error=True, warm=0, reps=1)
     naive, lowtide = bench.measure(STATS_PEERS["naive"]), bench.measure(STATS_PEERS["lowtide"])
-    assert naive.peak_mib is not None
-    assert naive.peak_mib > bench.gradients_mib + 2 * N * V * 4 / 2**20
-    assert 1e-4 < lowtide.errors["dw"] < 1e-2
+    assert naive["peak_mib"] > bench.gradients_mib + 2 * N * V * 4 / 2**20
+    assert 1e-4 < lowtide["errors"]["dw"] < 1e-2
 
 
 @pytest.mark.parametrize("name", ["liger-grpo", "cce-exact"])

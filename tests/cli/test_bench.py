@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cli.scripts import result, run_script
+from cli.results import result
 from lowtide.bench import head as benchmark
 from lowtide.bench import pictures
 from lowtide.bench import tune as tuning
 from lowtide.bench.config import HeadBenchConfig, TuneConfig
-from lowtide.bench.peers import PEERS, Peer
+from lowtide.bench.peers import PEERS
 from lowtide.bench.problem import SETTINGS
 from lowtide.bench.shapes import SHAPES
 from lowtide.cli import main
@@ -76,22 +77,16 @@ def test_the_default_sweep_leaves_out_what_changes_nothing(tmp_path: Path) -> No
     assert "table" not in shape
 
 
-def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--shape", "32,8,64", "--only", "naive", *QUICK, "--output", tmp_path]
-    assert (run_script("head", *run), capsys.readouterr().err) == (0, "")
-    assert result(tmp_path)["shapes"][0]["table"][0]["ms"] > 0
-
-
 def test_lowtides_own_failure_is_status_1_and_a_peers_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Any:
         raise RuntimeError("broken")
 
     run = ["--shape", "32,8,64", "--only", "lowtide", "naive", "--no-error", *QUICK, "--output"]
     naive, lowtide = PEERS["naive"], PEERS["lowtide"]
-    monkeypatch.setitem(PEERS, "naive", Peer(naive.name, naive.about, fail))
+    monkeypatch.setitem(PEERS, "naive", dataclasses.replace(naive, build=fail))
     assert head(*run, tmp_path / "a") == 0
     assert result(tmp_path / "a")["shapes"][0]["table"][1]["failed"] == "RuntimeError: broken"
-    monkeypatch.setitem(PEERS, "lowtide", Peer(lowtide.name, lowtide.about, fail, options=lowtide.options))
+    monkeypatch.setitem(PEERS, "lowtide", dataclasses.replace(lowtide, build=fail))
     assert head(*run, tmp_path / "b") == 1
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from cli.scripts import run_script
 from lowtide.bench import apply as benchmark
 from lowtide.bench.config import ApplyBenchConfig
 from lowtide.bench.shapes import APPLY_SHAPES
@@ -64,12 +63,6 @@ def test_training_is_the_same_to_rounding(objective: str, tmp_path: Path) -> Non
     assert len(told["linear_apply"]["losses"]) == len(told[other]["losses"]) == 4
     assert len(set(told[other]["losses"])) == 4, "something is learned"
     assert told["largest_difference"] < 1e-5
-
-
-def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--shape", "32,8,64", "--only", "focal", *QUICK, "--output", tmp_path]
-    assert (run_script("apply", *run), capsys.readouterr().err) == (0, "")
-    assert result(tmp_path)["shapes"][0]["rows"][0]["ms"] > 0
 
 
 def test_a_way_that_fails_is_a_row_and_linear_applys_own_is_status_1(

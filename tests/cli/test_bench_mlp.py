@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cli.scripts import result, run_script
+from cli.results import result
 from lowtide.bench import mlp_peers
 from lowtide.bench.config import MlpBenchConfig
 from lowtide.bench.mlp_peers import MLP_PEERS, bare_products, make_stack, parse_mlp
@@ -98,12 +98,6 @@ def test_everyone_computes_the_same() -> None:
     for name in ("lowtide-0", "lowtide-1"):
         for got, expected in zip(values[name], values["naive"], strict=True):
             torch.testing.assert_close(got, expected)
-
-
-def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--shape", "1,8,4,6,1", "--only", "naive", *QUICK, "--output", tmp_path]
-    assert (run_script("mlp", *run), capsys.readouterr().err) == (0, "")
-    assert result(tmp_path)["shapes"][0]["rows"][0]["ms"] > 0
 
 
 def test_one_that_fails_is_a_row_and_lowtides_own_is_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

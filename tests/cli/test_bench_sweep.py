@@ -12,10 +12,11 @@ pytest.importorskip("matplotlib")
 
 import torch
 
-from cli.scripts import result, run_script
+from cli.results import result
 from lowtide.bench import pictures, sweep
-from lowtide.bench.peers import PEERS, Peer
-from lowtide.bench.rows import Bench
+from lowtide.bench.harness import Peer
+from lowtide.bench.limit import Bench
+from lowtide.bench.peers import PEERS
 from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
 from lowtide.cli import main
 from lowtide.measure import plots
@@ -122,9 +123,11 @@ def test_what_was_another_sweep_is_left_alone(tmp_path: Path, monkeypatch: pytes
     lines = ["--tokens", "5", "20", "--hidden", "none", "--vocab", "none", *QUICK, "--only", "naive"]
     run = ["--shape", "20,6,90", *lines, "--no-error", "--output", tmp_path]
     with monkeypatch.context() as patched:
-        measure = sweep._Run.measure
+        measure = sweep._Sweep.measure
         patched.setattr(
-            sweep._Run, "measure", lambda self, shape: (interrupted if self.told["points"] else measure)(self, shape)
+            sweep._Sweep,
+            "measure",
+            lambda self, shape: (interrupted if self.run.result["points"] else measure)(self, shape),
         )
         assert bench(*run) == 130
     (old,) = tmp_path.glob("*.json")
@@ -179,12 +182,6 @@ def test_lowtides_own_failure_is_status_1_but_for_want_of_memory(
     run = ["--shape", "9,4,30", "--tokens", "9", "--hidden", "none", "--vocab", "none", *QUICK, "--no-error"]
     assert bench(*run, "--output", tmp_path) == status
     assert result(tmp_path)["points"][0]["rows"][0]["failed"] == failed
-
-
-def test_the_script_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--shape", "9,4,30", "--tokens", "9", "--hidden", "none", "--vocab", "none", *QUICK, "--output", tmp_path]
-    assert (run_script("sweep", *run), capsys.readouterr().err) == (0, "")
-    assert len(result(tmp_path)["points"]) == 1
 
 
 def test_lines_are_powers_of_two_around_the_shape() -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,7 +220,7 @@ def test_another_package_that_is_missing_is_a_defect(monkeypatch: pytest.MonkeyP
 def test_a_benchmark_without_a_gpu_names_a_small_one(
     more: list[str], says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lowtide.bench.head.run", lambda *_: [])
+    monkeypatch.setattr("lowtide.bench.harness.Benchmark.run", lambda *_: SimpleNamespace(status=0))
     assert main(["bench", "head", *more]) == 0
     err = capsys.readouterr().err
     assert ("A small run: lowtide bench head --shape 1024,256,8192 --skip compile --device cpu\n" in err) == says

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.bench.longest_config import LongestBenchConfig
 from lowtide.bench.longest_way import ON_GPU, measure
 from lowtide.measure.child import allocator_setting, run_child
 
@@ -15,9 +16,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 
 def tried(way: str, train: str, tokens: int = 700, policies: str = "6xinput-mlp1-tile128-offload") -> dict[str, Any]:
-    ended = run_child(
-        measure, way, train, "llama-3.2-1b", 6, tokens, policies, 4.0, 1, 2, "bfloat16", "cuda", "auto", 0, 2**30, 300.0
-    )
+    config = LongestBenchConfig(train=train, model="llama-3.2-1b", layers=6, dtype="bfloat16", device="cuda")
+    ended = run_child(measure, way, vars(config), tokens, policies, 4.0, 1, 2, 2**30, 300.0)
     assert ended.value is not None, ended.stderr
     row: dict[str, Any] = ended.value
     return row

@@ -33,10 +33,10 @@ def test_a_type_never_builds_logits(kind, model_type):
 
 @pytest.mark.slow
 def test_no_type_is_silently_different(tmp_path):
-    from lowtide.bench.models import run
+    from lowtide.bench.models import MODELS
     from lowtide.bench.models_config import ModelsBenchConfig
 
-    rows = run(ModelsBenchConfig(output=str(tmp_path), timeout=300), print)
+    rows = MODELS.run(ModelsBenchConfig(output=str(tmp_path), timeout=300), print).rows
     assert [row for row in rows if row["status"] == DIFFERENT] == []
     assert sum(row["status"] == FUSED for row in rows if row["kind"] == "causal") >= 120
     assert sum(row["status"] in COMPARED for row in rows) >= 0.8 * len(rows)

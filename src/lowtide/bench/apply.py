@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import ApplyBenchConfig
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in, release
+from lowtide.bench.limit import NAME
 from lowtide.bench.problem import ROWS, blocks, make_problem
 from lowtide.bench.reference import exact_products, relative_error
-from lowtide.bench.results import begin
-from lowtide.bench.rows import reason_of, release
 from lowtide.bench.shapes import Shape
 from lowtide.head.apply import linear_apply
 from lowtide.head.cross_entropy import linear_cross_entropy
@@ -28,7 +26,6 @@ from lowtide.measure.units import mib
 
 NAIVE, TWO_CHUNKS, DEFAULT, TOKEN = "naive", "two chunks", "default", "default, per token"
 FUSED, COMPILED, TWO_COMPILED = "linear_cross_entropy", "default, compiled", "two chunks, compiled"
-_COLUMNS = f"{'':24}{'ms':>9}{'MiB':>9}{'of naive':>9}{'value err':>11}{'dX err':>9}{'dW err':>9}{'db err':>9}"
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -61,36 +58,15 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 FUSIBLE = ("cross-entropy", "focal", "entropy")  # of which a compiler makes fewer passes over the logits
 
 
-@dataclass(kw_only=True)
-class ApplyRow:
-    """What was measured of one way to compute one function's mean over the tokens, and its gradients.
-
-    Attributes:
-        function: its name, and ``name``, which way.
-        ms: median time of forward and backward.
-        peak_mib: most memory at once above the inputs, gradients included; ``of_naive``: that over the naive way's.
-        value: the mean; ``value_error`` its absolute difference from exact products in a wider dtype.
-        dx_error: relative error of the hidden states' gradient against the same; and of the weight's and the bias's.
-        plan: what `plan_head` said of it.
-        failed: why there are no figures.
-    """
-
-    function: str
-    name: str
-    ms: float | None = None
-    peak_mib: float | None = None
-    of_naive: float | None = None
-    value: float | None = None
-    value_error: float | None = None
-    dx_error: float | None = None
-    dw_error: float | None = None
-    db_error: float | None = None
-    plan: HeadPlan | None = None
-    failed: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what is known."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+TABLE = Table(
+    (NAME,),
+    (
+        Column("ms", "ms", "9.2f"), Column("MiB", "peak_mib", "9.1f"), Column("of naive", "of_naive", "9.3f"),
+        Column("value err", "value_error", "11.1e"),
+        *(Column(f"{of} err", f"{of.lower()}_error", "9.1e") for of in ("dX", "dW", "db")),
+    ),
+    lambda row: [f"{row['plan']['chunks']} x {row['plan']['chunk_rows']} rows"] if "plan" in row else [],
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +84,14 @@ class Inputs:
         """Return what gets a gradient."""
         return self.x, self.w, self.b
 
-    def step(self, mean: Callable[[], Tensor]) -> Tensor:
-        """Run forward and backward, and return the value."""
+    def clear(self) -> None:
+        """Drop the gradients."""
         for leaf in self.leaves:
             leaf.grad = None
+
+    def step(self, mean: Callable[[], Tensor]) -> Tensor:
+        """Run forward and backward, and return the value."""
+        self.clear()
         value = mean()
         value.backward()  # type: ignore[no-untyped-call]
         return value.detach()
@@ -189,93 +169,72 @@ def exact(name: str, inputs: Inputs) -> tuple[Tensor, tuple[Tensor, Tensor, Tens
     return value, (dx, dw, db)
 
 
-def measure(name: str, inputs: Inputs, config: ApplyBenchConfig, tell: Callable[[ApplyRow], object]) -> None:
-    """Tell the rows of a function, each as it is known; one that fails says why."""
+def rows_of(name: str, inputs: Inputs, *, warm: int, reps: int) -> Iterator[Row]:
+    """Yield the row of each way to compute a function's mean and its gradients; one that fails says why.
+
+    A row has the ``function`` and the way's ``name``; ``ms``, the median time of forward and backward; ``peak_mib``,
+    the most memory at once above the inputs, gradients included, and ``of_naive``, that over the naive way's; the
+    ``value``, and ``value_error``, its absolute difference from exact products in a wider dtype; the gradients'
+    relative errors against the same (``dx_error``, ``dw_error``, ``db_error``); and lowtide's the ``plan``.
+    """
     device = inputs.x.device
     value, gradients = exact(name, inputs)
     release(device)
-    rows: list[ApplyRow] = []
+    naive_mib = None
     for way, (mean, options) in ways(name, inputs).items():
-        row = ApplyRow(function=name, name=way, plan=None if options is None else inputs.plan(options))
-        rows.append(row)
-        try:
+        row: Row = {"function": name, "name": way}
+        if options is not None:
+            row["plan"] = dataclasses.asdict(inputs.plan(options))
+        with reason_in(row):
             step = {way: partial(inputs.step, mean)}
-            row.ms = time_side_by_side(step, device, warm=config.warm, reps=config.reps)[way].median_ms
-            for leaf in inputs.leaves:
-                leaf.grad = None
+            row["ms"] = time_side_by_side(step, device, warm=warm, reps=reps)[way].median_ms
+            inputs.clear()
             got: list[Tensor] = []
-            row.peak_mib = mib(peak_above(partial(_keep, got, inputs, mean), device))
-            row.value, row.value_error = got[0].item(), (got[0].double() - value).abs().item()
-            for leaf, name_, true in zip(inputs.leaves, ("dx_error", "dw_error", "db_error"), gradients, strict=True):
+            row["peak_mib"] = mib(peak_above(partial(_keep, got, inputs, mean), device))
+            row |= {"value": got[0].item(), "value_error": (got[0].double() - value).abs().item()}
+            for leaf, error, true in zip(inputs.leaves, ("dx_error", "dw_error", "db_error"), gradients, strict=True):
                 assert leaf.grad is not None
-                setattr(row, name_, relative_error(leaf.grad.view(len(true), -1), true.view(len(true), -1)))
-            if rows[0].peak_mib is not None:
-                row.of_naive = row.peak_mib / rows[0].peak_mib
-        except Exception as error:  # whatever it raises is its row
-            row.failed = reason_of(error)
-        for leaf in inputs.leaves:
-            leaf.grad = None
+                row[error] = relative_error(leaf.grad.view(len(true), -1), true.view(len(true), -1))
+            naive_mib = row["peak_mib"] if way == NAIVE else naive_mib
+            if naive_mib is not None:
+                row["of_naive"] = row["peak_mib"] / naive_mib
+        inputs.clear()
         release(device)
-        tell(row)
+        yield row
 
 
 def _keep(into: list[Tensor], inputs: Inputs, mean: Callable[[], Tensor]) -> None:
     into.append(inputs.step(mean))
 
 
-def line(row: ApplyRow) -> str:
-    """Return a row as text."""
-    if row.failed:
-        return f"{row.name:24}{row.failed}\n"
-    text = f"{row.name:24}{row.ms or 0:9.2f}{row.peak_mib or 0:9.1f}"
-    text += f"{'':>9}" if row.of_naive is None else f"{row.of_naive:9.3f}"
-    text += f"{row.value_error or 0:11.1e}{row.dx_error or 0:9.1e}{row.dw_error or 0:9.1e}{row.db_error or 0:9.1e}"
-    return f"{text}  {row.plan.chunks} x {row.plan.chunk_rows} rows\n" if row.plan else f"{text}\n"
-
-
-def run(config: ApplyBenchConfig, say: Callable[[str], object]) -> dict[str, Any]:
-    """Measure, tell each line as it is known, and write the result after each row.
-
-    Args:
-        config: what.
-        say: gets the text, a line or more at a time.
-
-    Returns:
-        dict: What was written.
+def measure(run: Run[ApplyBenchConfig]) -> None:
+    """Measure a table for each shape and function, and train.
 
     Raises:
-        UnsupportedError: there is no such device.
-        ArgumentValueError: the folder for the results cannot be written, or there is no such model.
+        ArgumentValueError: there is no such model.
     """
-    device = chosen_device(config.device)
-    dtype = chosen_dtype(config.dtype, device)
-    files, about = begin(config.output, "apply", config.command(), device)
-    dtype_name = str(dtype).removeprefix("torch.")
-    told: dict[str, Any] = {**about, "dtype": dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
+    config = run.config
+    run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
     for shape in config.shapes if config.table else ():
         torch._dynamo.reset()  # else what was compiled for one shape would be made general for the next
-        inputs = make_inputs(shape, dtype, device, config.seed)
-        part: dict[str, Any] = {"name": shape.name, "N": shape.N, "D": shape.D, "V": shape.V, "rows": []}
-        told["shapes"].append(part)
-
-        def tell(row: ApplyRow, rows: list[dict[str, Any]] = part["rows"]) -> None:
-            rows.append(row.to_json())
-            say(line(row))
-            files.write_json(told)
-
+        inputs = make_inputs(shape, run.dtype, run.device, config.seed)
+        rows: list[Row] = []
+        run.result["shapes"].append({**vars(shape), "rows": rows})
         for name in config.functions:
-            say(f"\n{shape} {told['dtype']}, {name}\n{_COLUMNS}\n")
-            measure(name, inputs, config, tell)
+            run.say(f"\n{shape} {run.dtype_name}, {name}\n{TABLE.header}")
+            for row in rows_of(name, inputs, warm=config.warm, reps=config.reps):
+                run.add(row, rows, TABLE)
         del inputs
-        release(device)
+        release(run.device)
     if config.train or config.grpo:
         from lowtide.bench.apply_train import compare
 
         for objective in [name for name in ("train", "grpo") if getattr(config, name)]:
-            told[objective] = compare(objective, config, dtype, device, say)
-            files.write_json(told)
-    say(f"written: {files.json}\n")
-    return told
+            run.result[objective] = compare(objective, run)
+            run.save()
+
+
+APPLY = Benchmark(name="apply", measure=measure, failed=lambda row: "failed" in row and "plan" in row)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

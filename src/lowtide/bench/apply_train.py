@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import ApplyBenchConfig
-from lowtide.bench.rows import release
+from lowtide.bench.harness import Run, release
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.apply import linear_apply
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
@@ -74,41 +74,39 @@ LOSSES: dict[str, dict[str, Loss]] = {
 }
 
 
-def compare(
-    objective: str, config: ApplyBenchConfig, dtype: torch.dtype, device: torch.device, say: Callable[[str], object]
-) -> dict[str, Any]:
+def compare(objective: str, run: Run[ApplyBenchConfig]) -> dict[str, Any]:
     """Train with each loss from the same weights on the same data, and return both curves and how they differ.
 
     Args:
         objective: "train" or "grpo".
-        config: sizes and seed.
-        dtype: of the model.
-        device: where.
-        say: gets the text.
+        run: whose model, sizes and seed.
 
     Raises:
         ArgumentValueError: there is no such model.
     """
+    config, device = run.config, run.device
     name = config.model if config.model != "auto" else "llama-3.2-1b" if device.type == "cuda" else DEFAULT
     settings = model_config(name, vocab_size=VOCABULARY)
     told: dict[str, Any] = {"model": name, "steps": config.steps, "batch": config.batch, "seq_len": config.seq_len}
-    say(f"\n{objective}: {name}, {config.steps} steps of {config.batch} x {config.seq_len} tokens, {dtype}\n")
+    sizes = f"{config.steps} steps of {config.batch} x {config.seq_len} tokens"
+    run.say(f"\n{objective}: {name}, {sizes}, {run.dtype}\n")
     curves: dict[str, list[float]] = {}
     for way, loss in LOSSES[objective].items():
-        model = _model(settings, dtype, device, config.seed)
+        model = _model(settings, run.dtype, device, config.seed)
         data = _data(model, objective, config, device)
         result = _trained(model, loss, data)
         told[way] = result
         curves[way] = result["losses"]
-        say(f"{way:16}loss {curves[way][0]:.6f} to {curves[way][-1]:.6f}, {result['seconds']:.1f} s"
-            + (f", peak {result['peak_mib']:.0f} MiB\n" if device.type == "cuda" else "\n"))  # fmt: skip
+        peak = f", peak {result['peak_mib']:.0f} MiB" if device.type == "cuda" else ""
+        losses = f"loss {curves[way][0]:.6f} to {curves[way][-1]:.6f}"
+        run.say(f"{way:16}{losses}, {result['seconds']:.1f} s{peak}\n")
         del model, data
         release(device)
     one, other = curves.values()
     differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
     told["largest_difference"] = max(differences)
     told["largest_relative_difference"] = max(d / max(abs(a), 1e-6) for d, a in zip(differences, one, strict=True))
-    say(f"the curves differ by {max(differences):.2e} at most\n")
+    run.say(f"the curves differ by {max(differences):.2e} at most\n")
     return told
 
 

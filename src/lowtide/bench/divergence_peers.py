@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.bench.divergence import DivergenceTask, divergence_of
-from lowtide.bench.peers import LOWTIDE, CannotError
+from lowtide.bench.harness import CannotError, Peer
+from lowtide.bench.peers import LOWTIDE
 from lowtide.bench.problem import blocks
-from lowtide.bench.tokens import Function, TokenPeer, by_name
+from lowtide.bench.tokens import Function, by_name
 from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import HeadOptions
 from lowtide.head.planner import MIB
@@ -121,15 +122,15 @@ def _needs_cuda(task: DivergenceTask) -> None:
 
 
 DIVERGENCE_PEERS = by_name(
-    TokenPeer(LOWTIDE, "the mean, its gradients in forward", _lowtide),
-    TokenPeer(f"{LOWTIDE}-none", "a value for each token, as TRL's", _lowtide_of_each),
-    TokenPeer(f"{LOWTIDE}-float32", "the mean, dW summed in float32", _lowtide_in_float32),
-    TokenPeer(f"{LOWTIDE}-trl-memory", "as -none with the scratch of TRL's tiles, dW in float32", _lowtide_at_trls),
-    TokenPeer("naive", "log_softmax of float32 logits of both", _naive),
-    TokenPeer("compile", "torch.compile of naive", _compiled),
-    TokenPeer("checkpoint", "naive, 1024 tokens at a time, rebuilt in backward", _checkpointed),
-    TokenPeer("trl", "TRL's chunked divergence", _trl, "trl"),
-    TokenPeer("liger-jsd", "Liger's fused linear JSD, a mean with its gradients in forward", _liger, "liger-kernel"),
-    TokenPeer("liger-chunked", "Liger's chunked distillation loss, no hard loss", _liger_chunked, "liger-kernel"),
-    TokenPeer("liger-kl", "Liger's fused linear KL, of the teacher's softmax in full", _liger_kl, "liger-kernel"),
+    Peer(LOWTIDE, "the mean, its gradients in forward", _lowtide),
+    Peer(f"{LOWTIDE}-none", "a value for each token, as TRL's", _lowtide_of_each),
+    Peer(f"{LOWTIDE}-float32", "the mean, dW summed in float32", _lowtide_in_float32),
+    Peer(f"{LOWTIDE}-trl-memory", "as -none with the scratch of TRL's tiles, dW in float32", _lowtide_at_trls),
+    Peer("naive", "log_softmax of float32 logits of both", _naive),
+    Peer("compile", "torch.compile of naive", _compiled),
+    Peer("checkpoint", "naive, 1024 tokens at a time, rebuilt in backward", _checkpointed),
+    Peer("trl", "TRL's chunked divergence", _trl, "trl"),
+    Peer("liger-jsd", "Liger's fused linear JSD, a mean with its gradients in forward", _liger, "liger-kernel"),
+    Peer("liger-chunked", "Liger's chunked distillation loss, no hard loss", _liger_chunked, "liger-kernel"),
+    Peer("liger-kl", "Liger's fused linear KL, of the teacher's softmax in full", _liger_kl, "liger-kernel"),
 )

@@ -2,145 +2,200 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowtide.bench.config import HeadBenchConfig
-from lowtide.bench.peers import LIGER, LOWTIDE, LOWTIDE_AT_LIGERS, PEERS, lowtide_peer
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, release
+from lowtide.bench.limit import NAME, SHARE, Bench
+from lowtide.bench.peers import LIGER, LOWTIDE, LOWTIDE_AT_LIGERS, PEERS, LossPeer, lowtide_peer
 from lowtide.bench.pictures import draw, require_matplotlib
-from lowtide.bench.problem import PLAIN, SETTINGS, Problem, make_problem
-from lowtide.bench.report import header, line, ratio
-from lowtide.bench.results import begin
-from lowtide.bench.rows import Bench, Row, ShapeResult, plan_of, release
+from lowtide.bench.problem import PLAIN, SETTINGS, Problem, Setting, make_problem
+from lowtide.bench.reference import Floor, Reference, reference, relative_error, rounding_floor
 from lowtide.bench.shapes import Shape
-from lowtide.errors import UnsupportedError, message
+from lowtide.head.plan import HeadPlan, plan_head
 from lowtide.head.planner import MIB
 
 SWEEP_POINTS = 7
 SETTING_PEERS = (LOWTIDE, "compile", "liger-large", "cce-exact")
 
 
-def run(config: HeadBenchConfig, say: Callable[[str], object]) -> list[ShapeResult]:
-    """Measure, tell each line as it is known, and write the result after each row.
+def _notes(row: Row) -> Iterator[str]:
+    """Yield how many times the roundings' own errors lowtide's are, and its plan."""
+    errors = {"dX": "dx", "dW": "dw"}
+    floors = [
+        f"{title} {row[f'{name}_error'] / row[f'{name}_floor']:.3f}"
+        for title, name in errors.items()
+        if f"{name}_error" in row and row.get(f"{name}_floor")
+    ]
+    if floors:
+        yield f"of the floor: {', '.join(floors)}"
+    if plan := row.get("plan"):
+        yield f"{plan['backend']}, {plan['chunks']} x {plan['chunk_rows']} rows"
 
-    Args:
-        config: what.
-        say: gets the text, a line or more at a time.
 
-    Returns:
-        list: A `ShapeResult` for each shape.
+TABLE = Table(
+    (NAME,),
+    (*SHARE, *(Column(f"{of} err", f"{of.lower()}_error", "10.1e") for of in ("loss", "dX", "dW"))),
+    _notes,
+)
 
-    Raises:
-        UnsupportedError: there is no such device, or pictures are asked for without matplotlib.
-        ArgumentValueError: the folder for the results cannot be written.
+
+class LossBench(Bench):
+    """A problem on which peers' losses are measured.
+
+    Their rows have ``setting`` and ``tokens``; ``loss_error``, the absolute difference of the loss (the mean one, of
+    several); ``dx_error``, the relative error of the hidden states' gradient, ``dx_floor``, what the roundings alone
+    cause, and the same of the weight's. lowtide's have the ``plan`` of `plan_head`.
     """
-    device = chosen_device(config.device)
-    packages = (peer.package for peer in PEERS.values())
-    files, about = begin(config.output, "head", config.command(), device, packages)
-    pictures = config.sweep or bool(config.tokens)
-    if pictures:
-        require_matplotlib("sweep and tokens")
-    results: list[ShapeResult] = []
-    told = {**about, "warm": config.warm, "reps": config.reps}
 
-    def save() -> None:
-        files.write_json({**told, "shapes": [result.to_json() for result in results]})
+    true: Reference | None
 
-    each = _Run(config=config, dtype=chosen_dtype(config.dtype, device), device=device, say=say, save=save)
+    def __init__(self, problem: Problem, *, error: bool, warm: int, reps: int) -> None:
+        super().__init__(problem, error=error, warm=warm, reps=reps)
+        self._floors: dict[int | None, Floor] = {}
+
+    def in_setting(self, setting: Setting) -> LossBench:
+        """Return the bench of the same numbers in another setting."""
+        problem = self.problem.in_setting(setting)
+        return LossBench(problem, error=self.true is not None, warm=self.warm, reps=self.reps)
+
+    def truth(self) -> Reference:
+        """See `Bench`."""
+        return reference(self.problem)
+
+    def prepare(self, peer: LossPeer, row: Row) -> Callable[[], Tensor]:
+        """See `Bench`."""
+        problem = self.problem
+        row |= {"setting": problem.setting.name, "tokens": problem.shape.N}
+        if peer.options is not None:
+            row["plan"] = dataclasses.asdict(plan_of(peer, problem))
+        loss = peer.build(problem)
+        return lambda: problem.step(loss)
+
+    def errors(self, got: Tensor, row: Row) -> dict[str, float]:
+        """See `Bench`."""
+        problem, true = self.problem, self.true
+        assert true is not None
+        expected = true.loss_N.double() if got.dim() else true.loss_N.double().mean()
+        errors = {"loss_error": (got.double() - expected).abs().mean().item()}
+        for name, leaf, exact in (("dx_error", problem.x, true.dx), ("dw_error", problem.w, true.dw)):
+            if exact is not None:
+                errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, exact)
+        if (plan := row.get("plan")) and problem.dtype == torch.bfloat16:  # fp16 cannot hold the exponentials
+            in_float32 = plan["accumulate"] == "float32" or plan["chunks"] <= 1
+            floor = self._floor(None if in_float32 else plan["chunk_rows"], true)
+            floors = {"dx_floor": floor.dx, "dw_floor": floor.dw}
+            row |= {name: value for name, value in floors.items() if value is not None}
+        return errors
+
+    def _floor(self, chunk_rows: int | None, true: Reference) -> Floor:
+        if chunk_rows not in self._floors:
+            self._floors[chunk_rows] = rounding_floor(self.problem, true, chunk_rows)
+        return self._floors[chunk_rows]
+
+
+def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
+    """Return the bench of a shape's random inputs."""
+    release(run.device)
+    problem = make_problem(shape, run.dtype, run.device, seed=run.config.seed)
+    return LossBench(problem, error=error, warm=run.config.warm, reps=run.config.reps)
+
+
+def measure(run: Run[HeadBenchConfig]) -> None:
+    """Measure each shape with all that is asked for."""
+    config, shapes = run.config, run.result.setdefault("shapes", [])
+    run.result |= {"warm": config.warm, "reps": config.reps}
     for shape in config.shapes:
-        results.append(ShapeResult(shape=shape, dtype=str(each.dtype).removeprefix("torch.")))
-        each.measure(results[-1])
-        if pictures:
-            for file in draw(results[-1], files, about["machine"]):
-                say(f"drawn: {file}\n")
-    say(f"written: {files.json}\n")
-    return results
+        part = _Shape(run, shape)
+        shapes.append(part.result)
+        part.measure()
+        if config.sweep or config.tokens:
+            for file in draw(part.result, run.files, run.result["machine"]):
+                run.say(f"drawn: {file}\n")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """What is the same for every shape of a run; ``save`` writes what is known so far."""
+class _Shape:
+    """Everything that is measured of one shape.
 
-    config: HeadBenchConfig
-    dtype: torch.dtype
-    device: torch.device
-    say: Callable[[str], object]
-    save: Callable[[], None]
+    Attributes:
+        result: ``limits`` by setting (and number of tokens, where it is not the shape's): milliseconds by rows of a
+            chunk, the best of them, and its rate; ``gradients_mib``; the rows of ``table``, the peers, and of
+            ``sweep``, ``settings`` and ``tokens``, what the options of that name ask for.
+    """
 
-    def measure(self, result: ShapeResult) -> None:
-        """Fill a shape's result with all that is asked for."""
+    def __init__(self, run: Run[HeadBenchConfig], shape: Shape) -> None:
+        self.run, self.config, self.shape = run, run.config, shape
+        self.result: dict[str, Any] = {**vars(shape), "dtype": run.dtype_name, "limits": [], "gradients_mib": 0.0}
+
+    def measure(self) -> None:
         config = self.config
         if config.table or config.sweep or config.settings:
-            bench = self.bench(result.shape, error=config.error)
-            result.gradients_mib = bench.gradients_mib
+            bench = bench_of(self.run, self.shape, error=config.error)
+            self.result["gradients_mib"] = bench.gradients_mib
             if config.table or config.sweep:
-                self.add_limit(result, bench)
+                self.add_limit(bench)
             if config.table:
-                self.add_table(result, bench)
+                self.add_table(bench)
             if config.sweep:
-                self.add_sweep(result, bench)
+                self.add_sweep(bench)
             if config.settings:
-                self.add_settings(result, bench)
+                self.add_settings(bench)
             del bench
         if config.tokens:
-            self.add_tokens(result)
-        release(self.device)
+            self.add_tokens()
+        release(self.run.device)
 
-    def bench(self, shape: Shape, *, error: bool) -> Bench:
-        """Return the bench of a shape's random inputs."""
-        release(self.device)
-        problem = make_problem(shape, self.dtype, self.device, seed=self.config.seed)
-        return Bench.of(problem, error=error, warm=self.config.warm, reps=self.config.reps)
-
-    def add_table(self, result: ShapeResult, bench: Bench) -> None:
+    def add_table(self, bench: LossBench) -> None:
         """Measure the peers."""
         for name in self.config.peers:
-            self.add_row(result.table, bench.measure(PEERS[name]))
-        self.say(ratio(result.row(LOWTIDE_AT_LIGERS), result.row(LIGER)))
+            self.add("table", bench.measure(PEERS[name]))
+        rows = {row["name"]: row for row in self.result["table"]}
+        self.run.say(ratio(rows.get(LOWTIDE_AT_LIGERS), rows.get(LIGER)))
 
-    def add_sweep(self, result: ShapeResult, bench: Bench) -> None:
+    def add_sweep(self, bench: LossBench) -> None:
         """Measure lowtide with each workspace; of those that come to the same plan, the smallest alone."""
         seen: list[object] = []
-        for value in sorted(self.config.sweep_mib) or default_sweep(result.shape, self.dtype):
+        for value in sorted(self.config.sweep_mib) or default_sweep(self.shape, self.run.dtype):
             peer = lowtide_peer(f"{LOWTIDE} {value:g} MiB", "with this workspace", partial(_constant, value))
             plan = plan_of(peer, bench.problem)
             key = (plan.backend, plan.gradient, plan.accumulate, plan.chunk_rows)
             if key not in seen:
-                row = bench.measure(peer)
-                row.workspace_mib = value
-                self.add_row(result.sweep, row)
+                self.add("sweep", bench.measure(peer) | {"workspace_mib": value})
             seen.append(key)
 
-    def add_settings(self, result: ShapeResult, bench: Bench) -> None:
+    def add_settings(self, bench: LossBench) -> None:
         """Measure other uses of the loss, each beside its own limit."""
         chosen = [name for name in self.config.peers if self.config.only or name in SETTING_PEERS]
         for setting in SETTINGS:
-            if setting.wide and self.dtype == torch.float32:
+            if setting.wide and self.run.dtype == torch.float32:
                 continue  # nothing is cast
             other = bench.in_setting(setting)
-            self.add_limit(result, other)
+            self.add_limit(other)
             for name in chosen:
                 # an option of lowtide's is no other setting to anyone else
                 if setting.accumulate == PLAIN.accumulate or PEERS[name].options:
-                    self.add_row(result.settings, other.measure(PEERS[name]))
+                    self.add("settings", other.measure(PEERS[name]))
 
-    def add_tokens(self, result: ShapeResult) -> None:
+    def add_tokens(self) -> None:
         """Measure other numbers of tokens."""
         for N in self.config.token_counts:
-            bench = self.bench(replace(result.shape, N=N), error=False)
-            self.add_limit(result, bench)
+            bench = bench_of(self.run, dataclasses.replace(self.shape, N=N), error=False)
+            self.add_limit(bench)
             for name in self.config.peers:
                 if name == LOWTIDE or self.config.only:
-                    self.add_row(result.tokens, bench.measure(PEERS[name]))
+                    self.add("tokens", bench.measure(PEERS[name]))
             del bench
 
-    def add_limit(self, result: ShapeResult, bench: Bench) -> None:
-        """Keep and tell a limit."""
-        result.limits.append(
+    def add_limit(self, bench: LossBench) -> None:
+        """Add and print a limit."""
+        self.result["limits"].append(
             {
                 "setting": bench.problem.setting.name,
                 "tokens": bench.problem.shape.N,
@@ -150,18 +205,26 @@ class _Run:
                 "tflops": bench.tflops,
             }
         )
-        self.say(header(bench))
+        self.run.say(bench.title() + TABLE.header)
 
-    def add_row(self, rows: list[Row], row: Row) -> None:
-        """Keep, tell and write a row."""
-        rows.append(row)
-        self.say(line(row))
-        self.save()
+    def add(self, part: str, row: Row) -> None:
+        """Add a row to a part of the result."""
+        self.run.add(row, self.result.setdefault(part, []), TABLE)
 
 
 def _constant(value: float, problem: Problem) -> float:
     del problem
     return value
+
+
+def ratio(lowtide: Row | None, liger: Row | None) -> str:
+    """Return how lowtide does in Liger's memory; nothing where one of them has no time."""
+    if lowtide is None or liger is None or "ms" not in lowtide or "ms" not in liger:
+        return ""
+    return (
+        f"in the memory of Liger's default: {lowtide['ms']:.2f} ms of {liger['ms']:.2f},"
+        f" {lowtide['ms'] / liger['ms']:.3f}; peak {lowtide['peak_mib']:.0f} MiB of {liger['peak_mib']:.0f}\n"
+    )
 
 
 def default_sweep(shape: Shape, dtype: torch.dtype) -> tuple[float, ...]:
@@ -170,19 +233,32 @@ def default_sweep(shape: Shape, dtype: torch.dtype) -> tuple[float, ...]:
     return tuple(2.0**k for k in range(top - SWEEP_POINTS + 1, top + 1))
 
 
-def chosen_device(name: str) -> torch.device:
-    """Return the device of that name; auto: a GPU if there is one.
+def plan_of(peer: LossPeer, problem: Problem) -> HeadPlan:
+    """Return what `plan_head` says of lowtide with the peer's options."""
+    assert peer.options is not None
+    shape = problem.shape
+    return plan_head(
+        shape.N,
+        shape.D,
+        shape.V,
+        problem.dtype,
+        problem.device,
+        peer.options(problem),
+        weight_dtype=problem.w.dtype,
+        reduction=problem.setting.reduction,
+        weight_frozen=not problem.w.requires_grad,
+    )
 
-    Raises:
-        UnsupportedError: there is no such device.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "Take --device cpu."))
-    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+def _check(config: HeadBenchConfig) -> None:
+    if config.sweep or config.tokens:
+        require_matplotlib("sweep and tokens")
 
 
-def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of that name; auto: bfloat16 on a GPU, float32 on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+HEAD = Benchmark(
+    name="head",
+    measure=measure,
+    failed=lambda row: "failed" in row and "plan" in row,
+    peers=PEERS,
+    check=_check,
+)

@@ -9,24 +9,28 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.bench.config import LayersBenchConfig
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in, release
 from lowtide.bench.reference import relative_error
-from lowtide.bench.results import begin
-from lowtide.bench.rows import reason_of, release
 from lowtide.layers import add_rms_norm, rms_norm, rotary
 from lowtide.measure.timing import time_side_by_side
 
 EPS = 1e-5
 IN_A_ROW = 8  # calls: all but the first are launched while others run, as in a model
 Function = Callable[..., tuple[Tensor, ...]]
-_COLUMNS = f"{'':16}{'forward ms':>12}{'GB/s':>7}{'both ms':>10}{'GB/s':>7}{'kept MiB':>10}{'error':>9}\n"
+TABLE = Table(
+    (Column("", "peer", "<16"),),
+    (
+        Column("forward ms", "forward_ms", "12.3f"), Column("GB/s", "forward_gb_per_s", "7.0f"),
+        Column("both ms", "ms", "10.3f"), Column("GB/s", "gb_per_s", "7.0f"), Column("kept MiB", "kept_mib", "10.1f"),
+        Column("error", "error", "9.1e"),
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +168,13 @@ def _both(function: Function, inputs: Sequence[Tensor], trained: Sequence[Tensor
     torch.autograd.grad(function(*inputs), trained, upstream)
 
 
-def measure(op: Op, config: LayersBenchConfig, device: torch.device, name: str) -> list[dict[str, Any]]:
-    """Return a row for each peer of an operation, all timed in turns."""
-    rows: list[dict[str, Any]] = []
+def rows_of(name: str, op: Op, config: LayersBenchConfig, device: torch.device) -> list[Row]:
+    """Return a row for each peer of an operation, all interleaved.
+
+    A row has ``op`` and ``peer``; ``kept_mib``, what stays for backward beyond inputs and the residual stream; the
+    relative ``error`` of the first result; the median times of a forward and of both passes, and the GB/s of each.
+    """
+    rows: list[Row] = []
     trained = [t for t in op.inputs if t.requires_grad]
     exact = [t.detach()[..., :64, :].double() if t.dim() > 1 else t.detach().double() for t in op.inputs]
     expected = op.exact(*exact)
@@ -175,9 +183,9 @@ def measure(op: Op, config: LayersBenchConfig, device: torch.device, name: str) 
     for peer, build in op.peers.items():
         if config.only and peer not in config.only:
             continue
-        row: dict[str, Any] = {"op": name, "peer": peer}
+        row: Row = {"op": name, "peer": peer}
         rows.append(row)
-        try:
+        with reason_in(row):
             function = build()
             kept: dict[int, int] = {}
 
@@ -195,8 +203,6 @@ def measure(op: Op, config: LayersBenchConfig, device: torch.device, name: str) 
             torch.autograd.grad(outs, trained, upstream)
             timed[f"{peer} forward"] = partial(_in_a_row, partial(function, *op.inputs))
             timed[peer] = partial(_in_a_row, partial(_both, function, op.inputs, trained, upstream))
-        except Exception as error:
-            row["failed"] = reason_of(error)
         release(device)
     times = time_side_by_side(timed, device, warm=config.warm, reps=config.reps)
     for row in rows:
@@ -208,45 +214,24 @@ def measure(op: Op, config: LayersBenchConfig, device: torch.device, name: str) 
     return rows
 
 
-def line(row: dict[str, Any]) -> str:
-    """Return a row as text."""
-    if "failed" in row:
-        return f"{row['peer']:16}{row['failed']}\n"
-    return (
-        f"{row['peer']:16}{row['forward_ms']:12.3f}{row['forward_gb_per_s']:7.0f}{row['ms']:10.3f}"
-        f"{row['gb_per_s']:7.0f}{row['kept_mib']:10.1f}{row['error']:9.1e}\n"
-    )
-
-
-def run(config: LayersBenchConfig, say: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Measure, tell each table as it is known, write the result, and return its rows.
-
-    Args:
-        config: what.
-        say: gets the text.
-
-    Raises:
-        UnsupportedError: there is no such device.
-        ArgumentValueError: the folder for the results cannot be written.
-    """
-    device = chosen_device(config.device)
-    dtype = chosen_dtype(config.dtype, device)
-    files, about = begin(config.output, "layers", config.command(), device, ["liger-kernel"])
-    rows: list[dict[str, Any]] = []
-    for name, op in ops(config, dtype, device).items():
+def measure(run: Run[LayersBenchConfig]) -> None:
+    """Measure a table for each operation."""
+    config, rows = run.config, run.result.setdefault("rows", [])
+    run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
+    for name, op in ops(config, run.dtype, run.device).items():
         if config.op and name not in config.op:
             continue
-        shape = (
-            f"{config.tokens} x {config.hidden}"
-            if name != "rotary"
-            else f"{config.tokens} x ({config.heads} + {config.kv_heads}) x {config.head_dim}"
-        )
-        say(f"\n{name}: {shape}, {str(dtype).removeprefix('torch.')}\n{_COLUMNS}")
-        for row in measure(op, config, device, name):
-            rows.append(row)
-            say(line(row))
-        files.write_json(
-            {**about, "dtype": str(dtype).removeprefix("torch."), "config": config.recorded(), "rows": rows}
-        )
-    say(f"written: {files.json}\n")
-    return rows
+        shape = f"{config.tokens} x {config.hidden}"
+        if name == "rotary":
+            shape = f"{config.tokens} x ({config.heads} + {config.kv_heads}) x {config.head_dim}"
+        run.say(f"\n{name}: {shape}, {run.dtype_name}\n{TABLE.header}")
+        for row in rows_of(name, op, config, run.device):
+            run.add(row, rows, TABLE)
+
+
+LAYERS = Benchmark(
+    name="layers",
+    measure=measure,
+    failed=lambda row: "failed" in row and row["peer"] == "lowtide",
+    packages=["liger-kernel"],
+)

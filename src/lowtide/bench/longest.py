@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench import longest_way
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
 from lowtide.bench.longest_config import LongestBenchConfig
 from lowtide.bench.longest_fit import OWN, Demand, Fit
-from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of, measure
-from lowtide.bench.results import begin
+from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of
 from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib, parse_gib
@@ -30,58 +30,49 @@ KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, 
 LEAST_FREE = 2**30  # a try is ended before less than that is left
 UNKNOWN_BUILD = 60.0  # seconds of a try before its first step, before any was made
 KILLED = -9  # by the system, as a rule for want of memory
-_COLUMNS = (
-    f"{'':16}{'T':>9}{'s':>10}{'tokens/s':>10}{'GPU GiB':>9}{'should':>8}{'host GiB':>10}{'should':>8}  what is kept\n"
-)
-Row = dict[str, Any]
+TABLE = Table(
+    (Column("", "way", "<16"), Column("T", "tokens", "9")),
+    (
+        Column("s", "seconds", "10.3f"), Column("tokens/s", "tokens_per_s", "10.0f"),
+        Column("GPU GiB", "peak_gib", "9.2f"), Column("should", "gpu_gib_predicted", "8.2f"),
+        Column("host GiB", "host_gib", "10.2f"), Column("should", "host_gib_predicted", "8.2f"),
+        Column("  what is kept", lambda row: f"  {row['kept']}", ""),
+    ),
+    reason=lambda row: f"out of {row['out_of']}: {row['failed']}" if row.get("out_of") else row.get("failed"),
+)  # fmt: skip
 
 
-def run(config: LongestBenchConfig, say: Callable[[str], object]) -> dict[str, Any]:
-    """Measure, tell each try as it is known, write the result after each, and return it.
-
-    Args:
-        config: what.
-        say: gets the text.
-
-    Raises:
-        UnsupportedError: there is no such device.
-        ArgumentValueError: there is no such model, or the folder for the results cannot be written.
-    """
-    device = chosen_device(config.device)
-    dtype = chosen_dtype(config.dtype, device)
-    settings = config_of(config.model, config.layers)
-    gpu = find_gpu(None) if device.type == "cuda" else GPUS["h100"]
+def measure(run: Run[LongestBenchConfig]) -> None:
+    """Measure the rate of each way, and look for its longest sequence."""
+    config, on_gpu = run.config, run.device.type == "cuda"
+    shape = read_shape(config_of(config.model, config.layers))
+    gpu = find_gpu(None) if on_gpu else GPUS["h100"]
     budget = gpu.memory_bytes * USABLE if config.budget is None else parse_gib("budget", config.budget) * 2**30
     host = available_bytes() - KEPT_FREE if config.host is None else parse_gib("host", config.host) * 2**30
     fit = Fit(
-        way=OWN, train=config.train, shape=read_shape(settings), gpu=gpu, dtype=dtype,
-        gpu_bytes=int(budget) if device.type == "cuda" else None, host_bytes=int(host), tile=config.tile,
+        way=OWN, train=config.train, shape=shape, gpu=gpu, dtype=run.dtype,
+        gpu_bytes=int(budget) if on_gpu else None, host_bytes=int(host), tile=config.tile,
     )  # fmt: skip
-    files, about = begin(config.output, "longest", config.command(), device, ["liger-kernel", "peft", "accelerate"])
-    told: dict[str, Any] = {**about, "dtype": str(dtype).removeprefix("torch."), "config": config.recorded()}
-    told |= {"budget_gib": None if fit.gpu_bytes is None else gib(fit.gpu_bytes), "host_gib": gib(host)}
-    told |= {"ways": [], "rows": []}
-    say(
-        f"\n{config.model}, {fit.shape.layers} layers, {config.train}, {told['dtype']}; host memory {gib(host):.1f}"
-        f" GiB, {gib(fit.states):.1f} of it for parameters, gradients and optimizer\n{_COLUMNS}"
+    run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
+    run.result |= {"budget_gib": None if fit.gpu_bytes is None else gib(fit.gpu_bytes), "host_gib": gib(host)}
+    run.result |= {"ways": [], "rows": []}
+    run.say(
+        f"\n{config.model}, {fit.shape.layers} layers, {config.train}, {run.dtype_name}; host memory {gib(host):.1f}"
+        f" GiB, {gib(fit.states):.1f} of it for parameters, gradients and optimizer\n{TABLE.header}"
     )
 
     def tell(row: Row) -> None:
-        told["rows"].append(row)
-        say(line(row))
-        files.write_json(told)
+        run.add(row, run.result["rows"], TABLE)
 
     for way in config.way:
-        tries = Tries(config, replace(fit, way=way), told["dtype"], device.type, tell)
+        tries = Tries(config, replace(fit, way=way), run.settings, tell)
         end = time.monotonic() + config.seconds
         if config.tokens:
             demand = tries.fit.fastest(config.tokens)
             tries.once(config.tokens, demand, warm=config.warm, reps=config.reps, seconds=config.seconds)
         if config.search:
-            told["ways"].append(search(tries, config, say, end))
-        files.write_json(told)
-    say(f"written: {files.json}\n")
-    return told
+            run.result["ways"].append(search(tries, config, run.say, end))
+        run.save()
 
 
 @dataclass
@@ -91,8 +82,7 @@ class Tries:
     Attributes:
         config: What was asked.
         fit: What should fit.
-        dtype: Of all tensors.
-        device: Where.
+        settings: The same, device and dtype chosen.
         tell: Gets each row.
         build_s: Seconds of a try before its first step.
         slower: How many times the seconds that were predicted a step takes.
@@ -100,8 +90,7 @@ class Tries:
 
     config: LongestBenchConfig
     fit: Fit
-    dtype: str
-    device: str
+    settings: dict[str, Any]
     tell: Callable[[Row], object]
     build_s: float = UNKNOWN_BUILD
     slower: float = 1.0
@@ -128,8 +117,7 @@ class Tries:
         for_layers = gib(max(self.fit.host_bytes - self.fit.states, 0))
         begun = time.monotonic()
         ended = run_child(
-            measure, self.fit.way, config.train, config.model, config.layers, T, kept, for_layers, warm, reps,
-            self.dtype, self.device, config.sdpa, config.seed, LEAST_FREE, seconds,
+            longest_way.measure, self.fit.way, self.settings, T, kept, for_layers, warm, reps, LEAST_FREE, seconds,
             env=ALLOCATOR,
         )  # fmt: skip
         if ended.value is not None:
@@ -184,19 +172,15 @@ def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object
     }  # fmt: skip
 
 
-def line(row: Row) -> str:
-    """Return a row as text."""
-    head = f"{row['way']:16}{row['tokens']:9}"
-    if "seconds" not in row:
-        memory = f"out of {row['out_of']}: " if row.get("out_of") else ""
-        return f"{head}  {memory}{row['failed']}\n"
-    return (
-        f"{head}{row['seconds']:10.3f}{row['tokens_per_s']:10.0f}{row['peak_gib']:9.2f}{row['gpu_gib_predicted']:8.2f}"
-        f"{row['host_gib']:10.2f}{row['host_gib_predicted']:8.2f}  {row['kept']}".rstrip()
-        + "\n"
-    )
-
-
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1][:200] if lines else "nothing was said"
+
+
+LONGEST = Benchmark(
+    name="longest",
+    measure=measure,
+    failed=lambda row: "failed" in row and row["way"] == OWN and not row.get("out_of"),
+    packages=["liger-kernel", "peft", "accelerate"],
+    check=lambda config: config_of(config.model, config.layers),
+)

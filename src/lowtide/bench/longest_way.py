@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.bench.longest_config import OFFLOADED
+from lowtide.bench.harness import reason_of
+from lowtide.bench.longest_config import OFFLOADED, LongestBenchConfig
 from lowtide.bench.longest_fit import LORA, OWN
-from lowtide.bench.rows import reason_of
 from lowtide.bench.step_way import VOCABULARY, steps
 from lowtide.bench.ways import LEARNING_RATE, LIGER, apply_liger, enable_checkpointing, with_lora
 from lowtide.errors import UnsupportedError
@@ -87,18 +87,12 @@ class Watch:
 
 def measure(
     way: str,
-    train: str,
-    model: str,
-    layers: int | None,
+    settings: dict[str, Any],
     tokens: int,
     policies: str,
     host_gib: float,
     warm: int,
     reps: int,
-    dtype: str,
-    device: str,
-    sdpa: str,
-    seed: int,
     least_bytes: int,
     seconds: float,
 ) -> dict[str, Any]:
@@ -106,32 +100,25 @@ def measure(
 
     Args:
         way: Who.
-        train: "full" or "lora".
-        model: Whose shape.
-        layers: So many instead of the model's.
+        settings: Of a `LongestBenchConfig`, device and dtype chosen.
         tokens: Of the sequence.
         policies: What our layers keep, as `parse_policies` reads it; of others nothing.
         host_gib: Host memory for what they keep.
         warm: Steps that do not count.
         reps: Steps that count.
-        dtype: Of all tensors.
-        device: "cuda" or "cpu".
-        sdpa: Attention's kernel, or auto.
-        seed: Of weights and tokens.
         least_bytes: Of the host's memory, what must stay free.
         seconds: For all of it.
     """
-    begun = time.monotonic()
-    at = torch.device(device)
-    with Watch(least_bytes, seconds) as watch, _world(at, needed=train == "full"):
+    begun, config = time.monotonic(), LongestBenchConfig.read(settings)
+    with Watch(least_bytes, seconds) as watch, _world(torch.device(config.device), needed=config.train == "full"):
         try:
-            built = build(way, train, model, layers, getattr(torch, dtype), at, seed)
+            built = build(way, config)
             keeping = _keep(built, way, policies, host_gib)
             trained = [p for p in built.parameters() if p.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
             build_s = time.monotonic() - begun
             with keeping:
-                row = steps(built, optimizer, tokens, 1, warm, reps, sdpa, seed, at)
+                row = steps(built, optimizer, config, tokens, 1, warm=warm, reps=reps)
         except Exception as error:
             return {"failed": reason_of(error), "out_of": out_of(error), "host_gib": gib(watch.taken)}
         return {**row, "build_s": build_s, "host_gib": gib(watch.taken)}
@@ -156,18 +143,17 @@ def config_of(name: str, layers: int | None) -> Any:
     return config
 
 
-def build(
-    way: str, train: str, name: str, layers: int | None, dtype: torch.dtype, device: torch.device, seed: int
-) -> Any:
+def build(way: str, asked: LongestBenchConfig) -> Any:
     """Return the model of a way, with random weights, where training is to have them."""
     from transformers import AutoModelForCausalLM
 
-    config = config_of(name, layers)
+    device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
+    config = config_of(asked.model, asked.layers)
     config.use_cache = False
     if way.startswith(LIGER):
         apply_liger(config)
-    torch.manual_seed(seed)
-    if train == "lora":
+    torch.manual_seed(asked.seed)
+    if asked.train == "lora":
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         _finish(model, way)

@@ -2,76 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from lowtide.bench.config import MlpBenchConfig
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_in, release
 from lowtide.bench.mlp_peers import MLP_PEERS, MlpPeer, Stack, bare_products, make_stack
-from lowtide.bench.peers import LOWTIDE, CannotError
-from lowtide.bench.results import begin
-from lowtide.bench.rows import reason_of, release
+from lowtide.bench.peers import LOWTIDE
 from lowtide.measure.timing import kept_above, peak_above, time_side_by_side
 from lowtide.measure.units import mib
 
-_COLUMNS = (
-    f"{'':18}{'forward ms':>11}{'backward ms':>12}{'both ms':>9}{'limit ms':>9}{'over it':>9}"
-    f"{'kept MiB':>10}{'peak MiB':>10}{'all GB':>8}{'again GB':>9}"
-)
+TABLE = Table(
+    (Column("", "name", "<18"),),
+    (
+        Column("forward ms", "forward_ms", "11.2f"), Column("backward ms", "backward_ms", "12.2f"),
+        Column("both ms", "ms", "9.2f"), Column("limit ms", "limit_ms", "9.2f"), Column("over it", "over", "9.1%"),
+        Column("kept MiB", "kept_mib", "10.1f"), Column("peak MiB", "peak_mib", "10.1f"),
+        Column("all GB", "all_gb", "8.2f"), Column("again GB", "again_gb", "9.2f"),
+    ),
+)  # fmt: skip
 
 
-@dataclass(kw_only=True)
-class MlpRow:
-    """What was measured of one peer; None: not measured, one of the last two says why.
+def row_of(peer: MlpPeer, stack: Stack, *, warm: int, reps: int) -> Row:
+    """Return a peer's row, measured interleaved with the bare GEMMs.
 
-    Attributes:
-        name: the peer's.
-        gemms: products a layer that it cannot do without; ``limit_ms`` their time in the same rounds.
-        forward_ms: median time of forward with a graph; ``ms`` of forward and backward, ``backward_ms`` the difference.
-        over: ``ms / limit_ms - 1``.
-        spread: the slowest round over the fastest, less 1.
-        kept_mib: what is alive after forward for backward's sake, the input with it, weights and last output without.
-        kept_bytes: the same, bytes a token and layer.
-        peak_mib: most memory at once above input and weights, gradients included.
-        all_gb: that with input and weights, in GB of 10**9 bytes.
-        again_gb: the same of a step that adds to the gradients of the one before, these counted.
-        cannot: why it does not do the shape.
-        failed: why else there are no figures.
+    A row has the peer's ``name`` and its ``gemms``, the products a layer that it cannot do without, and ``limit_ms``,
+    their time in the same rounds; ``forward_ms``, the median time of forward with a graph, ``ms``, that of forward and
+    backward, and ``backward_ms``, the difference; ``over``, ``ms / limit_ms - 1``; ``spread``, the slowest round over
+    the fastest, less 1; ``kept_mib``, what is alive after forward for backward's sake, the input with it, weights and
+    last output without, and ``kept_bytes``, the same in bytes a token and layer; ``peak_mib``, the most memory at once
+    above input and weights, gradients included, and ``all_gb``, that with input and weights, in GB of 10**9 bytes;
+    ``again_gb``, the same of a step that adds to the gradients of the one before, these counted. Or ``cannot``, why
+    it does not do the shape.
     """
-
-    name: str
-    gemms: int
-    forward_ms: float | None = None
-    backward_ms: float | None = None
-    ms: float | None = None
-    limit_ms: float | None = None
-    over: float | None = None
-    spread: float | None = None
-    kept_mib: float | None = None
-    kept_bytes: float | None = None
-    peak_mib: float | None = None
-    all_gb: float | None = None
-    again_gb: float | None = None
-    cannot: str | None = None
-    failed: str | None = None
-
-    @property
-    def own(self) -> bool:
-        """Whether it is lowtide's."""
-        return self.name.startswith(LOWTIDE)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what is known."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-
-
-def measure(peer: MlpPeer, stack: Stack, *, warm: int, reps: int) -> MlpRow:
-    """Return a peer's row, measured interleaved with the bare GEMMs."""
     device, shape = stack.x.device, stack.shape
-    row = MlpRow(name=peer.name, gemms=peer.gemms)
-    try:
+    row: Row = {"name": peer.name, "gemms": peer.gemms}
+    with reason_in(row, cannot="cannot"):
         layer = peer.build(stack)
         functions: dict[str, Callable[[], object]] = {
             "limit": bare_products(stack, peer.gemms),
@@ -84,64 +49,34 @@ def measure(peer: MlpPeer, stack: Stack, *, warm: int, reps: int) -> MlpRow:
         kept += stack.x.nbytes - stack.upstream.nbytes  # the input, and not the output, which is of the same size
         peak = peak_above(lambda: stack.step(layer), device)
         again = peak_above(lambda: stack.add(layer), device)
-        row.forward_ms, row.ms, row.limit_ms = (timings[name].median_ms for name in ("forward", "step", "limit"))
-        row.backward_ms, row.over = row.ms - row.forward_ms, row.ms / row.limit_ms - 1
-        row.spread = timings["step"].spread
-        row.kept_mib, row.kept_bytes = mib(kept), kept / (shape.N * shape.layers)
-        row.peak_mib, row.all_gb = mib(peak), (peak + stack.bytes) / 1e9
-        row.again_gb = (again + 2 * stack.bytes) / 1e9
-    except CannotError as cannot:
-        row.cannot = str(cannot)
-    except Exception as error:  # whatever a peer raises is its row
-        row.failed = reason_of(error)
+        forward, both, limit = (timings[name].median_ms for name in ("forward", "step", "limit"))
+        row |= {"forward_ms": forward, "backward_ms": both - forward, "ms": both, "limit_ms": limit}
+        row |= {"over": both / limit - 1, "spread": timings["step"].spread}
+        row |= {"kept_mib": mib(kept), "kept_bytes": kept / (shape.N * shape.layers), "peak_mib": mib(peak)}
+        row |= {"all_gb": (peak + stack.bytes) / 1e9, "again_gb": (again + 2 * stack.bytes) / 1e9}
     stack.clear()
     release(device)
     return row
 
 
-def line(row: MlpRow) -> str:
-    """Return a row as text."""
-    if row.ms is None:
-        return f"{row.name:18}{row.failed or row.cannot}\n"
-    return (
-        f"{row.name:18}{row.forward_ms:11.2f}{row.backward_ms:12.2f}{row.ms:9.2f}{row.limit_ms:9.2f}{row.over:9.1%}"
-        f"{row.kept_mib:10.1f}{row.peak_mib:10.1f}{row.all_gb:8.2f}{row.again_gb:9.2f}\n"
-    )
-
-
-def run(config: MlpBenchConfig, say: Callable[[str], object]) -> list[MlpRow]:
-    """Measure, tell each line as it is known, and write the result after each row.
-
-    Args:
-        config: what.
-        say: gets the text, a line or more at a time.
-
-    Returns:
-        list: All rows.
-
-    Raises:
-        UnsupportedError: there is no such device.
-        ArgumentValueError: the folder for the results cannot be written.
-    """
-    device = chosen_device(config.device)
-    dtype = chosen_dtype(config.dtype, device)
-    name = str(dtype).removeprefix("torch.")
-    packages = (peer.package for peer in MLP_PEERS.values())
-    files, about = begin(config.output, f"mlp-{name}", config.command(), device, packages)
-    shapes: list[dict[str, Any]] = []
-    told = {**about, "dtype": name, "warm": config.warm, "reps": config.reps, "shapes": shapes}
-    found: list[MlpRow] = []
+def measure(run: Run[MlpBenchConfig]) -> None:
+    """Measure the peers on each shape."""
+    config = run.config
+    run.result |= {"dtype": run.dtype_name, "warm": config.warm, "reps": config.reps, "shapes": []}
     for shape in config.shapes:
-        stack = make_stack(shape, dtype, device, config.seed)
-        rows: list[dict[str, Any]] = []
-        shapes.append({**vars(shape), "tokens": shape.N, "rows": rows})
-        say(f"\n{shape} {name}\n{_COLUMNS}\n")
+        stack = make_stack(shape, run.dtype, run.device, config.seed)
+        rows: list[Row] = []
+        run.result["shapes"].append({**vars(shape), "tokens": shape.N, "rows": rows})
+        run.say(f"\n{shape} {run.dtype_name}\n{TABLE.header}")
         for peer in config.peers:
-            found.append(measure(MLP_PEERS[peer], stack, warm=config.warm, reps=config.reps))
-            rows.append(found[-1].to_json())
-            say(line(found[-1]))
-            files.write_json(told)
+            run.add(row_of(MLP_PEERS[peer], stack, warm=config.warm, reps=config.reps), rows, TABLE)
         del stack
-        release(device)
-    say(f"written: {files.json}\n")
-    return found
+        release(run.device)
+
+
+MLP = Benchmark(
+    name="mlp-{dtype}",
+    measure=measure,
+    failed=lambda row: "failed" in row and row["name"].startswith(LOWTIDE),
+    peers=MLP_PEERS,
+)

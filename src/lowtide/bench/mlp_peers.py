@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.peers import LIGER, LOWTIDE, CannotError
+from lowtide.bench.harness import CannotError, Peer
+from lowtide.bench.peers import LIGER, LOWTIDE
 from lowtide.errors import ArgumentValueError, message
 from lowtide.mlp.swiglu import swiglu_mlp
 
@@ -170,21 +171,13 @@ def bare_products(stack: Stack, gemms: int) -> Callable[[], None]:
 
 
 @dataclass(frozen=True)
-class MlpPeer:
-    """One way through a layer.
+class MlpPeer(Peer):
+    """One way through a layer: ``build`` returns a `Layer` for a `Stack`.
 
     Attributes:
-        name: of its row.
-        about: what it is, in a few words.
-        build: imports it and returns its layer; raises `CannotError` where it does not do the shape.
-        package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
         gemms: products a layer that it cannot do without.
     """
 
-    name: str
-    about: str
-    build: Callable[[Stack], Layer]
-    package: str = ""
     gemms: int = 9
 
 

@@ -9,64 +9,59 @@ import os
 import queue
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowtide.bench.models_case import COMPARED, CRASHED, MAPPINGS, STATUSES, TIMED_OUT, check, types
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
+from lowtide.bench.models_case import COMPARED, CRASHED, DIFFERENT, MAPPINGS, STATUSES, TIMED_OUT, check, types
 from lowtide.bench.models_config import ModelsBenchConfig
 from lowtide.bench.models_table import markdown
-from lowtide.bench.results import Files, begin, replace
+from lowtide.bench.results import Files, replace
 from lowtide.errors import ArgumentValueError, message
 
+TABLE = Table(
+    (Column("", "kind", "<11"), Column("", "type", "<28"), Column("", "status", "<11")),
+    (Column("", "seconds", "6.1f"), Column("", lambda _: " s", "")),
+    lambda row: [row["why"][:150]] if row["why"] else [],
+    reason=lambda row: None if "seconds" in row else row["why"][:150],
+)
 _QUIET = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def run(config: ModelsBenchConfig, say: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Check every type, tell each as it is known, write the result after each, and return the rows.
-
-    Args:
-        config: what.
-        say: gets the text.
+def measure(run: Run[ModelsBenchConfig]) -> None:
+    """Check every type, and write the page.
 
     Raises:
-        ArgumentValueError: no such type, or a file that cannot be read or written.
+        ArgumentValueError: a file that cannot be read or written.
     """
-    wanted = [(kind, name) for kind in config.kinds for name in types(kind) if not config.only or name in config.only]
-    unknown = set(config.only) - {name for _, name in wanted}
-    if unknown or not wanted:
-        raise ArgumentValueError(message("only", "types that transformers has", ", ".join(sorted(unknown)) or "none"))
-    files, told = _files(config)
-    rows: list[dict[str, Any]] = told["rows"]
+    config = run.config
+    wanted = _wanted(config)
+    run.result |= {"config": config.recorded(), "rows": []}
+    if config.resume:
+        run.files, run.result = _earlier(config.resume)
+    rows: list[Row] = run.result["rows"]
     known = {(row["kind"], row["type"]) for row in rows}
     todo = [one for one in wanted if one not in known]
-    say(f"{len(wanted)} types, {len(todo)} to check\n")
+    run.say(f"{len(wanted)} types, {len(todo)} to check\n")
     with _servers() as context, ThreadPoolExecutor(config.workers) as pool:
         waiting = {pool.submit(_in_child, context, kind, name, config): (kind, name) for kind, name in todo}
         for at, ended in enumerate(as_completed(waiting), 1):
             kind, name = waiting[ended]
             rows.append({"kind": kind, "type": name, **ended.result()})
-            say(line(rows[-1], at, len(todo)))
+            run.say(f"{at:4}/{len(todo)}  {TABLE.line(rows[-1])}")
             rows.sort(key=lambda row: (list(MAPPINGS).index(row["kind"]), row["type"]))
-            files.write_json(told)
-    files.write_json(told)
-    chosen = [row for row in rows if (row["kind"], row["type"]) in set(wanted)]
-    say(summary(chosen))
+            run.save()
+    run.save()
+    run.rows = [row for row in rows if (row["kind"], row["type"]) in set(wanted)]
+    run.say(summary(run.rows))
     if config.table:
-        replace(Path(config.table), lambda file: file.write_text(markdown(told, files.json.name)))
-        say(f"written: {config.table}\n")
-    say(f"written: {files.json}\n")
-    return chosen
-
-
-def line(row: dict[str, Any], at: int, of: int) -> str:
-    """Return a row as text."""
-    seconds = f"{row['seconds']:6.1f} s" if "seconds" in row else ""
-    why = f"  {row['why'][:150]}" if row["why"] else ""
-    return f"{at:4}/{of}  {row['kind']:11}{row['type']:28}{row['status']:11}{seconds}{why}\n"
+        text = markdown(run.result, run.files.json.name)
+        replace(Path(config.table), lambda file: file.write_text(text))
+        run.say(f"written: {config.table}\n")
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -79,17 +74,27 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return text
 
 
-def _files(config: ModelsBenchConfig) -> tuple[Files, dict[str, Any]]:
-    packages = ["transformers"]
-    if not config.resume:
-        files, about = begin(config.output, "models", config.command(), torch.device("cpu"), packages)
-        return files, {**about, "config": config.recorded(), "rows": []}
+def _wanted(config: ModelsBenchConfig) -> list[tuple[str, str]]:
+    """Return the kinds and types to check.
+
+    Raises:
+        ArgumentValueError: no such type.
+    """
+    wanted = [(kind, name) for kind in config.kinds for name in types(kind) if not config.only or name in config.only]
+    unknown = set(config.only) - {name for _, name in wanted}
+    if unknown or not wanted:
+        raise ArgumentValueError(message("only", "types that transformers has", ", ".join(sorted(unknown)) or "none"))
+    return wanted
+
+
+def _earlier(file: str) -> tuple[Files, dict[str, Any]]:
+    """Return an earlier result with the rows that were compared."""
     try:
-        told = json.loads(Path(config.resume).read_text())
-        told["rows"] = [row for row in told["rows"] if row["status"] in COMPARED]
+        result = json.loads(Path(file).read_text())
+        result["rows"] = [row for row in result["rows"] if row["status"] in COMPARED]
     except (OSError, ValueError, KeyError) as error:
         raise ArgumentValueError(message("resume", "a result of lowtide bench models", f"{error}")) from error
-    return Files(Path(config.resume)), told
+    return Files(Path(file)), result
 
 
 @contextlib.contextmanager
@@ -151,3 +156,12 @@ def _answer(answers: Any, kind: str, name: str, seed: int) -> None:
     answers.join_thread()
     sys.stdout.flush()
     os._exit(0)  # whatever a model's package started does not hold the child up
+
+
+MODELS = Benchmark(
+    name="models",
+    measure=measure,
+    failed=lambda row: row["status"] == DIFFERENT,
+    packages=["transformers"],
+    check=_wanted,
+)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.bench.harness import CannotError, Peer
 from lowtide.bench.problem import Problem
 from lowtide.bench.shapes import Shape
 from lowtide.head.cross_entropy import linear_cross_entropy
@@ -27,28 +28,16 @@ LOWTIDE = "lowtide"
 LOWTIDE_AT_LIGERS = "lowtide-liger-memory"
 
 
-class CannotError(Exception):
-    """This peer does not do what the setting asks for."""
-
-
 @dataclass(frozen=True)
-class Peer:
-    """One way to the loss.
+class LossPeer(Peer):
+    """One way to the loss: ``build`` returns a `Loss` for a `Problem`.
 
     Attributes:
-        name: of its row.
-        about: what it is, in a few words.
-        build: imports it and returns its loss.
-        package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
         options: lowtide's options; None for everyone else.
         pace: how many times the limit it takes, about, and ``first`` the seconds that each new shape costs it before
             anything is measured: for estimates of how long a run will be, and for nothing else.
     """
 
-    name: str
-    about: str
-    build: Callable[[Problem], Loss]
-    package: str = ""
     options: Callable[[Problem], HeadOptions] | None = None
     pace: float = 1.1
     first: float = 0.2
@@ -66,7 +55,7 @@ def liger_mib(problem: Problem) -> float:
     return liger_rows(problem.shape) * problem.shape.V * problem.dtype.itemsize / MIB
 
 
-def lowtide_peer(name: str, about: str, workspace_mib: Callable[[Problem], float | None]) -> Peer:
+def lowtide_peer(name: str, about: str, workspace_mib: Callable[[Problem], float | None]) -> LossPeer:
     """Return lowtide with so much workspace as a peer; the setting says the rest."""
 
     def options(problem: Problem) -> HeadOptions:
@@ -76,7 +65,7 @@ def lowtide_peer(name: str, about: str, workspace_mib: Callable[[Problem], float
         chosen = options(problem)
         return lambda x, w, y, reduction: linear_cross_entropy(x, w, y, reduction=reduction, options=chosen)
 
-    return Peer(name, about, build, options=options)
+    return LossPeer(name, about, build, options=options)
 
 
 def _naive(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -151,20 +140,20 @@ PEERS = {
     for peer in (
         lowtide_peer(LOWTIDE, "as it comes", lambda _: None),
         lowtide_peer(LOWTIDE_AT_LIGERS, "in the memory that Liger's default takes", liger_mib),
-        Peer("naive", "F.cross_entropy of float32 logits", lambda _: _naive, pace=2.0),
-        Peer("compile", "torch.compile of naive", _compiled, pace=1.2, first=5.0),
-        Peer("torch", "F.linear_cross_entropy, its own choice of chunks", _torch(), pace=4.5),
-        Peer("torch-4096", "the same, 4096 rows", _torch(batch_chunk_size=4096, chunking_method=None), pace=1.9),
-        Peer(LIGER, "Liger's default", _liger(), "liger-kernel", pace=2.0),
-        Peer(
+        LossPeer("naive", "F.cross_entropy of float32 logits", lambda _: _naive, pace=2.0),
+        LossPeer("compile", "torch.compile of naive", _compiled, pace=1.2, first=5.0),
+        LossPeer("torch", "F.linear_cross_entropy, its own choice of chunks", _torch(), pace=4.5),
+        LossPeer("torch-4096", "the same, 4096 rows", _torch(batch_chunk_size=4096, chunking_method=None), pace=1.9),
+        LossPeer(LIGER, "Liger's default", _liger(), "liger-kernel", pace=2.0),
+        LossPeer(
             "liger-large",
             "Liger with large chunks and a float32 sum",
             _liger(chunk_mem_const=8, accum_dtype=torch.float32),
             "liger-kernel",
             pace=1.3,
         ),
-        Peer("cce", "cut cross entropy, small gradients dropped", _cce(), "cut-cross-entropy", pace=4.7, first=2.0),
-        Peer(
+        LossPeer("cce", "cut cross entropy, small gradients dropped", _cce(), "cut-cross-entropy", pace=4.7, first=2.0),
+        LossPeer(
             "cce-exact",
             "cut cross entropy, all gradients",
             _cce(filter_eps=None),
@@ -172,7 +161,7 @@ PEERS = {
             pace=4.7,
             first=2.0,
         ),
-        Peer("quack", "quack's chunked loss", _quack, "quack-kernels", first=2.0),
-        Peer("trl", "TRL's chunked log-probabilities", _trl, "trl", pace=1.6),
+        LossPeer("quack", "quack's chunked loss", _quack, "quack-kernels", first=2.0),
+        LossPeer("trl", "TRL's chunked log-probabilities", _trl, "trl", pace=1.6),
     )
 }

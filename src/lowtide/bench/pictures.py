@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowtide.bench.harness import OUT_OF_MEMORY
 from lowtide.bench.peers import LOWTIDE, LOWTIDE_AT_LIGERS
 from lowtide.bench.results import Files, replace
-from lowtide.bench.rows import OUT_OF_MEMORY, ShapeResult
 from lowtide.bench.shapes import parse_shape
 from lowtide.bench.sweep_config import AXES
 from lowtide.errors import UnsupportedError, message
@@ -18,39 +18,37 @@ from lowtide.measure.plots import Line, Panel, Point, draw_front, draw_panels, d
 _LETTERS = {"N": "tokens N", "D": "hidden size D", "V": "vocabulary V"}
 
 
-def draw(result: ShapeResult, files: Files, machine: dict[str, Any]) -> list[Path]:
+def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) -> list[Path]:
     """Draw what there is to draw and return the files."""
     drawn = []
-    shape = result.shape
-    where = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result.dtype}"
+    name, N, D, V = (result[key] for key in ("name", "N", "D", "V"))
+    where = f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
     sweep = [
-        Point(f"{row.workspace_mib:g}", row.peak_mib, row.ms)
-        for row in result.sweep
-        if row.ms is not None and row.peak_mib is not None
+        Point(f"{row['workspace_mib']:g}", row["peak_mib"], row["ms"]) for row in result.get("sweep", ()) if "ms" in row
     ]
     if sweep:
         peers = [
-            Point(row.name, row.peak_mib, row.ms, own=row.name == LOWTIDE)
-            for row in result.table
-            if row.ms is not None and row.peak_mib is not None and row.name != LOWTIDE_AT_LIGERS  # it is on the line
+            Point(row["name"], row["peak_mib"], row["ms"], own=row["name"] == LOWTIDE)
+            for row in result.get("table", ())
+            if "ms" in row and row["name"] != LOWTIDE_AT_LIGERS  # it is on the line
         ]
-        limit = next(limit["ms"] for limit in result.limits if limit["tokens"] == shape.N)
-        file = files.picture(shape.name)
-        title = f"Linear + cross entropy, forward and backward: N={shape.N}, D={shape.D}, V={shape.V}\n{where}"
+        limit = next(limit["ms"] for limit in result["limits"] if limit["tokens"] == N)
+        file = files.picture(name)
+        title = f"Linear + cross entropy, forward and backward: N={N}, D={D}, V={V}\n{where}"
         replace(
             file,
             lambda at: draw_front(
-                at, title, front=sweep, front_name=LOWTIDE, points=peers, limit=limit, least=result.gradients_mib
+                at, title, front=sweep, front_name=LOWTIDE, points=peers, limit=limit, least=result["gradients_mib"]
             ),
         )
         drawn.append(file)
     lines: dict[str, list[tuple[float, float]]] = {}
-    for row in result.tokens:
-        if row.share is not None:
-            lines.setdefault(row.name, []).append((row.tokens, row.share))
+    for row in result.get("tokens", ()):
+        if "share" in row:
+            lines.setdefault(row["name"], []).append((row["tokens"], row["share"]))
     if lines:
-        file = files.picture(f"{shape.name}-tokens")
-        title = f"Share of the limit by number of tokens: D={shape.D}, V={shape.V}\n{where}"
+        file = files.picture(f"{name}-tokens")
+        title = f"Share of the limit by number of tokens: D={D}, V={V}\n{where}"
         replace(file, lambda at: draw_shares(at, title, lines))
         drawn.append(file)
     return drawn

@@ -5,72 +5,98 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
 from lowtide.bench.pictures import require_matplotlib
-from lowtide.bench.results import Files, begin, replace
+from lowtide.bench.results import Files, replace
+from lowtide.bench.settings import ScriptSettings, number, setting
 from lowtide.bench.ways import LIGER, LOWTIDE, STOCK, Way
-from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
 
 WAYS = (LOWTIDE, LIGER, STOCK)
 _LOOK_SECONDS = 0.5  # between looks for rows that are there
-_COLUMNS = f"{'':18}{'GPUs':>6}  {'model':16}{'s':>9}{'tokens/s/GPU':>14}{'of one GPU':>12}{'GiB/GPU':>9}{'loss':>9}\n"
+SPEED = "tokens_per_s_per_gpu"
 
 
-def run(
-    *,
-    ranks: Sequence[int],
-    models: Sequence[str],
-    ways: Sequence[str],
-    settings: Mapping[str, Any],
-    output: str,
-    command: str,
-    say: Callable[[str], object],
-) -> list[dict[str, Any]]:
-    """Measure each way on each number of ranks, tell each row as it is known, and return the rows.
-
-    Args:
-        ranks: processes, one for each GPU.
-        models: whose shapes, as in ``lowtide train --model``.
-        ways: names out of `WAYS`, with a policy behind a colon or without: see `Way.named`.
-        settings: of `lowtide.bench.scaling_way.measure`.
-        output: folder for the result (json) and the pictures (png).
-        command: what was asked.
-        say: gets the text.
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig(ScriptSettings):
+    """What is measured; each field is the option of ``python benchmarks/scaling.py`` of that name.
 
     Raises:
-        ArgumentValueError: an unknown way, or more ranks than GPUs.
-        UnsupportedError: a way's package, or matplotlib, is not installed.
+        ArgumentValueError: a value that no run could use, or more ranks than GPUs.
     """
-    require_matplotlib("output")
-    gpus = torch.cuda.device_count()
-    if gpus and max(ranks) > gpus:
-        raise ArgumentValueError(message("ranks", f"at most {gpus}, the GPUs there are", max(ranks)))
-    for way in ways:
-        if way.partition(":")[0] not in WAYS:
-            raise ArgumentValueError(message("ways", f"names out of {', '.join(WAYS)}", repr(way)))
-        Way.named(way).check_installed()
-    packages = ["accelerate", *(["liger-kernel"] if any(map(_is_liger, ways)) else [])]
-    files, about = begin(output, "scaling", command, torch.device("cuda" if gpus else "cpu"), packages)
-    rows: list[dict[str, Any]] = []
-    told = {**about, "ranks": list(ranks), **settings, "rows": rows}
-    say(_COLUMNS)
-    for number in ranks:
-        for row in _measured(number, _cases(ways, models), settings):
-            rows.append({"ranks": number, **row})
-            say(line(rows[-1], rows))
-            files.write_json(told)
-    for model in models:
-        _draw(model, told, files)
-    say(f"written: {files.json}\n")
-    return rows
+
+    benchmark = "scaling"
+
+    ranks: tuple[str, ...] = setting(("1", "2", "4", "8"), "processes, one for each GPU", metavar="N")
+    model: tuple[str, ...] = setting(
+        ("llama-3.2-1b", "llama-3-8b"), "whose shapes, as in lowtide train --model", metavar="NAME"
+    )
+    way: tuple[str, ...] = setting((LOWTIDE, LIGER), f"{', '.join(WAYS)}, or one:policy", metavar="WAY")
+    parallel: str = setting("fsdp2", "the engine, as in lowtide train --parallel", metavar="ENGINE")
+    tokens: int = setting(8192, "of a sequence", least=2)
+    batch: int = setting(1, "sequences of a GPU", least=1)
+    steps: int = setting(5, "that count", least=1)
+    weights: Literal["bfloat16", "float32"] = setting("bfloat16", "dtype of weights, gradients and optimizer states")
+    seed: int = setting(0, "of weights and tokens", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        gpus = torch.cuda.device_count()
+        self._require("ranks", min(self.worlds) > 0, "whole numbers above 0")
+        self._require("ranks", not gpus or max(self.worlds) <= gpus, f"at most {gpus}, the GPUs there are")
+        self._require(
+            "way", {way.partition(":")[0] for way in self.way} <= set(WAYS), f"names out of {', '.join(WAYS)}"
+        )
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """The numbers of ranks."""
+        return tuple(number("ranks", text, int) for text in self.ranks)
+
+    @property
+    def of_a_rank(self) -> dict[str, Any]:
+        """The arguments of `lowtide.bench.scaling_way.measure`."""
+        return {name: getattr(self, name) for name in ("parallel", "tokens", "batch", "steps", "weights", "seed")}
+
+
+def measure(run: Run[ScalingConfig]) -> None:
+    """Measure each way on each number of ranks, and draw."""
+    config, rows = run.config, run.result.setdefault("rows", [])
+    run.result |= {"ranks": config.worlds, **config.of_a_rank}
+
+    def of_one(row: Row) -> float | str:
+        """Return the speed over that of the same way on one rank."""
+        same = [r for r in rows if (r["way"], r["model"], r["ranks"]) == (row["way"], row["model"], 1) and SPEED in r]
+        return f"{row[SPEED] / same[0][SPEED]:.3f}" if same else "-"
+
+    heads = (
+        Column("", "way", "<18"),
+        Column("GPUs", "ranks", "6"),
+        Column("  model", lambda row: f"  {row['model']}", "<18"),
+    )
+    figures = (
+        Column("s", "seconds", "9.4f"),
+        Column("tokens/s/GPU", SPEED, "14,.0f"),
+        Column("of one GPU", of_one, ">12"),
+        Column("GiB/GPU", "peak_gib", "9.2f"),
+        Column("loss", lambda row: row["losses"][-1], "9.4f"),
+    )
+    table = Table(heads, figures)
+    run.say(table.header)
+    for ranks in config.worlds:
+        for row in _measured(ranks, _cases(config.way, config.model), config.of_a_rank):
+            run.add({"ranks": ranks, **row}, rows, table)
+    for model in config.model:
+        _draw(model, run.result, run.files)
 
 
 def _cases(ways: Sequence[str], models: Sequence[str]) -> list[tuple[str, str]]:
@@ -113,17 +139,6 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def line(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row as text; its speed beside that of the same way on the fewest ranks among ``rows``."""
-    head = f"{row['way']:18}{row['ranks']:6}  {row['model']:16}"
-    if "failed" in row:
-        return f"{head}  {row['failed']}\n"
-    speed = "tokens_per_s_per_gpu"
-    same = [r for r in rows if (r["way"], r["model"]) == (row["way"], row["model"]) and r["ranks"] == 1 and speed in r]
-    share = f"{row[speed] / same[0][speed]:12.3f}" if same else f"{'-':>12}"
-    return f"{head}{row['seconds']:9.4f}{row[speed]:14,.0f}{share}{row['peak_gib']:9.2f}{row['losses'][-1]:9.4f}\n"
-
-
 def _draw(model: str, told: Mapping[str, Any], files: Files) -> None:
     """Draw a model's speed and peak over the number of GPUs."""
     found = [row for row in told["rows"] if row["model"] == model and "failed" not in row]
@@ -142,3 +157,18 @@ def _draw(model: str, told: Mapping[str, Any], files: Files) -> None:
     )
     rows = {"tokens/s per GPU": [panel("tokens_per_s_per_gpu")], "peak GiB per GPU": [panel("peak_gib")]}
     replace(files.picture(model), lambda at: draw_panels(at, title, rows, columns=["GPUs"]))
+
+
+def _check(config: ScalingConfig) -> None:
+    require_matplotlib("output")
+    for way in config.way:
+        Way.named(way).check_installed()
+
+
+SCALING = Benchmark(
+    name="scaling",
+    measure=measure,
+    failed=lambda _: False,
+    packages=["accelerate", "liger-kernel"],
+    check=_check,
+)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.bench.peers import LOWTIDE, PEERS, CannotError
+from lowtide.bench.harness import CannotError, Peer
+from lowtide.bench.peers import LOWTIDE, PEERS
 from lowtide.bench.problem import blocks
 from lowtide.bench.stats import ENTROPY, LOGPROB, TOPK, StatsTask, values_of
-from lowtide.bench.tokens import Function, TokenPeer, Values, by_name
+from lowtide.bench.tokens import Function, Values, by_name
 from lowtide.head.options import HeadOptions
 from lowtide.head.planner import MIB
 from lowtide.head.token_stats import linear_logprobs, linear_token_stats
@@ -148,15 +149,13 @@ def _logprobs_alone(task: StatsTask) -> None:
 
 
 STATS_PEERS = by_name(
-    TokenPeer(LOWTIDE, "as it comes", _lowtide),
-    TokenPeer(f"{LOWTIDE}-trl-memory", "with the scratch of TRL's tile, dW summed in float32", _lowtide_at_trls),
-    TokenPeer("naive", "log_softmax of float32 logits", partial(_in_full, _naive)),
-    TokenPeer("compile", "torch.compile of naive", _compiled),
-    TokenPeer("trl", "TRL's chunked log-probabilities, its chunk of 32768 classes", _trl, "trl"),
-    TokenPeer("trl-vocabulary", "the same, all classes in a chunk", partial(_trl, whole=True), "trl"),
-    TokenPeer("verl-style", "512 tokens at a time, rebuilt in backward, as verl does it", _verl_style),
-    TokenPeer("liger-grpo", "the log-probabilities in Liger's GRPO loss", _liger, "liger-kernel"),
-    TokenPeer(
-        "cce-exact", "cut cross entropy, all gradients", partial(_cross_entropy, "cce-exact"), "cut-cross-entropy"
-    ),
+    Peer(LOWTIDE, "as it comes", _lowtide),
+    Peer(f"{LOWTIDE}-trl-memory", "with the scratch of TRL's tile, dW summed in float32", _lowtide_at_trls),
+    Peer("naive", "log_softmax of float32 logits", partial(_in_full, _naive)),
+    Peer("compile", "torch.compile of naive", _compiled),
+    Peer("trl", "TRL's chunked log-probabilities, its chunk of 32768 classes", _trl, "trl"),
+    Peer("trl-vocabulary", "the same, all classes in a chunk", partial(_trl, whole=True), "trl"),
+    Peer("verl-style", "512 tokens at a time, rebuilt in backward, as verl does it", _verl_style),
+    Peer("liger-grpo", "the log-probabilities in Liger's GRPO loss", _liger, "liger-kernel"),
+    Peer("cce-exact", "cut cross entropy, all gradients", partial(_cross_entropy, "cce-exact"), "cut-cross-entropy"),
 )

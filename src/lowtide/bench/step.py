@@ -4,82 +4,59 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from lowtide.bench import step_way
 from lowtide.bench.config import StepBenchConfig
-from lowtide.bench.head import chosen_device, chosen_dtype
-from lowtide.bench.results import begin
-from lowtide.bench.step_way import VOCABULARY, measure
-from lowtide.bench.ways import language_part
+from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Column, Row, Run, Table
+from lowtide.bench.ways import LOWTIDE, language_part
 from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.train.model import model_config
 
-_COLUMNS = f"{'':34}{'T':>9}{'s':>9}{'tokens/s':>11}{'GiB':>8}{'loss':>9}{'last':>9}{'of first':>10}\n"
+COLUMNS = (
+    Column("s", "seconds", "9.4f"),
+    Column("tokens/s", "tokens_per_s", "11.0f"),
+    Column("GiB", "peak_gib", "8.2f"),
+    Column("loss", lambda row: row["losses"][0], "9.4f"),
+    Column("last", lambda row: row["losses"][-1], "9.4f"),
+)
 
 
-def run(config: StepBenchConfig, say: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Measure, tell each row as it is known, write the result after each, and return the rows.
+def measure(run: Run[StepBenchConfig]) -> None:
+    """Measure each way at each length."""
+    config, rows = run.config, run.result.setdefault("rows", [])
+    run.result |= {"dtype": run.dtype_name, "config": config.recorded()}
+    first: dict[int, float] = {}  # seconds of the first way at each length
+    share = Column("of first", lambda row: row["seconds"] / first[row["tokens"]], "10.3f")
+    table = Table((Column("", "way", "<34"), Column("T", "tokens", "9")), (*COLUMNS, share))
+    run.say(f"\n{config.model}, batch {config.batch}, {run.dtype_name}, attention by {config.sdpa}\n{table.header}")
 
-    Args:
-        config: what.
-        say: gets the text.
-
-    Raises:
-        UnsupportedError: there is no such device.
-        ArgumentValueError: there is no such model, or the folder for the results cannot be written.
-    """
-    device = chosen_device(config.device)
-    dtype = str(chosen_dtype(config.dtype, device)).removeprefix("torch.")
-    language_part(model_config(config.model, vocab_size=VOCABULARY))
-    files, about = begin(config.output, "step", config.command(), device, ["liger-kernel"])
-    rows: list[dict[str, Any]] = []
-    told = {
-        **about,
-        "dtype": dtype,
-        "config": config.recorded(),
-        "rows": rows,
-    }
-    say(f"\n{config.model}, batch {config.batch}, {dtype}, attention by {config.sdpa}\n{_COLUMNS}")
-    first: dict[int, float] = {}
-
-    def tell(way: str, results: list[dict[str, Any]]) -> None:
-        for result in results:
-            rows.append({"way": way, **result})
-            if "seconds" in result:
-                first.setdefault(result["tokens"], result["seconds"])
-            say(line(rows[-1], first))
-        files.write_json(told)
+    def add(way: str, results: list[Row]) -> None:
+        for row in results:
+            if "seconds" in row:
+                first.setdefault(row["tokens"], row["seconds"])
+            run.add({"way": way, **row}, rows, table)
 
     for way in config.ways:
         with tempfile.TemporaryDirectory(prefix="lowtide-step-") as folder:
             known = Path(folder) / "rows.json"
             try:
-                ended = run_child(
-                    measure, way, config.model, config.lengths, config.batch, config.warm, config.reps, dtype,
-                    device.type, config.sdpa, config.seed, str(known), env=ALLOCATOR,
-                )  # fmt: skip
-            except BaseException:  # Ctrl-C: the lengths that were measured are told
-                tell(way, json.loads(known.read_text()) if known.exists() else [])
+                ended = run_child(step_way.measure, way, run.settings, str(known), env=ALLOCATOR)
+            except BaseException:  # Ctrl-C: the lengths that were measured are written
+                add(way, json.loads(known.read_text()) if known.exists() else [])
                 raise
             results = ended.value
             if results is None:  # it died: what it had written, and why there is no more
                 results = json.loads(known.read_text()) if known.exists() else []
                 why = f"the process ended with status {ended.returncode}"
                 results += [{"tokens": tokens, "failed": why} for tokens in config.lengths[len(results) :]]
-        tell(way, results)
-    say(f"written: {files.json}\n")
-    return rows
+        add(way, results)
 
 
-def line(row: dict[str, Any], first: dict[int, float]) -> str:
-    """Return a row as text; ``first`` has the times at each length that the last column compares with."""
-    head = f"{row['way']:34}{row['tokens']:9}"
-    if "failed" in row:
-        return f"{head}  {row['failed']}\n"
-    share = row["seconds"] / first[row["tokens"]]
-    return (
-        f"{head}{row['seconds']:9.4f}{row['tokens_per_s']:11.0f}{row['peak_gib']:8.2f}{row['losses'][0]:9.4f}"
-        f"{row['losses'][-1]:9.4f}{share:10.3f}\n"
-    )
+STEP = Benchmark(
+    name="step",
+    measure=measure,
+    failed=lambda row: row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY and row["way"].startswith(LOWTIDE),
+    packages=["liger-kernel"],
+    check=lambda config: language_part(model_config(config.model, vocab_size=step_way.VOCABULARY)),
+)

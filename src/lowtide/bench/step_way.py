@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowtide.bench.rows import OUT_OF_MEMORY, reason_of, release
+from lowtide.bench.config import StepBenchConfig
+from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
+from lowtide.bench.settings import StepSettings
 from lowtide.bench.ways import LOWTIDE, SDPA, Way, attention_of, build_way, make_optimizer
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.child import allocator_setting
@@ -33,56 +35,33 @@ _KERNELS = {
 }
 
 
-def measure(
-    way: str,
-    model: str,
-    lengths: list[int],
-    batch: int,
-    warm: int,
-    reps: int,
-    dtype: str,
-    device: str,
-    sdpa: str,
-    seed: int,
-    file: str | None = None,
-) -> list[dict[str, Any]]:
+def measure(way: str, settings: dict[str, Any], file: str | None = None) -> list[dict[str, Any]]:
     """Return seconds, peak and losses of a step at each length, or why there are none; `run_child` calls it.
 
     Args:
         way: who: a name of the table.
-        model: whose shape, as in ``lowtide train --model``.
-        lengths: tokens of a sequence, ascending: none is tried after one that did not fit.
-        batch: sequences.
-        warm: steps that do not count, at each length.
-        reps: steps that count.
-        dtype: of weights, gradients and optimizer states.
-        device: where.
-        sdpa: attention's kernel, or auto.
-        seed: of weights and tokens.
+        settings: of a `StepBenchConfig`, device and dtype chosen. No length is tried after one that did not fit.
         file: where to write the rows as json after each length, for whoever outlives this process.
     """
+    config = StepBenchConfig.read(settings)
     rows: list[dict[str, Any]] = []
     try:
-        built = build(way, model, getattr(torch, dtype), torch.device(device), seed)
-        if sdpa != "auto" and attention_of(built) != SDPA:
-            raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(built)}", sdpa))
+        built = build(way, config.model, getattr(torch, config.dtype), torch.device(config.device), config.seed)
+        if config.sdpa != "auto" and attention_of(built) != SDPA:
+            raise UnsupportedError(message("sdpa", f"auto for attention by {attention_of(built)}", config.sdpa))
         optimizer = make_optimizer("adamw", list(built.parameters()))
         states = split_states(way)[1]
         if states is not None:
             offload_optimizer(optimizer, built, **states)
     except Exception as error:
-        return [{"tokens": tokens, "failed": reason_of(error)} for tokens in lengths]
-    for tokens in lengths:
+        return [{"tokens": tokens, "failed": reason_of(error)} for tokens in config.lengths]
+    for tokens in config.lengths:
         try:
-            rows.append(
-                {
-                    "tokens": tokens,
-                    **steps(built, optimizer, tokens, batch, warm, reps, sdpa, seed, torch.device(device)),
-                }
-            )
+            row = steps(built, optimizer, config, tokens, config.batch, warm=config.warm, reps=config.reps)
+            rows.append({"tokens": tokens, **row})
         except Exception as error:
             if is_out_of_memory(error):
-                left = lengths[len(rows) :]
+                left = config.lengths[len(rows) :]
                 return [*rows, *({"tokens": longer, "failed": OUT_OF_MEMORY} for longer in left)]
             rows.append({"tokens": tokens, "failed": reason_of(error)})
             optimizer.zero_grad(set_to_none=True)  # which the next length would add to
@@ -92,23 +71,26 @@ def measure(
 
 
 def steps(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    tokens: int,
-    batch: int,
-    warm: int,
-    reps: int,
-    sdpa: str,
-    seed: int,
-    device: torch.device,
+    model: Any, optimizer: torch.optim.Optimizer, config: StepSettings, tokens: int, batch: int, *, warm: int, reps: int
 ) -> dict[str, Any]:
-    """Return seconds, tokens a second, memory and losses of training steps on random tokens; as for `measure`."""
-    generator = torch.Generator().manual_seed(seed)
+    """Return seconds, tokens a second, memory and losses of training steps on random tokens.
+
+    Args:
+        model: what is trained.
+        optimizer: of its parameters.
+        config: attention's kernel, the seed and the device.
+        tokens: of a sequence.
+        batch: sequences.
+        warm: steps that do not count.
+        reps: steps that count.
+    """
+    device = torch.device(config.device)
+    generator = torch.Generator().manual_seed(config.seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator).to(device)
     losses: list[Tensor] = []
 
     def step() -> None:
-        with contextlib.nullcontext() if sdpa == "auto" else sdpa_kernel(_KERNELS[sdpa]):
+        with contextlib.nullcontext() if config.sdpa == "auto" else sdpa_kernel(_KERNELS[config.sdpa]):
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
         optimizer.step()

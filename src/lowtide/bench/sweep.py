@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import OUT_OF_MEMORY, Benchmark, Run, answers
+from lowtide.bench.head import TABLE, bench_of
 from lowtide.bench.peers import LOWTIDE, PEERS
 from lowtide.bench.pictures import draw_sweep, require_matplotlib
 from lowtide.bench.problem import PLAIN, make_problem
 from lowtide.bench.reference import exact_products
-from lowtide.bench.report import header, line
-from lowtide.bench.results import Files, begin
-from lowtide.bench.rows import Bench, Row, answers, release
+from lowtide.bench.results import Files
 from lowtide.bench.shapes import Shape
 from lowtide.bench.sweep_config import SweepBenchConfig
 from lowtide.errors import UnsupportedError, message
@@ -32,46 +31,27 @@ DRAWING = 3.0  # seconds that are left for the picture
 _PROBE = {"cuda": (4096, 4096, 32768), "cpu": (512, 512, 2048)}  # the most of N, D and V that the rate is measured with
 
 
-def run(config: SweepBenchConfig, say: Callable[[str], object]) -> dict[str, Any]:
-    """Measure, tell each line as it is known, write the result after each row, and draw it at the end.
+def measure(run: Run[SweepBenchConfig]) -> None:
+    """Measure every shape, as far as the time goes, and draw them at the end.
 
     A result of the same sweep (settings, machine, commit) that was not finished is gone on with.
 
-    Args:
-        config: what.
-        say: gets the text, a line or more at a time.
-
-    Returns:
-        dict: The result: its ``points`` have a shape each, with a row for each peer.
-
     Raises:
-        UnsupportedError: there is no such device, matplotlib is missing, or the GPU no longer answers after a peer.
-        ArgumentValueError: the folder for the results cannot be written.
+        UnsupportedError: the GPU no longer answers after a peer.
     """
-    start = time.monotonic()
-    device = chosen_device(config.device)
-    dtype = chosen_dtype(config.dtype, device)
-    require_matplotlib("sweep")
-    packages = (PEERS[name].package for name in config.peers)
-    files, about = begin(config.output, "sweep", config.command(), device, packages)
-    told: dict[str, Any] = {
-        **about,
-        "dtype": str(dtype).removeprefix("torch."),
-        "asked": json.loads(json.dumps(config.asked)),
-        "finished": False,
-        "points": [],
-    }
-    if not config.fresh and (found := _unfinished(Path(config.output), told)) is not None:
-        files, told = found
-        say(f"going on with {files.json}, which has {len(told['points'])} of {len(config.shapes)} shapes\n")
-    run = _Run(config, device, dtype, files, told, say, start)
+    start, config = time.monotonic(), run.config
+    asked = json.loads(json.dumps(config.asked))
+    run.result |= {"dtype": run.dtype_name, "asked": asked, "finished": False, "points": []}
+    if not config.fresh and (found := _unfinished(Path(config.output), run.result)) is not None:
+        run.files, run.result = found
+        points = run.result["points"]
+        run.rows += [row for point in points for row in point["rows"]]
+        run.say(f"going on with {run.files.json}, which has {len(points)} of {len(config.shapes)} shapes\n")
     try:
-        run.all()
+        _Sweep(run, start).all()
     finally:  # what is known is drawn, also after Ctrl-C
-        if told["points"]:
-            say(f"drawn: {draw_sweep(told, files)}\n")
-            say(f"written: {files.json}\n")
-    return told
+        if run.result["points"]:
+            run.say(f"drawn: {draw_sweep(run.result, run.files)}\n")
 
 
 def _unfinished(folder: Path, told: dict[str, Any]) -> tuple[Files, dict[str, Any]] | None:
@@ -85,29 +65,19 @@ def _unfinished(folder: Path, told: dict[str, Any]) -> tuple[Files, dict[str, An
     return None
 
 
-class _Run:
-    """One run: what is asked, what is told, and how long it will take."""
+class _Sweep:
+    """The shapes of a run, and how long they will take."""
 
-    def __init__(
-        self,
-        config: SweepBenchConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        files: Files,
-        told: dict[str, Any],
-        say: Callable[[str], object],
-        start: float,
-    ) -> None:
-        self.config, self.device, self.dtype, self.files, self.told, self.say = config, device, dtype, files, told, say
-        self.start = start
+    def __init__(self, run: Run[SweepBenchConfig], start: float) -> None:
+        self.run, self.config, self.start = run, run.config, start
 
     def all(self) -> None:
         """Measure every shape that is not there yet, as far as the time goes."""
         left = [shape for shape in self.config.shapes if self.missing(shape)]
-        rates = rates_of(self.config.center, self.dtype, self.device, error=self.config.error)
+        rates = rates_of(self.config.center, self.run.dtype, self.run.device, error=self.config.error)
         able = self.able() if left else set()
         guesses = {shape: estimate(self.config, shape, able.intersection(self.missing(shape)), rates) for shape in left}
-        self.say(f"{len(left)} shapes, about {sum(guesses.values()):.0f} s\n")
+        self.run.say(f"{len(left)} shapes, about {sum(guesses.values()):.0f} s\n")
         spent = guessed = 0.0
         factor = 1.0  # by which the estimates were wrong so far
         for i, shape in enumerate(left):
@@ -115,7 +85,7 @@ class _Run:
             if self.config.seconds is not None:
                 ends = begun - self.start + factor * guesses[shape] + DRAWING
                 if ends > self.config.seconds:
-                    self.say(f"\n{len(left) - i} shapes are left: the next would end after {ends:.0f} s\n")
+                    self.run.say(f"\n{len(left) - i} shapes are left: the next would end after {ends:.0f} s\n")
                     return
             self.measure(shape)
             spent, guessed = spent + time.monotonic() - begun, guessed + guesses[shape]
@@ -123,13 +93,13 @@ class _Run:
             factor = min(max(spent / guessed, 0.5), 2.0)
             rest = factor * sum(guesses[other] for other in left[i + 1 :])
             if rest:
-                self.say(f"{i + 1} of {len(left)} shapes; about {rest:.0f} s to go\n")
-        self.told["finished"] = True
-        self.files.write_json(self.told)
+                self.run.say(f"{i + 1} of {len(left)} shapes; about {rest:.0f} s to go\n")
+        self.run.result["finished"] = True
+        self.run.save()
 
     def able(self) -> set[str]:
         """Return the peers that can be imported and run here."""
-        tiny = make_problem(Shape("", 8, 8, 16), self.dtype, self.device)
+        tiny = make_problem(Shape("", 8, 8, 16), self.run.dtype, self.run.device)
         found = set()
         for name in self.config.peers:
             with contextlib.suppress(Exception):  # its rows will say why
@@ -140,7 +110,8 @@ class _Run:
     def point(self, shape: Shape) -> dict[str, Any] | None:
         """Return what is known of a shape, None where it was not begun."""
         sizes = (shape.N, shape.D, shape.V)
-        return next((point for point in self.told["points"] if (point["N"], point["D"], point["V"]) == sizes), None)
+        points = self.run.result["points"]
+        return next((point for point in points if (point["N"], point["D"], point["V"]) == sizes), None)
 
     def missing(self, shape: Shape) -> list[str]:
         """Return the peers without a row."""
@@ -154,30 +125,22 @@ class _Run:
         Raises:
             UnsupportedError: A peer has left the GPU in a state in which nothing runs; its row says so.
         """
-        release(self.device)
-        problem = make_problem(shape, self.dtype, self.device, seed=self.config.seed)
-        bench = Bench.of(problem, error=self.config.error, warm=self.config.warm, reps=self.config.reps)
+        bench = bench_of(self.run, shape, error=self.config.error)
         missing = self.missing(shape)
         point = self.point(shape)
         if point is None:
             point = {"N": shape.N, "D": shape.D, "V": shape.V, "limit_ms": bench.limit_ms, "limit_tflops": bench.tflops}
             point |= {"gradients_mib": bench.gradients_mib, "rows": []}
-            self.told["points"].append(point)
-        self.say(header(bench))
+            self.run.result["points"].append(point)
+        self.run.say(bench.title() + TABLE.header)
         for name in missing:
             row = bench.measure(PEERS[name])
-            point["rows"].append(_told(row, shape))
-            self.files.write_json(self.told)
-            self.say(line(row))
-            if row.failed and not answers(self.device):
+            if "ms" in row:  # the rate: what the products need, 6NDV, whatever a peer computes besides
+                row["tflops"] = shape.flops(PLAIN.gemms) / row["ms"] / 1e9
+            self.run.add(row, point["rows"], TABLE)
+            if "failed" in row and not answers(self.run.device):
                 hint = "The same command goes on with the next, in a new process."
                 raise UnsupportedError(message("device", "a GPU that answers", f"none, after {name}", hint))
-
-
-def _told(row: Row, shape: Shape) -> dict[str, Any]:
-    """Return a row with its rate: what the products need, 6NDV, over the time, whatever a peer computes besides."""
-    rate = {} if row.ms is None else {"tflops": shape.flops(PLAIN.gemms) / row.ms / 1e9}
-    return row.to_json() | rate
 
 
 def rates_of(shape: Shape, dtype: torch.dtype, device: torch.device, *, error: bool) -> tuple[float, float]:
@@ -211,3 +174,12 @@ def estimate(config: SweepBenchConfig, shape: Shape, peers: Collection[str], rat
     if config.error:
         seconds += once / rates[1] * (1 + (LOWTIDE in peers))  # the truth, and the roundings' own error
     return seconds
+
+
+SWEEP = Benchmark(
+    name="sweep",
+    measure=measure,
+    failed=lambda row: "plan" in row and row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY,
+    peers=PEERS,
+    check=lambda _: require_matplotlib("sweep"),
+)

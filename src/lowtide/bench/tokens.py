@@ -5,25 +5,24 @@ N tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.bench.limit import bare_gemms, time_by_rows
-from lowtide.bench.peers import LOWTIDE, CannotError
+from lowtide.bench.harness import Column, Peer, Row, Run, Table, release
+from lowtide.bench.limit import NAME, SHARE, Bench, bare_gemms
 from lowtide.bench.problem import ROWS, Problem, blocks
 from lowtide.bench.reference import exact_products, relative_error
-from lowtide.bench.rows import reason_of, release
-from lowtide.measure.timing import peak_above, time_side_by_side
-from lowtide.measure.units import mib
 
 Values = dict[str, Tensor]  # by name, [N] or [N, K], or 0-d: their mean
 Function = Callable[[], Values]
+Tasks = Callable[[tuple[str, ...], Any, torch.dtype, torch.device, int], Iterator["Task"]]
+"""Makes the tasks of the works' names, a shape, dtype, device and seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,25 +80,8 @@ class Task:
         return lambda: self.step(function)
 
 
-@dataclass(frozen=True)
-class TokenPeer:
-    """One way to a task's values.
-
-    Attributes:
-        name: of its row.
-        about: what it is, in a few words.
-        build: imports it and returns a function of no arguments; raises `CannotError` where it does not do the task.
-        package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
-    """
-
-    name: str
-    about: str
-    build: Callable[[Any], Function]
-    package: str = ""
-
-
-def by_name(*peers: TokenPeer) -> dict[str, TokenPeer]:
-    """Return the peers by name, in their order."""
+def by_name(*peers: Peer) -> dict[str, Peer]:
+    """Return the peers by name, in their order; each builds a `Function` of a task."""
     return {peer.name: peer for peer in peers}
 
 
@@ -136,130 +118,47 @@ def truth(task: Task) -> Truth:
     return Truth({name: torch.cat(parts) for name, parts in found.items()}, dx, dw)
 
 
-@dataclass(kw_only=True)
-class TokenRow:
-    """What was measured of one peer; None: not measured, ``failed`` says why where nothing else does.
+class TokenBench(Bench):
+    """A task on which peers are measured.
 
-    Attributes:
-        name: the peer's.
-        ms: median time; ``limit_ms`` that of the bare GEMMs in the same rounds.
-        share: ``limit_ms / ms``.
-        spread: the slowest round over the fastest, less 1.
-        peak_mib: most memory at once above the inputs, gradients included.
-        errors: of each value by name, the absolute difference, its mean over the tokens; ``dx`` and ``dw``, the
-            relative errors of the two gradients.
-        failed: why there are no figures.
+    Their rows have ``errors``: of each value by name, the absolute difference, its mean over the tokens; ``dx`` and
+    ``dw``, the relative errors of the two gradients.
     """
 
-    name: str
-    ms: float | None = None
-    limit_ms: float | None = None
-    share: float | None = None
-    spread: float | None = None
-    peak_mib: float | None = None
-    errors: dict[str, float] = field(default_factory=dict)
-    failed: str | None = None
-
-    @property
-    def own(self) -> bool:
-        """Whether it is lowtide's."""
-        return self.name.startswith(LOWTIDE)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what is known."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, {})}
-
-
-@dataclass(kw_only=True)
-class TokenBench:
-    """A task with its limit and its truth, on which peers are measured.
-
-    Attributes:
-        task: what is computed.
-        limit: milliseconds of the bare GEMMs by rows of a chunk.
-        true: exact values and gradients; None: errors are not measured.
-        warm: rounds that do not count, and ``reps`` that do.
-    """
-
-    task: Task
-    limit: dict[int, float]
     true: Truth | None
-    warm: int
-    reps: int
 
-    @classmethod
-    def of(cls, task: Task, *, error: bool, warm: int, reps: int) -> TokenBench:
-        """Return the bench of a task: its limit is measured, and its truth computed if errors are wanted."""
-        true = truth(task) if error else None
-        release(task.head.device)
-        limit = time_by_rows(task.head, task.bare, warm=warm, reps=reps)
-        release(task.head.device)
-        return cls(task=task, limit=limit, true=true, warm=warm, reps=reps)
+    def __init__(self, task: Task, *, error: bool, warm: int, reps: int) -> None:
+        self.task = task
+        super().__init__(task.head, error=error, warm=warm, reps=reps)
 
-    @property
-    def best_rows(self) -> int:
-        """Rows of a chunk with which the bare GEMMs are fastest."""
-        return min(self.limit, key=lambda rows: self.limit[rows])
+    def truth(self) -> Truth:
+        """See `Bench`."""
+        return truth(self.task)
+
+    def bare(self, rows: int) -> Callable[[], None]:
+        """See `Bench`."""
+        return self.task.bare(rows)
 
     @property
-    def tflops(self) -> float:
-        """The rate of the bare GEMMs, in 10**12 operations a second."""
-        return self.task.flops / self.limit[self.best_rows] / 1e9
+    def flops(self) -> int:
+        """See `Bench`."""
+        return self.task.flops
 
     @property
-    def gradients_mib(self) -> float:
-        """Size of the gradients that are returned."""
-        leaves = (t for t in (self.task.head.x, self.task.head.w) if t.requires_grad)
-        return mib(sum(t.numel() * t.element_size() for t in leaves))
+    def products(self) -> str:
+        """See `Bench`."""
+        return "the bare GEMMs"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of a row's errors."""
-        return (*self.task.names, "dx", "dw") if self.task.head.setting.grad else self.task.names
+    def prepare(self, peer: Peer, row: Row) -> Callable[[], Values]:
+        """See `Bench`."""
+        del row
+        return self.task.run_of(peer.build(self.task))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what is known before a peer runs."""
-        return {
-            "work": self.task.name,
-            "limit_ms": self.limit[self.best_rows],
-            "limit_rows": self.best_rows,
-            "limit_ms_by_rows": {str(rows): ms for rows, ms in self.limit.items()},
-            "tflops": self.tflops,
-            "gradients_mib": self.gradients_mib,
-        }
-
-    def measure(self, peer: TokenPeer) -> TokenRow:
-        """Return a peer's row."""
-        row = TokenRow(name=peer.name)
-        try:
-            self._fill(row, peer)
-        except CannotError as cannot:
-            row.failed = str(cannot)
-        except Exception as error:  # whatever a peer raises is its row
-            row.failed = reason_of(error)
-        self.task.head.clear()
-        release(self.task.head.device)
-        return row
-
-    def _fill(self, row: TokenRow, peer: TokenPeer) -> None:
-        task, device = self.task, self.task.head.device
-        run = task.run_of(peer.build(task))
-        turns: Mapping[str, Callable[[], object]] = {
-            "limit": task.bare(self.best_rows), "peer": run
-        }  # fmt: skip
-        timings = time_side_by_side(turns, device, warm=self.warm, reps=self.reps)
-        task.head.clear()
-        got: list[Values] = []
-        peak = peak_above(lambda: got.append(run()), device)
-        ms, limit_ms = timings["peer"].median_ms, timings["limit"].median_ms
-        row.ms, row.limit_ms, row.share, row.spread = ms, limit_ms, limit_ms / ms, timings["peer"].spread
-        row.peak_mib = mib(peak)
-        if self.true is not None:
-            self._add_errors(row, got[0], self.true)
-
-    def _add_errors(self, row: TokenRow, got: Values, true: Truth) -> None:
-        head = self.task.head
-        errors = {}
+    def errors(self, got: Values, row: Row) -> dict[str, float]:
+        """See `Bench`."""
+        del row
+        head, true, errors = self.task.head, self.true, {}
+        assert true is not None
         for name, exact in true.values.items():
             value = got.get(name)
             expected = exact if value is None or value.dim() else exact.mean()
@@ -267,31 +166,52 @@ class TokenBench:
         for name, leaf, gradient in (("dx", head.x, true.dx), ("dw", head.w, true.dw)):
             if gradient is not None:
                 errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, gradient)
-        row.errors = {name: error for name, error in errors.items() if math.isfinite(error)}
-        if missing := [name for name in errors if name not in row.errors]:
-            row.failed = f"{', '.join(missing)}: missing or not finite"
+        return errors
+
+    def add_errors(self, errors: dict[str, float], row: Row) -> None:
+        """See `Bench`."""
+        row |= {"errors": errors} if errors else {}
+
+    @property
+    def table(self) -> Table:
+        """How its rows are printed: with a column for each error."""
+        names = (*self.task.names, "dx", "dw") if self.task.head.setting.grad else self.task.names
+        columns = [Column(_TITLES.get(name, f"{name} err"), partial(_error, name), "14.1e") for name in names]
+        return Table((NAME,), (*SHARE, *columns))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is known before a peer runs."""
+        return {
+            "work": self.task.name,
+            "limit_ms": self.limit_ms,
+            "limit_rows": self.best_rows,
+            "limit_ms_by_rows": {str(rows): ms for rows, ms in self.limit.items()},
+            "tflops": self.tflops,
+            "gradients_mib": self.gradients_mib,
+        }
 
 
 _TITLES = {"dx": "dX err", "dw": "dW err", "mean_logit": "mean err", "sum_sq_prob": "sumsq err"}
 
 
-def header(bench: TokenBench) -> str:
-    """Return the shape, the work, the limit and the columns' names."""
-    head = bench.task.head
-    tried = ", ".join(f"{rows} rows {ms:.2f} ms" for rows, ms in bench.limit.items())
-    errors = "".join(f"{_TITLES.get(name, f'{name} err'):>14}" for name in bench.columns)
-    return (
-        f"\n{head.shape} {str(head.dtype).removeprefix('torch.')}, {bench.task.name}: the bare GEMMs take {tried}"
-        f" ({bench.tflops:.3g} TFLOP/s); gradients {bench.gradients_mib:.1f} MiB\n"
-        f"{'':24}{'ms':>9}{'share':>8}{'MiB':>9}{errors}\n"
-    )
+def _error(name: str, row: Row) -> float | None:
+    found: float | None = row.get("errors", {}).get(name)
+    return found
 
 
-def line(bench: TokenBench, row: TokenRow) -> str:
-    """Return a row."""
-    if row.ms is None:
-        return f"{row.name:24}{row.failed}\n"
-    text = f"{row.name:24}{row.ms:9.2f}{row.share or 0:8.3f}{row.peak_mib or 0:9.1f}"
-    for name in bench.columns:
-        text += f"{row.errors[name]:14.1e}" if name in row.errors else f"{'':14}"
-    return f"{text}  {row.failed or ''}".rstrip() + "\n"
+def measure_tables(run: Run[Any], tasks: Tasks) -> None:
+    """Measure a table for each shape and each work of a run; ``tasks`` makes a shape's."""
+    config, shapes = run.config, run.result.setdefault("shapes", [])
+    run.result |= {"warm": config.warm, "reps": config.reps}
+    for shape in config.shapes:
+        tables: list[dict[str, Any]] = []
+        shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
+        for task in tasks(config.works, shape, run.dtype, run.device, config.seed):
+            bench = TokenBench(task, error=config.error, warm=config.warm, reps=config.reps)
+            rows: list[Row] = []
+            tables.append({**bench.to_json(), "rows": rows})
+            run.say(bench.title() + bench.table.header)
+            for name in config.peers:
+                run.add(bench.measure(config.known_peers[name]), rows, bench.table)
+            del bench, task  # its truth, before the next is computed
+        release(run.device)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lowtide.bench.config import TuneConfig
+from lowtide.bench.harness import reason_of
 from lowtide.bench.problem import ROWS, blocks, make_problem
 from lowtide.bench.reference import exact_products
-from lowtide.bench.rows import reason_of
 from lowtide.bench.shapes import Shape
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import why_not_exp

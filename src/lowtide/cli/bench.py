@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from importlib import import_module
 
 import torch
 
 from lowtide.bench.config import (
-    APPLY_FUNCTIONS,
-    LAYER_OPS,
-    STEP_PEERS,
     ApplyBenchConfig,
     DivergenceBenchConfig,
     HeadBenchConfig,
@@ -21,23 +18,28 @@ from lowtide.bench.config import (
     StepBenchConfig,
     TuneConfig,
 )
-from lowtide.bench.divergence import PAIR_SHAPES
-from lowtide.bench.longest_config import WAYS, LongestBenchConfig
-from lowtide.bench.mlp_peers import GROUPS, MLP_PEERS, MLP_SHAPES
-from lowtide.bench.models_case import MAPPINGS
+from lowtide.bench.longest_config import LongestBenchConfig
 from lowtide.bench.models_config import ModelsBenchConfig
-from lowtide.bench.peers import PEERS
-from lowtide.bench.problem import SETTINGS
-from lowtide.bench.rows import OUT_OF_MEMORY
-from lowtide.bench.shapes import APPLY_SHAPES, SHAPES
-from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
+from lowtide.bench.settings import Settings
+from lowtide.bench.sweep_config import SweepBenchConfig
 from lowtide.cli import bench_texts as texts
 from lowtide.cli.parser import OneLineParser, add_options
 from lowtide.cli.parser import given as _given
-from lowtide.memory.policy_words import FORM, STATES_FORM
 
-Main = Callable[[argparse.Namespace], int]
-
+BENCHMARKS: dict[type[Settings], str] = {
+    HeadBenchConfig: "linear + cross entropy",
+    SweepBenchConfig: "the same over tokens, hidden size and vocabulary",
+    StatsBenchConfig: "log-probabilities and entropies",
+    DivergenceBenchConfig: "distance from a teacher",
+    ApplyBenchConfig: "any function of the logits",
+    LayersBenchConfig: "norm and rotary embedding",
+    StepBenchConfig: "a training step, end to end",
+    LongestBenchConfig: "the longest sequence that runs",
+    MlpBenchConfig: "the gated MLP",
+    ModelsBenchConfig: "what patch does to every model type",
+    TuneConfig: "tile sizes of the head's GEMM for this GPU",
+}
+FILES = {"stats": "token_run", "divergence": "token_run"}  # of those whose file has another name
 OF_SIZE = {"device", "shape", "model", "tokens", "hidden", "vocab", "start"}  # options that say how large a run is
 
 
@@ -45,203 +47,37 @@ def add(parser: OneLineParser) -> None:
     """Make it the subcommand's parser."""
     parser.description, parser.epilog = texts.BENCH, texts.BENCH_EXAMPLES
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
-
-    def benchmark(config: type, run: Main, help: str, texts: tuple[str, str, str], **names: Iterable[str]) -> None:
-        """Add one: ``texts`` are its name, its description and its examples; ``names`` what its help names."""
+    for config, help in BENCHMARKS.items():
+        name = config.benchmark
+        description, examples = (getattr(texts, f"{name.upper()}{part}") for part in ("", "_EXAMPLES"))
         one = kinds.add_parser(
-            texts[0],
+            name,
             help=help,
-            description=texts[1],
-            epilog=texts[2],
+            description=description,
+            epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add_options(one, config, {key: ", ".join(each) for key, each in names.items()})
-        one.set_defaults(main=_begin(run, config, texts[2]), parser=one, config=config)
-
-    settings = [setting.name for setting in SETTINGS]
-    benchmark(
-        HeadBenchConfig, main, "linear + cross entropy", ("head", texts.HEAD, texts.HEAD_EXAMPLES),
-        shapes=SHAPES, peers=PEERS, settings=settings,
-    )  # fmt: skip
-    benchmark(
-        SweepBenchConfig, main_sweep, "the same over tokens, hidden size and vocabulary",
-        ("sweep", texts.SWEEP, texts.SWEEP_EXAMPLES), shapes=SHAPES, peers=PEERS, default=SWEEP_PEERS,
-    )  # fmt: skip
-    benchmark(
-        StatsBenchConfig, main_tokens, "log-probabilities and entropies", ("stats", texts.STATS, texts.STATS_EXAMPLES),
-        shapes=SHAPES, works=StatsBenchConfig.known_works, peers=StatsBenchConfig.known_peers,
-    )  # fmt: skip
-    benchmark(
-        DivergenceBenchConfig, main_tokens, "distance from a teacher",
-        ("divergence", texts.DIVERGENCE, texts.DIVERGENCE_EXAMPLES), shapes=PAIR_SHAPES,
-        works=DivergenceBenchConfig.known_works, peers=DivergenceBenchConfig.known_peers,
-    )  # fmt: skip
-    benchmark(
-        ApplyBenchConfig, main_apply, "any function of the logits", ("apply", texts.APPLY, texts.APPLY_EXAMPLES),
-        shapes=APPLY_SHAPES, functions=APPLY_FUNCTIONS,
-    )  # fmt: skip
-    benchmark(
-        LayersBenchConfig, main_layers, "norm and rotary embedding", ("layers", texts.LAYERS, texts.LAYERS_EXAMPLES),
-        ops=LAYER_OPS,
-    )  # fmt: skip
-    benchmark(
-        StepBenchConfig, main_step, "a training step, end to end", ("step", texts.STEP, texts.STEP_EXAMPLES),
-        peers=STEP_PEERS, policies=[f"{FORM}; {STATES_FORM}"],
-    )  # fmt: skip
-    benchmark(
-        LongestBenchConfig, main_longest, "the longest sequence that runs",
-        ("longest", texts.LONGEST, texts.LONGEST_EXAMPLES), ways=WAYS,
-    )  # fmt: skip
-    benchmark(
-        MlpBenchConfig, main_mlp, "the gated MLP", ("mlp", texts.MLP, texts.MLP_EXAMPLES),
-        shapes=MLP_SHAPES, groups=GROUPS, peers=MLP_PEERS,
-    )  # fmt: skip
-    benchmark(
-        ModelsBenchConfig, main_models, "what patch does to every model type",
-        ("models", texts.MODELS, texts.MODELS_EXAMPLES), kinds=MAPPINGS,
-    )  # fmt: skip
-    benchmark(
-        TuneConfig, main_tune, "tile sizes of the head's GEMM for this GPU", ("tune", texts.TUNE, texts.TUNE_EXAMPLES)
-    )
-
-
-def _begin(run: Main, config: type, examples: str) -> Main:
-    """Return a benchmark that first says, where its own sizes would take hours without a GPU, which ones do not."""
-    small = [line.strip() for line in examples.splitlines() if "--device cpu" in line]
-
-    def begin(arguments: argparse.Namespace) -> int:
-        asked = _given(arguments, config)
-        config(**asked)  # what is wrong is said first, and alone
-        if small and not asked.keys() & OF_SIZE and not torch.cuda.is_available():
-            sys.stderr.write(f"No GPU is here, and these sizes are made for one. A small run: {small[0]}\n")
-        return run(arguments)
-
-    return begin
+        add_options(one, config, {})
+        one.set_defaults(main=main, parser=one, config=config)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure the head, and return the exit status.
+    """Measure, and return the exit status.
 
     Raises:
-        LowtideError: something the user can mend.
+        LowtideError: something the user can fix.
     """
-    from lowtide.bench.head import run
+    asked, name = _given(arguments, arguments.config), arguments.benchmark
+    config = arguments.config(**asked)  # what is wrong is said first, and alone
+    small = [line.strip() for line in arguments.parser.epilog.splitlines() if "--device cpu" in line]
+    if small and not asked.keys() & OF_SIZE and not torch.cuda.is_available():
+        sys.stderr.write(f"No GPU is here, and these sizes are made for one. A small run: {small[0]}\n")
+    if name == "tune":  # which keeps tile sizes and writes no result
+        from lowtide.bench.tune import run
 
-    config = HeadBenchConfig(**_given(arguments, HeadBenchConfig))
-    results = run(config, _say)
-    return int(any(row.failed and row.plan is not None for result in results for row in result.rows))
-
-
-def main_sweep(arguments: argparse.Namespace) -> int:
-    """Measure the head along its three sizes, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.sweep import run
-
-    told = run(SweepBenchConfig(**_given(arguments, SweepBenchConfig)), _say)
-    rows = [row for point in told["points"] for row in point["rows"] if "plan" in row]
-    return int(any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows))
-
-
-def main_apply(arguments: argparse.Namespace) -> int:
-    """Measure linear_apply, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.apply import run
-
-    told = run(ApplyBenchConfig(**_given(arguments, ApplyBenchConfig)), _say)
-    return int(any("failed" in row and "plan" in row for shape in told["shapes"] for row in shape["rows"]))
-
-
-def main_mlp(arguments: argparse.Namespace) -> int:
-    """Measure the gated MLP, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.mlp import run
-
-    rows = run(MlpBenchConfig(**_given(arguments, MlpBenchConfig)), _say)
-    return int(any(row.failed and row.own for row in rows))
-
-
-def main_tokens(arguments: argparse.Namespace) -> int:
-    """Measure values of tokens, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench import token_run
-
-    config = arguments.config(**_given(arguments, arguments.config))
-    run = token_run.run_stats if isinstance(config, StatsBenchConfig) else token_run.run_divergence
-    return int(any(row.failed and row.own for row in run(config, _say)))
-
-
-def main_layers(arguments: argparse.Namespace) -> int:
-    """Measure norm and rotary embedding, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.layers import run
-
-    rows = run(LayersBenchConfig(**_given(arguments, LayersBenchConfig)), _say)
-    return int(any("failed" in row for row in rows if row["peer"] == "lowtide"))
-
-
-def main_step(arguments: argparse.Namespace) -> int:
-    """Measure training steps, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.step import run
-
-    rows = run(StepBenchConfig(**_given(arguments, StepBenchConfig)), _say)
-    return int(
-        any(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows if row["way"].startswith("lowtide"))
-    )
-
-
-def main_longest(arguments: argparse.Namespace) -> int:
-    """Measure long sequences, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.longest import run
-
-    told = run(LongestBenchConfig(**_given(arguments, LongestBenchConfig)), _say)
-    return int(any("failed" in row and not row.get("out_of") for row in told["rows"] if row["way"] == "lowtide"))
-
-
-def main_models(arguments: argparse.Namespace) -> int:
-    """Check model types, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.models import run
-    from lowtide.bench.models_case import DIFFERENT
-
-    rows = run(ModelsBenchConfig(**_given(arguments, ModelsBenchConfig)), _say)
-    return int(any(row["status"] == DIFFERENT for row in rows))
-
-
-def main_tune(arguments: argparse.Namespace) -> int:
-    """Tune, and return the exit status.
-
-    Raises:
-        LowtideError: something the user can mend.
-    """
-    from lowtide.bench.tune import run
-
-    return int(run(TuneConfig(**_given(arguments, TuneConfig)), _say) is None)
+        return int(run(config, _say) is None)
+    benchmark = getattr(import_module(f"lowtide.bench.{FILES.get(name, name)}"), name.upper())
+    return int(benchmark.run(config, _say).status)
 
 
 def _say(text: str) -> None:

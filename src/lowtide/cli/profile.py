@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         LowtideError: something the user can mend.
     """
-    from lowtide.bench.rows import OUT_OF_MEMORY
+    from lowtide.bench.harness import OUT_OF_MEMORY
     from lowtide.profile.run import run
 
     told = run(ProfileConfig(**given(arguments, ProfileConfig)), _say)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowtide.bench.head import chosen_device, chosen_dtype
+from lowtide.bench.harness import chosen_device, chosen_dtype
 from lowtide.bench.results import Files, begin, replace
 from lowtide.bench.ways import LIGER, Way, language_part
 from lowtide.errors import ArgumentValueError, UnsupportedError, message

@@ -1,0 +1,22 @@
+"""What the scripts beside this file have in common: options made of a config, and results in benchmarks/results."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lowtide.bench.harness import Benchmark
+from lowtide.cli.parser import add_options, given
+from lowtide.errors import LowtideError
+
+
+def main(benchmark: Benchmark[Any], config: type, about: str | None) -> int:
+    """Measure what the command line asks for, and return the exit status."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, config, {})
+    asked = {"output": str(Path(__file__).parent / "results"), **given(parser.parse_args(), config)}
+    try:
+        return benchmark.run(config(**asked), lambda text: print(text, end="", flush=True)).status
+    except LowtideError as error:
+        parser.error(str(error))

@@ -1,0 +1,256 @@
+"""The harness of all benchmarks: rows are measured one by one, printed and written as they are known.
+
+A benchmark's file has its `Benchmark`: what it measures, in which tables, and which rows are lowtide's own failures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lowtide.bench.results import Files, begin
+from lowtide.errors import UnsupportedError, message
+from lowtide.measure.failures import is_out_of_memory
+
+REASON_LENGTH = 200
+OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
+
+Row = dict[str, Any]
+"""A row of a table and of the result file. It lacks what was not measured; its ``failed`` says why there is less."""
+Say = Callable[[str], object]
+C = TypeVar("C")
+
+
+class CannotError(Exception):
+    """This peer does not do what the case asks for."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to compute what a table's cases ask for.
+
+    Attributes:
+        name: of its row.
+        about: what it is, in a few words.
+        build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
+        package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
+    """
+
+    name: str
+    about: str
+    build: Callable[[Any], Any]
+    package: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a printed table.
+
+    Attributes:
+        title: above it.
+        value: a key of the row, or what computes the value from the row; None prints as blanks.
+        format: of the value, with the column's width.
+    """
+
+    title: str
+    value: str | Callable[[Row], Any]
+    format: str
+
+    @property
+    def width(self) -> int:
+        """Characters; 0 where the format has none."""
+        found = re.search(r"[1-9]\d*", self.format)
+        return int(found[0]) if found else 0
+
+    def of(self, row: Row) -> Any:
+        """Return a row's value, None where it has none."""
+        return self.value(row) if callable(self.value) else row.get(self.value)
+
+    def text(self, row: Row) -> str:
+        """Return a row's value as text."""
+        value = self.of(row)
+        return " " * self.width if value is None else format(value, self.format)
+
+
+@dataclass(frozen=True)
+class Table:
+    """How rows are printed.
+
+    Attributes:
+        heads: columns that every row has, also one that failed.
+        figures: columns of a row that was measured, which has the first of them.
+        notes: more about a row that was measured.
+        reason: why a row has no figures, or lacks some; None where it has all.
+    """
+
+    heads: tuple[Column, ...]
+    figures: tuple[Column, ...]
+    notes: Callable[[Row], Iterable[str]] = lambda _: ()
+    reason: Callable[[Row], str | None] = lambda row: row.get("failed") or row.get("cannot")
+
+    @property
+    def header(self) -> str:
+        """The line of titles."""
+        heads = "".join(f"{c.title:{'<' if c.format.startswith('<') else '>'}{c.width}}" for c in self.heads)
+        return heads + "".join(f"{c.title:>{c.width}}" for c in self.figures) + "\n"
+
+    def line(self, row: Row) -> str:
+        """Return a row as text: its figures, or why there are none."""
+        text = "".join(column.text(row) for column in self.heads)
+        reason = self.reason(row)
+        if self.figures[0].of(row) is None:
+            return f"{text}{'  ' if len(self.heads) > 1 else ''}{reason or ''}".rstrip() + "\n"
+        text += "".join(column.text(row) for column in self.figures)
+        notes = "; ".join([*self.notes(row), *([reason] if reason else [])])
+        return f"{text}  {notes}".rstrip() + "\n"
+
+
+@dataclass(kw_only=True)
+class Run(Generic[C]):
+    """A benchmark under way.
+
+    Attributes:
+        config: what was asked.
+        device: where.
+        dtype: of what is measured.
+        say: gets the text, a line or more at a time.
+        files: the result file, and the plots beside it.
+        result: what the result file holds: command, date, commit and machine, and what the benchmark adds.
+        rows: all rows so far.
+        status: the exit status, when it has ended.
+    """
+
+    config: C
+    device: torch.device
+    dtype: torch.dtype
+    say: Say
+    files: Files
+    result: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    status: int = 0
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as options and result files have it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, with the device and the dtype that were chosen, as a process of its own gets them."""
+        return {**vars(self.config), "device": self.device.type, "dtype": self.dtype_name}
+
+    def save(self) -> None:
+        """Write what is known so far."""
+        self.files.write_json(self.result)
+
+    def add(self, row: Row, rows: list[Row], table: Table) -> None:
+        """Append a row to a list of the result, print it and write the result."""
+        rows.append(row)
+        self.rows.append(row)
+        self.say(table.line(row))
+        self.save()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(Generic[C]):
+    """A benchmark.
+
+    Attributes:
+        name: of its subcommand, and of the result file after the date; ``{dtype}`` and names of settings stand for
+            their values.
+        measure: measures all that the config of a run asks for, and adds the rows.
+        failed: whether a row is a failure of lowtide's own, for which the exit status is 1.
+        peers: whom it measures, by name; the result holds the versions of their packages.
+        packages: other distributions whose versions it holds.
+        check: raises where a config asks for what cannot be measured here, before anything is written.
+    """
+
+    name: str
+    measure: Callable[[Run[C]], None]
+    failed: Callable[[Row], bool]
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    packages: Iterable[str] = ()
+    check: Callable[[C], object] = lambda _: None
+
+    def run(self, config: C, say: Say) -> Run[C]:
+        """Measure, print each row as it is known, and write the result after each.
+
+        Raises:
+            UnsupportedError: there is no such device, or a package is missing that the config needs.
+            ArgumentValueError: the folder for the results cannot be written, or a value that no run could use.
+        """
+        asked: Any = config
+        device = chosen_device(asked.device)
+        dtype = chosen_dtype(asked.dtype, device)
+        self.check(config)
+        stem = self.name.format(**{**vars(config), "dtype": str(dtype).removeprefix("torch.")})
+        packages = [*self.packages, *(peer.package for peer in self.peers.values())]
+        files, result = begin(asked.output, stem, asked.command(), device, packages)
+        run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
+        try:
+            self.measure(run)
+        finally:  # what is known was written, also before Ctrl-C
+            if run.files.json.exists():
+                say(f"written: {run.files.json}\n")
+        run.status = int(any(map(self.failed, run.rows)))
+        return run
+
+
+@contextlib.contextmanager
+def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
+    """Catch what a peer raises, which is its row's ``failed``, or ``cannot`` where it does not do the case."""
+    try:
+        yield
+    except CannotError as error:
+        row[cannot] = str(error)
+    except Exception as error:
+        row["failed"] = reason_of(error)
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error says, in one line that is not too long."""
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
+
+
+def release(device: torch.device) -> None:
+    """Hand back the memory that nothing refers to, so that the next peer finds what the last one found."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def answers(device: torch.device) -> bool:
+    """Return whether a device still computes: after an illegal access by a kernel, a process has no GPU any more."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True
+
+
+def chosen_device(name: str) -> torch.device:
+    """Return the device of that name; auto: a GPU if there is one.
+
+    Raises:
+        UnsupportedError: there is no such device.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(message("device", "a GPU that PyTorch can use", "none", "Take --device cpu."))
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of that name; auto: bfloat16 on a GPU, float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]

@@ -1,0 +1,86 @@
+"""A benchmark's rows are printed and written one by one, and its own failures are its exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.bench.config import LayersBenchConfig
+from lowtide.bench.harness import Benchmark, CannotError, Column, Row, Run, Table, answers, reason_in
+
+TABLE = Table(
+    (Column("who", "name", "<8"), Column("T", "tokens", "5")),
+    (Column("ms", "ms", "7.2f"), Column("twice", lambda row: 2 * row["ms"], "9,.0f"), Column("gone", "none", "6.1f")),
+    lambda row: [row["note"]] if "note" in row else [],
+)
+
+
+def test_a_table_has_a_width_for_each_column() -> None:
+    assert TABLE.header == "who         T     ms    twice  gone\n"
+    row: Row = {"name": "lowtide", "tokens": 64, "ms": 1234.5}
+    assert TABLE.line(row) == "lowtide    641234.50    2,469\n"
+    assert TABLE.line({**row, "note": "a", "failed": "b"}) == "lowtide    641234.50    2,469        a; b\n"
+    assert TABLE.line({"name": "naive", "tokens": 64, "cannot": "not here"}) == "naive      64  not here\n"
+    assert Column("kept", "kept", "").width == 0
+
+
+def test_what_a_peer_raises_is_its_row() -> None:
+    row: Row = {}
+    with reason_in(row, cannot="cannot"):
+        raise CannotError("not this")
+    with reason_in(row):
+        raise RuntimeError("first\nsecond")
+    assert row == {"cannot": "not this", "failed": "RuntimeError: first"}
+    with pytest.raises(KeyboardInterrupt), reason_in(row):
+        raise KeyboardInterrupt
+
+
+def test_a_device_that_no_longer_computes_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert answers(torch.device("cpu"))
+    monkeypatch.setattr(torch, "zeros", fail)
+    assert not answers(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("last", "status"), [({"failed": "broken"}, 1), ({"ms": 2.0}, 0)])
+def test_a_run_writes_each_row_and_has_a_status(last: Row, status: int, tmp_path: Path) -> None:
+    said: list[str] = []
+    known: list[int] = []
+
+    def measure(run: Run[Any]) -> None:
+        run.result |= {"rows": []}
+        for row in ({"name": "naive", "tokens": 8, "failed": "no"}, {"name": "lowtide", "tokens": 8, **last}):
+            run.add(row, run.result["rows"], TABLE)
+            known.append(len(json.loads(run.files.json.read_text())["rows"]))
+
+    benchmark = Benchmark(
+        name="own-{dtype}", measure=measure, failed=lambda row: row["name"] == "lowtide" and "failed" in row
+    )
+    run = benchmark.run(LayersBenchConfig(device="cpu", output=str(tmp_path)), said.append)
+    assert (run.status, known, len(run.rows)) == (status, [1, 2], 2)
+    (file,) = tmp_path.iterdir()
+    assert file.name.endswith("-own-float32-cpu.json")
+    assert {"command", "date", "commit", "machine", "rows"} == set(json.loads(file.read_text()))
+    assert said[0] == "naive       8  no\n"
+    assert said[-1] == f"written: {file}\n"
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_an_interrupted_run_names_the_file_that_it_has_written(rows: int, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def measure(run: Run[Any]) -> None:
+        for _ in range(rows):
+            run.add({"name": "naive", "tokens": 8, "failed": "no"}, [], TABLE)
+        raise KeyboardInterrupt
+
+    benchmark = Benchmark(name="own", measure=measure, failed=lambda _: True)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run(LayersBenchConfig(device="cpu", output=str(tmp_path)), said.append)
+    assert sum(text.startswith("written: ") for text in said) == len(list(tmp_path.iterdir())) == rows
