@@ -148,7 +148,8 @@ def _check(
     if x.dim() == 0 or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         got = f"{list(weight.shape)} for {list(x.shape)}"
         raise ArgumentValueError(message("weight", "shape [D], D the last axis of input", got))
-    check_device("weight", weight, x)
+    if weight.device != x.device:  # no function's call more: short sequences wait for the host
+        check_device("weight", weight, x)
     if residual is not None:
         _check_taken("residual", residual)
         if residual.dtype != x.dtype:
