@@ -36,14 +36,15 @@ def message(argument: str, expected: str, got: object, hint: str = "") -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint with the known name that is nearest to one that is unknown; empty where none is near.
 
+    Dashes in front of both do not count, or all options would be near each other.
     Of names such as ``llama-3.2-1b`` the letters before the first digit count, where the whole name is too far off.
     """
-    names = list(known)
-    found = get_close_matches(name.lower(), names, n=1)
+    names, plain = {one.lstrip("-"): one for one in known}, name.lower().lstrip("-")
+    found = get_close_matches(plain, names, n=1)
     if not found:
         stems = {_stem(one): one for one in reversed(names)}
-        found = [stems[stem] for stem in get_close_matches(_stem(name.lower()), stems, n=1)]
-    return f"Did you mean {found[0]}?" if found else ""
+        found = [stems[stem] for stem in get_close_matches(_stem(plain), stems, n=1)]
+    return f"Did you mean {names[found[0]]}?" if found else ""
 
 
 def _stem(name: str) -> str:

@@ -22,7 +22,6 @@ from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib, parse_gib
 from lowtide.memory.planner.at_hand import find_gpu
 from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.plan import USABLE
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import words_of
 
@@ -47,7 +46,7 @@ def measure(run: Run[LongestBenchConfig]) -> None:
     config, on_gpu = run.config, run.device.type == "cuda"
     shape = read_shape(config_of(config.model, config.layers))
     gpu = find_gpu(None) if on_gpu else GPUS["h100"]
-    budget = gpu.memory_bytes * USABLE if config.budget is None else parse_gib("budget", config.budget) * 2**30
+    budget = gpu.default_budget_bytes if config.budget is None else parse_gib("budget", config.budget) * 2**30
     host = available_bytes() - KEPT_FREE if config.host is None else parse_gib("host", config.host) * 2**30
     fit = Fit(
         way=OWN, train=config.train, shape=shape, gpu=gpu, dtype=run.dtype,

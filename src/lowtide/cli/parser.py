@@ -40,8 +40,7 @@ class OneLineParser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End with the arguments that are not known, and the options that may have been meant."""
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        flags = [word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("-")]
-        hints = [did_you_mean(flag, [one[2:] for one in known]).replace("mean ", "mean --") for flag in flags]
+        hints = [did_you_mean(word.partition("=")[0], known) for word in unknown if word.startswith("-")]
         self.error(". ".join(filter(None, [f"unknown arguments: {' '.join(unknown)}", " ".join(filter(None, hints))])))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -317,8 +317,8 @@ def _choose(head: Head, args: Args) -> tuple[str, str]:
     def exp(**of_work: Any) -> str | None:
         if isinstance(ranks, Ranks) and not ranks.limits.exponentials:
             return NOT_ON_EVERY_RANK
-        copied = not ranks.alone or w.dtype != head.dtype or torch.compiler.is_compiling()
-        fits = copied or rows_are_aligned(w)
+        copied = not ranks.alone or w.dtype != head.dtype
+        fits = copied or torch.compiler.is_compiling() or rows_are_aligned(w)  # a compiler traces no address
         return why_not_exp(device, head.dtype, w.shape[1], ranks.most_rows, weight_fits=fits, **of_work)
 
     if isinstance(args, DivergenceArgs):

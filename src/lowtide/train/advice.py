@@ -15,9 +15,8 @@ from lowtide.measure.resident import available_bytes, resident_bytes
 from lowtide.measure.units import gib
 from lowtide.memory.planner.adapters import PROJECTIONS
 from lowtide.memory.planner.at_hand import find_gpu
-from lowtide.memory.planner.gpus import GPUS
+from lowtide.memory.planner.gpus import GPUS, USABLE
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.plan import USABLE
 from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lowtide.errors import ArgumentValueError, did_you_mean, message
 
 DEFAULT = "h100"
+USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
 HALF_RATE = 1.2e6  # numbers of a weight at which a product of many tokens runs at half the rate of large ones
 HALF_LENGTH = 1500  # tokens of a sequence at which causal attention runs at half the rate of long ones
 
@@ -61,6 +62,11 @@ class Gpu:
     def most_bytes(self) -> int:
         """Return the most that tensors can take: the allocator needs 2% of the memory, and at least 1 GiB."""
         return max(0, min(int(0.98 * self.memory_bytes), self.memory_bytes - 2**30))
+
+    @property
+    def default_budget_bytes(self) -> int:
+        """Return what tensors may take where no budget is given."""
+        return min(int(USABLE * self.memory_bytes), self.most_bytes)
 
 
 def _gpu(

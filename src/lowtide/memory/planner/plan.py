@@ -23,7 +23,6 @@ from lowtide.memory.planner.search import Candidate, Search, largest_batch, long
 from lowtide.memory.planner.shapes import KINDS, read_shape
 
 CLOSE = 0.8  # of a GPU's memory: PyTorch's allocator held up to a fifth more than tensors took
-USABLE = 0.93  # of a GPU's memory, where no budget is given: the driver's context and what the allocator cannot fill
 
 
 def plan_memory(
@@ -121,8 +120,7 @@ def plan_memory(
     if offload_states is not False and offload_states != "auto":
         raise ArgumentValueError(message("offload_states", "'auto' or False", f"{offload_states!r}"))
     gpu = find_gpu(device)
-    usual = min(int(gpu.memory_bytes * USABLE), gpu.most_bytes)
-    requested = usual if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
+    requested = gpu.default_budget_bytes if budget_gib is None else _gib_bytes("budget_gib", budget_gib)
     host = _gib_bytes("host_gib", host_gib)
     shape = read_shape(model_or_config)
     job = Job(

@@ -128,7 +128,7 @@ def layer_time(job: Job, policy: ActivationPolicy) -> LayerTime:
     forward = products + attention / forward_rate + thin
     gradients = 2 if job.adapters is None else 1  # of what was multiplied, and of the weights unless they are frozen
     backward = gradients * products + BACKWARD_ATTENTION * attention / backward_rate + thin_back
-    # Gate and up are computed again, by the checkpoint or by the MLP itself; its last product is not. Experts' is.
+    # Gate and up are recomputed, by the checkpoint or by the MLP itself; its last GEMM is not. Experts' is.
     share = 1.0 if job.shape.experts else 2 / 3
     recompute = flop = 0.0
     if policy.keep != "all" or level_of(policy) == 1:
