@@ -1,7 +1,7 @@
-"""Finding a run's data and models on this machine, and reading lines of it, before anything heavy is imported.
+"""Finding a run's data and models on this machine, and reading text and lines, before anything heavy is imported.
 
 A name given with ``--data`` is a file, a folder that is searched, a folder that ``Dataset.save_to_disk`` wrote, or a
-dataset of the Hugging Face Hub (``org/name`` or ``org/name:config``) that is in the local cache. Nothing is downloaded.
+dataset of the Hugging Face Hub (``org/name`` or ``org/name:config``) in the local cache. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _KINDS: dict[str, Kind] = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
-_PROBE = 8192  # bytes read to tell text from binary
+_PROBE = 8192  # bytes read to recognise a format
 _CUT_SEARCH = 4096  # text without a line end in so many bytes is cut between two characters
 _HUB_NAME = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?::([\w.-]+))?")
-_LIKE_A_PATH = re.compile(r"[./~]|.*\.[A-Za-z]\w*$|.*/.*/")  # OpenHermes-2.5 is a name, rows.jsonl is a file
+_PATH = re.compile(r"[./~]|.*\.[A-Za-z]\w*$|.*/.*/")  # rows.jsonl is a path, org/OpenHermes-2.5 a name
 _STDLIB_SUFFIXES = (".py", ".txt", ".rst")
 # Its tests hold text in broken encodings on purpose; the others are no part of the standard library, or not text.
 _STDLIB_SKIP = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
@@ -39,12 +39,7 @@ _STDLIB_SKIP = frozenset({"site-packages", "dist-packages", "__pycache__", "test
 
 @dataclass(frozen=True)
 class Place:
-    """The beginning of a line; as text with the line's number, which is counted only then.
-
-    Attributes:
-        path: of the file.
-        byte: of the line's first character.
-    """
+    """The beginning of a line: a file and a byte. As text it has the line's number, which is counted only then."""
 
     path: Path
     byte: int
@@ -68,21 +63,24 @@ class Source:
         path: of the file or folder.
         kind: the format: "text", "jsonl", "json" (a list of rows), "csv" (.tsv too), "parquet", "saved" (a folder that
             `Dataset.save_to_disk` wrote) or "hub" (a snapshot in the Hub's cache).
-        size: bytes.
         config: the configuration of a "hub" dataset; None: its only one.
+        size: bytes.
     """
 
     path: Path
     kind: Kind
-    size: int
     config: str | None = None
+    size: int = 0
 
-    def files(self) -> Iterator[Path]:
-        """Yield the files it consists of."""
-        if self.kind in ("saved", "hub"):
-            yield from (Path(where, name) for where, _, names in sorted(os.walk(self.path)) for name in sorted(names))
-        else:
-            yield self.path
+    @classmethod
+    def at(cls, path: Path, kind: Kind, config: str | None = None) -> Source:
+        """Return a source with its size."""
+        return cls(path, kind, config, sum(stat.st_size for _, stat in cls(path, kind).stats()))
+
+    def stats(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Yield the files it consists of, with their sizes and times."""
+        inside = (Path(where, name) for where, _, names in sorted(os.walk(self.path)) for name in sorted(names))
+        yield from ((path, path.stat()) for path in (inside if self.kind in ("saved", "hub") else [self.path]))
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Sources:
 
     Attributes:
         files: in the order given, each once.
-        skipped: files of the folders given that hold no text and no rows.
+        skipped: the number of files in the given folders that hold no data.
     """
 
     files: tuple[Source, ...]
@@ -107,10 +105,6 @@ class Sources:
         """Whether all files are text, none of them rows."""
         return all(file.kind == "text" for file in self.files)
 
-    def of_kind(self, *kinds: Kind) -> Sources:
-        """Return the sources of some kinds alone."""
-        return Sources(tuple(file for file in self.files if file.kind in kinds))
-
     def fingerprint(self, *arguments: object) -> str:
         """Return a digest of all files' names, sizes and times of change, and of the arguments' representations.
 
@@ -120,12 +114,11 @@ class Sources:
         digest = hashlib.sha256(repr(arguments).encode(errors="surrogatepass"))
         for source in self.files:
             try:
-                stats = [(str(path.absolute()), path.stat()) for path in source.files()]
+                for path, stat in source.stats():
+                    entry = f"\0{source.config}\0{path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+                    digest.update(entry.encode(errors="surrogateescape"))
             except OSError as error:
                 raise unreadable(source.path, error) from error
-            for name, stat in stats:
-                entry = f"\0{source.config}\0{name}\0{stat.st_size}\0{stat.st_mtime_ns}"
-                digest.update(entry.encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 
@@ -147,7 +140,7 @@ def find_data(paths: Sequence[str]) -> Sources:
     for name in paths:
         path = Path(os.path.expanduser(name))  # noqa: PTH111 (it leaves an unknown home)
         try:
-            sources, others = _search(path) if os.path.lexists(path) else ([_missing(name, path)], 0)
+            sources, others = _search(path) if os.path.lexists(path) else ([_from_hub(name, path)], 0)
         except OSError as error:
             raise unreadable(path, error) from error
         skipped += others
@@ -157,7 +150,7 @@ def find_data(paths: Sequence[str]) -> Sources:
 
 
 def hub_cache() -> Path:
-    """Return the folder in which huggingface_hub keeps what it downloaded, by the same environment variables."""
+    """Return the folder of huggingface_hub's downloads, by the same environment variables."""
     env = os.environ
     home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     folder = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
@@ -172,31 +165,27 @@ def hub_snapshot(name: str, kind: Literal["models", "datasets"]) -> Path | None:
         kind: what it names.
 
     Returns:
-        The snapshot of the branch main; if it was downloaded by another revision, the newest snapshot.
+        The snapshot of the branch main; if only other revisions were downloaded, the newest snapshot.
     """
     if not _HUB_NAME.fullmatch(name) or ":" in name:
         return None
     folder = hub_cache() / "--".join([kind, *name.split("/")])
+    snapshots = sorted(folder.glob("snapshots/*/"), key=lambda path: path.stat().st_mtime_ns)
     try:
-        main = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-        if main.is_dir():
-            return main
+        main = (folder / "refs" / "main").read_text().strip()
     except OSError:
-        pass
-    try:
-        return max((folder / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime_ns, default=None)
-    except OSError:
-        return None
+        main = ""
+    return next((path for path in snapshots if path.name == main), snapshots[-1] if snapshots else None)
 
 
-def _missing(name: str, path: Path) -> Source:
+def _from_hub(name: str, path: Path) -> Source:
     """Return the Hub dataset of a name that is no path.
 
     Raises:
-        ArgumentValueError: the name is a path's, or the cache does not have it.
+        ArgumentValueError: the name can only be a path's, or the cache does not have the dataset.
     """
     match = _HUB_NAME.fullmatch(name)
-    if match is None or _LIKE_A_PATH.match(name):
+    if match is None or _PATH.match(name):
         near = did_you_mean(path.name, (one.name for one in path.parent.iterdir())) if path.parent.is_dir() else ""
         raise ArgumentValueError(message("data", "a file or folder", f"{name} (No such file or directory)", near))
     folder = hub_snapshot(match[1], "datasets")
@@ -204,31 +193,24 @@ def _missing(name: str, path: Path) -> Source:
         expected = f"a file, a folder or a Hub dataset in {hub_cache()}"
         hint = f"Check the path, or download the dataset: hf download {match[1]} --repo-type dataset"
         raise ArgumentValueError(message("data", expected, f"{name}, which is none of them", hint))
-    return _folder(folder, "hub", match[2])
+    return Source.at(folder, "hub", match[2])
 
 
 def _search(path: Path) -> tuple[list[Source], int]:
     """Return the data at a path that exists, and the number of files of a folder that hold none."""
     if _is_saved(path):
-        return [_folder(path, "saved")], 0
+        return [Source.at(path, "saved")], 0
     if not path.is_dir():
         if why := _not_data(path):
             hint = "Give UTF-8 text, .jsonl, .json, .csv or .parquet files, uncompressed."
             raise ArgumentValueError(message("data", "a file of text or rows", f"{path}, which {why}", hint))
-        return [Source(path, _KINDS.get(path.suffix.lower(), "text"), path.stat().st_size)], 0
-    found, skipped = list[Source](), 0
-    for file in _walk(path):
-        if file.is_dir():
-            found.append(_folder(file, "saved"))
-        elif file.suffix and file.is_file():
-            if _not_data(file):
-                skipped += 1
-            else:
-                found.append(Source(file, _kind_in_folder(file), file.stat().st_size))
+        return [Source.at(path, _KINDS.get(path.suffix.lower(), "text"))], 0
+    inside = [file for file in _walk(path) if file.is_dir() or (file.suffix and file.is_file())]
+    found = [Source.at(file, _kind_in_folder(file)) for file in inside if file.is_dir() or not _not_data(file)]
     if not found:
         expected, hint = "a folder with data", "Files without a suffix, hidden, empty or binary do not count."
         raise ArgumentValueError(message("data", expected, f"{path}, which has none", hint))
-    return found, skipped
+    return found, len(inside) - len(found)
 
 
 def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -238,8 +220,9 @@ def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     """
     for where, folders, names in os.walk(folder):
         inside = sorted(Path(where, name) for name in folders if not name.startswith(".") and name not in skip)
-        yield from filter(_is_saved, inside)
-        folders[:] = [path.name for path in inside if not _is_saved(path) and not _is_run(path)]
+        saved = list(filter(_is_saved, inside))
+        yield from saved
+        folders[:] = [path.name for path in inside if path not in saved and not _is_run(path)]
         yield from (Path(where, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -255,17 +238,9 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
-def _folder(path: Path, kind: Kind, config: str | None = None) -> Source:
-    files = Source(path, kind, 0).files()
-    return Source(path, kind, sum(file.stat().st_size for file in files), config)
-
-
 def _kind_in_folder(path: Path) -> Kind:
-    """Return the format of a file that the user did not name: a .json is rows only where it begins like a list of them.
-
-    Many folders of text have a .json of settings.
-    """
-    kind = _KINDS.get(path.suffix.lower(), "text")
+    """Return the format of what a folder holds: a .json is often settings, so it is rows if it begins with a list."""
+    kind = "saved" if path.is_dir() else _KINDS.get(path.suffix.lower(), "text")
     if kind == "json":
         with path.open("rb") as file:
             return kind if re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", file.read(_PROBE)) else "text"
@@ -280,11 +255,10 @@ def standard_library() -> list[Source]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = (path for path in _walk(root, _STDLIB_SKIP) if path.suffix in _STDLIB_SUFFIXES)
-    files = [Source(path, "text", path.stat().st_size) for path in found if not _not_data(path)]
-    if not files:
-        expected, hint = "the standard library's sources", "Name text to train on with --data."
-        raise ArgumentValueError(message("data", expected, f"none in {root}", hint))
-    return files
+    if files := [Source.at(path, "text") for path in found if not _not_data(path)]:
+        return files
+    expected, hint = "the standard library's sources", "Name text to train on with --data."
+    raise ArgumentValueError(message("data", expected, f"none in {root}", hint))
 
 
 def _not_data(path: Path) -> str | None:
@@ -311,17 +285,13 @@ def _not_data(path: Path) -> str | None:
     return None
 
 
-def cut(file: BinaryIO, at: int, size: int, *, whole_lines: bool) -> int:
-    """Return the first place at or after byte ``at`` where text may be cut: the same for both neighbours.
+def _cut(file: BinaryIO, at: int, size: int, *, whole_lines: bool) -> int:
+    """Return the first place at or after a byte where text may be cut, which is the same for both neighbours.
 
-    Args:
-        file: the text, open in binary.
-        at: a byte of it.
-        size: its bytes.
-        whole_lines: cut at line ends alone, however far away the next is; else between two characters if need be.
+    That is a line end; for text without one nearby, if lines need not be whole, it is between two characters.
     """
     if at <= 0 or at >= size:
-        return min(at, size)
+        return max(0, min(at, size))
     file.seek(at - 1)  # a line that begins exactly at the bound belongs to the second part
     if whole_lines:
         file.readline()
@@ -329,11 +299,11 @@ def cut(file: BinaryIO, at: int, size: int, *, whole_lines: bool) -> int:
     window = file.read(_CUT_SEARCH)
     if (newline := window.find(b"\n")) >= 0:
         return at + newline
-    return next((at + i for i, byte in enumerate(window[1:]) if byte & 0xC0 != 0x80), at)  # no byte inside a character
+    return next((at + i for i, byte in enumerate(window[1:]) if byte & 0xC0 != 0x80), at)
 
 
 def read_text(path: Path, begin: int, end: int) -> str:
-    """Return the text whose line or character begins in a range of bytes, see `cut`.
+    """Return the part of a text that a range of bytes stands for: both bounds are moved to the next line end.
 
     Raises:
         ArgumentValueError: the file cannot be read, or is not UTF-8 there.
@@ -341,7 +311,7 @@ def read_text(path: Path, begin: int, end: int) -> str:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            begin, end = (cut(file, at, size, whole_lines=False) for at in (begin, end))
+            begin, end = (_cut(file, at, size, whole_lines=False) for at in (begin, end))
             file.seek(begin)
             return file.read(end - begin).decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -351,8 +321,8 @@ def read_text(path: Path, begin: int, end: int) -> str:
         raise unreadable(path, error) from error
 
 
-def read_lines(path: Path, begin: int = 0, end: int | None = None) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yield the objects of the .jsonl lines that begin in a range of bytes.
+def read_lines(path: Path, begin: int, end: int) -> Iterator[tuple[dict[str, Any], Place]]:
+    """Yield the objects of the .jsonl lines that begin in a range of bytes, with their places.
 
     Raises:
         ArgumentValueError: the file cannot be read, or a line is no JSON object.
@@ -360,39 +330,39 @@ def read_lines(path: Path, begin: int = 0, end: int | None = None) -> Iterator[t
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            end = size if end is None else cut(file, end, size, whole_lines=True)
-            file.seek(cut(file, begin, size, whole_lines=True))
+            begin, end = (_cut(file, at, size, whole_lines=True) for at in (begin, end))
+            file.seek(begin)
             while (at := file.tell()) < end:
-                if line := file.readline().strip():
-                    yield Place(path, at), _parsed(line, Place(path, at))
+                if not (line := file.readline().strip()):
+                    continue
+                try:
+                    row, got = load_json(line), "another JSON value"
+                except (ValueError, RecursionError) as error:
+                    row, got = None, f"no valid JSON ({' '.join(str(error).split())[:100]})"
+                if not isinstance(row, dict):
+                    hint = "Fix the line. A file that is one list of rows has the suffix .json."
+                    got = f"{got} in {Place(path, at)}"
+                    raise ArgumentValueError(message("data", "one JSON object in each line", got, hint))
+                yield row, Place(path, at)
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def _parsed(line: bytes, place: Place) -> dict[str, Any]:
-    try:
-        row = load_json(line)
-        got = "another JSON value"
-    except (ValueError, RecursionError) as error:
-        row, got = None, f"no JSON ({' '.join(str(error).split())[:100]})"
-    if not isinstance(row, dict):
-        hint = "Fix the line. Of a file that is one list of rows, the suffix is .json."
-        raise ArgumentValueError(message("data", "one JSON object in each line", f"{got} in {place}", hint))
-    return row
 
 
 def load_json(text: bytes) -> Any:
     """Return a JSON value; NaN and infinities are None, whole numbers beyond 64 bits are floats.
 
     Raises:
-        ValueError: the text is no JSON.
+        ValueError: the text is no JSON, or has halves of characters (surrogates), which no tokenizer takes.
         RecursionError: it is nested too deeply.
     """
-    return json.loads(text, parse_constant=lambda _: None, parse_int=_int)
-
-
-def _int(digits: str) -> int | float:
-    return int(digits) if len(digits) < 19 else float(digits)
+    value = json.loads(
+        text.decode("utf-8-sig"),
+        parse_constant=lambda _: None,
+        parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits),
+    )
+    if rb"\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def unreadable(path: Path, error: OSError) -> ArgumentValueError:

@@ -1,12 +1,12 @@
 """Text to pre-train on: tokenised once into a file, which is read in blocks.
 
-Text is cut into pieces: byte ranges that end at line ends, whole lines of .jsonl, ranges of rows of tables. A text file
-up to the size of a piece is one document, a longer one is a document a piece; of tables and .jsonl each row is one.
-The order of the pieces is a permutation that depends on the sizes and the seed alone: the first ones are held out, the
-next ones are trained on, so a file with more blocks begins with the same ones.
+Text is cut into pieces: byte ranges of text and of whole .jsonl lines, ranges of rows of tables. A text file up to the
+size of a piece is one document, a longer one is a document a piece; of tables and .jsonl each row is one. The order of
+the pieces is a permutation that depends on the sizes and the seed alone: the first ones are held out, the next ones are
+trained on, so a file with more blocks begins with the same ones.
 
-The file holds the held-out blocks, then the training blocks, as integers of 16 or 32 bits without a header; beside it
-is FILE.json with the counts. Blocks are read by their offset: of a file of any size nothing stays in memory.
+FILE holds the held-out blocks, then the training blocks, as integers of 16 or 32 bits; FILE.json has their counts.
+Blocks are read by their offset, so memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import hashlib
 import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,22 +46,19 @@ class Pieces:
     """
 
     def __init__(self, sources: Sources, *, text_field: str, seq_len: int, seed: int) -> None:
-        self._files, self._text_field = sources.of_kind("text", "jsonl").files, text_field
-        self._tables = sources.of_kind("json", "csv", "parquet", "saved", "hub")
+        self._files = [file for file in sources.files if file.kind in ("text", "jsonl")]
+        self._text_field = text_field
         sizes = [file.size for file in self._files]
-        if self._tables.files:
+        if tables := tuple(file for file in sources.files if file.kind not in ("text", "jsonl")):
+            from lowtide.train.rows import load_rows
+
+            self._rows = load_rows(Sources(tables), columns={"text": text_field}, text_field=text_field)[0]
             sizes.append(self._rows.data.nbytes)
         self.bytes = sum(sizes)
         most = min(max(_PIECE_BYTES_PER_TOKEN * seq_len, self.bytes >> 20), 2**20)
-        self._piece_bytes = max(64, min(most, self.bytes // 32))  # a tenth is held out: not all of it in one piece
+        self._piece_bytes = max(64, min(most, self.bytes // 32))  # a tenth is held out: that has to be some pieces
         self._ends = list(itertools.accumulate(-(-size // self._piece_bytes) for size in sizes))
         self.order: list[int] = _permutation(self._ends[-1], str(seed)).tolist()
-
-    @cached_property
-    def _rows(self) -> Any:
-        from lowtide.train.rows import load_rows
-
-        return load_rows(self._tables, columns={"text": self._text_field}, text_field=self._text_field)[0]
 
     def documents(self, piece: int) -> list[str]:
         """Return the documents of one piece; empty ones are left out.
@@ -80,16 +76,16 @@ class Pieces:
         if file.kind == "text":
             texts = [read_text(file.path, begin, end)]
         else:
-            texts = [self._text(row, place) for place, row in read_lines(file.path, begin, end)]
+            texts = [self._text(row, place) for row, place in read_lines(file.path, begin, end)]
         return [text for text in texts if text]
 
     def _text(self, row: dict[str, Any], place: object) -> str:
         text = row.get(self._text_field)
-        if not isinstance(text, str) or not _is_encodable(text):
+        if not isinstance(text, str):
             expected = f"a text in the field {self._text_field!r} of each row"
             hint = "Name the field with --text-field. Conversations need a pretrained model: name one with --model."
-            got = f"the fields {', '.join(row)}" if self._text_field not in row else "something else"
-            raise ArgumentValueError(message("data", expected, f"{got} in {place}", hint))
+            got = f"{place} with the fields {', '.join(row) or 'none'}" if text is None else f"another value in {place}"
+            raise ArgumentValueError(message("data", expected, got, hint))
         return text
 
 
@@ -104,10 +100,10 @@ def write_tokens(
     blocks: int | None,
     seed: int,
 ) -> None:
-    """Tokenise text into a file for `Blocks`; nothing is done where it is there already, with as many blocks or more.
+    """Tokenise text into a file for `Blocks`; a file with as many blocks of the same text is left as it is.
 
-    Each document has what the tokenizer puts around a text, and one end-of-text token behind it. The pieces held out
-    are at most a tenth of the text.
+    Each document has what the tokenizer puts around a text, and one end-of-text token behind it. At most a tenth of the
+    text is held out.
 
     Args:
         file: where to; it is written aside and renamed when it is whole.
@@ -122,25 +118,38 @@ def write_tokens(
     Raises:
         ArgumentValueError: a file cannot be read, or the text is too short for one block of each part.
     """
-    before, after = _frame(tokenizer)
-    key = _fingerprint(sources, tokenizer, text_field, seq_len, held_out, seed)
-    header = read_header(file)
-    if header and header["fingerprint"] == key and (header["whole"] or header["train"] >= (blocks or 2**63)):
+    tokenizer("a")  # which sets truncation and padding, parts of the fingerprint
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = inner.to_str() if inner else sorted(tokenizer.get_vocab().items())
+    key = sources.fingerprint(vocabulary, text_field, seq_len, held_out, seed)
+    header, header_file = read_header(file), _header_file(file)
+    if (
+        header
+        and header["fingerprint"] == key
+        and (header["whole"] or (blocks is not None and blocks <= header["train"]))
+    ):
         return
     pieces = Pieces(sources, text_field=text_field, seq_len=seq_len, seed=seed)
     code = "H" if len(tokenizer) <= 2**16 else "I"
-    tokens = _tokens(pieces, tokenizer, code, before, after)
-    held, rest = _hold_out(tokens, held_out * seq_len, pieces.bytes // 10)
+    tokens = _tokens(pieces, tokenizer, code)
+    held, passed, size = array(code), list[tuple[int, "array[int]"]](), 0
+    while len(held) < held_out * seq_len and (piece := next(tokens, None)) is not None:
+        if size + piece[0] <= pieces.bytes // 10:
+            held, size = held + piece[1], size + piece[0]
+            continue
+        passed.append(piece)
+        if len(held) >= seq_len:  # else it is one long document, and a shorter one is held out
+            break
     held_blocks = min(held_out, len(held) // seq_len)
-    limit = None if blocks is None else blocks * seq_len
+    limit = (blocks or 0) * seq_len
     written, aside = 0, file.with_name(file.name + ".part")
     try:
         with aside.open("wb") as out:
             held[: held_blocks * seq_len].tofile(out)
-            for ids in itertools.chain(rest, (ids for _, ids in tokens)):
-                ids = ids if limit is None else ids[: limit - written]
-                ids.tofile(out)
-                written += len(ids)
+            for _, ids in itertools.chain(passed, tokens):
+                taken = ids if blocks is None else ids[: limit - written]
+                taken.tofile(out)
+                written += len(taken)
                 if written == limit:
                     break
             train = written // seq_len
@@ -149,11 +158,12 @@ def write_tokens(
             if not there:
                 hint = "Give more text with --data, or lower --seq-len."
                 raise ArgumentValueError(message("data", f"{part} text of {seq_len} tokens or more", "less", hint))
-        header = {"held_out": held_blocks, "train": train, "whole": written != limit, "seq_len": seq_len, "seed": seed}
-        _header_file(file).unlink(missing_ok=True)  # the old one is not of the new file
+        header_file.unlink(missing_ok=True)  # the old one does not fit the new file
         aside.replace(file)
-        _header_file(aside).write_text(json.dumps({**header, "itemsize": held.itemsize, "fingerprint": key}))
-        _header_file(aside).replace(_header_file(file))
+        counts = {"held_out": held_blocks, "train": train, "whole": blocks is None or written < limit}
+        known = {**counts, "seq_len": seq_len, "seed": seed, "itemsize": held.itemsize, "fingerprint": key}
+        aside.write_text(json.dumps(known))
+        aside.replace(header_file)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -172,7 +182,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
     def __init__(self, file: Path, part: Literal["train", "held_out"]) -> None:
         header = read_header(file)
         if header is None:
-            raise ArgumentValueError(message("file", "a file of tokens", f"{file}, which is none"))
+            raise ArgumentValueError(message("file", "a whole file of tokens", file))
         self._file, self._seq_len, self._seed = file, header["seq_len"], header["seed"]
         self._dtype = torch.uint16 if header["itemsize"] == 2 else torch.uint32
         self._first = 0 if part == "held_out" else header["held_out"]
@@ -219,8 +229,8 @@ def read_header(file: Path) -> dict[str, Any] | None:
         file: the file.
 
     Returns:
-        The counts of blocks ``held_out`` and ``train``; ``whole``: that is all of the text; ``seq_len``, ``seed`` and
-        ``itemsize``; and ``fingerprint``, of the files, the tokenizer and the settings.
+        ``held_out`` and ``train``, the counts of blocks; ``whole``, whether that is all of the text; ``seq_len``,
+        ``seed``, ``itemsize`` (bytes of a token); and ``fingerprint``, of the files, the tokenizer and the settings.
     """
     try:
         header: dict[str, Any] = json.loads(_header_file(file).read_bytes())
@@ -240,25 +250,18 @@ def _permutation(count: int, seed: str) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(number))
 
 
-def _fingerprint(sources: Sources, tokenizer: Any, *settings: object) -> str:
-    inner = getattr(tokenizer, "backend_tokenizer", None)
-    return sources.fingerprint(inner.to_str() if inner else sorted(tokenizer.get_vocab().items()), *settings)
-
-
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the tokens that a tokenizer puts before and behind a text by itself."""
-    encoded = tokenizer("a", return_special_tokens_mask=True, return_attention_mask=False)
+    encoded = tokenizer("a", return_special_tokens_mask=True)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
     if 0 not in special:  # a vocabulary without the letter
         return [], []
     return ids[: special.index(0)], ids[len(ids) - special[::-1].index(0) :]
 
 
-def _tokens(
-    pieces: Pieces, tokenizer: Any, code: str, before: list[int], after: list[int]
-) -> Iterator[tuple[int, array[int]]]:
+def _tokens(pieces: Pieces, tokenizer: Any, code: str) -> Iterator[tuple[int, array[int]]]:
     """Yield the bytes and the tokens of each piece, in order; several are tokenised at once."""
-    end = [tokenizer.eos_token_id]
+    (before, after), end = _frame(tokenizer), [tokenizer.eos_token_id]
     numbers = iter(pieces.order)
     while batch := list(_batch(pieces, numbers)):
         texts = [text for documents in batch for text in documents]
@@ -280,33 +283,3 @@ def _batch(pieces: Pieces, numbers: Iterator[int]) -> Iterator[list[str]]:
         documents = pieces.documents(number)
         size += 1 + sum(map(len, documents))
         yield documents
-
-
-def _hold_out(
-    tokens: Iterator[tuple[int, array[int]]], count: int, most: int
-) -> tuple[array[int], Iterable[array[int]]]:
-    """Take pieces until they have so many tokens, or the next one would make them more than so many bytes.
-
-    Returns:
-        The tokens held out, and those of pieces that were read and not held out.
-    """
-    held, size = array("I"), 0
-    passed: list[array[int]] = []
-    while len(held) < count and (piece := next(tokens, None)) is not None:
-        length, ids = piece
-        if size + length <= most:
-            held, size = (held + ids if held else ids), size + length
-            continue
-        passed.append(ids)
-        if held:  # else one long document came first
-            break
-    return held, passed
-
-
-def _is_encodable(text: str) -> bool:
-    """Return whether a text has no half of a character, as JSON can name."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
