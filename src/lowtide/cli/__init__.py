@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(argv: Sequence[str] | None) -> int:
     arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:  # said by the subcommand's parser, which knows the right --help
+    if hasattr(arguments, "unknown"):  # options of other libraries
+        arguments.unknown = unknown
+    elif unknown:  # reported by the subcommand's parser, which has the right --help
         arguments.parser.refuse(unknown)
     try:
         return int(arguments.main(arguments))
@@ -95,18 +97,18 @@ def _may_speak(*, of_all: bool) -> bool:
     """Return whether this process is to say its error: not on another rank than the first, if it is that of all."""
     if "RANK" not in os.environ:  # which launchers set
         return True
-    from lowtide.train.ranks import is_first_rank, let_first_speak
+    from lowtide.train.parallel import is_first_rank, let_first_report
 
     if of_all:
         return is_first_rank()
-    let_first_speak()
+    let_first_report()
     return True
 
 
 def _in_group() -> bool:
     if "RANK" not in os.environ:
         return False
-    from lowtide.train.ranks import in_group
+    from lowtide.train.parallel import in_group
 
     return in_group()
 

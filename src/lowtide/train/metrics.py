@@ -1,4 +1,4 @@
-"""What a run measures of itself, step by step."""
+"""What a run measures, step by step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from lowtide.measure.resident import (
     reset_peak_resident,
     resident_bytes,
 )
-
-WARM_STEPS = 2  # the first steps make the optimizer's state and fill caches: left out of times and peaks
+from lowtide.train.result import WARM_STEPS
 
 
 @dataclass
@@ -30,19 +29,21 @@ class StepMetrics:
     """Loss, time and memory of the steps this process ran; sizes in bytes, times in seconds.
 
     Attributes:
-        tokens_per_step: of all ranks together.
         losses: training loss of each step, this process's and earlier ones' of the same run.
-        step_seconds: of each step this process ran, from the batch to the updated weights.
+        step_seconds: of each step this process ran, from the batch to the updated weights; between two logs the mean.
+        tokens: of all ranks, padding included, in the steps so far.
+        step_tokens: tokens of the steps of ``step_seconds``.
         warm_bytes: memory in use after `WARM_STEPS`, between steps; None before.
         peak_bytes: its highest value after that.
-        highest_bytes: resident memory's high-water mark before it was set back.
+        highest_bytes: resident memory's high-water mark before it was reset.
         began: a step has begun.
         on_gpu: the memory is the CUDA allocator's, else this process's resident memory.
     """
 
-    tokens_per_step: int
     losses: dict[int, float] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    step_tokens: list[float] = field(default_factory=list)
     warm_bytes: int | None = None
     peak_bytes: int = 0
     highest_bytes: int = 0
@@ -56,8 +57,15 @@ class StepMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks by the median step's time."""
-        return self.tokens_per_step / self.median_step_seconds
+        """Tokens of all ranks per second of the warm steps; of all where there are no others."""
+        warm = slice(WARM_STEPS if len(self.step_seconds) > WARM_STEPS else 0, None)
+        seconds = sum(self.step_seconds[warm])
+        return sum(self.step_tokens[warm]) / seconds if seconds else float("nan")
+
+    @property
+    def last_tokens_per_second(self) -> float:
+        """The same of the last step."""
+        return self.step_tokens[-1] / self.step_seconds[-1]
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -65,31 +73,41 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, metrics: StepMetrics) -> None:
         self.metrics = metrics
-        self._began = 0.0
+        self._began: float | None = None
+        self._at = self._tokens = 0  # the step and the tokens of the last log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take over the losses of the steps before a resume."""
         del control
+        self._at = state.global_step
         self.metrics.on_gpu = args.device.type == "cuda"
         self.metrics.losses |= {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
         del args, state, control
-        self._began = time.perf_counter()
+        if self._began is None:
+            self._began = time.perf_counter()
         self.metrics.began = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        """Stop the clock: Trainer has just read the loss, so the device is done with the step."""
+        """Stop the clock: Trainer has just read the loss, so the device is done with the step.
+
+        Raises:
+            ArgumentValueError: the loss is not finite.
+        """
         del args, control
         if "loss" not in logs:
             return
         if not math.isfinite(logs["loss"]):
-            hint = "Lower --lr, or train in --dtype float32; --resume goes on from the last checkpoint."
+            hint = "Lower --lr, or train in float32 (--bf16 false); a resume goes on from the last checkpoint."
             expected = "a training loss that stays finite"
             raise ArgumentValueError(message("lr", expected, f"{logs['loss']} at step {state.global_step}", hint))
-        metrics = self.metrics
-        metrics.step_seconds.append(time.perf_counter() - self._began)
+        metrics, steps = self.metrics, state.global_step - self._at
+        if self._began is not None and steps:
+            metrics.step_seconds.append((time.perf_counter() - self._began) / steps)
+            metrics.step_tokens.append((metrics.tokens - self._tokens) / steps)
+        self._began, self._at, self._tokens = None, state.global_step, metrics.tokens
         metrics.losses[state.global_step] = logs["loss"]
         if len(metrics.step_seconds) == WARM_STEPS:
             _trim_heap()

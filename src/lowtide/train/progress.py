@@ -1,15 +1,13 @@
-"""What a person sees while a run trains: a bar on a terminal, a line now and then elsewhere."""
+"""Progress while a run trains: a bar on a terminal, a line every 10 s elsewhere."""
 
 from __future__ import annotations
 
 import time
-import warnings
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
-from transformers.utils import logging
 
 from lowtide.measure.resident import resident_bytes
 from lowtide.measure.units import mib
@@ -53,7 +51,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         if "loss" not in logs:
             return
         metrics = self._metrics
-        speed = metrics.tokens_per_step / metrics.step_seconds[-1]
+        speed = metrics.last_tokens_per_second
         memory = metrics.peak_bytes if metrics.on_gpu else resident_bytes()
         now = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s  {mib(memory):,.0f} MiB"
         if self._bar is not None:
@@ -72,11 +70,3 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' own log lines and bars off the terminal: what matters of them, lowtide says itself."""
-    # peft says so at each checkpoint of adapters on the output layer
-    warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
