@@ -197,7 +197,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     except (ValueError, TypeError, RuntimeError, ImportError, KeyError) as error:
         if isinstance(error, LowtideError) or is_out_of_memory(error):
             raise
-        why = " ".join(str(error).split())[:400]
+        why = " ".join(str(error).split())[:400].rstrip(".")
         raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
     run.lines += _learned(run.trainer.train_dataset, tokenizer)
 
