@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -30,6 +31,7 @@ _STAGING = ".incoming"  # inside the run's folder: a rename must not cross file 
 _RUN_FILE_ASIDE = f"{RUN_FILE}.new"
 _LEFTOVERS = {RUN_FILE, _RUN_FILE_ASIDE, _STAGING, LOG_FILE, TOKENS, f"{TOKENS}.json", "runs"}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_ALMOST_FULL = 2**24  # bytes
 # how PyTorch's archives report that the disk is full or the folder gone
 _NOT_WRITTEN = ("PytorchStreamWriter", "iostream error", "file write failed", "Parent directory", "unexpected pos")
 
@@ -224,7 +226,7 @@ def is_not_written(error: BaseException) -> bool:
 
 def save_error(path: Path, error: BaseException) -> SaveError:
     """Return the error for something that could not be written."""
-    reason = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = getattr(error, "strerror", None) or _system_reason(path, error)
     complete = checkpoints(path.parent)
     left = (
         f"{complete[-1].name} is complete: go on from it with --resume_from_checkpoint true"
@@ -234,8 +236,23 @@ def save_error(path: Path, error: BaseException) -> SaveError:
     return SaveError(f"could not write {path} ({reason}). Make room or choose another --output. {left}.")
 
 
+def _system_reason(path: Path, error: BaseException) -> str:
+    """Return what the system would call an error of PyTorch's or safetensors' writers."""
+    text = str(error)
+    if found := re.search(r"\(os error (\d+)\)", text):
+        return os.strerror(int(found[1]))
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if shutil.disk_usage(folder).free < _ALMOST_FULL:
+        return os.strerror(errno.ENOSPC)
+    return os.strerror(errno.EIO) if any(sign in text for sign in _NOT_WRITTEN) else (text.splitlines() or ["?"])[0]
+
+
 def why(error: BaseException) -> str:
     """Return an error of whatever kind in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if "PytorchStreamReader" in str(error) or "inline_container" in str(error):
+        return "a file that torch.save wrote is damaged"
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 

@@ -69,44 +69,53 @@ _OLD_VALUES = {  # of options whose name is TRL's now, with another meaning
 }
 
 
-def parse(words: Sequence[str], config_file: Path | None, *, fine_tunes: bool) -> dict[str, Any]:
-    """Return the options of TRL and transformers that a command line and a YAML file give.
+def parse(
+    words: Sequence[str], config_file: Path | None, *, own: Mapping[str, Any], fine_tunes: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return lowtide's own settings, and the options of TRL and transformers, of a command line and a YAML file.
 
     Args:
         words: what the command line has beside lowtide's own options: ``--name value ...``, ``--name=value`` or
             ``--name``, with dashes or underscores.
         config_file: a YAML file of options by their names, which the command line overrides.
+        own: lowtide's own settings on the command line.
         fine_tunes: TRL's options are valid, too.
 
     Returns:
-        dict: by name; lowtide's own settings among them. A value is a text, a list of texts, or what the file has.
+        The settings of `TrainConfig`, and the other options by name: a text, a list of texts, or what the file has.
 
     Raises:
-        ArgumentValueError: an option that neither library has, with the nearest one, or a file that is no YAML mapping.
+        ArgumentValueError: an option that neither library has, with the nearest one; one with a value of another kind,
+            or given by both of its names; or a file that is no YAML mapping.
     """
-    given = _from_file(config_file) if config_file is not None else {}
-    given |= dict(_from_words(words))
-    own = {field for field in TrainConfig.__dataclass_fields__ if field != "options"}
+    settings, options = _split(dict(_from_words(words)), known=own)
+    if config_file is not None:
+        of_file = _split(_from_file(config_file), known={})
+        settings, options = of_file[0] | settings, of_file[1] | options
+    for name, value in options.items():
+        _check(name, value, fine_tunes=fine_tunes)
+    return settings | dict(own), options
+
+
+def _check(name: str, value: Any, *, fine_tunes: bool) -> None:
+    """Raise where neither library has an option of this name."""
     known = names(fine_tunes=fine_tunes)
-    for name, value in given.items():
-        hint = _OLD_VALUES.get(name, {}).get(str(value)) or (_OLD.get(name) if name not in own else None)
-        if hint:
-            expected = "TRL's name of the option"
-            raise ArgumentValueError(message(_flag(name), expected, f"one of an earlier version. Use {hint}"))
-        if name in own or name in ALIASES or known is None or name.removeprefix("no_") in known:
-            continue
+    hint = _OLD_VALUES.get(name, {}).get(str(value))
+    if hint or (hint := _OLD.get(name)):
+        expected = "TRL's name of the option" if name in _OLD else "true or false"
+        raise ArgumentValueError(message(_flag(name), expected, "one of an earlier version", f"Use {hint}"))
+    if known is not None and name.removeprefix("no_") not in known:
         if not fine_tunes and (of_trl := names(fine_tunes=True)) and name.removeprefix("no_") in of_trl:
             expected, got = "an option of transformers' TrainingArguments to train from random weights", "TRL's"
             raise ArgumentValueError(
                 message(_flag(name), expected, got, "Name a pretrained model with --model to fine-tune it.")
             )
         expected = "an option of lowtide train, TRL's SFTConfig or transformers' TrainingArguments"
-        near = did_you_mean(_flag(name), map(_flag, {*own, *ALIASES, *known}))
+        near = did_you_mean(_flag(name), map(_flag, {*TrainConfig.__dataclass_fields__, *ALIASES, *known}))
         raise ArgumentValueError(message(_flag(name), expected, "another name", near))
-    return given
 
 
-def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(given: Mapping[str, Any], *, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return lowtide's own settings among options, TRL's aliases of them resolved, and the others.
 
     Raises:
@@ -118,7 +127,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if target not in TrainConfig.__dataclass_fields__ or target == "options":
             others[name] = value
             continue
-        if target in own or (target != name and target in given):
+        if target in own or target in known or (target != name and target in given):
             expected = f"one of {_flag(name)} and --{target.replace('_', '-')}"
             raise ArgumentValueError(message(_flag(name), expected, "both"))
         own[target] = _typed(target, value)

@@ -197,7 +197,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     except (ValueError, TypeError, RuntimeError, ImportError, KeyError) as error:
         if isinstance(error, LowtideError) or is_out_of_memory(error):
             raise
-        why = " ".join(str(error).split())[:400]
+        why = " ".join(str(error).split())[:400].rstrip(".")
         raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
     run.lines += _learned(run.trainer.train_dataset, tokenizer)
 
@@ -212,7 +212,7 @@ def _patch(run: Run) -> None:
 def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) -> Any:
     """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
     if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer)
+        return load_tokenizer(model_folder(config.tokenizer) or config.tokenizer)
     return train_tokenizer(
         sources,
         vocab_size=config.vocab_size,
@@ -243,7 +243,7 @@ def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
     """Return the tokenizer of a pretrained model, its chat template and end-of-text token as the options say."""
     from transformers import AutoTokenizer
 
-    where = Path(config.tokenizer).expanduser() if config.tokenizer else folder
+    where = (model_folder(config.tokenizer) or config.tokenizer) if config.tokenizer else folder
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             where, local_files_only=True, trust_remote_code=args.trust_remote_code

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from lowtide.errors import ArgumentValueError, did_you_mean, message
+from lowtide.errors import ArgumentValueError, message
 from lowtide.train.config import TrainConfig
 from lowtide.train.options import words_of
 
@@ -106,6 +107,9 @@ def trainer_settings(
     merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
     merged |= {} if save else {"save_strategy": "no"}
     args, model = _parsed(merged, fine_tunes=config.fine_tunes)
+    if args.fp16 and args.device.type == "cpu":
+        hint = "Take --bf16 or float32 on a CPU."
+        raise ArgumentValueError(message("--fp16", "a GPU, as float16 is for GPUs only", "a CPU", hint))
     if args.n_gpu > 1:  # nn.DataParallel would copy the model at each step; several GPUs are torchrun's to start
         args._n_gpu = 1
     keep, args.save_total_limit = args.save_total_limit, None  # a checkpoint is removed once a newer one is complete
@@ -154,6 +158,8 @@ def _parsed(options: Mapping[str, Any], *, fine_tunes: bool) -> tuple[Any, Any]:
             # TRL's own defaults have old names of transformers' options
             warnings.filterwarnings("ignore", category=FutureWarning)
             args, model = parser.parse_args_into_dataclasses(list(words_of(options)), look_for_args_file=False)
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         if isinstance(error, ArgumentValueError):
             raise
@@ -169,13 +175,11 @@ class _Parser(HfArgumentParser):  # type: ignore[misc]
 
     def __init__(self, classes: tuple[Any, ...]) -> None:
         super().__init__(classes, allow_abbrev=False, exit_on_error=False)
-        self.known = [field.name for one in classes for field in dataclasses.fields(one)]
 
     def error(self, text: str) -> NoReturn:
         """Raise what argparse would print."""
-        name = next((word for word in text.replace(":", " ").split() if word.startswith("--")), "options")
-        got = f"{text} {did_you_mean(name.removeprefix('--'), self.known)}".rstrip()
-        raise ArgumentValueError(message(name, "options that TRL and transformers accept", got))
+        name = next((word for word in re.split(r"[\s:/]+", text) if word.startswith("--")), "options")
+        raise ArgumentValueError(message(name, "a value that TRL and transformers accept", text.rpartition(": ")[2]))
 
 
 def _eval_is_off(options: Mapping[str, Any]) -> bool:
