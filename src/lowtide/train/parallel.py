@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,25 +65,27 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
         ArgumentValueError: the launcher is configured for another engine, or DeepSpeed is not installed.
     """
     own = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
+    deepspeed = _USE_DEEPSPEED in own or uses_deepspeed() or bool(config.options.get("deepspeed"))
     for name in (_USE_FSDP, _USE_DEEPSPEED):
         if config.parallel != AUTO and _is_on(name) and name not in own:
             hint = "Name the engine in one place: leave --parallel out, or start with torchrun."
             got = f"{config.parallel}, and {name}=true from accelerate's configuration"
             raise ArgumentValueError(message("parallel", "what the launcher is configured for", got, hint))
-    installed = importlib.util.find_spec("deepspeed") is not None
-    if (_USE_DEEPSPEED in own or uses_deepspeed()) and not installed:
+    if deepspeed and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or take --parallel fsdp2."
         raise ArgumentValueError(message("parallel", "DeepSpeed to be installed", config.parallel, hint))
-    before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED, _FIRST_READS)}
+    before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED)}
     os.environ.update(own)
-    if launched_ranks() > 1 and installed:
-        # accelerate imports it in any run where it is installed. Functions of it have the group of that moment as a
-        # default argument: one that is there already would never end, nor its threads (see leave_group).
-        with contextlib.suppress(Exception):  # a broken one concerns only those who use it
-            importlib.import_module("deepspeed")
+    hidden = not deepspeed and "deepspeed" not in sys.modules
+    if hidden:
+        # accelerate imports it wherever it is installed: seconds, 200 MiB, and functions whose default argument is the
+        # process group of that moment, which could not end then (see leave_group)
+        sys.modules["deepspeed"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
+        if hidden:
+            del sys.modules["deepspeed"]
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -100,9 +103,15 @@ def uses_deepspeed() -> bool:
     return _is_on(_USE_DEEPSPEED)
 
 
-def all_read() -> None:
-    """Let each rank have all of the weights before FSDP shards them, until `engine_of` ends."""
-    os.environ[_FIRST_READS] = "false"
+def zero_stage() -> int | None:
+    """Return DeepSpeed's stage; None where a configuration of its own has it."""
+    stage = os.environ.get(f"ACCELERATE_{_DEEPSPEED['zero_stage']}", "")
+    return int(stage) if stage.isdecimal() else None
+
+
+def receives_weights() -> bool:
+    """Return whether FSDP gives this process its shard of the first one's weights, whatever it has itself."""
+    return uses_fsdp() and _is_on(_FIRST_READS) and not is_first_rank()
 
 
 @contextlib.contextmanager
@@ -127,8 +136,8 @@ def engine_line(name: str) -> str | None:
     if ranks == 1:
         return None if name == AUTO else f"parallel one process, so nothing is sharded ({name})"
     if uses_deepspeed():
-        stage = os.environ.get(f"ACCELERATE_{_DEEPSPEED['zero_stage']}", "")
-        return f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage.isdecimal() else "")
+        stage = zero_stage()
+        return f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage is not None else "")
     if uses_fsdp():
         return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are sharded"
     return f"parallel {ranks} processes, DDP: each has the whole model"

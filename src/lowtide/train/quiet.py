@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 
 
@@ -41,11 +40,3 @@ def stay_offline(*, pushes: bool) -> None:
     if not pushes:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ.setdefault(name, "1")
-
-
-def hide_deepspeed() -> None:
-    """Let no library import DeepSpeed in this process.
-
-    accelerate and transformers do so wherever it is installed, which takes seconds and 200 MiB, and logs warnings.
-    """
-    sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
