@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _FOLDER = Path(__file__).with_name("launch")
 _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+# of accelerate's configurations, what a run does not have
+_UNKNOWN = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _FIRST_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _FIRST_REPORTS_SECONDS = 3.0
 # accelerate's names in its files, where the variable is not ACCELERATE_ and the name in capitals
@@ -62,8 +64,12 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     """Set accelerate's variables for the engine of a run, while it lasts.
 
     Raises:
-        ArgumentValueError: the launcher is configured for another engine, or DeepSpeed is not installed.
+        ArgumentValueError: the launcher is configured for another engine, or one that a run does not have, or DeepSpeed
+            is not installed.
     """
+    for name in filter(_is_on, _UNKNOWN):
+        hint = "Choose none of it in accelerate's configuration: DDP, FSDP2 and DeepSpeed's ZeRO work."
+        raise ArgumentValueError(message("parallel", "an engine of lowtide train", f"{name}=true", hint))
     own = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
     deepspeed = _USE_DEEPSPEED in own or uses_deepspeed() or bool(config.options.get("deepspeed"))
     for name in (_USE_FSDP, _USE_DEEPSPEED):
@@ -74,7 +80,7 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
     if deepspeed and importlib.util.find_spec("deepspeed") is None:
         hint = "pip install deepspeed, or take --parallel fsdp2."
         raise ArgumentValueError(message("parallel", "DeepSpeed to be installed", config.parallel, hint))
-    before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED)}
+    before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED, _FIRST_READS)}
     os.environ.update(own)
     hidden = not deepspeed and "deepspeed" not in sys.modules
     if hidden:
@@ -107,6 +113,11 @@ def zero_stage() -> int | None:
     """Return DeepSpeed's stage; None where a configuration of its own has it."""
     stage = os.environ.get(f"ACCELERATE_{_DEEPSPEED['zero_stage']}", "")
     return int(stage) if stage.isdecimal() else None
+
+
+def all_read() -> None:
+    """Let each rank have all of the weights before FSDP shards them, until `engine_of` ends."""
+    os.environ[_FIRST_READS] = "false"
 
 
 def receives_weights() -> bool:
