@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import psutil
@@ -20,7 +21,7 @@ from distributed.train_runs import REORDERED, Runs, history, runs, spied
 from lowtide.cli import main
 from lowtide.train.checkpoints import checkpoints
 from lowtide.train.config import Parallel
-from lowtide.train.parallel import let_first_report, variables
+from lowtide.train.parallel import let_first_report, settle, variables
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")
 
@@ -107,7 +108,6 @@ WRONG: dict[str, tuple[list[str], dict[str, str], list[str]]] = {
     "two engines": ([], {"ACCELERATE_USE_DEEPSPEED": "true"}, ["parallel", "ACCELERATE_USE_DEEPSPEED=true"]),
     "an unknown engine": ([], {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, ["parallel", "DDP, FSDP2"]),
     "two precisions": ([], {"ACCELERATE_MIXED_PRECISION": "bf16"}, ["mixed_precision", "expected 'no'"]),
-    "first version": ([], {"FSDP_VERSION": "1"}, ["parallel", "FSDP in its second version"]),
 }
 
 
@@ -120,15 +120,18 @@ def test_what_is_wrong_for_all_is_one_error(name: str, made: Runs, tmp_path: Pat
     weights.write_bytes(weights.read_bytes()[:1000])
     options, environment, words = WRONG[name]
     options = [str(tmp_path / word) if word in ("bad.jsonl", "cut", ".") else word for word in options]
-    if name == "first version":  # as an accelerate configuration may have it
-        environment = {**variables("fsdp2"), **environment}
-    else:
-        options = ["--parallel", "fsdp2", *options]
-    ended = made.ranks(2, *made.arguments("tune"), "--output", tmp_path / "run", *options, **environment)
+    given = ["--parallel", "fsdp2", "--output", tmp_path / "run", *options]
+    ended = made.ranks(2, *made.arguments("tune"), *given, **environment)
     assert ended.statuses == [2, 2], ended
     assert ended.err[0].count("\n") == 1, ended
     assert all(word in ended.err[0] for word in words), ended
     assert not (tmp_path / "run").exists()
+
+
+def test_fsdp_in_its_first_version_is_refused() -> None:
+    state = SimpleNamespace(distributed_type=None, fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    with pytest.raises(ValueError, match="parallel: expected FSDP in its second version, got 1"):
+        settle(SimpleNamespace(state=state))
 
 
 def test_ranks_need_the_name_of_a_folder(made: Runs) -> None:

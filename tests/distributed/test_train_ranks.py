@@ -133,7 +133,17 @@ def test_fsdp2_reduces_in_float32_under_bfloat16(made: Runs, tmp_path: Path) -> 
     """
     losses = []
     for name, options in {"patched": [], "stock": ["--no-patch"]}.items():
-        given = ["--parallel", "fsdp2", "--bf16", "true", "--save_strategy", "no", *options, "--output", tmp_path / name]
+        given = [
+            "--parallel",
+            "fsdp2",
+            "--bf16",
+            "true",
+            "--save_strategy",
+            "no",
+            *options,
+            "--output",
+            tmp_path / name,
+        ]
         ended = made.ranks.succeed(2, *made.arguments("pretrain"), *given, SPY="result dtypes")
         (result,) = spied(ended.out[0], "result")
         losses.append(list(result["losses"].values()))
@@ -149,16 +159,9 @@ LARGE = {**SHAPE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_lay
 MIB = 61  # of its weights in float32
 
 
-@pytest.mark.parametrize(
-    ("kind", "engine", "most"),
-    [
-        ("pretrain", "fsdp2", 0.25),
-        ("tune", "fsdp2", 0.4),
-        pytest.param("adapt", "zero3", 1.5, marks=needs_deepspeed),
-    ],
-)
-def test_the_first_rank_alone_reads(kind: str, engine: str, most: float, made: Runs, tmp_path: Path) -> None:
-    """The other one has no weights, or under ZeRO-3 its shard and what is being sent; in a float32 that is converted."""
+@pytest.mark.parametrize(("kind", "engine"), cases("pretrain fsdp2", "tune fsdp2", "adapt zero3"))
+def test_the_first_rank_alone_reads(kind: str, engine: str, made: Runs, tmp_path: Path) -> None:
+    """The other one has no memory for the weights, or under ZeRO-3 for its shard; in a dtype that the file has not."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**LARGE)).bfloat16()
     assert sum(p.numel() for p in model.parameters()) * 4 > MIB * 2**20
@@ -170,9 +173,10 @@ def test_the_first_rank_alone_reads(kind: str, engine: str, most: float, made: R
     ended = made.ranks.succeed(
         2, *made.arguments(kind), *given, "--output", tmp_path / "run", **made.spies(engine, "memory")
     )
-    first, second = (next(spied(out, "memory"))["read"] for out in ended.out)
-    assert first > MIB, (first, second)
-    assert second < most * MIB, (first, second)
-    if engine == "zero3":
-        assert second < first - MIB / 2, (first, second)
+    first, second = (next(spied(out, "memory")) for out in ended.out)
+    if engine == "zero3":  # whose start takes memory, too
+        assert first["held"] == second["held"] == pytest.approx(MIB / 2, rel=0.01)
+    else:
+        assert first["read"] > MIB, (first, second)
+        assert second["read"] < 0.4 * MIB, (first, second)
     assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters" in ended.out[0]

@@ -122,7 +122,11 @@ def assert_same(output: Path, other: Path, tolerance: float = REORDERED) -> None
     got, expected = history(output), history(other)
     for name, values in expected.items():
         assert len(values) == STEPS
-        assert all(abs(a - b) <= tolerance * abs(b) for a, b in zip(got[name], values, strict=True)), (name, got, values)
+        assert all(abs(a - b) <= tolerance * abs(b) for a, b in zip(got[name], values, strict=True)), (
+            name,
+            got,
+            values,
+        )
     got_weights, expected_weights = weights(output), weights(other)
     assert got_weights.keys() == expected_weights.keys()
     for name, value in expected_weights.items():

@@ -21,7 +21,13 @@ from lowtide.train.trainers import Measured
 def spy(kinds: Sequence[str]) -> None:
     """Begin to spy: ``head``, ``result``, ``dtypes`` or ``memory``; ``zero``: let DeepSpeed use gloo alone."""
     for kind in kinds:
-        {"head": _forbid_head, "result": _spy_result, "dtypes": _spy_dtypes, "memory": _spy_memory, "zero": _gloo_alone}[kind]()
+        {
+            "head": _forbid_head,
+            "result": _spy_result,
+            "dtypes": _spy_dtypes,
+            "memory": _spy_memory,
+            "zero": _gloo_alone,
+        }[kind]()
 
 
 def _print(kind: str, **values: Any) -> None:
@@ -83,7 +89,8 @@ def _spy_memory() -> None:
         def spied(*args: Any, read: Callable[..., Any] = getattr(prepare, name), **kwargs: Any) -> Any:
             began = resident_bytes()
             model = read(*args, **kwargs)
-            _print("memory", read=mib(peak_resident_bytes() - began))
+            held = sum(getattr(p, "ds_tensor", p).numel() * p.element_size() for p in model.parameters())
+            _print("memory", read=mib(peak_resident_bytes() - began), held=mib(held))
             return model
 
         setattr(prepare, name, spied)
