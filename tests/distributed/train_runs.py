@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from chat_data import byte_tokenizer
-from distributed.train_ranks import Ended, Ranks, shared
+from distributed.train_ranks import Ended, shared
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
-WORDS = "the tide came in and went out over sand".split()
+WORDS = ("the", "tide", "came", "in", "and", "went", "out", "over", "sand")
 STEPS, SEQUENCES = 4, 4  # of a run, and of a step
 # Other batches add the same numbers up in another order: some float32 roundings of each value.
 REORDERED = 1e-5
