@@ -372,7 +372,10 @@ A = torch.ones(2)
         (lambda: losses.cispo_loss(ONE, ONE, A, ratio_min=6), "ratio_max: expected a number above ratio_min"),
         (lambda: losses.sapo_loss(ONE, ONE, A, tau_positive=0), "tau_positive"),
         (lambda: losses.sapo_loss(ONE, ONE, A, tau_negative=-1), "tau_negative"),
-        (lambda: losses.sampler_correction(ONE, ONE, level="geometric_token"), "level: expected 'token', 'sequence' or 'geometric'"),
+        (
+            lambda: losses.sampler_correction(ONE, ONE, level="geometric_token"),
+            "level: expected 'token', 'sequence' or",
+        ),
         (lambda: losses.sampler_correction(ONE, ONE, kind="clip"), "kind: expected 'truncate' or 'mask'"),
         (lambda: losses.sampler_correction(ONE, ONE, low=2, high=2), "high: expected a number above low"),
         (lambda: losses.kl_estimate(ONE, A), "ref_logprob"),
