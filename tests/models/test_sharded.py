@@ -162,7 +162,7 @@ def test_lora_on_a_head_in_parts_runs_as_it_came(patch_first, one_process, pair,
         assert (p.grad is None) == (q.grad is None)
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=key)
     assert report.calls_fused == before
-    assert "has LoRA on a weight that is in parts" in str(report)
+    assert "has LoRA on a sharded weight" in str(report)
 
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.code import Code
+from lowtide.mlp.adapted import Adapter, Projection
 from lowtide.models.eligibility import has_hooks, plain_class
 from lowtide.models.instance import BASE
 from lowtide.models.probe import agree, outcome, random, twin_of
@@ -238,3 +239,49 @@ def _with_seed(function: Callable[[], Any]) -> Any:
         return function()
 
     return outcome(seeded)
+
+
+def why_not_together(layers: Sequence[AdaptedLinear]) -> str | None:
+    """Return why the adapters of an MLP's projections cannot run along with its products."""
+    adapters = [adapter for layer in layers for adapter in layer.adapters]
+    if not adapters:
+        return None
+    if len({linear.weight.dtype for adapter in adapters for linear in (adapter.a, adapter.b)}) > 1:
+        return "its LoRA weights are of several dtypes"
+    if any(adapter.drops for adapter in adapters):
+        if any(len(layer.adapters) > 1 for layer in layers):
+            return "it has several LoRA adapters with dropout at a time"
+        if torch.compiler.is_compiling():
+            return "its LoRA adapters have dropout, and it is compiled"
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "its LoRA adapters have dropout, and a CUDA graph is captured"  # their generators are their own
+    return None
+
+
+def low_rank_projections(layers: Sequence[AdaptedLinear]) -> list[Projection]:
+    """Return each projection with its adapters as one."""
+    return [Projection(layer.base.weight, _bias(layer), _adapter(layer.adapters)) for layer in layers]
+
+
+def _adapter(adapters: Sequence[LowRankAdapter]) -> Adapter | None:
+    if not adapters:
+        return None
+    if len(adapters) == 1:
+        (only,) = adapters
+        p = float(only.dropout.p) if only.drops else 0.0  # type: ignore[arg-type]
+        return Adapter(only.a.weight, only.b.weight, float(only.scale), p)
+    # Several are one of the sum of their ranks: a copy of what is thin.
+    scales = {float(adapter.scale) for adapter in adapters}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    sides = [adapter.b.weight if not scales else adapter.b.weight * adapter.scale for adapter in adapters]
+    return Adapter(torch.cat([adapter.a.weight for adapter in adapters]), torch.cat(sides, 1), scale, 0.0)
+
+
+def _bias(layer: AdaptedLinear) -> Tensor | None:
+    """Return the sum of the projection's bias and its adapters'."""
+    bias: Tensor | None = layer.base.bias
+    for adapter in layer.adapters:
+        if adapter.b.bias is not None:
+            more = adapter.b.bias * adapter.scale
+            bias = more if bias is None else bias + more
+    return bias

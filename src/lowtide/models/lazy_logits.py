@@ -54,7 +54,7 @@ class LazyLogits(RecordedLogits):
 
     def __repr__(self, **settings: Any) -> Any:  # type: ignore[override]
         # A debugger or a traceback that shows variables, on one rank, must not begin what needs all of them.
-        if self.call.in_parts and not self.is_real:
+        if self.call.sharded and not self.is_real:
             return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
         return super().__repr__(**settings)  # type: ignore[no-untyped-call]
 

@@ -17,15 +17,12 @@ from torch import Tensor, nn
 from lowtide.distributed.zero import gather_for, gathers_for
 from lowtide.mlp.adapted import adapted_mlp
 from lowtide.mlp.swiglu import swiglu_mlp
-from lowtide.models import agreement
-from lowtide.models.adapters import AdaptedLinear, adapted_linear
-from lowtide.models.eligibility import is_autocast_on
+from lowtide.models.adapters import AdaptedLinear, adapted_linear, low_rank_projections, why_not_together
+from lowtide.models.eligibility import are_plain_linears, has_nothing_to_save, is_autocast_on, is_ordinary
 from lowtide.models.instance import WATCH, part_of
-from lowtide.models.lora_mlp import low_rank_projections, why_not_together
-from lowtide.models.ordinary import are_plain_linears, has_nothing_to_save, is_ordinary
 from lowtide.models.parallel_mlp import is_cut_over, is_looked_at, mesh_of_mlp, run_in_parts
-from lowtide.models.probe import agree, outcome, outcomes, random, rows, twin_of
-from lowtide.models.watch import Settings, Watch, code_of, settings_of
+from lowtide.models.parallel_style import why_not_agreed
+from lowtide.models.probe import Settings, Watch, agree, code_of, outcome, outcomes, random, rows, settings_of, twin_of
 
 LEVEL = "checkpoint_level"
 TILE = "tile_tokens"
@@ -245,7 +242,7 @@ def _in_parts(
         return None
     alone = are_plain_linears((), others) and not is_looked_at(layers) and is_ordinary((x,), ())
     alone = alone and not watch.differs(mlp, others)
-    why_not = agreement.why_not_agreed(mlp, mesh, x.device, None if alone else _LOOKED_AT)
+    why_not = why_not_agreed(mlp, mesh, x.device, None if alone else _LOOKED_AT)
     return (layers, mesh) if why_not is None else None
 
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from lowtide.distributed.zero import shape_of
 from lowtide.layers import rms_norm
+from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import WATCH
-from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
 from lowtide.models.parallel_style import is_parallel_hook
-from lowtide.models.probe import ROW_SCALES, outcomes, random, rows, twin_of
-from lowtide.models.watch import Settings, Watch, code_of, settings_of
+from lowtide.models.probe import ROW_SCALES, Settings, Watch, code_of, outcomes, random, rows, settings_of, twin_of
 
 _EPSILONS = ("variance_epsilon", "eps")
 # Of the rows and of the weight. transformers' norms of float64 rows compute in float32, and are left to it.

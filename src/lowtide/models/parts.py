@@ -8,8 +8,8 @@ from torch import nn
 from lowtide.distributed.zero import forget
 from lowtide.models import mlp_part, norm_part, rope_part
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, stock_class, take_class_back
+from lowtide.models.probe import report_to
 from lowtide.models.report import PartReport, PatchReport
-from lowtide.models.watch import report_to
 
 
 class Part(Protocol):

@@ -19,8 +19,6 @@ from lowtide.distributed.fsdp import Gathered, end_forward_alone
 from lowtide.distributed.zero import Kept
 from lowtide.errors import ArgumentTypeError, message
 from lowtide.head.options import HeadOptions, check_options
-from lowtide.models.agreement import forget, why_not_agreed
-from lowtide.models.compiled import Counter, count_when_run
 from lowtide.models.eligibility import (
     LABELS,
     is_under_compile,
@@ -33,9 +31,18 @@ from lowtide.models.head_call import InsideHead, running_forward
 from lowtide.models.instance import check_nothing_on_top, give_class, is_on_top, part_of, take_class_back
 from lowtide.models.lazy_logits import LazyLogits
 from lowtide.models.lora_head import called_head, head_call, saved_layers, why_not_linear, with_what
-from lowtide.models.parallel_style import Style, is_stock_call, put_aside, run_stock, stock_call, style_of
+from lowtide.models.parallel_style import (
+    Style,
+    forget,
+    is_stock_call,
+    put_aside,
+    run_stock,
+    stock_call,
+    style_of,
+    why_not_agreed,
+)
 from lowtide.models.parts import PARTS, fuse, patched_modules, restore
-from lowtide.models.report import PatchReport
+from lowtide.models.report import Counter, PatchReport, count_when_run
 
 _STATE = "_lowtide_patch"
 _LOSS = "loss"

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from lowtide.code import Code, names_of
 from lowtide.layers import rotary
 from lowtide.layers.rope import why_not_rotary
+from lowtide.models.eligibility import has_nothing_to_save, is_ordinary
 from lowtide.models.instance import WATCH, part_of
-from lowtide.models.ordinary import has_nothing_to_save, is_ordinary
-from lowtide.models.probe import outcome, random
-from lowtide.models.watch import Watch
+from lowtide.models.probe import Watch, outcome, random
 
 _NAME = "apply_rotary_pos_emb"
 _SIZES = (2, 5, 4, 2, 8)  # B, T, Hq, Hk, d of the probe
