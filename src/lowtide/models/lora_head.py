@@ -190,7 +190,7 @@ def adapted_cross_entropy(
     if reduction == "sum":
         return loss
     counted = kept if weight is None else weight.detach()[target.where(kept, 0)] * kept
-    total = counted.sum(dtype=loss.dtype)
+    total: Tensor = counted.sum(dtype=loss.dtype)
     if weight is not None:
         return loss / total
     # without a token the mean is NaN, and gradients are 0 as stock's, not NaN
