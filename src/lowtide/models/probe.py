@@ -1,13 +1,14 @@
-"""What a module computes, found out by running it on a few random rows beside the formula that it may have.
+"""Probes: what a module computes, by running it on a few random rows beside a formula; and whether that still holds.
 
 The rows go through a twin: the module's own forward with small random weights on the CPU, so that a probe needs no real
-weights (they may be on no device yet, or on a full one) and takes a millisecond.
+weights (they may be on no device yet, or on a full one) and takes a millisecond. Later calls compare the module's code
+and settings with those that were probed (`Watch`).
 """
 
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -32,21 +33,22 @@ def rows(D: int) -> Tensor:
     return (random(len(ROW_SCALES), D, seed=0) * scales[:, None]).view(2, -1, D)
 
 
+def linear(rows: int, columns: int, seed: int, *, bias: bool = False) -> nn.Linear:
+    """Return a linear layer with a random weight [rows, columns] and, if asked for, a random bias."""
+    layer = nn.Linear(columns, rows, bias=bias, device="meta")
+    layer.weight = nn.Parameter(random(rows, columns, seed=seed))
+    if bias:
+        layer.bias = nn.Parameter(random(rows, seed=seed + 50))
+    return layer
+
+
 def twin_of(
     module: nn.Module, base: type, *, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]
 ) -> nn.Module:
-    """Return an instance of ``base`` with the module's attributes, but with these children and parameters.
-
-    Args:
-        module: Whose attributes are taken; not changed.
-        base: The class, free of what patch made.
-        modules: All children.
-        parameters: All parameters of its own.
-    """
+    """Return an instance of the stock class ``base``: the module's attributes, but these children and parameters."""
     twin: Any = object.__new__(base)
     state = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
-    vars(twin).update(state)
-    vars(twin)["_modules"], vars(twin)["_parameters"] = dict(modules), dict(parameters)
+    vars(twin).update(state, _modules=dict(modules), _parameters=dict(parameters))
     return twin.train()  # type: ignore[no-any-return]
 
 
@@ -55,21 +57,24 @@ def outcome(function: Callable[[], Any]) -> Any:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             return function()
-    except Exception as error:  # whatever a stranger's forward raises means that it is not of our form
+    except Exception as error:  # whatever another library's forward raises means that it is not of our form
         return error.with_traceback(None)  # which holds frames, and they the module
 
 
 def outcomes(base: Any, twin: nn.Module, x: Tensor) -> list[Any]:
-    """Return what the forward of ``base`` makes of a twin and ``x``, in training and in evaluation."""
+    """Return what the forward of ``base`` computes with a twin's weights from ``x``, in training and in evaluation."""
     return [outcome(functools.partial(base.forward, twin.train(mode), x)) for mode in (True, False)]
+
+
+def is_like(got: object, expected: Tensor) -> TypeGuard[Tensor]:
+    """Whether ``got`` is a tensor of the shape and dtype of ``expected``."""
+    return isinstance(got, Tensor) and got.shape == expected.shape and got.dtype == expected.dtype
 
 
 def agree(got: object, expected: Tensor, tolerance: float) -> bool:
     """Whether ``got`` is a tensor like ``expected``, each row within ``tolerance`` of its largest value."""
-    if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
-        return False
     largest = expected.abs().amax(-1, keepdim=True)
-    return bool(((got - expected).abs() <= tolerance * largest).all())
+    return is_like(got, expected) and bool(((got - expected).abs() <= tolerance * largest).all())
 
 
 # The report that lists why a module runs its stock code.
@@ -101,8 +106,8 @@ class Watch:
         base: The stock class of these modules.
         look: Returns the current code.
         found: The settings of the probed module; None if they do not matter.
-        confirm: Probes whether a module is what this class was made for. Called if the class was made by reading a
-            pickle, so that this process has not probed the code.
+        confirm: Probes whether a module is what this class was made for: if the class was made by reading a pickle,
+            this process has not probed the code.
         but: The name of an attribute that may change.
     """
 
@@ -149,7 +154,5 @@ class Watch:
 
     def _set_differently(self, module: Any) -> bool:
         """Whether a number among the module's settings has changed; the compiler guards these reads."""
-        for name, value in self._found[0] if self._found else ():
-            if isinstance(value, bool | int | float) and getattr(module, name, None) != value:
-                return True
-        return False
+        numbers = [pair for pair in (self._found[0] if self._found else ()) if isinstance(pair[1], bool | int | float)]
+        return any(getattr(module, name, None) != value for name, value in numbers)

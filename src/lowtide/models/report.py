@@ -100,37 +100,32 @@ class PatchReport:
         text.insert(1, f"{'-' * widths[0]}  {'-' * widths[1]}  {'-' * max(len(row[2]) for row in rows)}")
         text.append(f"calls with the loss fused: {self.calls_fused}; with the logits built: {self.calls_materialised}")
         text += [f"  {times} x {why}" for why, times in self.why_materialised.items()]
-        text += [
-            f"exchanged since, so that modules with it run the model's own code: {what}" for what in self.exchanged
-        ]
+        exchanged = "exchanged since, so that modules with it run the model's own code"
+        text += [f"{exchanged}: {what}" for what in self.exchanged]
         return "\n".join(text)
 
 
 _numbers = itertools.count()
-_counters: WeakValueDictionary[str, "Counter"] = WeakValueDictionary()
+_counters: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 class Counter:
-    """Counts calls of compiled code, which finds it by its ``key``; a copy gets a key of its own."""
+    """Base of an object whose ``count_compiled()`` traced code calls, by its ``key``; a copy gets a key of its own."""
 
     def __init__(self) -> None:
-        self._enter()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._enter()
-
-    def count_compiled(self) -> None:
-        """Count one run of the traced code."""
-        raise NotImplementedError
-
-    def _enter(self) -> None:
         self.key = str(next(_numbers))
         _counters[self.key] = self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        Counter.__init__(self)
+
 
 def count_when_run(key: str) -> None:
-    """Called by traced code: count each run of the graph that is being traced by the `Counter` with this key."""
+    """While torch.compile traces: have the `Counter` with this key count each run of the graph.
+
+    Without a graph break, and without a guard on the counts.
+    """
     from torch._dynamo.comptime import comptime
 
     comptime(_allow)
