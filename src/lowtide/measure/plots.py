@@ -73,7 +73,7 @@ def draw_panels(file: Path, title: str, rows: Mapping[str, Sequence[Panel]], *, 
         rows: the panels of each row, by the label of its values.
         columns: the labels of the sizes.
     """
-    figure = _empty_figure(4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9)
+    figure = empty_figure(4.6 * len(columns) + 0.6, 3.3 * len(rows) + 0.9)
     figure.suptitle(title, fontsize=11)
     grid = figure.subplots(len(rows), len(columns), sharey="row", sharex="col", squeeze=False)
     everything = [line for panels in rows.values() for panel in panels for line in panel.lines]
@@ -243,7 +243,8 @@ def draw_budget(file: Path, title: str, *, front: Sequence[Point], chosen: Point
     figure.savefig(file, dpi=150, format="png")
 
 
-def _empty_figure(width: float, height: float) -> Any:
+def empty_figure(width: float, height: float) -> Any:
+    """Return a figure of so many inches, without a window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -253,7 +254,7 @@ def _empty_figure(width: float, height: float) -> Any:
 
 
 def _figure(title: str) -> tuple[Any, Any]:
-    figure = _empty_figure(8, 5.6)
+    figure = empty_figure(8, 5.6)
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
