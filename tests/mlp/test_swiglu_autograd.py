@@ -108,13 +108,13 @@ def test_gate_and_up_are_overwritten_by_the_last_backward_alone(monkeypatch: pyt
 
 def test_level_1_computes_two_projections_again_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[list[int]] = []
-    original = passes._affine
+    original = passes._Projection.output
 
-    def watch(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        shapes.append(list(weight.shape))
-        return original(x, weight, *rest)
+    def watch(self: Any, *args: Any) -> Tensor:
+        shapes.append(list(self.weight.shape))
+        return original(self, *args)
 
-    monkeypatch.setattr(passes, "_affine", watch)
+    monkeypatch.setattr(passes._Projection, "output", watch)
     leaves = mlp(5, 4, 6)
     for level in (0, 1):
         y = call(leaves, checkpoint_level=level)
