@@ -56,6 +56,25 @@ def is_dtensor(tensor: object) -> bool:
     return type(tensor) is not Tensor and type(tensor) is not Parameter and hasattr(tensor, "device_mesh")
 
 
+def why_not_local(name: str, value: object, gather: str) -> ArgumentTypeError | None:
+    """Return the error for anything but a dense floating-point tensor that is whole on this rank, None for that.
+
+    Args:
+        name: The argument, for the error.
+        value: Its value.
+        gather: The error's hint for a DTensor.
+    """
+    try:
+        tensor = check_tensor(name, value)
+    except ArgumentTypeError as error:
+        return error
+    if not tensor.is_floating_point():
+        return ArgumentTypeError(message(name, "float64, float32, bfloat16 or float16", str(tensor.dtype)))
+    if is_dtensor(tensor):
+        return ArgumentTypeError(message(name, "a tensor that is whole on this rank", "a DTensor", gather))
+    return None
+
+
 def operand_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which autocast, where it is on, would multiply ``tensor``."""
     kind = tensor.device.type
