@@ -1,6 +1,5 @@
 """The gated MLP, which saves two of its intermediates for backward, or none."""
 
-import torch
 from torch import Tensor
 
 from lowtide.arguments import check_device, check_index, operand_dtype, refuse_transforms, why_not_local
