@@ -1,7 +1,7 @@
-"""Implementations of a training step by name, without torch: command lines check them.
+"""A way to train a model: who computes a step, and what its layers save for backward.
 
-``stock`` is the unmodified transformers model, ``compile`` the same with each layer and the loss through torch.compile,
-``liger`` with Liger's kernels, ``lowtide`` patched.
+The implementations: ``stock`` is unmodified transformers; ``compile`` the same with each layer and the loss through
+torch.compile; ``liger`` with Liger's kernels; ``lowtide`` patched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowtide.memory.policy_words import parse_policies
 
 STOCK, COMPILE, LIGER, LOWTIDE = "stock", "compile", "liger", "lowtide"
 IMPLEMENTATIONS = (STOCK, COMPILE, LIGER, LOWTIDE)
-_PEERS_KEEP = "all, attention or input, the last two with -offload, for all layers alike"
+_PEERS_SAVE = "all, attention or input, the last two with -offload, for all layers alike"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class Way:
     """An implementation, and what its layers save for backward.
 
     Attributes:
-        impl: One of `IMPLEMENTATIONS`.
-        policy: As `lowtide.memory.policy_words.parse_policies` reads it; a peer's layers are all alike, and have no
+        impl: one of `IMPLEMENTATIONS`.
+        policy: as `lowtide.memory.policy_words.parse_policies` reads it; a peer's layers are all alike, and have no
             levels of the MLP.
 
     Raises:
-        ArgumentValueError: No such implementation or policy, or not together.
+        ArgumentValueError: no such implementation or policy, or not together.
     """
 
     impl: str
@@ -40,7 +40,7 @@ class Way:
         if self.impl == LOWTIDE:
             return
         if isinstance(found, list) or found.mlp_level is not None:
-            raise ArgumentValueError(message("policy", f"for {self.impl} {_PEERS_KEEP}", repr(self.policy)))
+            raise ArgumentValueError(message("policy", f"for {self.impl} {_PEERS_SAVE}", repr(self.policy)))
         if self.impl == COMPILE and found.keep == "attention":
             hint = "A checkpoint cannot look into a compiled layer to keep attention's output."
             raise ArgumentValueError(message("policy", f"for {COMPILE} all or input", repr(self.policy), hint))
