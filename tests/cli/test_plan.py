@@ -81,7 +81,7 @@ def test_adapters_of_stacked_projections_are_refused_in_the_words_of_the_command
     file = tmp_path / "phi3.json"
     file.write_text(json.dumps(settings))
     assert main(["plan", "--model", str(file), "--seq-len", "64", "--gpu", "h100", "--lora-rank", "8"]) == 2
-    said = "lora_rank: expected none for a model of stacked projections, got 8. Say in Python how many numbers"
+    said = "lora_rank: expected none for a model of stacked projections, got 8. In Python, pass how many parameters"
     assert capsys.readouterr().err.startswith(f"lowtide plan: {said}")
 
 
@@ -95,7 +95,7 @@ def test_a_folder_without_a_config_is_called_by_its_name(tmp_path: Path, capsys:
 def test_what_is_printed_says_what_its_words_mean_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SMALL) == 0
     out = capsys.readouterr().out
-    ladder = next(block for block in out.split("\n\n") if block.startswith("a layer keeps"))
+    ladder = next(block for block in out.split("\n\n") if block.startswith("a layer saves"))
     for word in ("all:", "(/0)", "(/1)", "attention:", "input:"):
         assert word in ladder.split("input/1")[1], word
     assert "--gpu cuda" in out, "an option, not only an argument of Python"
@@ -109,7 +109,7 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(numbers.read_text())["gpu"] == "h100"
     out = capsys.readouterr().out
-    assert "keep 16 x all/0" in out
+    assert "policies 16 x all/0" in out
     assert out.endswith(f"\nwritten: {picture}\nwritten: {numbers}\n")
 
 

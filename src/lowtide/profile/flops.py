@@ -10,8 +10,8 @@ import torch
 from lowtide.errors import LowtideError
 from lowtide.memory.planner.gpus import DEFAULT, GPUS, known_as
 from lowtide.memory.planner.job import Job
+from lowtide.memory.planner.layer_costs import attention_flop, gemm_sizes
 from lowtide.memory.planner.shapes import read_shape
-from lowtide.memory.planner.times import attention_flop, mlp_flop, projection_flop
 from lowtide.profile.phases import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD
 
 
@@ -36,7 +36,7 @@ def step_flop(
     job = Job(  # the formulas do not look at GPU, dtype and optimizer
         shape=shape, seq_len=seq_len, batch_size=batch_size, gpu=GPUS[DEFAULT], dtype=torch.bfloat16, optimizer="adamw"
     )
-    products, attention = projection_flop(job) + mlp_flop(job), attention_flop(job)
+    products, attention = 2 * job.tokens * sum(map(sum, gemm_sizes(job))), attention_flop(job)
     head = 2.0 * job.tokens * shape.vocab_params
     gradients = 1 if lora else 2
     found = {

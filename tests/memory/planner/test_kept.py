@@ -16,7 +16,7 @@ from lowtide.memory import ActivationPolicy, Adapters, apply_policy
 from lowtide.memory.planner.adapters import ATTENTION, PROJECTIONS
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_bytes import checkpoint_bytes
+from lowtide.memory.planner.layer_costs import checkpoint_bytes
 from lowtide.memory.planner.search import ladder
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory

@@ -17,7 +17,7 @@ import lowtide
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, MemoryPlan, plan_memory
 from lowtide.memory.planner.gpus import GPUS
-from lowtide.memory.planner.search import Candidate, Search, ladder, longest_sequence
+from lowtide.memory.planner.search import Candidate, Search, ladder
 from lowtide.train.shapes import SHAPES
 
 GIB = 2**30
@@ -61,7 +61,7 @@ def test_no_mixture_beats_the_choice(seq_len: int, host_gib: float) -> None:
     """All mixtures of a model of 5 layers in the order of memory, one by one, for budgets from the least up."""
     search = Search(plan(FEW, seq_len, budget=60, host_gib=host_gib).job, int(host_gib * GIB))
     by_memory = sorted(
-        ladder(search.job, offload=host_gib > 0), key=lambda p: search.memory.of(p, moves=p.offload).on_gpu
+        ladder(search.job, offload=host_gib > 0), key=lambda p: search.memory.layers[p].places(moves=p.offload)
     )
     every = []
     for layers in itertools.combinations_with_replacement(by_memory, 5):
@@ -140,7 +140,7 @@ def test_the_largest_batch_is_really_the_largest() -> None:
 
 def test_host_memory_makes_the_longest_sequence_longer() -> None:
     job = plan().job
-    assert longest_sequence(job, 16 * GIB, 64 * GIB) > 1.3 * longest_sequence(job, 16 * GIB, 0)
+    assert Search(job, 64 * GIB).longest_sequence(16 * GIB) > 1.3 * Search(job, 0).longest_sequence(16 * GIB)
 
 
 def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
@@ -151,7 +151,7 @@ def test_a_budget_that_is_too_small_is_refused_with_what_is_lacking() -> None:
     assert got == 16
     assert lacking == pytest.approx(needed - got, abs=0.011)
     assert plan(seq_len=36864, batch=2, budget=needed + 0.01).peak_bytes <= (needed + 0.01) * GIB
-    host = int(re.findall(r"host_gib=(\d+) would do", text)[0])
+    host = int(re.findall(r"host_gib=(\d+) fits", text)[0])
     assert plan(seq_len=36864, batch=2, budget=16, host_gib=host).peak_bytes <= 16 * GIB
     sequence = int(re.findall(r"seq_len=(\d+) fits", text)[0])
     assert plan(seq_len=sequence, batch=2, budget=16).peak_bytes <= 16 * GIB
@@ -238,7 +238,7 @@ def test_states_that_come_back_late_make_sequences_longer() -> None:
     longest = plan(seq_len=found.longest_sequence, host_gib=64)
     assert longest.chosen.late
     assert longest.peak_bytes <= 16 * GIB
-    assert "until behind backward" in str(longest)
+    assert "until after backward" in str(longest)
 
 
 def test_the_lines_say_the_options_that_were_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_notes_say_what_is_assumed() -> None:
     assert "max_position_embeddings is 4,096" in notes
     assert "from a table" in notes
     window = {**FEW, "model_type": "mistral", "sliding_window": 1024}
-    assert "look back on a window" in " ".join(plan(window, seq_len=8192, budget=70).notes)
+    assert "have sliding windows" in " ".join(plan(window, seq_len=8192, budget=70).notes)
     assert "caps its scores" in " ".join(plan(SHAPES["gemma-2-2b"], seq_len=512, budget=70).notes)
     assert "float32" in " ".join(plan(FEW, seq_len=512, budget=70, dtype="float32").notes)
     assert "expandable_segments" in " ".join(plan(seq_len=65536, budget=79).notes)

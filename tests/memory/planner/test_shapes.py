@@ -97,7 +97,7 @@ def test_mlps_that_a_patch_leaves_alone_are_planned_as_they_are(
     plan = plan_memory(config, 64, 2, 1, dtype="float32")
     assert plan.job.shape.stock_mlp == why
     assert plan.job.fused_mlp == (not why)
-    assert (f"lowtide.patch leaves the MLPs as they are, so that they have no levels: {why}" in plan.notes) == bool(why)
+    assert (f"lowtide.patch does not fuse the MLPs, so that they have no levels: {why}" in plan.notes) == bool(why)
     assert {policy.mlp_level for policy in plan.policies} == {None if why else 0}
     model = transformers.AutoModelForCausalLM.from_config(config)
     exec(plan.lines(), {"model": model})
@@ -122,7 +122,7 @@ def test_an_activation_that_the_config_names_elsewhere_is_noted_as_assumed() -> 
     settings = {"model_type": "vaultgemma", **SMALL, "hidden_activation": "gelu"}  # not in the planner's own list
     for given, noted in ((settings, True), ({**settings, "hidden_act": "silu"}, False)):
         notes = plan_memory(given, 64, 1, 1, dtype="float32").notes
-        assert any(note.startswith("the config has no hidden_act: assumed is an activation") for note in notes) == noted
+        assert any(note.startswith("the config has no hidden_act: assumes an activation") for note in notes) == noted
     assert not any("hidden_act" in note for note in plan_memory({"model_type": "llama", **SMALL}, 64, 1, 1).notes)
 
 
@@ -158,7 +158,7 @@ def test_the_text_part_of_a_config_is_read() -> None:
     shape = read_shape({"model_type": "llava", "text_config": text})
     assert shape == replace(read_shape(text), part_of="llava")
     (note,) = [note for note in plan_memory(shape, 64, 1, 1).notes if "llava" in note]
-    assert "the text part of llava alone" in note
+    assert "only the text part of llava is planned" in note
 
 
 def test_what_only_the_larger_model_says_is_read() -> None:
@@ -179,7 +179,7 @@ def test_what_only_the_larger_model_says_is_read() -> None:
         ("mamba2", "state_size: expected unset"),
         ("jamba", "mamba_d_state: expected unset"),
         ("qwen3_next", "linear_num_value_heads: expected unset"),
-        ("gpt2", "num_attention_heads: expected .*, got None. Planned for are decoders like Llama"),
+        ("gpt2", "num_attention_heads: expected .*, got None. The planner is for decoders like Llama"),
         ("olmo2", "model_type: expected layers of attention, norms and a gated MLP"),
         ("t5", "is_encoder_decoder: expected unset"),
     ],
