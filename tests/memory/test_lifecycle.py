@@ -15,7 +15,7 @@ import lowtide
 from distributed.train_ranks import shared
 from lowtide.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from lowtide.memory import ActivationPolicy, apply_policy, remove_policy
-from lowtide.memory.versions import Versions
+from lowtide.memory.state import Versions
 from memory.models import VOCAB, CountAttention, Layer, Plain, assert_same, step
 
 ATTENTION, INPUT = ActivationPolicy(keep="attention"), ActivationPolicy(keep="input")
@@ -259,7 +259,7 @@ def test_the_report(llama: Any) -> None:
     assert report.stack == "model.layers"
     assert list(report.bytes_per_token.values()) == [96, 96, 96 + 96 + 12, None, 96]
     lines = str(report).splitlines()
-    assert lines[0].split() == ["layers", "keeps", "where", "mlp", "level", "bytes", "a", "token"]
+    assert lines[0].split() == ["layers", "saves", "where", "mlp", "level", "bytes", "per", "token"]
     assert lines[2].startswith("model.layers.0 - model.layers.1  input ")
     assert lines[3].startswith("model.layers.2 ")
     assert lines[3].endswith(" 204")
@@ -280,7 +280,7 @@ def test_layers_are_found_by_structure() -> None:
     report = apply_policy(model, INPUT)
     assert report.stack == "blocks"
     assert report.others == ("tower (3)",)
-    assert "left as it was: tower (3)" in str(report)
+    assert "not changed: tower (3)" in str(report)
 
 
 def test_layers_that_are_not_found() -> None:

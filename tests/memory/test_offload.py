@@ -266,7 +266,7 @@ def test_tensors_of_another_class_are_refused(side: LazySide) -> None:
 
     for moves in (True, False):  # not only where it matters
         record = offload.Offloader(None, 1, 1).begin(moves=moves)
-        with pytest.raises(UnsupportedError, match="plain tensors to keep, got Other"):
+        with pytest.raises(UnsupportedError, match="plain tensors to save, got Other"):
             record.put(torch.randn(3).as_subclass(Other))
         assert torch.equal(record.put(torch.nn.Parameter(torch.ones(3)))(), torch.ones(3))
 
@@ -384,7 +384,7 @@ def test_an_error_of_the_driver_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch, "ones", launch)
-    side = object.__new__(offload.CudaSide)
+    side = object.__new__(offload.Side)
     side._device = torch.device("cuda")
     with pytest.raises(UnsupportedError, match=r"^offload: expected 5000 bytes of memory to lock, got CUDA error 2"):
         side.pin(5000)

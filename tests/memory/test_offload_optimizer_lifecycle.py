@@ -272,7 +272,7 @@ def test_nothing_to_offload(side: LazySide) -> None:
     offload_optimizer(optimizer, model)
     optimizer.step()  # no gradients yet
     model(batch(0)).backward()
-    with pytest.raises(UnsupportedError, match="SGD without momentum keeps none"):
+    with pytest.raises(UnsupportedError, match="SGD without momentum has none"):
         optimizer.step()
 
 
@@ -296,13 +296,13 @@ def test_states_of_another_class_are_refused(side: LazySide) -> None:
         ({"optimizer": 3}, ArgumentTypeError, "optimizer: expected a torch.optim.Optimizer, got int"),
         ({"model": None}, ArgumentTypeError, "model: expected a torch.nn.Module"),
         ({"model": nn.Linear(2, 3)}, ArgumentValueError, "model: expected a model with a ModuleList"),
-        ({"gib": 0}, ArgumentValueError, "gib: expected a finite number of GiB above 0, got 0"),
+        ({"gib": 0}, ArgumentValueError, "gib: expected a finite number of GiB, above 0, got 0"),
         ({"gib": True}, ArgumentTypeError, "gib: expected"),
         ({"gib": float("nan")}, ArgumentValueError, "gib: expected"),
         ({"host_gib": -1}, ArgumentValueError, "host_gib: expected"),
         ({"host_gib": "5"}, ArgumentTypeError, "host_gib: expected"),
         ({"backwards_per_step": 0}, ArgumentValueError, "backwards_per_step: expected at least 1"),
-        ({"late": 1}, ArgumentTypeError, "late: expected a bool"),
+        ({"late": 1}, ArgumentTypeError, "late: expected True or False"),
         ({"backwards_per_step": 1.0}, ArgumentTypeError, "backwards_per_step: expected a whole number"),
     ],
 )
