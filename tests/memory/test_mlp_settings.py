@@ -150,5 +150,5 @@ def test_no_level_makes_a_recomputing_layer_multiply_more(
 def test_a_level_of_an_mlp_that_a_patch_leaves_alone_says_so(llama: Callable[..., Any]) -> None:
     model = llama(hidden_act="relu")
     assert not lowtide.patch(model, loss=False, norm=False, rope=False).parts["mlp"].patched
-    with pytest.raises(UnsupportedError, match="for MLPs that it does not fuse leave mlp_level at None"):
+    with pytest.raises(UnsupportedError, match="for MLPs that it cannot fuse, omit mlp_level"):
         apply_policy(model, ActivationPolicy(mlp_level=1))

@@ -202,9 +202,7 @@ def _check_layers(model: nn.Module, stack: Stack, policies: dict[str, Activation
         for name, layer in stack.layers.items():
             value, modules = getattr(policies[name], setting), _with(attribute, layer)
             if value is not None and not modules:
-                hint = (
-                    f"Call lowtide.patch(model, mlp=True) first; where it does not fuse these, leave {setting} at None."
-                )
+                hint = f"Call lowtide.patch(model, mlp=True) first; for MLPs that it cannot fuse, omit {setting}."
                 expected = f"a submodule with {attribute} for {setting} to set"
                 raise UnsupportedError(message(name, expected, "none", hint))
             for own, module in modules.items():

@@ -155,9 +155,9 @@ class OptimizerOffload:
 
     def bring_back(self) -> None:
         """Give the optimizer all its states on the GPU, until the next forward."""
-        with self._lock:
-            optimizer = self._optimizer()
-            if optimizer is not None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            with self._lock:
                 for block in self._blocks:
                     block.end_back(optimizer.state)
 
@@ -182,49 +182,43 @@ class OptimizerOffload:
             block.forget()
         self._blocks, self._signature, self._pool = [], [], None
 
-    def _get_state(self) -> Any:
+    def _get_state(self, optimizer: Any) -> Any:
         self.bring_back()
-        optimizer: Any = self._optimizer()  # whose attribute this is
         return type(optimizer).__getstate__(optimizer)  # type: ignore[call-arg]
 
-    def _forward(self, layer: int, *_: Any) -> None:
+    def _forward(self, optimizer: Optimizer, layer: int, *_: Any) -> None:
         """End and begin the copies that are due, when a layer begins or the last one has ended."""
         if not self._blocks or self._in_closure or torch._C._current_graph_task_id() != -1:
             return  # a closure's forward, or one that backward repeats
         _refuse_capture()
-        with self._lock:
-            optimizer, layers, total = self._optimizer(), len(self._layers), self.offloaded_bytes
-            if optimizer is None:
-                return
-            due = total * blocks.share_out(layer, layers) if layer < layers else 0
-            lag, gone = blocks.layers_to_leave(layers), 0
-            for block in self._blocks:
-                if block.where == "coming":
-                    block.drop()
-                elif block.where == "leaving" and (layer == layers or layer >= block.point + lag):
-                    block.end_out(optimizer.state)
-                elif block.where == "device" and gone < due:
-                    block.begin_out(optimizer.state, layer)
-                gone += block.nbytes
+        layers, lag = len(self._layers), blocks.layers_to_leave(len(self._layers))
+        due = self.offloaded_bytes * blocks.share_out(layer, layers) if layer < layers else 0
+        gone = 0
+        for block in self._blocks:
+            if block.where == "coming":
+                block.drop()
+            elif block.where == "leaving" and (layer == layers or layer >= block.point + lag):
+                block.end_out(optimizer.state)
+            elif block.where == "device" and gone < due:
+                block.begin_out(optimizer.state, layer)
+            gone += block.nbytes
 
-    def _accumulated(self, param: int, layer: int, layers: int, *_: Any) -> None:
+    def _accumulated(self, _: Optimizer, param: int, layer: int, layers: int, *__: Any) -> None:
         """Fetch what is due when backward has reached a layer, the ``layer``-th of those that train."""
-        with self._lock:
-            if self._in_closure:
-                return
-            self._counts[param] += 1
-            if self._counts[param] % self._backwards:
-                return
-            due = self.offloaded_bytes * blocks.share_back(layers - 1 - layer, layers)
-            back = 0
-            for block in self._blocks:
-                back += block.nbytes
-                if back > due:
-                    break
-                if block.where == "host":
-                    block.begin_back()
+        if self._in_closure:
+            return
+        self._counts[param] += 1
+        if self._counts[param] % self._backwards:
+            return
+        due, back = self.offloaded_bytes * blocks.share_back(layers - 1 - layer, layers), 0
+        for block in self._blocks:
+            back += block.nbytes
+            if back > due:
+                break
+            if block.where == "host":
+                block.begin_back()
 
-    def _before_step(self, _: Optimizer, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before_step(self, _: Optimizer, __: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Bring all states back, and return the step's arguments, with a closure that sets `_in_closure`.
 
         A flag for the step itself would have to be cleared where the step raises, and no hook runs there.
@@ -250,25 +244,22 @@ class OptimizerOffload:
         return closure
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        with self._lock:
-            self._look(optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if not self._signature and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
-                expected = f"states of more than {blocks.MIN_BYTES // 1024} KiB on the GPU after a step"
-                hint = "SGD without momentum has none: there is nothing to offload."
-                raise UnsupportedError(message("optimizer", expected, "none", hint))
+        self._look(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self._signature and any(p.grad is not None and _nbytes(p) > blocks.MIN_BYTES for p in parameters):
+            expected = f"states of more than {blocks.MIN_BYTES // 1024} KiB on the GPU after a step"
+            hint = "SGD without momentum has none: there is nothing to offload."
+            raise UnsupportedError(message("optimizer", expected, "none", hint))
 
     def _finish(self, *_: Any) -> None:
-        with self._lock:
-            for block in self._blocks:
-                block.finish()
+        for block in self._blocks:
+            block.finish()
 
-    def _loaded(self, optimizer: Optimizer) -> None:
+    def _loaded(self, optimizer: Optimizer, *_: Any) -> None:
         """Other states were loaded: they are on the GPU, in tensors of their own."""
-        with self._lock:
-            for block in self._blocks:
-                block.forget()
-            self._look(optimizer)
+        for block in self._blocks:
+            block.forget()
+        self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Lay the states out in blocks, unless they are those of before."""
@@ -339,7 +330,10 @@ class OptimizerOffload:
 
 
 class _Hook:
-    """Calls a method for as long as its object lives. Copies and pickles of what it hangs on have one that does not."""
+    """Calls a handle's method with its optimizer, under its lock, for as long as both live.
+
+    Copies and pickles of what it is registered on have one that calls nothing.
+    """
 
     def __init__(self, method: Callable[..., Any] | None = None, *given: int) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
@@ -347,8 +341,12 @@ class _Hook:
 
     @_disable_dynamo
     def __call__(self, *called_with: Any) -> Any:
-        method = self._method() if self._method is not None else None
-        return None if method is None else method(*self._given, *called_with)
+        method: Any = self._method() if self._method is not None else None
+        optimizer = None if method is None else method.__self__._optimizer()
+        if optimizer is None:
+            return None
+        with method.__self__._lock:
+            return method(optimizer, *self._given, *called_with)
 
     def __reduce__(self) -> Any:
         return type(self), ()
