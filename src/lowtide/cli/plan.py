@@ -29,6 +29,7 @@ that the step is the fastest that fits in a budget of GPU memory, and in one of 
 config alone: no weights, no GPU. Prints the bytes of every phase, the ladder of what a layer can save, the front of
 memory against time, the longest sequence and the largest batch that fit, and the Python that applies the plan."""
 
+_GIVEN = ("seq_len", "batch_size", "dtype", "optimizer", "autocast", "attention_mask", "fused_mlp")  # as they are
 _OPTIONS = {  # plan_memory's arguments, where the option is called otherwise
     "budget_gib": "budget, in GiB",
     "host_gib": "host, in GiB",
@@ -106,23 +107,18 @@ def main(arguments: argparse.Namespace) -> int:
         raise ArgumentValueError(message("lora_rank", f"none for {kind}", str(adapters.rank), hint))
     from lowtide.memory import plan_memory
 
-    workspace = arguments.workspace_mib
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in _GIVEN}
+    if arguments.workspace_mib is not None:
+        given["options"] = HeadOptions(workspace_mib=arguments.workspace_mib)
     plan = plan_memory(
         settings,
-        arguments.seq_len,
-        arguments.batch_size,
-        budget,
-        host,
-        arguments.gpu,
-        dtype=arguments.dtype,
-        optimizer=arguments.optimizer,
-        autocast=arguments.autocast,
+        budget_gib=budget,
+        host_gib=host,
+        device=arguments.gpu,
         keep_gradients=arguments.grad_accum > 1,
         adapters=adapters,
-        attention_mask=arguments.attention_mask,
-        fused_mlp=arguments.fused_mlp,
         offload_states=False if arguments.no_offload_states else "auto",
-        options=None if workspace is None else HeadOptions(workspace_mib=workspace),
+        **given,
     )
     return _write(arguments, settings, plan)
 
@@ -170,20 +166,15 @@ def _settings(name: str, layers: int | None) -> dict[str, Any]:
 def _draw(file: Path, plan: MemoryPlan) -> None:
     from lowtide.measure.plots import Point, draw_budget
 
-    job = plan.job
-    title = (
-        f"{job.shape.model_type}, {job.shape.params / 1e9:.2f} billion parameters, {job.batch_size} x {job.seq_len}"
-        f" tokens, {job.optimizer}, on {job.gpu.name}"
-    )
     last = len(plan.front) - 1
     near = 0.1 * (plan.front[last].peak - plan.front[0].peak)  # to the choice: their labels would overlap
     marked = [i for i in (0, last // 3, 2 * last // 3, last) if abs(plan.front[i].peak - plan.peak_bytes) > near]
-    front = [
-        Point(str(one) if i in marked else "", one.peak / 2**20, one.seconds * 1e3) for i, one in enumerate(plan.front)
-    ]
-    chosen = Point(str(plan.chosen), plan.peak_bytes / 2**20, plan.seconds * 1e3)
+    named = [(str(one) if i in marked else "", one) for i, one in enumerate(plan.front)]
+    *front, chosen = (
+        Point(name, one.peak / 2**20, one.seconds * 1e3) for name, one in (*named, (str(plan.chosen), plan.chosen))
+    )
     try:
-        draw_budget(file, title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
+        draw_budget(file, plan.title, front=front, chosen=chosen, budget=plan.budget_bytes / 2**20)
     except ImportError as error:
         hint = "pip install 'lowtide[plot]'"
         raise ArgumentValueError(message("png", "matplotlib to be installed", str(error), hint)) from error

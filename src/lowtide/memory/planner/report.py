@@ -192,14 +192,17 @@ class MemoryPlan:
         ]
         return "\n\n".join(parts)
 
-    def _headline(self) -> str:
-        job, gpu = self.job, self.job.gpu
+    @property
+    def title(self) -> str:
+        """What was planned, in one line: the model, the step and the GPU."""
+        job, shape = self.job, self.job.shape
+        model = f"{shape.model_type}, {shape.params / 1e9:.2f} billion parameters in {shape.layers} layers"
         dtype = "bfloat16 by autocast" if job.autocast else str(job.dtype).removeprefix("torch.")
+        return f"{model}; {job.batch_size} x {job.seq_len} tokens, {dtype}, {job.optimizer}, on {job.gpu.name}"
+
+    def _headline(self) -> str:
+        gpu, lines = self.job.gpu, [self.title]
         budget, requested = f"{gib(self.budget_bytes):.2f}", f"{gib(self.requested_bytes):.2f}"
-        lines = [
-            f"{job.shape.model_type}, {job.shape.params / 1e9:.2f} billion parameters in {job.shape.layers} layers;"
-            f" {job.batch_size} x {job.seq_len} tokens, {dtype}, {job.optimizer}, on {gpu.name}"
-        ]
         if self.requested_bytes > self.budget_bytes and budget != requested:
             left = f"of the {gpu.memory_gib:.2f} GiB of the {gpu.name} its allocator needs 2% and at least 1 GiB"
             lines.append(f"budget {budget} GiB, not {requested}: {left}")
