@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu.conftest import no_waits, requested_bytes
 from gpu.policy_runs import DETERMINISTIC, differences, model_and_ids
 from lowtide.errors import UnsupportedError
 from lowtide.measure.child import run_child
@@ -60,16 +60,11 @@ def test_the_math_path_is_refused() -> None:
 def live_after_forward(model: Plain, ids: torch.Tensor) -> int:
     gc.collect()  # what other tests have left
     torch.cuda.synchronize()
-    before = requested()
+    before = requested_bytes()
     loss = model(ids)
-    live = requested() - before
+    live = requested_bytes() - before
     del loss
     return live
-
-
-def requested() -> int:
-    """Bytes that live tensors asked for; their blocks are up to 1 MiB larger where the allocator had no better."""
-    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 @pytest.mark.parametrize("keep", KEEPS)
@@ -137,14 +132,8 @@ def test_no_host_synchronisation(keep: Any, offloaded: bool) -> None:
     model, ids = model_and_ids(6, 128, 512)
     apply_policy(model, ActivationPolicy(keep=keep, offload=offloaded))
     model(ids).backward()
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the debug mode warns that it is a prototype
-            torch.cuda.set_sync_debug_mode("error")
+    with no_waits():
         model(ids).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_graph_that_goes_while_its_copies_run() -> None:
