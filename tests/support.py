@@ -66,8 +66,8 @@ def assert_same_gradients(
     ``upstream``: of both; None is 1 for each number.
     """
     upstream = torch.ones_like(want) if upstream is None else upstream
-    found = torch.autograd.grad(got, leaves, upstream.to(got.dtype), retain_graph=True)
-    assert_near(found, torch.autograd.grad(want, others or leaves, upstream, retain_graph=True), bound)
+    found = torch.autograd.grad(got, leaves, upstream.to(got.dtype))
+    assert_near(found, torch.autograd.grad(want, others or leaves, upstream), bound)
 
 
 def head(

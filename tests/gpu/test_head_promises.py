@@ -26,7 +26,7 @@ from lowtide import (
 )
 from lowtide.head.function import checks as apply_checks
 from lowtide.measure.timing import peak_above
-from support import assert_near, on_gpu
+from support import assert_near, assert_same_gradients, on_gpu
 
 pytestmark = ON_GPU
 MIB = 2**20
@@ -259,7 +259,7 @@ def test_compiles_whole(case: str) -> None:
 
     loss, expected = torch.compile(step, fullgraph=True)(x, w, b), step(x, w, b)
     torch.testing.assert_close(loss, expected)
-    assert_near(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(expected, (x, w, b)), 5e-3)
+    assert_same_gradients(loss, expected, (x, w, b), bound=5e-3)
 
 
 @pytest.mark.filterwarnings(
