@@ -310,6 +310,17 @@ def test_transforms_and_forward_mode_are_errors_that_name_the_way_out(mode: Mode
             run(torch.autograd.forward_ad.make_dual(one, torch.ones_like(one)))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@every_mode
+def test_gradients_of_several_outputs_at_once_and_a_trace_of_torchscript_are_refused(mode: Mode) -> None:
+    kwargs = mode.arguments(4, dtype=torch.float32)
+    out = next(value for value in mode.run(kwargs).values() if value.requires_grad)
+    with pytest.raises(UnsupportedError, match="one gradient of its output at a time"):
+        torch.autograd.grad(out, kwargs["input"], torch.randn(3, *out.shape), is_grads_batched=True)
+    with pytest.raises(UnsupportedError, match=r"^input: expected .* inside torch\.jit\.trace\. Use torch\.compile"):
+        torch.jit.trace(lambda x: total(mode.run(kwargs | {"input": x})), (kwargs["input"].detach(),))
+
+
 @every_recomputed
 def test_what_is_changed_before_a_recompute_is_noticed(mode: Mode) -> None:
     names = [
