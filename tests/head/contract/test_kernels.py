@@ -87,7 +87,7 @@ def test_every_pair_of_options(name: str, dtypes: list[torch.dtype], kernels: li
         kernels.clear()
         dtype = choice.pop("dtype")
         if dtype != SINGLE and choice.get("logit_scale") == "trained":
-            choice["logit_scale"] = "tensor"  # test_trained_scale.py
+            choice["logit_scale"] = "tensor"  # test_scaling.py
         check(name, choice, dtype, seed=i, D=24, V=61, **bounds)
         exp = dtype == SINGLE and name != "linear_divergence"
         exp &= not (choice["softcap"] and choice.get("label_smoothing"))
