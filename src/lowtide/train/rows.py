@@ -162,7 +162,7 @@ def _kinds(row: Row) -> dict[str, str]:
 
 
 def _as_json(value: Any) -> Any:
-    """Return JSON text for datasets' Json: of an object, `datasets` itself would round the numbers to ten digits."""
+    """Return JSON text for datasets' Json: of an object, `datasets` itself would write ten digits of a number."""
     return [_as_json(one) for one in value] if isinstance(value, list) else json.dumps(value, default=str)
 
 
