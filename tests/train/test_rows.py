@@ -281,7 +281,7 @@ def test_files_that_were_written_to_are_read_again(tmp_path: Path, monkeypatch: 
     assert load(str(path), text_field="b")[0] == [{"text": "2"}]
     calls: list[Any] = []
     read = room._read
-    monkeypatch.setattr(room, "_read", lambda source: ((calls.append(one), one)[1] for one in read(source)))
+    monkeypatch.setattr(room, "_read", lambda *given: ((calls.append(one), one)[1] for one in read(*given)))
     assert load(str(path))[0] == [{"text": "two"}]
     assert len(calls) == 1, "the first row alone"
 

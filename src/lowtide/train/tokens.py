@@ -131,11 +131,8 @@ def write_tokens(
     vocabulary = inner.to_str() if inner else sorted(tokenizer.get_vocab().items())
     key = sources.fingerprint(vocabulary, text_field, seq_len, held_out, seed)
     header, header_file = read_header(file), _header_file(file)
-    if (
-        header
-        and header["fingerprint"] == key
-        and (header["whole"] or (blocks is not None and blocks <= header["train"]))
-    ):
+    most = 2**62 // seq_len if blocks is None else blocks
+    if header and header["fingerprint"] == key and (header["whole"] or header["train"] >= most):
         return
     pieces = Pieces(sources, text_field=text_field, seq_len=seq_len, seed=seed)
     code = "H" if len(tokenizer) <= 2**16 else "I"
@@ -143,22 +140,22 @@ def write_tokens(
     held, passed, size = array(code), list[tuple[int, "array[int]"]](), 0
     while len(held) < held_out * seq_len and (piece := next(tokens, None)) is not None:
         if size + piece[0] <= pieces.bytes // 10:
-            held, size = held + piece[1], size + piece[0]
-            continue
-        passed.append(piece)
-        if len(held) >= seq_len:  # else it is one long document, and a shorter one is held out
-            break
+            held.extend(piece[1])
+            size += piece[0]
+        else:
+            passed.append(piece)
+            if len(held) >= seq_len:  # else it is one long document, and a shorter one is held out
+                break
     held_blocks = min(held_out, len(held) // seq_len)
-    limit = None if blocks is None else blocks * seq_len
     written, aside = 0, file.with_name(file.name + ".part")
     try:
         with aside.open("wb") as out:
             held[: held_blocks * seq_len].tofile(out)
             for _, ids in itertools.chain(passed, tokens):
-                taken = ids if limit is None else ids[: limit - written]
+                taken = ids[: most * seq_len - written]
                 taken.tofile(out)
                 written += len(taken)
-                if written == limit:
+                if written == most * seq_len:
                     break
             train = written // seq_len
             out.truncate((held_blocks + train) * seq_len * held.itemsize)
@@ -168,7 +165,7 @@ def write_tokens(
                 raise ArgumentValueError(message("data", f"{part} text of {seq_len} tokens or more", "less", hint))
         header_file.unlink(missing_ok=True)  # the old one does not fit the new file
         aside.replace(file)
-        counts = {"held_out": held_blocks, "train": train, "whole": written != limit}
+        counts = {"held_out": held_blocks, "train": train, "whole": written < most * seq_len}
         known = {**counts, "seq_len": seq_len, "seed": seed, "itemsize": held.itemsize, "fingerprint": key}
         aside.write_text(json.dumps(known))
         aside.replace(header_file)
