@@ -346,6 +346,17 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("suffix", ["csv", "json", "parquet", "jsonl", "txt"])
+def test_a_file_that_was_removed_is_named(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_text("PAR1")
+    sources = find_data([str(path)])
+    path.unlink()
+    monkeypatch.setattr(type(sources), "fingerprint", lambda *arguments: "0" * 64)  # removed after that
+    with pytest.raises(ArgumentValueError, match=rf"can be read, got .*a\.{suffix} \(.*No such file"):
+        load_rows(sources, columns={}, text_field="text")
+
+
 def test_a_dataset_is_described(tmp_path: Path) -> None:
     for row, noun in [
         ({"text": "x"}, "texts"),

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from chat_data import byte_tokenizer
 from lowtide.errors import ArgumentValueError
@@ -126,6 +127,16 @@ def test_special_tokens_that_are_written_out_are_not_doubled(before: str, after:
     write(tmp_path / "tokens", tmp_path / "a", tokenizer)
     found = text_of(tokenizer, tmp_path / "tokens", "train").split("<|endoftext|>")[1:-1]
     assert {*found} == {f"{before}{text}" for text in ("the tide", "came in", "and", "out", "", "é")}
+
+
+def test_a_vocabulary_without_letters(tmp_path: Path) -> None:
+    inner = Tokenizer(models.BPE({"t": 0, "i": 1, "<end>": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    (tmp_path / "a.txt").write_text("the tide came in\n" * 100)
+    pieces = Pieces(find_data([str(tmp_path / "a.txt")]), text_field="text", seq_len=SEQ_LEN, seed=0)
+    tokens = [list(ids) for _, ids in room._tokens(pieces, tokenizer, "H")]
+    assert all(ids[:-1] == [0, 0, 1, 1] * (len(ids) // 4) and ids[-1] == 2 for ids in tokens)
+    assert sum(map(len, tokens)) == 400 + len(tokens)
 
 
 @pytest.mark.parametrize("seed", [0, 7])
