@@ -177,6 +177,8 @@ def test_configurations_of_a_hub_dataset(tmp_path: Path) -> None:
         jsonl(folder / f"{name}.jsonl", {"text": name})
     assert load("name:two")[0] == [{"text": "two"}]
     assert "['one', 'two']" in error_of("name")
+    (folder / "1.py").write_text("")
+    assert f"{folder} (Dataset scripts are no longer supported" in error_of("name:one")
 
 
 def test_keys_that_parquet_adds_are_left_out(tmp_path: Path) -> None:

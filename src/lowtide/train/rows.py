@@ -293,7 +293,7 @@ def _read(source: Source, text_name: str) -> Iterator[tuple[Row, object]]:
             yield from ((row, f"row {number:,} of {path}") for number, row in enumerate(rows, start=1))
         except OSError as error:
             raise unreadable(path, error) from error
-        except (ValueError, RecursionError, csv.Error) as error:  # pyarrow's and datasets' errors are ValueErrors
+        except (ValueError, RuntimeError, csv.Error) as error:  # which those of pyarrow and datasets are
             got = f"{path} ({' '.join(str(error).split())[:300]})"
             raise ArgumentValueError(message("data", "a file or dataset of rows", got)) from error
 
