@@ -141,7 +141,7 @@ def settle(accelerator: Any) -> None:
         ArgumentValueError: FSDP is configured in its first version.
     """
     import torch
-    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 
     state = accelerator.state
     if uses_fsdp() and state.distributed_type == DistributedType.MULTI_CPU:
@@ -149,7 +149,7 @@ def settle(accelerator: Any) -> None:
         state.fsdp_plugin = FullyShardedDataParallelPlugin()
         if state.mixed_precision != "no":
             state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
-        state.distributed_type = DistributedType.FSDP
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is None:
         return

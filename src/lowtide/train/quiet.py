@@ -13,6 +13,10 @@ def quiet_transformers() -> None:
     # peft warns at each checkpoint of adapters on the output layer
     warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(trl|transformers|peft|accelerate)\.")
+    # DeepSpeed calls the collectives by their old names
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    # transformers' save_pretrained reads the storage of each weight
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
     # peft imports it wherever it is installed
     for name in ("bitsandbytes", "datasets", "accelerate", "trl"):
         logging.getLogger(name).setLevel(logging.ERROR)

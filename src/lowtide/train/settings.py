@@ -22,6 +22,7 @@ _ALWAYS = {  # of every run
     "logging_first_step": True,
     "logging_nan_inf_filter": False,  # a NaN is logged as one
     "log_on_each_node": False,
+    "log_level_replica": "error",
     "disable_tqdm": True,
     "report_to": "none",
     "save_strategy": "steps",
