@@ -20,8 +20,8 @@ from lowtide.train.bpe import load_tokenizer, train_tokenizer
 from lowtide.train.checkpoints import TOKENS
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data
-from lowtide.train.metrics import StepMetrics
 from lowtide.train.model import check_model, check_vocabulary, model_config, pretrained_model, random_model
+from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import built_whole, first_does
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
