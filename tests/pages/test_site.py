@@ -13,8 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 from lowtide.errors import ArgumentValueError
-from pages.blocks import PAGES, ROOT
-from pages.names import public_names
+from pages.blocks import PAGES, ROOT, public_names
 
 pytest.importorskip("mkdocs", reason="mkdocs comes with the docs extra")
 pytest.importorskip("mkdocstrings_handlers.python")
