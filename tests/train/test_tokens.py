@@ -183,7 +183,7 @@ def test_one_document_of_most_of_the_bytes_is_trained_on(tokenizer: Any, tmp_pat
     for at in (0, 50, 100):
         rows = [json.dumps({"text": text}) + "\n" for text in (*texts[1 : at + 1], texts[0], *texts[at + 1 :])]
         (tmp_path / "a" / "a.jsonl").write_text("".join(rows))
-        for seed in range(4):
+        for seed in range(2):
             write(tmp_path / "tokens", tmp_path / "a", tokenizer, seed=seed)
             assert "tide" not in text_of(tokenizer, tmp_path / "tokens", "held_out")
             assert "tide" in text_of(tokenizer, tmp_path / "tokens", "train")
