@@ -116,7 +116,7 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
         tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, settings, sources)
         check_vocabulary(shape, len(tokenizer))
         if run.tokens is None:
-            _write_tokens(file, config, settings, sources, tokenizer)
+            _write_tokens(file, config, settings, sources, tokenizer, resumes=run.checkpoint is not None)
         return tokenizer
 
     tokenizer = first_does(tokenized)
@@ -162,6 +162,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
             check=lambda row: _check_template(tokenizer, row),
             check_key=str(tokenizer.chat_template),
         )
+    args.dataset_text_field = "text"  # whatever the column's name was in the files
     run.seq_len = args.max_length or max(map(len, rows[0].values()))
     skipped = f", {notes.skipped:,} with nothing to train on skipped" if notes.skipped else ""
     run.lines.append(f"rows     {describe(rows)}{skipped}")
@@ -222,7 +223,9 @@ def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) ->
     )
 
 
-def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any) -> None:
+def _write_tokens(
+    file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any, *, resumes: bool = False
+) -> None:
     """Tokenise as much of the data as the run's steps take."""
     args = settings.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -236,6 +239,7 @@ def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: 
         held_out=config.held_out,
         blocks=args.max_steps * rows if args.max_steps > 0 else None,
         seed=args.seed,
+        resumes=resumes,
     )
 
 
