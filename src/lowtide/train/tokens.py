@@ -126,7 +126,8 @@ def write_tokens(
         resumes: the run has begun: a file with enough blocks is taken whatever became of the text.
 
     Raises:
-        ArgumentValueError: a file cannot be read or has changed since the run began, or the text is too short for one block of each part.
+        ArgumentValueError: a file cannot be read or has changed since the run began, or the text is too short for one
+            block of each part.
     """
     tokenizer("a")  # which sets truncation and padding, parts of the fingerprint
     inner = getattr(tokenizer, "backend_tokenizer", None)
