@@ -20,8 +20,8 @@ from lowtide.train.bpe import load_tokenizer, train_tokenizer
 from lowtide.train.checkpoints import TOKENS
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data
-from lowtide.train.metrics import StepMetrics
 from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
+from lowtide.train.monitor import StepMetrics
 from lowtide.train.parallel import first_does
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
@@ -116,7 +116,7 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
         tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, settings, sources)
         check_vocabulary(shape, len(tokenizer))
         if run.tokens is None:
-            _write_tokens(file, config, settings, sources, tokenizer)
+            _write_tokens(file, config, settings, sources, tokenizer, resumes=run.checkpoint is not None)
         return tokenizer
 
     tokenizer = first_does(tokenized)
@@ -161,6 +161,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
             check=lambda row: _check_template(tokenizer, row),
             check_key=str(tokenizer.chat_template),
         )
+    args.dataset_text_field = "text"  # whatever the column's name was in the files
     run.seq_len = args.max_length or max(map(len, rows[0].values()))
     skipped = f", {notes.skipped:,} with nothing to train on skipped" if notes.skipped else ""
     run.lines.append(f"rows     {describe(rows)}{skipped}")
@@ -221,7 +222,9 @@ def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) ->
     )
 
 
-def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any) -> None:
+def _write_tokens(
+    file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any, *, resumes: bool = False
+) -> None:
     """Tokenise as much of the data as the run's steps take."""
     args = settings.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -235,6 +238,7 @@ def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: 
         held_out=config.held_out,
         blocks=args.max_steps * rows if args.max_steps > 0 else None,
         seed=args.seed,
+        resumes=resumes,
     )
 
 

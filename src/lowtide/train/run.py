@@ -22,12 +22,10 @@ from lowtide.train.checkpoints import Complete, why, write_folder
 from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
 from lowtide.train.files import find_data
-from lowtide.train.logs import JsonLog
-from lowtide.train.metrics import Recorder
 from lowtide.train.model import pretrained_model, stored_dtype
+from lowtide.train.monitor import Monitor
 from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_group
 from lowtide.train.prepare import Run, prepare
-from lowtide.train.progress import ProgressDisplay
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
 from lowtide.train.resuming import check_engine, readable
@@ -63,7 +61,7 @@ def run(
         reports: print what is trained and the result, not only the progress.
     """
     group_was_there = in_group()
-    config, checkpoint = _resumed(config)
+    config, checkpoint = resumed(config)
     with engine_of(config):
         runner = _Runner(config, checkpoint, console or Console(), save=save, label=label, reports=reports)
         result = runner.result(tokens, callbacks)
@@ -129,7 +127,7 @@ class _Runner:
             args = settings.args
         self.run = one = Run(config, settings, self.output, checkpoint=self.checkpoint, tokens=tokens)
         stop = SaveAndStop(saves=self.save)
-        one.callbacks = [*callbacks, Recorder(one.metrics), stop, *self._displays(one, args)]
+        one.callbacks = [*callbacks, *self._callbacks(one, args), stop]
         prepare(one)
         one.trainer.remove_callback(PrinterCallback)
         if config.offload_states:
@@ -161,12 +159,10 @@ class _Runner:
             show_result(self.console, result, config)
         return result
 
-    def _displays(self, one: Run, args: Any) -> list[Any]:
-        callbacks: list[Any] = []
-        if args.disable_tqdm:
-            callbacks.append(ProgressDisplay(self.console, one.metrics, self.label))
-        if self.save and args.should_log:
-            callbacks.append(JsonLog(self.output / checkpoints.LOG_FILE, one.metrics))
+    def _callbacks(self, one: Run, args: Any) -> list[Any]:
+        file = self.output / checkpoints.LOG_FILE if self.save else None
+        console = self.console if args.disable_tqdm else None
+        callbacks: list[Any] = [Monitor(one.metrics, console=console, label=self.label, file=file)]
         if self.save:
             callbacks.append(Complete(one.settings.keep))
         if self.config.early_stopping_patience:
@@ -288,7 +284,7 @@ class _Runner:
         return f"Resume with: lowtide train --{_RESUME} true --output {self.output}"
 
 
-def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
+def resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     """Return the settings and checkpoint of a run that is resumed: those it began with, and those given now.
 
     Raises:

@@ -27,6 +27,7 @@ _ALWAYS = {  # of every run
     "report_to": "none",
     "save_strategy": "steps",
     "save_steps": 100,
+    "eval_steps": 100,  # transformers' default is logging_steps
     "save_total_limit": 2,
     # To look for unused parameters, DDP reads the model's outputs, which would build the logits.
     "ddp_find_unused_parameters": False,
@@ -145,6 +146,7 @@ def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) ->
         raise ArgumentValueError(message("early_stopping_patience", expected, "none", hint))
     if config.early_stopping_patience:
         own |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        own["save_steps"] = options.get("eval_steps", own["eval_steps"])  # every model that may be the best is saved
     return {name: value for name, value in own.items() if name not in options}
 
 
