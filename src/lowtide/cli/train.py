@@ -12,7 +12,7 @@ from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.errors import ArgumentValueError, message
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import find_data
-from lowtide.train.options import parse, split
+from lowtide.train.options import parse
 from lowtide.train.shapes import SHAPES, config_file
 
 _DESCRIPTION = """\
@@ -105,17 +105,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _config(own: dict[str, Any], arguments: argparse.Namespace) -> tuple[TrainConfig, bool]:
     """Return the run's config, checked as far as that takes no library, and whether the run is resumed."""
-    options = parse(arguments.unknown, arguments.config, fine_tunes=True)
-    from_words, options = split(options)
-    if twice := [name for name in from_words if name in own and from_words[name] != own[name]]:
-        # the command line overrides the file
-        from_words = {name: value for name, value in from_words.items() if name not in twice}
-    config = TrainConfig(**{**from_words, **own}, options=options)
+    settings, options = parse(own, arguments.unknown, arguments.config, fine_tunes=True)
+    config = TrainConfig(**settings, options=options)
     if resumes := str(options.get("resume_from_checkpoint", "false")).lower() != "false":
         return config, resumes
     if config.model not in SHAPES:
         config_file(config.model)
-    parse(arguments.unknown, arguments.config, fine_tunes=config.fine_tunes)
+    parse(own, arguments.unknown, arguments.config, fine_tunes=config.fine_tunes)
     find_data(config.data)
     return config, resumes
 
