@@ -26,6 +26,7 @@ from lowtide.train.parallel import first_does
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
 from lowtide.train.tokens import write_tokens
+from lowtide.trl import TrlReport
 
 SEQ_LEN = 256  # of a run from random weights
 _MOST_HELD_OUT = 10  # a tenth of the rows
@@ -45,10 +46,11 @@ class Run:
         model: as it is trained.
         trainer: that trains it.
         patched: what `lowtide.patch` did; None for a stock model.
+    patched_trl: what `lowtide.patch_trl` did, for a loss that TRL's own head computes; None for others.
         applied: the activation policy; None where each layer saves everything.
         lines: about data, adapters and model, to print.
-    checkpoint: to resume from; None at the start.
-    tokens: a file of tokens that another run shares; None: the run writes its own.
+        checkpoint: to resume from; None at the start.
+        tokens: a file of tokens that another run shares; None: the run writes its own.
     """
 
     config: TrainConfig
@@ -60,6 +62,7 @@ class Run:
     model: Any = None
     trainer: Any = None
     patched: PatchReport | None = None
+    patched_trl: TrlReport | None = None
     applied: Applied | None = None
     lines: list[str] = field(default_factory=list)
     checkpoint: Path | None = None
@@ -143,6 +146,7 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
 
 def _fine_tuner(run: Run, sources: Sources) -> None:
     """Make the trainer of a pretrained model."""
+    from transformers import set_seed
     from trl import get_peft_config, get_quantization_config
 
     from lowtide.train.fine_tuning import FineTuner
@@ -181,6 +185,7 @@ def _fine_tuner(run: Run, sources: Sources) -> None:
     check_vocabulary(run.model.config, len(tokenizer))
     _patch(run)  # before TRL installs its own head, which calls the forward that it finds
     args.model_init_kwargs = None  # done
+    set_seed(args.seed)  # of the adapters: reading and patching a model may draw random numbers
     args.eval_on_start = run.checkpoint is None and held_out > 0
     try:
         run.trainer = FineTuner(
@@ -206,7 +211,7 @@ def _patch(run: Run) -> None:
     if run.config.patch:
         run.patched = lowtide.patch(run.model, options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
         if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
-            lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
+            run.patched_trl = lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
 
 
 def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) -> Any:

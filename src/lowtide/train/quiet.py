@@ -15,6 +15,8 @@ def quiet_transformers() -> None:
     """Keep log lines and bars of transformers, TRL, datasets and peft off the terminal."""
     # peft warns at each checkpoint of adapters on the output layer
     warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
+    # which lowtide computes without logits
+    warnings.filterwarnings("ignore", message="`label_smoothing_factor` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(trl|transformers|peft|accelerate)\.")
     # DeepSpeed calls the collectives by their old names
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")

@@ -153,6 +153,8 @@ class _Runner:
             for callback in one.callbacks:
                 if hasattr(callback, "close"):
                     callback.close()
+            if one.patched_trl is not None:  # of the process, in which a stock run may follow
+                lowtide.unpatch_trl()
         saved = self._save_model(one) if self.save else None
         result = self._measured(one, saved)
         if args.should_log and self.reports:
@@ -236,7 +238,7 @@ class _Runner:
         self.run.trainer.processing_class.save_pretrained(folder)
 
     def _measured(self, one: Run, saved: Path | None) -> TrainResult:
-        metrics, history, patched = one.metrics, one.trainer.state.log_history, one.patched
+        metrics, history, patched, trl = one.metrics, one.trainer.state.log_history, one.patched, one.patched_trl
         held_out = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
         best = Path(one.trainer.state.best_model_checkpoint or "").name
         return TrainResult(
@@ -250,8 +252,10 @@ class _Runner:
             peak_cuda_bytes=cuda_peak_bytes(),
             warm_bytes=metrics.warm_bytes,
             peak_step_bytes=metrics.peak_bytes,
-            calls_fused=patched.calls_fused if patched else None,
-            calls_materialised=patched.calls_materialised if patched else None,
+            calls_fused=patched.calls_fused + sum((trl.calls_lowtide if trl else {}).values()) if patched else None,
+            calls_materialised=patched.calls_materialised + sum((trl.calls_trl if trl else {}).values())
+            if patched
+            else None,
             seconds=time.perf_counter() - self.began,
             saved=str(saved) if saved else None,
             best=int(best.rpartition("-")[2]) if best else None,
