@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from chat_data import byte_tokenizer
-from distributed.train_ranks import Ended, shared
+from distributed.train_ranks import Ended, Ranks, shared
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -35,7 +35,7 @@ class Runs:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.ranks = folder, shared()
+        self.folder = folder
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "tie_word_embeddings": False}))
         model.save_pretrained(folder / "pretrained")
@@ -48,6 +48,11 @@ class Runs:
                 rows.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
         (folder / "text.txt").write_text("\n".join(" ".join(rng.choices(WORDS, k=9)) for _ in range(600)))
         self.made: dict[tuple[str, str], tuple[Path, Ended]] = {}
+
+    @property
+    def ranks(self) -> Ranks:
+        """What starts the ranks of this process's tests."""
+        return shared()
 
     def arguments(self, kind: str) -> list[str]:
         """Return the arguments of a run, without its ranks, rows and output."""

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,12 @@ FLASH = pytest.param(
 
 
 @pytest.fixture(autouse=True)
-def no_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_cache_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that a run reads are stored in a cache: here in the test's own folder."""
     import datasets
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
-    yield
 
 
 def run_arguments(folder: Path, seq_len: int, shape: dict[str, Any] = SHAPE) -> list[str]:
@@ -126,9 +124,9 @@ def test_a_run_with_its_states_on_the_host_is_the_same_to_the_bit_and_resumes(
     monkeypatch.setattr(blocks, "MIN_BYTES", 1024)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**20)
     # flash attention's backward adds up in any order
-    same = "--attn_implementation eager --max-steps 6 --save_steps 3 --gradient_accumulation_steps 2".split()
+    same = ["--attn_implementation", "eager", "--max-steps", "6", "--save_steps", "3"]
     stock, away = tmp_path / "stock", tmp_path / "away"
-    given = [*run_arguments(tmp_path, 512), *same]
+    given = [*run_arguments(tmp_path, 512), *same, "--gradient_accumulation_steps", "2"]
     assert main([*given, "--output", str(stock)]) == 0
     assert main([*given, "--offload-states", "--output", str(away)]) == 0
     assert "in host memory" in capsys.readouterr().out
@@ -147,7 +145,7 @@ def test_a_run_with_its_states_on_the_host_is_the_same_to_the_bit_and_resumes(
     assert_same()
 
 
-LORA = ["--use_peft", "--lora_r", "16"]
+LORA = ["--use_peft", "--lora_r", "16", "--lora_target_modules", "all-linear"]
 ONE_ROW_A_FILE = ["--packing", "false"]  # and each is cut at the longest length
 PLANNED = {
     "full": ["--model", "shape.json", "--tokenizer", "model"],
