@@ -119,10 +119,9 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> tuple[TrainCo
 
 def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
     from lowtide.train.parallel import is_first_rank
-    from lowtide.train.quiet import hide, quiet_transformers, stay_offline, unused_packages
+    from lowtide.train.quiet import quiet_transformers, stay_offline
 
     stay_offline(pushes=str(config.options.get("push_to_hub", "false")).lower() == "true")
-    hide(*unused_packages(config))
     from rich.console import Console
 
     console = Console()

@@ -20,9 +20,9 @@ from lowtide.train.bpe import load_tokenizer, train_tokenizer
 from lowtide.train.checkpoints import TOKENS
 from lowtide.train.config import TrainConfig
 from lowtide.train.files import Sources, find_data
-from lowtide.train.model import check_model, check_vocabulary, model_config, pretrained_model, random_model
+from lowtide.train.model import check_model, check_vocabulary, count, model_config, pretrained_model, random_model
 from lowtide.train.monitor import StepMetrics
-from lowtide.train.parallel import built_whole, first_does
+from lowtide.train.parallel import first_does
 from lowtide.train.settings import Settings
 from lowtide.train.shapes import model_folder
 from lowtide.train.tokens import write_tokens
@@ -127,10 +127,9 @@ def _pre_trainer(run: Run, sources: Sources) -> None:
     shape.pad_token_id = tokenizer.pad_token_id
     blocks, held_out = Blocks(file, "train"), Blocks(file, "held_out")
     run.lines.append(f"tokens   {len(blocks) * run.seq_len:,} in {len(blocks):,} sequences, {len(held_out)} held out")
-    with built_whole():
-        dtype = getattr(torch, settings.model.dtype)
-        run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
-    check_model(run.model, seq_len=run.seq_len)
+    dtype = getattr(torch, settings.model.dtype)
+    run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
+    first_does(lambda: check_model(run.model, seq_len=run.seq_len))  # another may have no weights
     _patch(run)
     args.eval_on_start = run.checkpoint is None
     run.trainer = PreTrainer(
@@ -304,8 +303,8 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"length   the config is for {positions:,} positions: the model has not been trained on those after them"
     if run.config.offload_states and not run.config.memory_budget:
         yield "states   the optimizer states are in host memory from forward on, and come back in backward"
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    if trained < sum(p.numel() for p in run.model.parameters()):
+    trained = count(p for p in run.model.parameters() if p.requires_grad)
+    if trained < count(run.model.parameters()):
         yield f"adapters {trained / 1e6:,.2f} M parameters are trained"
     elif run.settings.model.dtype == "bfloat16":
         yield (

@@ -108,6 +108,10 @@ def trainer_settings(
     merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
     merged |= {} if save else {"save_strategy": "no"}
     args, model = _parsed(merged, fine_tunes=config.fine_tunes)
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if args.mixed_precision != precision:  # the launcher's, which would be used
+        expected, hint = f"{precision!r}, as the run's options say", "Set it to 'no' there, or give --bf16 or --fp16."
+        raise ArgumentValueError(message("mixed_precision of accelerate", expected, repr(args.mixed_precision), hint))
     if args.fp16 and args.device.type == "cpu":
         hint = "Take --bf16 or float32 on a CPU."
         raise ArgumentValueError(message("--fp16", "a GPU, as float16 is for GPUs only", "a CPU", hint))
