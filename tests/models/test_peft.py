@@ -12,7 +12,7 @@ from lowtide.errors import ArgumentValueError
 from lowtide.measure.allocations import track_allocations
 from lowtide.models import adapters, mlp_part
 from lowtide.models.instance import part_of
-from models.conftest import COPIES, types_of
+from models.conftest import COPIES, OwnFunction, state_of, types_of
 
 peft = pytest.importorskip("peft")
 
@@ -444,17 +444,8 @@ def test_a_gradient_that_reaches_lazy_logits(both, batch):
     """Through a custom function's own node, which asks for the vector-Jacobian product of the head."""
     model, stock, _ = both(lora(target_modules=["lm_head", "q_proj"], lora_bias=False))
 
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, logits):
-            return logits * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     for m in (model, stock):
-        Double.apply(m(**batch).logits).square().mean().backward()
+        OwnFunction.apply(m(**batch).logits).square().mean().backward()
     for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
         if q.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
@@ -606,9 +597,7 @@ def test_taken_off_before_it_ran(undo, way, both, batch, assert_same_gradients):
 def test_undone_before_it_ran(kind, both):
     model, stock, _ = both(HEADS[kind], HEADS[kind], order="patch first")
     lowtide.unpatch(model)
-    assert {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()} == {
-        n: (type(m), sorted(vars(m))) for n, m in stock.named_modules()
-    }
+    assert state_of(model) == state_of(stock)
 
 
 def test_patched_twice_and_undone(both, batch):
@@ -618,9 +607,7 @@ def test_patched_twice_and_undone(both, batch):
     assert {n: type(m) for n, m in model.named_modules()} == classes
     assert lowtide.patch(model.get_base_model()) is report
     lowtide.unpatch(model)
-    assert {n: (type(m), sorted(vars(m))) for n, m in model.named_modules()} == {
-        n: (type(m), sorted(vars(m))) for n, m in stock.named_modules()
-    }
+    assert state_of(model) == state_of(stock)
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
 
 
