@@ -26,6 +26,11 @@ pytestmark = [
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
+def pytest_generate_tests(metafunc):
+    if "order" in metafunc.fixturenames:
+        metafunc.parametrize("order", ["peft first", "patch first"])
+
+
 def lora(**settings):
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False, **settings})
 
@@ -84,7 +89,6 @@ HEADS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias=True.* was passed:UserWarning")
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
 def test_loss_without_logits_and_every_gradient(config, order, both, batch, assert_same_gradients):
     model, stock, report = both(config, order=order)
@@ -172,7 +176,6 @@ def test_in_bfloat16_no_further_from_the_truth(autocast, adapter_dtype, both, ba
     assert report.calls_fused == 4
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("which", [["up_proj"], ["gate_proj", "down_proj"], MLP])
 def test_mlps_run_fused_with_their_adapters(which, order, both, batch, ran, assert_same_gradients):
     model, stock, report = both(lora(target_modules=which), order=order)
@@ -243,7 +246,6 @@ def lora_layers(model):
     return [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer) and "more0" in m.scaling]
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 def test_changes_after_patching_are_followed(order, both, batch, ran, assert_same_gradients):
     second = lora(target_modules=["lm_head", "down_proj", "q_proj"], r=4, lora_alpha=9)
     model, stock, report = both(lora(target_modules=["lm_head", *MLP]), second, order=order)
@@ -275,7 +277,6 @@ def test_changes_after_patching_are_followed(order, both, batch, ran, assert_sam
     assert types_of(plain) == types_of(expected)
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 def test_saved_heads_of_several_adapters(order, both, batch, assert_same_gradients):
     config = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
     model, stock, report = both(config, config, order=order)
@@ -314,7 +315,6 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize(("config", "reason"), OTHERS.values(), ids=OTHERS)
 def test_other_tuners_run_as_they_came(config, reason, order, both, batch, ran, assert_same_gradients, request):
     name = "llama-tied" if "tied tokens" in request.node.name else "llama"
@@ -345,7 +345,6 @@ def test_prompts_are_fused(config, both, batch, assert_same_gradients):
     assert (report.calls_fused, report.calls_materialised) == (1, 0), str(report)
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 def test_adaption_prompts_keep_the_forward_that_they_found(order, both, batch, assert_same_gradients):
     config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2)
     model, stock, report = both(config, order=order)
@@ -399,7 +398,6 @@ def test_logits_of_a_call_without_adapters_stay_without(grad, both, batch):
         assert ours.requires_grad == theirs.requires_grad
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("reference", ["adapters off", "another adapter"])
 def test_a_saved_heads_logits_after_those_of_the_reference(reference, order, both, batch, assert_same_gradients):
     """As DPO has it: both forward passes, and then the loss of both. They are two heads of one wrapper."""
@@ -556,7 +554,6 @@ def test_copies(through, kind, both, batch, ran, assert_same_gradients):
     assert part_of(model.get_base_model()) == "loss"
 
 
-@pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("kind", ["all", "saved, MLP"])
 def test_checkpoints_of_peft_are_stock(order, kind, both, build, batch, tmp_path):
     model, stock, _ = both(HEADS[kind], order=order)
