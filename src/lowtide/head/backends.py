@@ -73,7 +73,7 @@ def why_not_exp(
         "TMA takes rows that start at multiples of 16 bytes, and the weight's do not": not weight_fits,
         "with a soft cap, label smoothing bears on every logit in another way": capped_and_smoothed,
         f"its kernels take {MOST_TARGETS} targets a token, and there are {targets}": targets > MOST_TARGETS,
-        f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are wanted": topk > MOST_HIGHEST,
+        f"its kernels find the {MOST_HIGHEST} highest logits of a token, and {topk} are requested": topk > MOST_HIGHEST,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -89,5 +89,5 @@ def why_not_row(device: torch.device, dtype: torch.dtype, V: int, *, topk: bool 
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the GPU's compute capability; where there is none to ask, that of the GPU being planned for: Hopper."""
+    """Return the GPU's compute capability; without one, that of the GPU being planned for: Hopper."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else HOPPER

@@ -1,4 +1,4 @@
-"""Tile sizes of the exponential GEMM: a table for known GPUs, and what a tuning run left on this machine's disk."""
+"""Tile sizes of the exponential GEMM: a table for known GPUs, and the results of tuning runs on this machine."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""Two sides' float32 logits of a chunk, turned into each row's divergence and the gradient of it by the student's.
+"""Kernels from two sides' float32 logits of a chunk to each row's divergence and its gradient by the student's.
 
 C rows of the chunk, V the student's vocabulary, U the teacher's. One program a row reads both sides once for their
 logsumexps, once for the divergence, and once for the gradient; with the KLs, whose gradients wait for no sum over the
@@ -256,8 +256,8 @@ def _pair(  # type: ignore[no-untyped-def]
 def pair_rows(pair: Pair) -> dict[str, Tensor]:
     """Return each row's divergence [C], both logsumexps and the pivot of its gradient, as `terms/dense` has them.
 
-    A row that holds NaN, or +inf, or nothing but -inf, on either side, comes out as NaN. The products are left as they
-    are, and nothing of their size is allocated.
+    A row that holds NaN, or +inf, or nothing but -inf, on either side, becomes NaN. The logits are unchanged, and
+    nothing of their size is allocated.
     """
     C = len(pair.z_CV)
     numbers = {name: pair.z_CV.new_empty(C) for name in NUMBERS}  # an operator returns no views of one memory
@@ -306,7 +306,7 @@ def pair_gradient(
 
 
 def _rows(x_CV: Tensor) -> tuple[Tensor, int, int]:
-    """Return rows as the kernel reads them: as they lie in memory, whatever strides say."""
+    """Return rows as the kernel reads them: as they are in memory, ignoring strides."""
     assert x_CV.stride(0) % PAD.value == 0
     assert x_CV.stride(1) == 1 or x_CV.shape[1] == 1
     return x_CV, x_CV.stride(0) // PAD.value, x_CV.shape[1]

@@ -1,4 +1,4 @@
-"""The divergence of `dense` by kernels over rows of products; with the whole vocabulary here one kernel a direction."""
+"""The divergence of `dense` by kernels over rows of logits; with the whole vocabulary here one kernel per direction."""
 
 from functools import cached_property, partial
 
