@@ -17,7 +17,7 @@ from lowtide.measure.allocations import track_allocations
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_bytes import full_bytes
+from lowtide.memory.planner.layer_costs import full_bytes
 from lowtide.memory.planner.search import Candidate
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import parse_policies
