@@ -130,7 +130,7 @@ def linear_divergence(
     Note:
         An infinite KL is returned as inf. The forward KL's gradient stays finite there, the reverse KL's is NaN. With
         a value for each token, one to which no gradient flows back contributes nothing to any gradient; on the CPU it
-        is not computed once more.
+        is not recomputed.
 
     Example:
         >>> student, head = torch.randn(2, 5, 16, requires_grad=True), torch.nn.Linear(16, 1000, bias=False)

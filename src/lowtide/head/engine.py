@@ -272,7 +272,7 @@ def joined(found: list[tuple[Numbers, Tensor | None]]) -> tuple[Numbers, Tensor 
 def gradient_buffers(
     head: Head, rows: Rows, plan: HeadPlan, wanted: tuple[bool, bool, bool], *, stored: bool = False
 ) -> Gradients:
-    """Return memory for the gradients of input, weight and bias that are ``wanted``, not filled where chunks will.
+    """Return memory for the needed gradients of input, weight and bias, uninitialised where chunks will fill it.
 
     ``stored``: the upstream gradient, and with it a GradScaler's factor, is not known yet. An fp16 gradient is then
     lifted row by row, in the chunk that computes it; the exponential path's stays wide until it is stored.

@@ -58,7 +58,7 @@ class HeadPlan:
         note: What else the reader should know, such as a workspace that was too small; empty if nothing.
         schedule: ``"chunks"``: a chunk's logits (or exponentials) over the whole vocabulary at once. ``"blocks"``, on
             the exponential path: row sums first, then blocks of ``block_columns`` classes: one GEMM more.
-        block_columns: See there.
+        block_columns: Classes of a block, see ``schedule``.
         sum_rows: Rows of a chunk where nothing but row sums is computed, on the exponential path.
         product_rows: Rows of a chunk per GEMM with the weight, on the exponential path and in
             `linear_divergence`.
@@ -151,7 +151,7 @@ def plan_head(
     capability: tuple[int, int] | None = None,
     device_bytes: int | None = None,
 ) -> HeadPlan:
-    """Say what `linear_cross_entropy` will do for N kept tokens, hidden size D and vocabulary V, and its bytes.
+    """Return what `linear_cross_entropy` will do for N valid tokens, hidden size D and vocabulary V, and its bytes.
 
     Nothing is computed or allocated. On the CPU ignored tokens are dropped first, so N counts the others; elsewhere
     N counts all.
@@ -303,7 +303,7 @@ def plan_both_sides(
 
 
 def check_backend(head: Head, args: Args) -> None:
-    """Raise where an implementation asked for by name cannot run; for meta tensors too, of which nothing is planned."""
+    """Raise if an explicitly requested implementation cannot run; for meta tensors too, which have no plan."""
     if head.backend != "auto" and head.ranks.alone:
         _choose(head, args)
 
@@ -342,7 +342,7 @@ def _work(head: Head, args: Args, n: int, wanted: Wanted, **more: Any) -> Work:
 
 
 def choose_gradient(options: HeadOptions, reduction: str, weight_frozen: bool, *, divergence: bool = False) -> When:
-    """Return when the gradients are computed; raise where forward was asked for and cannot be right.
+    """Return when the gradients are computed; raise if forward was requested and cannot be right.
 
     With a scalar loss the upstream gradient is one factor, applied afterwards. With one loss a token it is not, but
     then a frozen head still allows it: the input's gradient is a row times the upstream factor of that row. Of a

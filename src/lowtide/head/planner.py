@@ -23,7 +23,7 @@ MOST_OF_A_GPU = 1 / 32  # the automatic workspace's share of a small GPU's memor
 GPU_FUNCTION_WORKSPACE = 3072 * MIB  # what is counted for the function is more than most functions take
 MOST_FOR_A_FUNCTION = 1 / 24  # MOST_OF_A_GPU for a function
 # Chunks of logits.
-FEWEST_CHUNKS = 12  # where nobody asked: a twelfth of the logits is small beside what else a step keeps
+FEWEST_CHUNKS = 12  # by default: a twelfth of the logits is small next to what else a step saves
 FEWEST_ROWS = 512  # fewer are not made for FEWEST_CHUNKS' sake: the weight is read, and its gradient added to, in each
 CPU_CHUNK_BYTES = 8 * MIB  # nor shorter chunks on a CPU, where each operator wakes all threads and waits for the last
 ONEDNN_BYTES, ONEDNN_ROW_BYTES = MIB // 2, 3072  # measured: what its bf16 GEMMs pack operands into, by rows of a chunk
@@ -34,7 +34,7 @@ FUNCTION_COPIES = 8  # wide [rows, V] tensors that a function's graph and its ba
 FUNCTION_CHUNKS = {True: FEWEST_CHUNKS, False: 8}  # FEWEST_CHUNKS and FEWEST_ROWS where a function gets the logits
 FUNCTION_ROWS = {True: 8, False: 2048}
 PIECE_ELEMENTS = {True: 2**20, False: 2**26}  # logits it gets at a time: half a millisecond of the host's for each
-FUNCTION_PIECES = 16  # on a GPU, where nobody asked: what a function makes of a piece is small beside all logits
+FUNCTION_PIECES = 16  # on a GPU by default: a function's intermediates for a piece are small next to all logits
 BIAS_COLUMN_SHARE = 8  # of the workspace: what a copy of the weight may take that saves a pass for the bias
 # Two sides' logits whose gradient is narrower than they are (linear_divergence), without a limit.
 PAIR_CHUNKS = 4  # the weight's gradient is added to so often
@@ -48,7 +48,7 @@ EXP_BLOCKS_BELOW = {"input": 384, "float32": 704}  # chunk rows below which four
 EXP_LIGHT_CHUNK = 5e10  # rows * D * V: less work than this, and the device waits for the host to launch the next chunk
 EXP_CHUNK_WORK = 10**11  # the same with some room, for a slow host: a millisecond of the device's
 EXP_SHARD_WORK = 2 * 10**11  # the same of a piece of a chunk whose host has exchanges between ranks to launch as well
-EXP_BLOCK_WORKSPACE = 256 * MIB  # where E is built in blocks anyway, and nobody asked
+EXP_BLOCK_WORKSPACE = 256 * MIB  # by default, if E is computed in blocks anyway
 EXP_BLOCK_ROWS = (2048, 1536, 1024, 768, 512, 384, 256, 128)  # of a chunk in blocks: the first that leaves room for
 EXP_LEAST_BLOCK = 2048  # columns
 EXP_WAVE = 132 * 128 * 256  # elements of E W that Hopper's multiprocessors compute at a time, in tiles of 128 x 256

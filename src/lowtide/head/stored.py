@@ -17,7 +17,7 @@ from lowtide.head.scaling import lift_of, lift_of_rows, scaled
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 STORED = 7  # tensors: see `stored_shapes`
-NOTHING = (0,)  # the shape of what was not asked for
+NOTHING = (0,)  # the shape of what was not requested
 
 
 def gradient_shapes(head: Head, wanted: Wanted) -> dict[str, Shape]:

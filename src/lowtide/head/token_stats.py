@@ -25,7 +25,7 @@ class TopK(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """What `linear_token_stats` found for each token. A field that was not wanted is None.
+    """The statistics of each token by `linear_token_stats`. A field that was not requested is None.
 
     With z a token's logits, p their softmax, V their number. float32, for float64 inputs float64.
 

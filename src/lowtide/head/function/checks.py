@@ -169,7 +169,7 @@ class Comparison:
         for others in self.replaced if self.per_token else (*self.replaced, self.all):
             runs.append(self.results(self.all, others))
             if not same_state(after, random_state(self.terms.device)):
-                return None  # how many numbers are drawn depends on the logits: which are whose cannot be told
+                return None  # how many numbers are drawn depends on the logits: none can be assigned to a row
         second, first = self.replaced
 
         def pair(w: Tensor, one: Tensor, two: Tensor, *both: Tensor) -> Pair:

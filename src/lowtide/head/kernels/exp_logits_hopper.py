@@ -120,7 +120,7 @@ def _consume(  # type: ignore[no-untyped-def]
         row = row_tile * (2 * ROWS) + HALF * ROWS
         column = p * COLUMNS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        # asked for here, used when the products are done: nobody waits for them
+        # loaded here, used after the GEMM, which hides the latency
         y = gl.load(rows_of.y + rows, mask=rows < C, other=-1)
         reference = gl.load(rows_of.reference + rows, mask=rows < C, other=0.0)
 

@@ -28,7 +28,7 @@ class LogitTransform(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether logits are the products."""
+        """Return whether the logits are the GEMM's result, without a transform."""
         return all(part is None for part in self)
 
     def of_classes(self, part: slice) -> "LogitTransform":

@@ -31,8 +31,8 @@ NEAR = tl.constexpr(0.5)  # |a - b| below which a side is measured by the other:
 class Pair(NamedTuple):
     """Both sides of a divergence, see `terms/dense`. Classes that one side lacks have probability 0 there.
 
-    The products are float32, of row strides that are multiples of 8; what lies between a side's last class and the next
-    multiple of 8 may be anything, and is read. Scales are above 0, soft caps tensors.
+    The logits are float32, with row strides that are multiples of 8; the values from a side's last class to the next
+    multiple of 8 may be anything, and are read. Scales are above 0, soft caps tensors.
     """
 
     z_CV: Tensor
@@ -285,9 +285,9 @@ def pair_sums(pair: Pair, both_lse: Tensor) -> Tensor:
 def pair_gradient(
     pair: Pair, out_CV: Tensor, numbers: dict[str, Tensor], factor_C: Tensor | None = None
 ) -> Tensor | None:
-    """Write the gradient of ``sum(factor * value)`` with respect to the student's products.
+    """Write the gradient of ``sum(factor * value)`` with respect to the student's logits.
 
-    ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be the student's products themselves, or
+    ``out_CV``, of a row stride that is a multiple of 8, is float32 and may be the student's logits themselves, or
     bfloat16 or float16 and shares no memory with them: then without ``factor_C``, for which its range is not enough.
     What lies between V and the next multiple of 8 becomes 0. ``numbers`` are from `pair_rows`, or "value" alone, which
     takes the rows' divergence: then the others are computed on the way.

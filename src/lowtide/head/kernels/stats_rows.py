@@ -39,7 +39,7 @@ class RowStats(NamedTuple):
 def _merge_stats(  # type: ignore[no-untyped-def]
     parts, out, told, y_ptr, x, w, transform, first_class, V, K, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """See `merge_stats`: sums about the highest logit of all parts; ``told`` is written where ``out`` has no room."""
+    """See `merge_stats`: sums about the highest logit of all parts; ``told`` gets the fields that ``out`` lacks."""
     x_ptr, x_stride, D = x
     w_ptr, w_stride, _ = w
     i = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,7 @@
 """The k highest logits of each row, from the output of `stats_logits.tile_stats`: at most k tiles contain them.
 
 C rows of a chunk, D hidden size, V vocabulary, P tiles across it; k highest logits, in T = min(k, P) tiles. The tiles
-whose own highest logits are the T highest hold the k highest of all. These tiles' logits are computed once more: pairs
+whose own highest logits are the T highest hold the k highest of all. These tiles' logits are recomputed: pairs
 of row and tile in the order of the tiles, so that rows share a tile of the weight.
 """
 

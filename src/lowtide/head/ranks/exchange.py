@@ -1,6 +1,6 @@
 """The communication between ranks that share a vocabulary: the only file of the head with collectives.
 
-Every rank of a group calls these in the same order. Each returns when the host has asked: the device may still wait.
+Every rank of a group calls these in the same order. Each returns once it is started: the device may still wait.
 """
 
 from typing import Any, NamedTuple

@@ -67,7 +67,7 @@ class RowLoss(Terms):
 
 
 def forward(head: Head, args: CrossEntropyArgs, wanted: Wanted, keep: bool) -> dict[str, Tensor]:
-    """Return the loss, with ``keep`` what `backward` needs of each token, and the wanted gradients for upstream 1."""
+    """Return the loss, with ``keep`` what `backward` needs of each token, and the needed gradients for upstream 1."""
     loss, plan = _plan(head, args, wanted)
     rows, ranks, per_token, into = loss.rows, head.ranks, args.reduction == "none", Gradients()
     if not head.input.requires_grad and (keep or (any(wanted) and plan.schedule == "blocks")):

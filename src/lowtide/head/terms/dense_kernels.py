@@ -12,7 +12,7 @@ from lowtide.head.terms.dense import Dense
 
 
 class DenseKernels(Dense):
-    """Leaves the products unmodified; a gradient is written over them, or to ``out`` where it is narrower."""
+    """Forward leaves the logits unmodified; a gradient is written over them, or to ``out`` if it is narrower."""
 
     raw = True
 
