@@ -21,7 +21,13 @@ from lowtide.train.trainers import Measured
 def spy(kinds: Sequence[str]) -> None:
     """Begin to spy: ``head``, ``result``, ``dtypes`` or ``memory``; ``zero``: let DeepSpeed use gloo alone."""
     for kind in kinds:
-        {"head": _forbid_head, "result": _spy_result, "dtypes": _spy_dtypes, "memory": _spy_memory, "zero": _gloo_alone}[kind]()
+        {
+            "head": _forbid_head,
+            "result": _spy_result,
+            "dtypes": _spy_dtypes,
+            "memory": _spy_memory,
+            "zero": _gloo_alone,
+        }[kind]()
 
 
 def _print(kind: str, **values: Any) -> None:

@@ -118,12 +118,11 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> tuple[TrainCo
 
 
 def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
-    from lowtide.train.parallel import is_first_rank, uses_deepspeed
-    from lowtide.train.quiet import hide_deepspeed, quiet_transformers, stay_offline
+    from lowtide.train.parallel import is_first_rank
+    from lowtide.train.quiet import hide, quiet_transformers, stay_offline, unused_packages
 
     stay_offline(pushes=str(config.options.get("push_to_hub", "false")).lower() == "true")
-    if not uses_deepspeed() and not config.parallel.startswith("zero") and not config.options.get("deepspeed"):
-        hide_deepspeed()
+    hide(*unused_packages(config))
     from rich.console import Console
 
     console = Console()

@@ -7,6 +7,10 @@ import os
 import sys
 import warnings
 
+from lowtide.train.config import TrainConfig
+from lowtide.train.files import find_data
+from lowtide.train.parallel import uses_deepspeed
+
 
 def quiet_transformers() -> None:
     """Keep log lines and bars of transformers, TRL, datasets and peft off the terminal."""
@@ -43,9 +47,17 @@ def stay_offline(*, pushes: bool) -> None:
             os.environ.setdefault(name, "1")
 
 
-def hide_deepspeed() -> None:
-    """Let no library import DeepSpeed in this process.
+def hide(*packages: str) -> None:
+    """Let no library import these packages in this process.
 
-    accelerate and transformers do so wherever it is installed, which takes seconds and 200 MiB, and logs warnings.
+    accelerate and transformers import DeepSpeed and datasets wherever they are installed: seconds, and 200 MiB.
     """
-    sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
+    for package in packages:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
+def unused_packages(config: TrainConfig) -> list[str]:
+    """Return the packages that a run does not use, though other libraries would import them."""
+    deepspeed = uses_deepspeed() or config.parallel.startswith("zero") or config.options.get("deepspeed")
+    datasets = config.fine_tunes or any(source.kind in ("saved", "hub") for source in find_data(config.data).files)
+    return [name for name, used in (("deepspeed", deepspeed), ("datasets", datasets)) if not used]
