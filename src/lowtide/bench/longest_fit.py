@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.bench.longest_config import OFFLOADED, Train
-from lowtide.bench.ways import LIGER, LOWTIDE, STOCK
+from lowtide.bench.way import LIGER, LOWTIDE, STOCK
 from lowtide.head.options import HeadOptions
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.adapters import Adapters
