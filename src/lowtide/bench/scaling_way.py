@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from lowtide.bench.harness import reason_of, release
-from lowtide.bench.ways import LEARNING_RATE, Way, build_way
+from lowtide.bench.way import Way
+from lowtide.bench.ways import LEARNING_RATE, build_way
 from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
