@@ -101,6 +101,11 @@ def test_messages_have_the_fields_words(phrase: Phrase) -> None:
     assert not found, "\n".join(f"{file}: {said!r}: write {phrase.word!r}" for file, said in found)
 
 
+def test_classes_are_named_by_nouns_that_say_what_they_hold() -> None:
+    pattern = re.compile(r"^ *class _?(Told|Taken|Summed|Fetched|Settle|Everyone|Found)\b", re.MULTILINE)
+    assert not [file for file in (ROOT / "src").rglob("*.py") if pattern.search(file.read_text())]
+
+
 def test_a_phrase_is_seen_in_prose_and_in_messages_but_not_in_code_or_docstrings() -> None:
     said = "computed\nagain"
     assert [phrase.word for phrase in PHRASES if phrase.found_in(prose_of(f"Gate and up are {said}."))] == [
