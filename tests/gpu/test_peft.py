@@ -61,6 +61,7 @@ def test_compiled_layers(compiled: bool) -> None:
     assert report.calls_fused == 1
 
 
+@pytest.mark.filterwarnings("ignore")  # of peft's and cuBLAS's own
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_mlp_never_waits_for_the_device(dropout: float, dtype: torch.dtype) -> None:
