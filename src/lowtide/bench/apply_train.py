@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lowtide.bench.config import ApplyBenchConfig
 from lowtide.bench.harness import Run, release
+from lowtide.bench.ways import VOCABULARY
 from lowtide.errors import ArgumentValueError, message
 from lowtide.head.apply import linear_apply
 from lowtide.measure.resident import cuda_peak_bytes, reset_cuda_peak
@@ -21,8 +23,8 @@ from lowtide.train.shapes import DEFAULT
 
 CLIP, BETA, GROUP = 0.2, 0.04, 2
 LEARNING_RATE = 3e-5
-VOCABULARY = 1000  # of the model that has none of its own
 
+cross_entropy = partial(F.cross_entropy, reduction="none")  # of each token
 Data = list[dict[str, Tensor]]
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
@@ -33,11 +35,6 @@ def grpo(logits: Tensor, ids: Tensor, old: Tensor, reference: Tensor, advantage:
     ratio = (logp - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return BETA * ((reference - logp).exp() - (reference - logp) - 1) - gain
-
-
-def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return each token's cross entropy."""
-    return F.cross_entropy(logits, ids, reduction="none")
 
 
 def _stock(model: Any, batch: dict[str, Tensor]) -> Tensor:

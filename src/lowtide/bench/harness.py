@@ -10,11 +10,13 @@ import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from lowtide.bench.results import Files, begin
+from lowtide.bench.settings import Settings
+from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.failures import is_out_of_memory
 
@@ -24,7 +26,8 @@ OUT_OF_MEMORY = "out of memory"  # the reason of a row that did not fit
 Row = dict[str, Any]
 """A row of a table and of the result file. It lacks what was not measured; its ``failed`` says why there is less."""
 Say = Callable[[str], object]
-C = TypeVar("C")
+C = TypeVar("C", bound=Settings)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CannotError(Exception):
@@ -33,19 +36,41 @@ class CannotError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to compute what a table's cases ask for.
+    """One way to compute what a table's cases request.
 
     Attributes:
         name: of its row.
-        about: what it is, in a few words.
         build: imports it and returns what is run, made for a case; raises `CannotError` where it does not do the case.
         package: the distribution it comes in, for its version; empty where that is torch's or lowtide's.
     """
 
     name: str
-    about: str
     build: Callable[[Any], Any]
     package: str = ""
+
+
+P = TypeVar("P", bound=Peer)
+
+
+def by_name(*peers: P) -> dict[str, P]:
+    """Return the peers of a table by name, in its order."""
+    return {peer.name: peer for peer in peers}
+
+
+def needs_cuda(device: torch.device) -> None:
+    """Raise for a peer without an implementation on the CPU.
+
+    Raises:
+        CannotError: the device is no GPU.
+    """
+    if device.type != "cuda":
+        raise CannotError("runs on GPUs only")
+
+
+def compiled(function: F) -> F:
+    """Return a function under torch.compile, for the shapes of its first call."""
+    torch.compiler.reset()  # else the second case is compiled for any shape, which is slower
+    return cast("F", torch.compile(function, dynamic=False))
 
 
 @dataclass(frozen=True)
@@ -116,7 +141,7 @@ class Run(Generic[C]):
     """A benchmark under way.
 
     Attributes:
-        config: what was asked.
+        config: what was requested.
         device: where.
         dtype: of what is measured.
         say: gets the text, a line or more at a time.
@@ -157,23 +182,25 @@ class Run(Generic[C]):
         self.save()
 
 
+def own_failure(row: Row) -> bool:
+    """Return whether a row is a failure of lowtide's own: its first entry names who was measured."""
+    return "failed" in row and any(str(row.get(key)).startswith(LOWTIDE) for key in ("name", "way", "peer"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Benchmark(Generic[C]):
     """A benchmark.
 
     Attributes:
-        name: of its subcommand, and of the result file after the date; ``{dtype}`` and names of settings stand for
-            their values.
-        measure: measures all that the config of a run asks for, and adds the rows.
+        measure: measures all that the config of a run requests, and adds the rows.
         failed: whether a row is a failure of lowtide's own, for which the exit status is 1.
-        peers: whom it measures, by name; the result holds the versions of their packages.
+        peers: who is measured, by name; the result holds the versions of their packages.
         packages: other distributions whose versions it holds.
-        check: raises where a config asks for what cannot be measured here, before anything is written.
+        check: raises where a config requests what cannot be measured here, before anything is written.
     """
 
-    name: str
     measure: Callable[[Run[C]], None]
-    failed: Callable[[Row], bool]
+    failed: Callable[[Row], bool] = own_failure
     peers: Mapping[str, Peer] = field(default_factory=dict)
     packages: Iterable[str] = ()
     check: Callable[[C], object] = lambda _: None
@@ -185,13 +212,13 @@ class Benchmark(Generic[C]):
             UnsupportedError: there is no such device, or a package is missing that the config needs.
             ArgumentValueError: the folder for the results cannot be written, or a value that no run could use.
         """
-        asked: Any = config
+        asked: Any = config  # which has device, dtype and output
         device = chosen_device(asked.device)
         dtype = chosen_dtype(asked.dtype, device)
         self.check(config)
-        stem = self.name.format(**{**vars(config), "dtype": str(dtype).removeprefix("torch.")})
+        stem = config.stem.format(dtype=str(dtype).removeprefix("torch."))
         packages = [*self.packages, *(peer.package for peer in self.peers.values())]
-        files, result = begin(asked.output, stem, asked.command(), device, packages)
+        files, result = begin(asked.output, stem, config.command(), device, packages)
         run = Run(config=config, device=device, dtype=dtype, say=say, files=files, result=result)
         try:
             self.measure(run)

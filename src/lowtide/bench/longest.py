@@ -1,8 +1,8 @@
-"""The benchmark of long context: tokens a second at one length, and the longest sequence that runs, by each way.
+"""The benchmark of long context: tokens per second at one length, and the longest sequence that runs, by each way.
 
-The search begins where the planner says that memory ends, goes up or down in growing steps, and then halves what is
-between a length that ran and one that did not. Each try is a process. What should not fit into the host is not tried.
-Where the rate is measured, our layers keep what makes the step fastest; in the search, as little as they can.
+The search starts at the planner's limit, goes up or down in growing steps, and then halves the interval between a
+length that ran and one that did not. Each attempt is a process. What should not fit into the host is skipped. Where the
+rate is measured, lowtide's layers save what makes the step fastest; in the search, as little as they can.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide.bench import longest_way
-from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
-from lowtide.bench.longest_config import LongestBenchConfig
+from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, own_failure
 from lowtide.bench.longest_fit import OWN, Demand, Fit
 from lowtide.bench.longest_way import ON_HOST, OUT_OF_HOST, OUT_OF_TIME, config_of
+from lowtide.bench.train_config import LongestBenchConfig
 from lowtide.measure.child import ALLOCATOR, run_child
 from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib, parse_gib
@@ -25,9 +25,9 @@ from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import words_of
 
-KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, where nothing is said
-LEAST_FREE = 2**30  # a try is ended before less than that is left
-UNKNOWN_BUILD = 60.0  # seconds of a try before its first step, before any was made
+KEPT_FREE = 6 * 2**30  # of the host's memory, for Python, CUDA and the system, without --host
+LEAST_FREE = 2**30  # an attempt is ended before less than that is left
+UNKNOWN_BUILD = 60.0  # seconds of an attempt before its first step, before any was made
 KILLED = -9  # by the system, as a rule for want of memory
 TABLE = Table(
     (Column("", "way", "<16"), Column("T", "tokens", "9")),
@@ -76,15 +76,15 @@ def measure(run: Run[LongestBenchConfig]) -> None:
 
 @dataclass
 class Tries:
-    """The tries of one way, each a process, and what they have shown of the time that one takes.
+    """The attempts of one way, each a process, and what they have shown of the time that one takes.
 
     Attributes:
-        config: What was asked.
-        fit: What should fit.
-        settings: The same, device and dtype chosen.
-        tell: Gets each row.
-        build_s: Seconds of a try before its first step.
-        slower: How many times the seconds that were predicted a step takes.
+        config: what was requested.
+        fit: what should fit.
+        settings: of the config, device and dtype chosen.
+        tell: gets each row.
+        build_s: seconds of an attempt before its first step.
+        slower: seconds that a step takes over those predicted.
     """
 
     config: LongestBenchConfig
@@ -95,11 +95,11 @@ class Tries:
     slower: float = 1.0
 
     def seconds(self, T: int) -> float:
-        """Return about how long a try of one step takes."""
+        """Return about how many seconds an attempt of one step takes."""
         return self.build_s + self.slower * self.fit.at(T).seconds
 
     def once(self, T: int, demand: Demand, *, warm: int, reps: int, seconds: float) -> Row:
-        """Try a length in a process of at most so many seconds, and return its row.
+        """Run a length in a process of at most so many seconds, and return its row.
 
         It has ``seconds``, or ``failed`` and, where memory or time ran out, ``out_of``.
         """
@@ -135,7 +135,7 @@ class Tries:
 
 
 def search(tries: Tries, config: LongestBenchConfig, say: Callable[[str], object], end: float) -> dict[str, Any]:
-    """Look for the longest sequence that runs until the clock is at ``end``, and return what was found.
+    """Search for the longest sequence that runs until the clock is at ``end``.
 
     Returns:
         dict: ``longest`` tokens that ran (0: none), ``shortest_failed`` (None: none), ``predicted``, and why it ended.
@@ -177,9 +177,8 @@ def _last_line(text: str) -> str:
 
 
 LONGEST = Benchmark(
-    name="longest",
     measure=measure,
-    failed=lambda row: "failed" in row and row["way"] == OWN and not row.get("out_of"),
+    failed=lambda row: own_failure(row) and not row.get("out_of"),
     packages=["liger-kernel", "peft", "accelerate"],
     check=lambda config: config_of(config.model, config.layers),
 )

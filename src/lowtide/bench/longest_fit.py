@@ -1,8 +1,8 @@
-"""What a step of a long sequence should take on the GPU, on the host and in time: where the search begins.
+"""What a step of a long sequence should take on the GPU, on the host and in time: where the search starts.
 
-The planner's arithmetic (`lowtide.memory.planner.step_bytes`), with parameters, gradients and optimizer states where
-they are: on the host under FSDP2, a layer's at a time on the GPU; or on the GPU and frozen, beside adapters that are
-too small to count. T tokens of one sequence.
+The planner's arithmetic (`lowtide.memory.planner.step_bytes`), with parameters, gradients and optimizer states on the
+host under FSDP2, one layer's at a time on the GPU; or on the GPU and frozen, beside adapters that are too small to
+count. T tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.bench.longest_config import OFFLOADED, Train
-from lowtide.bench.ways import LIGER, LOWTIDE, STOCK
+from lowtide.bench.train_config import OFFLOADED, Train
+from lowtide.bench.way import LIGER, LOWTIDE, STOCK
 from lowtide.head.options import HeadOptions
 from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.adapters import Adapters
@@ -29,7 +29,7 @@ from lowtide.memory.policy import ActivationPolicy
 LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient
 STATES = 2  # tensors that AdamW keeps for each parameter
 HOST_RATE = 5e9  # parameters a second that AdamW updates on the host
-PEERS_MORE = 14  # bytes a token and hidden size that a peer's layer keeps beyond a patched one, when it runs again
+PEERS_MORE = 14  # bytes per token and hidden size that a peer's recomputed layer saves beyond a patched one
 LOGIT = 12  # bytes of each logit that the stock loss has at once: measured, 24 GiB of 16384 x 131072
 OWN = LOWTIDE
 LORA = Adapters(16, ("q_proj", "v_proj"))  # what is trained where the model is not
@@ -37,7 +37,7 @@ LORA = Adapters(16, ("q_proj", "v_proj"))  # what is trained where the model is 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a step should take: bytes on the GPU and on the host, seconds, and what the layers keep."""
+    """What a step should take: bytes on the GPU and on the host, seconds, and what the layers save."""
 
     gpu: int
     host: int
@@ -50,14 +50,14 @@ class Fit:
     """One way to train one model on one machine.
 
     Attributes:
-        way: Who.
-        train: What is trained.
-        shape: The model.
-        gpu: Which; its rates are for the times.
-        dtype: Of all tensors.
-        gpu_bytes: What may be taken on the GPU; None: it is a CPU that trains, in the host's memory.
-        host_bytes: The same on the host.
-        tile: Tokens that our MLPs work on at a time.
+        way: who.
+        train: what is trained.
+        shape: the model.
+        gpu: whose rates the times are computed with.
+        dtype: of all tensors.
+        gpu_bytes: that may be allocated on the GPU; None: a CPU trains, in the host's memory.
+        host_bytes: the same on the host.
+        tile: tokens per tile of lowtide's MLPs.
     """
 
     way: str
@@ -78,7 +78,7 @@ class Fit:
         return 2 * pinned + STATES * self.shape.params * self.dtype.itemsize
 
     def at(self, T: int) -> Demand:
-        """Return what a step of T tokens takes where the layers keep as little on the GPU as they can."""
+        """Return what a step of T tokens takes where the layers save as little on the GPU as they can."""
         job = self._job(T)
         return self._demand(job, self._groups(job))
 
@@ -147,7 +147,7 @@ class Fit:
         return step * largest(lambda n: self.fits(n * step))
 
     def _groups(self, job: Job) -> list[tuple[ActivationPolicy, int]]:
-        """Return what the layers keep: each its input, ours on the host as far as there is room, first layers first."""
+        """Return what the layers save: their inputs, lowtide's on the host while there is room, first layers first."""
         if self.way != OWN:
             return [(ActivationPolicy(keep="input", mlp_level=0), self.shape.layers)]
         here = ActivationPolicy(keep="input", mlp_level=1, mlp_tile_tokens=self.tile)

@@ -18,9 +18,9 @@ import torch
 
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
 from lowtide.bench.models_case import COMPARED, CRASHED, DIFFERENT, MAPPINGS, STATUSES, TIMED_OUT, check, types
-from lowtide.bench.models_config import ModelsBenchConfig
 from lowtide.bench.models_table import markdown
 from lowtide.bench.results import Files, replace
+from lowtide.bench.train_config import ModelsBenchConfig
 from lowtide.errors import ArgumentValueError, message
 
 TABLE = Table(
@@ -159,7 +159,6 @@ def _answer(answers: Any, kind: str, name: str, seed: int) -> None:
 
 
 MODELS = Benchmark(
-    name="models",
     measure=measure,
     failed=lambda row: row["status"] == DIFFERENT,
     packages=["transformers"],

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table
-from lowtide.bench.pictures import require_matplotlib
+from lowtide.bench.plots import require_matplotlib
 from lowtide.bench.results import Files, replace
-from lowtide.bench.settings import ScriptSettings, number, setting
-from lowtide.bench.ways import LIGER, LOWTIDE, STOCK, Way
+from lowtide.bench.settings import ScriptSettings, numbers, setting
+from lowtide.bench.way import LIGER, LOWTIDE, STOCK, Way
 from lowtide.measure.child import ALLOCATOR, run_command
 from lowtide.measure.plots import Line, Panel, draw_panels
 
@@ -60,7 +60,7 @@ class ScalingConfig(ScriptSettings):
     @property
     def worlds(self) -> tuple[int, ...]:
         """The numbers of ranks."""
-        return tuple(number("ranks", text, int) for text in self.ranks)
+        return numbers("ranks", self.ranks, int)
 
     @property
     def of_a_rank(self) -> dict[str, Any]:
@@ -166,7 +166,6 @@ def _check(config: ScalingConfig) -> None:
 
 
 SCALING = Benchmark(
-    name="scaling",
     measure=measure,
     failed=lambda _: False,
     packages=["accelerate", "liger-kernel"],

@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from lowtide.bench.harness import reason_of, release
-from lowtide.bench.ways import LEARNING_RATE, Way, build_way
+from lowtide.bench.way import Way
+from lowtide.bench.ways import LEARNING_RATE, build_way
 from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
@@ -27,8 +28,6 @@ from lowtide.train.progress import quiet_transformers
 from lowtide.train.ranks import Shares, in_group, launched_rank, launched_ranks
 from lowtide.train.streams import Block
 from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
-
-VOCABULARY = 1000  # of the model that has none of its own
 
 
 class RandomBlocks(IterableDataset[Block]):
@@ -83,7 +82,7 @@ def measure(
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         all_read()  # nothing is on the host: each builds the model on its GPU
         args = training_arguments(config, Path(folder), save=False, resuming=True)
-        built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=seed, vocab_size=VOCABULARY)
+        built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=seed)
         blocks = RandomBlocks(built.config.vocab_size, tokens, seed * 1000 + rank)
         metrics, clock = StepMetrics(ranks * batch * tokens), Clock()
         trainer: Any = LowtideTrainer(

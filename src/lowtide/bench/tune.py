@@ -16,8 +16,8 @@ from torch import Tensor
 from lowtide.bench.config import TuneConfig
 from lowtide.bench.harness import reason_of
 from lowtide.bench.problem import ROWS, blocks, make_problem
-from lowtide.bench.reference import exact_products
 from lowtide.bench.shapes import Shape
+from lowtide.bench.task import exact_products
 from lowtide.errors import UnsupportedError, message
 from lowtide.head.backends import why_not_exp
 from lowtide.head.kernels import configs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lowtide.bench.ways import IMPLEMENTATIONS, LOWTIDE
+from lowtide.bench.way import IMPLEMENTATIONS, LOWTIDE
 from lowtide.cli.parser import OneLineParser, add_options, given
 from lowtide.memory.policy_words import FORM
 from lowtide.profile.config import ProfileConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lowtide.bench.settings import Device, Dtype, options_of, setting
-from lowtide.bench.ways import IMPLEMENTATIONS, Way
+from lowtide.bench.way import IMPLEMENTATIONS, Way
 from lowtide.errors import ArgumentValueError, message
 from lowtide.measure.units import parse_gib
 from lowtide.memory.planner.optimizers import OPTIMIZERS

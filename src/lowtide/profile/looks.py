@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowtide.bench.ways import LOWTIDE
+from lowtide.bench.way import LOWTIDE
 from lowtide.profile.owners import (
     ACTIVATIONS,
     GRADIENTS,

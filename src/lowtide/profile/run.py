@@ -15,7 +15,8 @@ import torch
 
 from lowtide.bench.harness import chosen_device, chosen_dtype
 from lowtide.bench.results import Files, begin, replace
-from lowtide.bench.ways import LIGER, Way, language_part
+from lowtide.bench.way import LIGER, Way
+from lowtide.bench.ways import language_part
 from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.measure.child import ALLOCATOR, ChildResult, run_child
 from lowtide.measure.units import parse_gib

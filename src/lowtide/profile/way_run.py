@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from lowtide.bench.harness import OUT_OF_MEMORY, reason_of, release
-from lowtide.bench.ways import COMPILE, SDPA, Way, attention_of, build_way, make_optimizer
+from lowtide.bench.way import COMPILE, Way
+from lowtide.bench.ways import SDPA, attention_of, build_way, make_optimizer
 from lowtide.errors import UnsupportedError
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.resident import (

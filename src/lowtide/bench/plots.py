@@ -1,4 +1,4 @@
-"""The head's pictures: time against memory, the share of the limit by tokens, and the panels of the sweep."""
+"""The head's plots: time against memory, the share of the limit by tokens, and the panels of the sweep."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowtide.bench.config import AXES
 from lowtide.bench.harness import OUT_OF_MEMORY
-from lowtide.bench.peers import LOWTIDE, LOWTIDE_AT_LIGERS
+from lowtide.bench.loss_peers import LOWTIDE_AT_LIGERS
 from lowtide.bench.results import Files, replace
-from lowtide.bench.shapes import parse_shape
-from lowtide.bench.sweep_config import AXES
+from lowtide.bench.shapes import HEADS
+from lowtide.bench.way import LOWTIDE
 from lowtide.errors import UnsupportedError, message
 from lowtide.measure.plots import Line, Panel, Point, draw_front, draw_panels, draw_shares
 
@@ -62,7 +63,7 @@ def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
     """
     asked, points = told["asked"], told["points"]
     names = list(dict.fromkeys(row["name"] for point in points for row in point["rows"]))
-    shape = parse_shape(asked["shape"])
+    shape = HEADS.one(asked["shape"])
     center = {"N": shape.N, "D": shape.D, "V": shape.V}
     columns = [letter for axis, letter in AXES.items() if "none" not in asked[axis]]
 
@@ -109,14 +110,14 @@ def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raise unless pictures can be drawn.
+    """Raise unless plots can be drawn.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         hint = "pip install 'lowtide[plot]'"
-        raise UnsupportedError(message(what, "matplotlib, for the pictures", "none", hint))
+        raise UnsupportedError(message(what, "matplotlib, for the plots", "none", hint))
 
 
 def _key(name: str) -> Callable[[Mapping[str, Any]], float | None]:
