@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lowtide.bench.longest_config import WAYS, LongestBenchConfig
 
 from lowtide.bench import longest, longest_way
-from lowtide.bench.longest_config import WAYS, LongestBenchConfig
 from lowtide.bench.longest_fit import Fit, moves, parameter_sizes, pinned_bytes
 from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
 from lowtide.cli import main

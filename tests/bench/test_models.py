@@ -7,11 +7,10 @@ import time
 
 import pytest
 
-from lowtide.bench.models import MODELS, _awaited, summary
+from lowtide.bench.models import MODELS, _awaited, markdown, summary
 from lowtide.bench.models_case import CRASHED, DIFFERENT, FUSED, NOT_BUILT, TIMED_OUT
-from lowtide.bench.models_config import ModelsBenchConfig
-from lowtide.bench.models_table import markdown
 from lowtide.bench.tiny import VOCAB, tiny_values
+from lowtide.bench.train_config import ModelsBenchConfig
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.bench.mlp_peers import MLP_PEERS, bare_products, make_stack, parse_mlp
 
 from cli.results import result
 from lowtide.bench import mlp_peers
 from lowtide.bench.config import MlpBenchConfig
-from lowtide.bench.mlp_peers import MLP_PEERS, bare_products, make_stack, parse_mlp
 from lowtide.cli import main
 from lowtide.mlp import elementwise
 

@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import torch
+from lowtide.bench.peers import PEERS
+from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
 
 from cli.results import result
 from lowtide.bench import pictures, sweep
 from lowtide.bench.harness import Peer
 from lowtide.bench.limit import Bench
-from lowtide.bench.peers import PEERS
-from lowtide.bench.sweep_config import SWEEP_PEERS, SweepBenchConfig
 from lowtide.cli import main
 from lowtide.measure import plots
 

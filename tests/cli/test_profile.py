@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from distributed.train_ranks import run_command, shared
-from lowtide.bench.ways import Way, build_way
+from lowtide.bench.way import Way
+from lowtide.bench.ways import build_way
 from lowtide.cli import main
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.child import ChildResult

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lowtide.bench import ways
-from lowtide.bench.ways import Way, build_way, make_optimizer
+from lowtide.bench.way import Way
+from lowtide.bench.ways import build_way, make_optimizer
 from lowtide.measure.allocations import track_allocations
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import ActivationPolicy
