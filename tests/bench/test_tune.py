@@ -13,14 +13,15 @@ from torch import Tensor
 
 from lowtide.bench import tune as tuning
 from lowtide.bench.config import TuneConfig
-from lowtide.bench.shapes import parse_shape
-from lowtide.bench.tune import CALLS, CANDIDATES, NO_TIME, Chunk, Trial, build_kernel, fastest, in_order, tune
+from lowtide.bench.harness import Row
+from lowtide.bench.shapes import HEADS
+from lowtide.bench.tune import CALLS, CANDIDATES, NO_TIME, Chunk, build_kernel, fastest, in_order, tune
 from lowtide.errors import UnsupportedError
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.configs import TABLE, GemmConfig
 from lowtide.measure.timing import Timing
 
-SHAPE = parse_shape("24,16,72")
+SHAPE = HEADS.one("24,16,72")
 A, B, C = (GemmConfig(columns=32, group=group) for group in (1, 2, 3))
 KIB = 1024
 
@@ -81,7 +82,7 @@ class Gpu:
         times = {"kernel": self.ms.get(config, 1.0), "mm": self.mm.get(config, 0.5)}
         return {name: Timing((9e9, CALLS * times[name], 0.0)) for name in functions}
 
-    def tune(self, chunk: Chunk, *candidates: GemmConfig, seconds: float = 1e9) -> list[Trial]:
+    def tune(self, chunk: Chunk, *candidates: GemmConfig, seconds: float = 1e9) -> list[Row]:
         end = self.now + seconds
         return list(tune(candidates, chunk, self.build, self.timer, end=end, clock=lambda: self.now))
 
@@ -89,11 +90,11 @@ class Gpu:
 def test_the_fastest_beside_the_product_of_its_own_rounds(chunk: Chunk) -> None:
     gpu = Gpu(ms={A: 1.0, B: 0.8, C: 0.9}, mm={C: 0.9})
     trials = gpu.tune(chunk, A, B, C)
-    assert [(trial.config, trial.ms, trial.mm_ms) for trial in trials] == [(A, 1.0, 0.5), (B, 0.8, 0.5), (C, 0.9, 0.9)]
-    assert [trial.share for trial in trials] == pytest.approx([0.5, 0.625, 1.0])
+    assert [(row["config"], row["ms"], row["mm_ms"]) for row in trials] == [(A, 1.0, 0.5), (B, 0.8, 0.5), (C, 0.9, 0.9)]
+    assert [row["share"] for row in trials] == pytest.approx([0.5, 0.625, 1.0])
     best = fastest(trials)
     assert best is not None
-    assert best.config == C
+    assert best["config"] == C
 
 
 def one_sum(chunk: Chunk, sums: Tensor, call: int) -> None:
@@ -120,9 +121,8 @@ def nothing_written(chunk: Chunk, sums: Tensor, call: int) -> None:
 def test_wrong_results_are_rejected_untimed(chunk: Chunk, spoil: Callable[[Chunk, Tensor, int], None]) -> None:
     gpu = Gpu(ms={B: 0.1}, spoil=spoil)
     a, b, c = gpu.tune(chunk, A, B, C)
-    assert b.skipped is not None
-    assert b.skipped.startswith("wrong: ")
-    assert b.ms is None
+    assert b["failed"].startswith("wrong: ")
+    assert "ms" not in b
     assert gpu.timed == [A, C]
     assert fastest([a, b, c]) in (a, c)
 
@@ -133,9 +133,8 @@ def test_what_is_wrong_in_later_runs_is_rejected(chunk: Chunk) -> None:
             one_sum(chunk, sums, call)
 
     _, b = Gpu(ms={B: 0.1}, spoil=race).tune(chunk, A, B)
-    assert b.skipped is not None
-    assert b.skipped.startswith("wrong: a row's sum is off by ")
-    assert b.share == 0
+    assert b["failed"].startswith("wrong: a row's sum is off by ")
+    assert "share" not in b
 
 
 def test_what_another_candidate_left_is_not_taken_for_a_result(chunk: Chunk) -> None:
@@ -147,8 +146,8 @@ def test_what_another_candidate_left_is_not_taken_for_a_result(chunk: Chunk) -> 
         return (kernel if config == A else lambda: None), sums
 
     a, b = tune((A, B), chunk, build, gpu.timer, end=1e9, clock=lambda: 0.0)
-    assert a.skipped is None
-    assert b.skipped == "wrong: a row's sum is off by nan of it"
+    assert "failed" not in a
+    assert b["failed"] == "wrong: a row's sum is off by nan of it"
 
 
 def test_one_that_fails_says_why_and_the_others_go_on(chunk: Chunk) -> None:
@@ -157,26 +156,26 @@ def test_one_that_fails_says_why_and_the_others_go_on(chunk: Chunk) -> None:
 
     gpu = Gpu(broken={A: OutOfResources("out of resource: shared memory, Required: 300000\nlong"), B: ValueError()})
     a, b, c = gpu.tune(chunk, A, B, C)
-    assert a.skipped == "OutOfResources: out of resource: shared memory, Required: 300000"
-    assert b.skipped == "ValueError"
-    assert c.share == 0.5
+    assert a["failed"] == "OutOfResources: out of resource: shared memory, Required: 300000"
+    assert b["failed"] == "ValueError"
+    assert c["share"] == 0.5
     assert fastest([a, b]) is None
-    assert a.line().endswith("Required: 300000\n")
+    assert tuning.TABLE.line(a).endswith("Required: 300000\n")
 
 
 def test_a_candidate_is_begun_only_if_the_longest_yet_would_end_in_time(chunk: Chunk) -> None:
     gpu = Gpu(seconds={A: 2.0, B: 5.0, C: 1.0})
     begun = gpu.now
     trials = gpu.tune(chunk, A, B, C, A, seconds=10.0)  # after A and B 3 s are left, and one took 5
-    assert [trial.skipped for trial in trials] == [None, None, NO_TIME, NO_TIME]
+    assert [row.get("failed") for row in trials] == [None, None, NO_TIME, NO_TIME]
     assert gpu.now - begun <= 10.0
-    assert [trial.skipped for trial in Gpu().tune(chunk, A, B, C, seconds=3.0)] == [None] * 3
+    assert [row.get("failed") for row in Gpu().tune(chunk, A, B, C, seconds=3.0)] == [None] * 3
 
 
 def test_the_first_is_tried_however_short_the_time(chunk: Chunk) -> None:
     gpu = Gpu()
     trials = gpu.tune(chunk, A, B, C, seconds=-1.0)
-    assert [trial.skipped for trial in trials] == [None, NO_TIME, NO_TIME]
+    assert [row.get("failed") for row in trials] == [None, NO_TIME, NO_TIME]
     assert gpu.built == [A]
 
 
@@ -223,7 +222,7 @@ def test_the_kernel_itself() -> None:
     gpu = Gpu(ms={config: 2.0})
     gpu.built.append(config)
     (trial,) = tune((config,), chunk, build_kernel, gpu.timer, end=0.0, clock=lambda: 0.0)
-    assert trial == Trial(config=config, ms=2.0, mm_ms=0.5)
+    assert trial == {"config": config, "ms": 2.0, "mm_ms": 0.5, "share": 0.25}
 
 
 @pytest.fixture
