@@ -31,10 +31,15 @@ Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 def grpo(logits: Tensor, ids: Tensor, old: Tensor, reference: Tensor, advantage: Tensor) -> Tensor:
     """Return each token's term of GRPO's objective, to be minimised."""
-    logp = -F.cross_entropy(logits, ids, reduction="none")
+    logp = -cross_entropy(logits, ids)
     ratio = (logp - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return BETA * ((reference - logp).exp() - (reference - logp) - 1) - gain
+
+
+def _hidden(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    hidden: Tensor = model.model(input_ids=batch["ids"]).last_hidden_state
+    return hidden[:, :-1]
 
 
 def _stock(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -43,9 +48,8 @@ def _stock(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _applied(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    hidden = model.model(input_ids=batch["ids"]).last_hidden_state[:, :-1]
-    loss: Tensor = linear_apply(cross_entropy, hidden, model.lm_head.weight, batch["ids"][:, 1:]).mean()
-    return loss
+    losses: Tensor = linear_apply(cross_entropy, _hidden(model, batch), model.lm_head.weight, batch["ids"][:, 1:])
+    return losses.mean()
 
 
 def _masked_mean(terms: Tensor, mask: Tensor) -> Tensor:
@@ -60,9 +64,9 @@ def _naive_grpo(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _applied_grpo(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    hidden = model.model(input_ids=batch["ids"]).last_hidden_state[:, :-1]
     args = (batch["ids"][:, 1:], batch["old"], batch["reference"], batch["advantage"])
-    return _masked_mean(linear_apply(grpo, hidden, model.lm_head.weight, *args, mask=batch["mask"]), batch["mask"])
+    terms = linear_apply(grpo, _hidden(model, batch), model.lm_head.weight, *args, mask=batch["mask"])
+    return _masked_mean(terms, batch["mask"])
 
 
 LOSSES: dict[str, dict[str, Loss]] = {
@@ -72,11 +76,10 @@ LOSSES: dict[str, dict[str, Loss]] = {
 
 
 def compare(objective: str, run: Run[ApplyBenchConfig]) -> dict[str, Any]:
-    """Train with each loss from the same weights on the same data, and return both curves and how they differ.
+    """Train by an objective, "train" or "grpo", with each loss from the same weights on the same data.
 
-    Args:
-        objective: "train" or "grpo".
-        run: whose model, sizes and seed.
+    Returns:
+        dict: both curves, and how they differ.
 
     Raises:
         ArgumentValueError: there is no such model.
@@ -84,27 +87,25 @@ def compare(objective: str, run: Run[ApplyBenchConfig]) -> dict[str, Any]:
     config, device = run.config, run.device
     name = config.model if config.model != "auto" else "llama-3.2-1b" if device.type == "cuda" else DEFAULT
     settings = model_config(name, vocab_size=VOCABULARY)
-    told: dict[str, Any] = {"model": name, "steps": config.steps, "batch": config.batch, "seq_len": config.seq_len}
+    result: dict[str, Any] = {"model": name, "steps": config.steps, "batch": config.batch, "seq_len": config.seq_len}
     sizes = f"{config.steps} steps of {config.batch} x {config.seq_len} tokens"
     run.say(f"\n{objective}: {name}, {sizes}, {run.dtype}\n")
     curves: dict[str, list[float]] = {}
     for way, loss in LOSSES[objective].items():
         model = _model(settings, run.dtype, device, config.seed)
         data = _data(model, objective, config, device)
-        result = _trained(model, loss, data)
-        told[way] = result
-        curves[way] = result["losses"]
-        peak = f", peak {result['peak_mib']:.0f} MiB" if device.type == "cuda" else ""
-        losses = f"loss {curves[way][0]:.6f} to {curves[way][-1]:.6f}"
-        run.say(f"{way:16}{losses}, {result['seconds']:.1f} s{peak}\n")
+        result[way] = trained = _trained(model, loss, data)
+        curve = curves[way] = trained["losses"]
+        peak = f", peak {trained['peak_mib']:.0f} MiB" if device.type == "cuda" else ""
+        run.say(f"{way:16}loss {curve[0]:.6f} to {curve[-1]:.6f}, {trained['seconds']:.1f} s{peak}\n")
         del model, data
         release(device)
     one, other = curves.values()
     differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    told["largest_difference"] = max(differences)
-    told["largest_relative_difference"] = max(d / max(abs(a), 1e-6) for d, a in zip(differences, one, strict=True))
+    result["largest_difference"] = max(differences)
+    result["largest_relative_difference"] = max(d / max(abs(a), 1e-6) for d, a in zip(differences, one, strict=True))
     run.say(f"the curves differ by {max(differences):.2e} at most\n")
-    return told
+    return result
 
 
 def _model(settings: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
@@ -138,8 +139,7 @@ def _data(model: Any, objective: str, config: ApplyBenchConfig, device: torch.de
 def _rollout(model: Any, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """Return log-probabilities of an older and of a reference policy, advantages within groups, and a mask."""
     B, T = ids.shape[0], ids.shape[1] - 1
-    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-    logp = -linear_apply(cross_entropy, hidden, model.lm_head.weight, ids[:, 1:])
+    logp = -linear_apply(cross_entropy, _hidden(model, {"ids": ids}), model.lm_head.weight, ids[:, 1:])
     shifted = [logp + 0.1 * torch.randn(B, T, generator=generator).to(logp.device) for _ in range(2)]
     reward = torch.randn(B, 1, generator=generator)
     group = min(GROUP, B)

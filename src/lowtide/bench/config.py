@@ -86,10 +86,9 @@ class SweepBenchConfig(PeerSettings):
     examples: ClassVar = {
         "": "around 16384 tokens, hidden size 2048, vocabulary 131072",
         "--tokens 1024 2048 4096 8192 --hidden 512 1024 2048 --vocab 8192 32768 131072": "your own lines",
-        "--shape gemma-2b --hidden none --only lowtide liger liger-large --seconds 60":
-            "two lines around another shape, as much of them as fits into a minute",
+        "--shape gemma-2b --hidden none --only lowtide liger --seconds 60": "two lines, as far as a minute goes",
         "--shape 256,64,2048 --skip compile --device cpu": "a quick run without a GPU",
-    }  # fmt: skip
+    }
 
     shape: str = setting(HEADS.usual, "where the three lines cross: {shapes} or N,D,V", metavar="SHAPE")
     tokens: tuple[str, ...] = setting(
@@ -239,9 +238,10 @@ class ApplyBenchConfig(ShapeSettings):
     train: bool = setting(False, "also train a Llama with the stock loss and with linear_apply, from the same weights")
     grpo: bool = setting(False, "the same with GRPO's objective, on all logits and with linear_apply")
     model: str = setting(
-        "auto", "shape of that Llama, as in lowtide train --model; auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
+        "auto",
+        "shape of that Llama, as in lowtide train --model; auto: llama-3.2-1b on a GPU, lowtide-small on a CPU",
         metavar="NAME",
-    )  # fmt: skip
+    )
     steps: int = setting(50, "of training", least=1)
     batch: int = setting(4, "sequences of a training step", least=1)
     seq_len: int = setting(1024, "tokens of a sequence", least=8)

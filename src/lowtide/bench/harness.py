@@ -167,11 +167,11 @@ class Run(Generic[C]):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings, with the device and the dtype that were chosen, as a process of its own gets them."""
+        """The settings for a child process, with the chosen device and dtype."""
         return {**vars(self.config), "device": self.device.type, "dtype": self.dtype_name}
 
     def save(self) -> None:
-        """Write what is known so far."""
+        """Write the result so far."""
         self.files.write_json(self.result)
 
     def add(self, row: Row, rows: list[Row], table: Table) -> None:
@@ -231,7 +231,7 @@ class Benchmark(Generic[C]):
 
 @contextlib.contextmanager
 def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
-    """Catch what a peer raises, which is its row's ``failed``, or ``cannot`` where it does not do the case."""
+    """Catch a peer's error as its row's ``failed``, and a `CannotError` under the key ``cannot``."""
     try:
         yield
     except CannotError as error:
@@ -241,7 +241,7 @@ def reason_in(row: Row, *, cannot: str = "failed") -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says, in one line that is not too long."""
+    """Return an error as one line that is not too long."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     lines = str(error).strip().splitlines()
@@ -250,14 +250,14 @@ def reason_of(error: Exception) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Hand back the memory that nothing refers to, so that the next peer finds what the last one found."""
+    """Free cached memory, so that the next peer starts as the last one did."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def answers(device: torch.device) -> bool:
-    """Return whether a device still computes: after an illegal access by a kernel, a process has no GPU any more."""
+    """Return whether a device still computes: an illegal access by a kernel takes the GPU from a process."""
     try:
         torch.zeros(1, device=device).item()
     except RuntimeError:

@@ -44,9 +44,11 @@ TABLE = Table(
     reason=lambda row: None if "seconds" in row else row["why"][:150],
 )
 _QUIET = {
-    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
     "PYTHONWARNINGS": "ignore",
-}  # fmt: skip
+}
 _PRELOADED = ("lowtide.bench.models_case", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 

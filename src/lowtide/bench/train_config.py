@@ -34,19 +34,19 @@ class StepBenchConfig(StepSettings, RunSettings):
     examples: ClassVar = {
         "": "a Llama-3.2-1B at three lengths",
         "--tokens 32768 --peer liger --policy all 8xall+8xattention-mlp1 --sdpa cudnn": "layers of two policies",
-        "--tokens 32768 --peer liger --policy 10xattention-mlp0+6xall@states":
-            "with the optimizer states in host memory while they are not in use",
+        "--tokens 32768 --policy 10xattention-mlp0+6xall@states": "idle optimizer states in host memory",
         "--model lowtide-small --tokens 64 --device cpu --peer stock --policy all input": "a quick run without a GPU",
-    }  # fmt: skip
+    }
 
     tokens: tuple[str, ...] = setting((), "lengths of a sequence (default: 8192 32768 65536)", metavar="T")
     peer: tuple[str, ...] = setting(
         ("liger", "liger-attention", "stock", "compile"), "these peers: {ways}", metavar="PEER", known="ways"
     )
     policy: tuple[str, ...] = setting(
-        ("input", "attention", "all-mlp1", "all"), f"lowtide with these policies: {FORM}; {STATES_FORM}",
+        ("input", "attention", "all-mlp1", "all"),
+        f"lowtide with these policies: {FORM}; {STATES_FORM}",
         metavar="POLICY",
-    )  # fmt: skip
+    )
     sdpa: Sdpa = setting("auto", SDPA)  # noqa: RUF009
     model: str = setting("llama-3.2-1b", "whose shape, as in lowtide train --model; random weights", metavar="NAME")
     batch: int = setting(1, "sequences of a step", least=1)
@@ -88,9 +88,8 @@ class LongestBenchConfig(StepSettings, RunSettings):
         "--no-search": "the rate of a Llama of 8B at 32768 tokens, every parameter trained",
         "--train lora --way lowtide --tokens 0 --seconds 3600": "how long a sequence can be with adapters",
         "--layers 4 --way lowtide --start 262144 --sdpa cudnn": "the GPU's side of it in less time",
-        "--model lowtide-small --device cpu --way lowtide stock --tokens 256 --start 512 --seconds 60":
-            "a quick run without a GPU",
-    }  # fmt: skip
+        "--model lowtide-small --device cpu --way lowtide --tokens 256 --start 512 --seconds 60": "without a GPU",
+    }
 
     train: Train = setting(  # noqa: RUF009
         "full", "full: every parameter, in host memory with gradients and optimizer states; lora: adapters of rank 16"
