@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lowtide.bench import longest, longest_way
-from lowtide.bench.longest_fit import Fit, moves, parameter_sizes, pinned_bytes
+from lowtide.bench.longest import Fit, moves, parameter_sizes, pinned_bytes
 from lowtide.bench.longest_way import OUT_OF_HOST, OUT_OF_TIME, Watch, out_of
 from lowtide.bench.train_config import LongestBenchConfig
 from lowtide.errors import ArgumentValueError, UnsupportedError

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.bench import head, task
 from lowtide.bench import problem as problems
-from lowtide.bench import rounding, task
-from lowtide.bench.head import loss_task
+from lowtide.bench.head import loss_task, rounding_floor
 from lowtide.bench.problem import PLAIN, SETTINGS, Problem, Setting, make_problem
-from lowtide.bench.rounding import rounding_floor
 from lowtide.bench.shapes import HEADS
 from lowtide.bench.task import Truth, relative_error, truth
 from support import relative_error as dense_error
@@ -23,7 +22,7 @@ SHAPE = HEADS.one("240,24,500")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (problems, rounding, task):
+    for module in (problems, head, task):
         monkeypatch.setattr(module, "ROWS", 37)
 
 

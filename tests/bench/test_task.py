@@ -21,13 +21,11 @@ from lowtide.bench.divergence import DIVERGENCE_PEERS, KINDS, DivergenceTask, di
 from lowtide.bench.divergence import TRL_TILE as TRL_DIVERGENCE_TILE
 from lowtide.bench.harness import CannotError, Peer, Row
 from lowtide.bench.head import LossBench, loss_task
-from lowtide.bench.limit import MOST_LOGITS, bare_gemms, limit_rows
 from lowtide.bench.loss_peers import PEERS
 from lowtide.bench.problem import PLAIN, SETTINGS, Setting, make_problem
 from lowtide.bench.shapes import HEADS, PAIR_SHAPES, PAIRS, Shape
 from lowtide.bench.stats import STATS_PEERS, TRL_TILE, WORKS, StatsTask, stats_task
-from lowtide.bench.task import Bench, Task, Values, truth
-from lowtide.bench.tokens import limits_of, table_of
+from lowtide.bench.task import MOST_LOGITS, Bench, Task, Values, bare_gemms, limit_rows, limits_of, table_of, truth
 from lowtide.cli import main
 from support import relative_error
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lowtide.bench.config import TuneConfig
 from lowtide.bench.harness import Row
 from lowtide.bench.shapes import HEADS
 from lowtide.bench.tune import CALLS, CANDIDATES, NO_TIME, Chunk, build_kernel, fastest, in_order, tune
+from lowtide.cli import main
 from lowtide.errors import UnsupportedError
 from lowtide.head.kernels import configs
 from lowtide.head.kernels.configs import TABLE, GemmConfig
@@ -51,7 +53,7 @@ class Gpu:
     ms: Mapping[GemmConfig, float] = field(default_factory=dict)
     seconds: Mapping[GemmConfig, float] = field(default_factory=dict)
     mm: Mapping[GemmConfig, float] = field(default_factory=dict)
-    spoil: Callable[[Chunk, Tensor, int], None] = lambda chunk, sums, call: None
+    spoil: Callable[[Chunk, Tensor, int], Any] = lambda chunk, sums, call: None
     broken: Mapping[GemmConfig, Exception] = field(default_factory=dict)
     now: float = 100.0
     built: list[GemmConfig] = field(default_factory=list)
@@ -101,40 +103,24 @@ def one_sum(chunk: Chunk, sums: Tensor, call: int) -> None:
     sums[-1, -1] *= 1.05
 
 
-def one_exponential(chunk: Chunk, sums: Tensor, call: int) -> None:
-    chunk.e_CV[3, 4] *= 1.02
+SPOILS: dict[str, Callable[[Chunk, Tensor, int], Any]] = {
+    "one sum": one_sum,
+    "one exponential": lambda chunk, sums, call: chunk.e_CV[3, 4].mul_(1.02),
+    "the target": lambda chunk, sums, call: chunk.e_CV[0, chunk.y_C[0]].fill_(1.0),
+    "a sum that is no number": lambda chunk, sums, call: sums[0, 0].fill_(torch.nan),
+    "nothing written": lambda chunk, sums, call: chunk.e_CV.fill_(0.0),
+    "a race": lambda chunk, sums, call: one_sum(chunk, sums, call) if call > 1 else None,
+}
 
 
-def the_target(chunk: Chunk, sums: Tensor, call: int) -> None:
-    chunk.e_CV[0, chunk.y_C[0]] = 1.0
-
-
-def nan_sum(chunk: Chunk, sums: Tensor, call: int) -> None:
-    sums[0, 0] = torch.nan
-
-
-def nothing_written(chunk: Chunk, sums: Tensor, call: int) -> None:
-    chunk.e_CV.fill_(0.0)
-
-
-@pytest.mark.parametrize("spoil", [one_sum, one_exponential, the_target, nan_sum, nothing_written])
-def test_wrong_results_are_rejected_untimed(chunk: Chunk, spoil: Callable[[Chunk, Tensor, int], None]) -> None:
-    gpu = Gpu(ms={B: 0.1}, spoil=spoil)
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_wrong_results_are_rejected(chunk: Chunk, spoil: str) -> None:
+    gpu = Gpu(ms={B: 0.1}, spoil=SPOILS[spoil])
     a, b, c = gpu.tune(chunk, A, B, C)
-    assert b["failed"].startswith("wrong: ")
-    assert "ms" not in b
-    assert gpu.timed == [A, C]
+    assert b["failed"].startswith("wrong: a row's sum is off by " if "sum" in spoil or "race" in spoil else "wrong: ")
+    assert not {"ms", "share"} & set(b)
+    assert gpu.timed == ([A, B, C] if spoil == "a race" else [A, C]), "untimed, where the first run shows it"
     assert fastest([a, b, c]) in (a, c)
-
-
-def test_what_is_wrong_in_later_runs_is_rejected(chunk: Chunk) -> None:
-    def race(chunk: Chunk, sums: Tensor, call: int) -> None:
-        if call > 1:
-            one_sum(chunk, sums, call)
-
-    _, b = Gpu(ms={B: 0.1}, spoil=race).tune(chunk, A, B)
-    assert b["failed"].startswith("wrong: a row's sum is off by ")
-    assert "share" not in b
 
 
 def test_what_another_candidate_left_is_not_taken_for_a_result(chunk: Chunk) -> None:
@@ -171,9 +157,7 @@ def test_a_candidate_is_begun_only_if_the_longest_yet_would_end_in_time(chunk: C
     assert gpu.now - begun <= 10.0
     assert [row.get("failed") for row in Gpu().tune(chunk, A, B, C, seconds=3.0)] == [None] * 3
 
-
-def test_the_first_is_tried_however_short_the_time(chunk: Chunk) -> None:
-    gpu = Gpu()
+    gpu = Gpu()  # and the first, however short the time
     trials = gpu.tune(chunk, A, B, C, seconds=-1.0)
     assert [row.get("failed") for row in trials] == [None, NO_TIME, NO_TIME]
     assert gpu.built == [A]
@@ -242,7 +226,12 @@ def run(config: TuneConfig, clock: Callable[[], float] = time.monotonic) -> tupl
     return found, "".join(said)
 
 
-def test_the_winner_is_kept(unknown_gpu: Gpu, gemm_file: Path) -> None:
+def test_the_winner_is_kept_but_not_by_a_dry_run(unknown_gpu: Gpu, gemm_file: Path) -> None:
+    found, said = run(TuneConfig(shape="24,16,72", dry_run=True))
+    assert found == CANDIDATES[4]
+    assert said.endswith("not kept: --dry-run\n")
+    assert not gemm_file.exists()
+    unknown_gpu.built.clear()
     found, said = run(TuneConfig(shape="24,16,72"))
     assert found == CANDIDATES[4] == configs.lookup("unknown")
     assert unknown_gpu.built == list(in_order(GemmConfig()))
@@ -257,18 +246,14 @@ def test_the_winner_is_kept(unknown_gpu: Gpu, gemm_file: Path) -> None:
     assert unknown_gpu.built[0] == CANDIDATES[4]
 
 
-def test_a_dry_run_keeps_nothing(unknown_gpu: Gpu, gemm_file: Path) -> None:
-    found, said = run(TuneConfig(shape="24,16,72", dry_run=True))
-    assert found == CANDIDATES[4]
-    assert said.endswith("not kept: --dry-run\n")
-    assert not gemm_file.exists()
-
-
-def test_nothing_is_kept_where_no_candidate_could_be_used(unknown_gpu: Gpu, gemm_file: Path) -> None:
-    unknown_gpu.broken = {config: RuntimeError("no") for config in CANDIDATES}
-    found, said = run(TuneConfig(shape="24,16,72"))
-    assert found is None
-    assert said.count("RuntimeError: no") == len(CANDIDATES)
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_command_fails_where_no_candidate_could_be_used(
+    status: int, unknown_gpu: Gpu, gemm_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown_gpu.broken = {config: RuntimeError("no") for config in CANDIDATES} if status else {}
+    command = ["bench", "tune", "--dry-run", "--seconds", "1e9", "--shape", "24,16,72", "--warm", "0", "--reps", "1"]
+    assert main(command) == status
+    assert capsys.readouterr().out.count("RuntimeError: no") == status * len(CANDIDATES)
     assert not gemm_file.exists()
 
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.bench.harness import CannotError, Peer, by_name, compiled, needs_cuda
-from lowtide.bench.limit import bare_gemms
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import PairShape
-from lowtide.bench.task import Function, Task, Values, wider
-from lowtide.bench.tokens import token_benchmark
+from lowtide.bench.task import Function, Task, Values, bare_gemms, token_benchmark, wider
 from lowtide.bench.way import LOWTIDE
 from lowtide.head.divergence import linear_divergence
 from lowtide.head.options import Accumulate, HeadOptions

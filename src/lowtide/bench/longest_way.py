@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from lowtide.bench.harness import reason_of
-from lowtide.bench.longest_fit import LORA, OWN
 from lowtide.bench.step import steps
 from lowtide.bench.train_config import OFFLOADED, LongestBenchConfig
-from lowtide.bench.way import LIGER
+from lowtide.bench.way import LIGER, LOWTIDE
 from lowtide.bench.ways import VOCABULARY, apply_liger, enable_checkpointing, make_optimizer, with_lora
 from lowtide.errors import UnsupportedError
 from lowtide.measure.failures import is_out_of_memory, is_the_gpus
 from lowtide.measure.resident import available_bytes
 from lowtide.measure.units import gib
 from lowtide.memory import apply_policy
+from lowtide.memory.planner.adapters import Adapters
 from lowtide.memory.planner.shapes import with_layers
 from lowtide.memory.policy_words import parse_policies
 from lowtide.memory.stack import find_stack
@@ -39,6 +39,7 @@ OUT_OF_HOST, OUT_OF_TIME = 75, 76  # statuses of a process that the watch has en
 ON_GPU, ON_HOST = "GPU memory", "host memory"
 EVERY = 0.1  # seconds between looks at the host
 INIT_STD = 0.02
+LORA = Adapters(16, ("q_proj", "v_proj"))  # what is trained where the model is not
 
 
 class Watch:
@@ -161,7 +162,7 @@ def build(way: str, asked: LongestBenchConfig) -> Any:
     if not lora:
         model.tie_weights()  # which the empty ones are not
         _shard(model, device)
-    if way == OWN:
+    if way == LOWTIDE:
         patch(model)
     else:
         enable_checkpointing(model, {"use_reentrant": False})
@@ -170,7 +171,7 @@ def build(way: str, asked: LongestBenchConfig) -> Any:
 
 def _keep(model: Any, way: str, policies: str, host_gib: float) -> AbstractContextManager[Any]:
     """Apply the policies of lowtide's layers, and return the context that a peer's step runs in."""
-    if way == OWN:
+    if way == LOWTIDE:
         stack = find_stack(model)
         parsed = parse_policies(policies, len(stack.layers))
         apply_policy(model, parsed, host_gib=host_gib if "offload" in policies else None)

@@ -18,8 +18,7 @@ from lowtide.bench.harness import CannotError, Peer, by_name, compiled
 from lowtide.bench.loss_peers import cce
 from lowtide.bench.problem import Problem, Setting, blocks, make_problem
 from lowtide.bench.shapes import Shape
-from lowtide.bench.task import Function, Task, Values
-from lowtide.bench.tokens import token_benchmark
+from lowtide.bench.task import Function, Task, Values, token_benchmark
 from lowtide.bench.way import LOWTIDE
 from lowtide.head.options import HeadOptions
 from lowtide.head.planner import MIB

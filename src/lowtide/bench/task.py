@@ -6,20 +6,77 @@ N tokens, D hidden size, V vocabulary, K values per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.harness import Column, Peer, Row, answers, reason_in, release
-from lowtide.bench.limit import bare_gemms, limit_rows
+from lowtide.bench.config import TokenBenchConfig
+from lowtide.bench.harness import Benchmark, Column, Peer, Row, Run, Table, answers, reason_in, release
 from lowtide.bench.problem import ROWS, Problem, blocks
 from lowtide.measure.timing import peak_above, time_side_by_side
 from lowtide.measure.units import mib
+
+CHUNKS = (2048, 4096)  # rows; and all of them at once, where that fits
+MOST_LOGITS = 24 * 2**30  # bytes: more than that is not tried
+
+
+def limit_rows(N: int, row_bytes: int) -> tuple[int, ...]:
+    """Return the rows per chunk that are tried: 2048, 4096 and N, but none above N or too large to hold."""
+    rows = sorted({min(c, N) for c in (*CHUNKS, N)})
+    return tuple(c for c in rows if c * row_bytes <= MOST_LOGITS or c == rows[0])
+
+
+def bare_gemms(problem: Problem, rows: int) -> Callable[[], None]:
+    """Return a function that runs the GEMMs a setting cannot do without, in chunks of so many rows.
+
+    With gradients: logits ``z = x W^T`` (twice, where the upstream gradient is known in backward only), ``dX = z W``
+    and, unless the head is frozen, ``dW += z^T x``. z stands for its own gradient: it has the same shape. The weight's
+    gradient is summed in its own dtype, which is the least work.
+    """
+    setting = problem.setting
+    x, w = problem.x.detach().to(problem.dtype), problem.w.detach().to(problem.dtype)
+    dx_dtype, dw_dtype = problem.x.dtype, problem.w.dtype
+    again = setting.reduction == "none"
+
+    @torch.no_grad()
+    def run() -> None:
+        z_CV = torch.empty(min(rows, len(x)), len(w), device=x.device, dtype=x.dtype)
+        if again:
+            for chunk in blocks(len(x), rows):
+                torch.mm(x[chunk], w.T, out=z_CV[: chunk.stop - chunk.start])
+        dx = torch.empty_like(x, dtype=dx_dtype) if setting.grad else None
+        dw = torch.empty_like(w, dtype=dw_dtype) if setting.grad and not setting.frozen else None
+        for chunk in blocks(len(x), rows):
+            z = z_CV[: chunk.stop - chunk.start]
+            torch.mm(x[chunk], w.T, out=z)
+            if dx is not None:
+                _multiply(z, w, dx[chunk], add=False)
+            if dw is not None:
+                _multiply(z.T, x[chunk], dw, add=chunk.start > 0)
+
+    return run
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write or add ``a @ b`` to ``out``, which may be float32 while the operands are narrow."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif out.device.type == "cuda":
+        if add:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+    elif add:
+        out += a @ b
+    else:
+        out.copy_(a @ b)
+
 
 Values = dict[str, Tensor]  # by name, [N] or [N, K], or 0-d: their mean
 Function = Callable[[], Values]
@@ -258,3 +315,54 @@ class Bench:
             if gradient is not None:
                 errors[name] = math.nan if leaf.grad is None else relative_error(leaf.grad, gradient)
         return errors
+
+
+Tasks = Callable[[tuple[str, ...], Any, torch.dtype, torch.device, int], Iterator[Task]]
+"""Makes the tasks of the works' names, a shape, dtype, device and seed."""
+_TITLES = {"dx": "dX err", "dw": "dW err", "mean_logit": "mean err", "sum_sq_prob": "sumsq err"}
+
+
+def _error(name: str, row: Row) -> float | None:
+    found: float | None = row.get("errors", {}).get(name)
+    return found
+
+
+def table_of(task: Task) -> Table:
+    """Return how a task's rows are printed: with a column for each error."""
+    names = (*task.names, "dx", "dw") if task.head.setting.grad else task.names
+    columns = [Column(_TITLES.get(name, f"{name} err"), partial(_error, name), "14.1e") for name in names]
+    return Table((NAME,), (*SHARE, *columns))
+
+
+def limits_of(bench: Bench) -> dict[str, Any]:
+    """Return what a table of the result has before a peer runs."""
+    return {
+        "work": bench.problem.setting.name,
+        "limit_ms": bench.limit_ms,
+        "limit_rows": bench.best_rows,
+        "limit_ms_by_rows": {str(rows): ms for rows, ms in bench.limit.items()},
+        "tflops": bench.tflops,
+        "gradients_mib": bench.gradients_mib,
+    }
+
+
+def token_benchmark(tasks: Tasks, peers: Mapping[str, Peer]) -> Benchmark[Any]:
+    """Return the benchmark of these tasks by these peers."""
+
+    def measure(run: Run[TokenBenchConfig]) -> None:
+        config, shapes = run.config, run.result.setdefault("shapes", [])
+        run.result |= {"warm": config.warm, "reps": config.reps}
+        for shape in config.shapes:
+            tables: list[dict[str, Any]] = []
+            shapes.append({**vars(shape), "dtype": run.dtype_name, "tables": tables})
+            for task in tasks(config.works, shape, run.dtype, run.device, config.seed):
+                bench, table = Bench(task, error=config.error, warm=config.warm, reps=config.reps), table_of(task)
+                rows: list[Row] = []
+                tables.append({**limits_of(bench), "rows": rows})
+                run.say(bench.title() + table.header)
+                for name in config.peers:
+                    run.add(bench.measure(peers[name]), rows, table)
+                del bench, task  # its truth, before the next is computed
+            release(run.device)
+
+    return Benchmark(measure=measure, peers=peers)
