@@ -190,7 +190,7 @@ def test_inside_torch_compile() -> None:
 
 
 def test_a_refused_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = offload.CudaSide(torch.device("cuda"))
+    side = offload.Side(torch.device("cuda"))
     runtime = torch.cuda.cudart()
 
     class Twice:

@@ -27,7 +27,7 @@ from lowtide.memory.offload import ON_DEVICE
 from lowtide.memory.planner.at_hand import find_gpu
 from lowtide.memory.planner.gpus import GPUS, Gpu
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_bytes import PAGES, checkpoint_bytes
+from lowtide.memory.planner.layer_costs import PAGES, checkpoint_bytes
 from lowtide.memory.planner.search import Search, largest
 from lowtide.memory.planner.shapes import ModelShape, read_shape
 from lowtide.memory.planner.step_bytes import Groups, Memory, placed

@@ -18,15 +18,15 @@ from lowtide.measure.failures import is_out_of_memory
 from lowtide.memory import ActivationPolicy
 from lowtide.memory.planner.gpus import GPUS
 from lowtide.memory.planner.job import Job
-from lowtide.memory.planner.layer_bytes import full_bytes
+from lowtide.memory.planner.layer_costs import full_bytes
 from lowtide.memory.planner.search import Candidate
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import parse_policies
-from lowtide.profile import way_run
+from lowtide.profile import steps as module
 from lowtide.profile.owners import known_before, owners_of
 from lowtide.profile.phases import KINDS, Phase
-from lowtide.profile.recording import Recording, record
-from lowtide.profile.way_run import Steps, measure
+from lowtide.profile.recording import record
+from lowtide.profile.steps import Steps, measure
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -128,13 +128,14 @@ def test_activations_are_the_planners_to_the_byte(level: int, settings: dict[str
     known.gradients = steps.gradients
     kept: dict[str, int] = {}
     for block, owned in zip(recording.blocks, owners_of(recording, known), strict=True):
-        if owned.owner == "activations":
-            kept[owned.detail] = kept.get(owned.detail, 0) + block.bytes
+        if owned == "activations":
+            phase = str(recording.phases[block.phase])
+            kept[phase] = kept.get(phase, 0) + block.bytes
     job = Job(
         shape=read_shape(CONFIG), seq_len=61, batch_size=2, gpu=GPUS["h100"], dtype=torch.float32, optimizer="adamw"
     )
     # A layer's input is what the one before it made (the embedding): of each layer its output counts in its place.
-    assert kept["forward/0"] == kept["forward/1"] == full_bytes(job, level)
+    assert kept["forward of layer 0"] == kept["forward of layer 1"] == full_bytes(job, level)
     assert kept["embedding"] >= 122 * 48 * 4
 
 
@@ -197,7 +198,7 @@ def test_memory_that_runs_out_is_a_row_with_a_picture(
         model.model.layers[1].mlp.register_forward_hook(hook)
         return model
 
-    monkeypatch.setattr(way_run, "build_way", build)
+    monkeypatch.setattr(module, "build_way", build)
     told = run("stock", "all", {**settings, "steps": 2})
     assert told["failed"].startswith("out of memory at ")
     assert told["failed"].endswith(f" GiB, in the {where} of layer 1")
@@ -211,13 +212,10 @@ def test_memory_that_runs_out_is_a_row_with_a_picture(
 
 def test_phases_are_as_long_as_in_the_median_step() -> None:
     phases = [Phase("embedding"), Phase("head"), Phase("end")]
-    recording = Recording(phases=phases, begins=[0, 0, 0], begins_ns=[0, 1, 2])
     timed = [[(phases[0], a), (phases[1], b), (phases[2], 0.0)] for a, b in ((9, 9), (1, 2), (5, 1), (0.5, 0.5))]
-    others = [[(phases[1], 4.0), (phases[2], 0.0)]] * 3  # went another way
-    assert way_run._lengths(recording, [*others, *timed], [])[0] == [1, 2]
-    lengths, note = way_run._lengths(recording, others, [(phases[0], 3.0), (phases[1], 7.0), (phases[2], 0.0)])
-    assert lengths == [3, 7]
-    assert note
+    others = [[(phases[1], 4.0), (phases[2], 0.0)]] * 3  # went through other phases
+    assert module.median_step([*others, *timed], phases) == timed[1]
+    assert module.median_step(others, phases) is None
 
 
 def test_a_model_that_cannot_be_built_is_a_row_that_says_why(settings: dict[str, Any]) -> None:
@@ -260,7 +258,7 @@ def test_compiled_layers_are_checkpointed_from_outside(settings: dict[str, Any])
     assert all(isinstance(layer.forward, ways.Checkpointed) for layer in model.model.layers)
     built = lambda *args, **kwargs: model  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(way_run, "build_way", built)
+        patch.setattr(module, "build_way", built)
         told = run("compile", "input", settings)
     assert parts(told) == AGAIN
 
@@ -278,4 +276,4 @@ def test_attention_that_is_not_fused_is_said(settings: dict[str, Any], tmp_path:
 def test_a_recording_that_missed_frees_is_not_believed() -> None:
     for recorded, counted, says in ((4.42, 2.30, True), (2.32, 2.30, False), (2.1, 2.30, False), (4.42, None, False)):
         told = {"peak": {"gib": recorded}, **({} if counted is None else {"allocated_gib": counted})}
-        assert ("frees were missed" in (way_run.missed_frees(told) or "")) == says
+        assert ("frees were missed" in (module.missed_frees(told) or "")) == says
