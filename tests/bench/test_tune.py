@@ -229,7 +229,7 @@ def run(config: TuneConfig, clock: Callable[[], float] = time.monotonic) -> tupl
 def test_the_winner_is_kept_but_not_by_a_dry_run(unknown_gpu: Gpu, gemm_file: Path) -> None:
     found, said = run(TuneConfig(shape="24,16,72", dry_run=True))
     assert found == CANDIDATES[4]
-    assert said.endswith("not kept: --dry-run\n")
+    assert said.endswith("not written: --dry-run\n")
     assert not gemm_file.exists()
     unknown_gpu.built.clear()
     found, said = run(TuneConfig(shape="24,16,72"))
@@ -240,7 +240,7 @@ def test_the_winner_is_kept_but_not_by_a_dry_run(unknown_gpu: Gpu, gemm_file: Pa
     assert len(lines) == 2 + len(CANDIDATES) + 2
     assert lines[6].split() == ["128", "x", "128", "x", "64", "4", "8", "1", "1", "8", "0.600", "0.833"]
     assert lines[-2] == "fastest: 0.833 of torch.mm, 1.667 times the speed of what was in use"
-    assert lines[-1] == f"kept in {gemm_file}"
+    assert lines[-1] == f"written: {gemm_file}"
     unknown_gpu.built.clear()
     run(TuneConfig(shape="24,16,72"))
     assert unknown_gpu.built[0] == CANDIDATES[4]

@@ -24,6 +24,7 @@ from lowtide.bench.settings import RunSettings
 from lowtide.bench.shapes import APPLY_SHAPES, MLPS, PAIR_SHAPES, SHAPES
 from lowtide.cli import _parser, bench, main
 from lowtide.cli.parser import given
+from lowtide.errors import ArgumentValueError
 
 CONFIGS = {config.benchmark: config for config in bench.BENCHMARKS}
 KINDS = ("head", "sweep", "stats", "divergence", "apply", "layers", "step", "longest", "mlp", "models", "tune")
@@ -327,6 +328,7 @@ def test_from_arguments_to_a_file(
     for row in rows:
         assert IN_ROWS[kind] <= set(row), row
         assert "failed" not in row
+        assert "--no-error" not in SMALL[kind] or not [key for key in row if "error" in key]
     out = capsys.readouterr().out
     assert out.endswith(f"written: {file}\n")
     module = import_module(f"lowtide.bench.{kind}")
@@ -418,3 +420,29 @@ def test_a_command_repeats_its_run(command: str, settings: dict[str, Any]) -> No
 )  # fmt: skip
 def test_shapes_by_name(kind: str, shape: tuple[str, ...], names: list[str]) -> None:
     assert [shape.name for shape in CONFIGS[kind](shape=shape).shapes] == names
+
+
+def test_the_published_sizes() -> None:
+    published = [(s.batch, s.seq, s.D, s.F, s.layers) for s in MLPS.read("published")]
+    assert published == [
+        (16, 128, 512, 2048, 2), (32, 128, 512, 2048, 2), (8, 512, 1024, 4096, 3), (16, 512, 1024, 4096, 3),
+        (4, 1024, 4096, 16384, 5),
+    ]  # fmt: skip
+    models = [(s.N, s.D, s.F) for s in MLPS.read("models")]
+    assert models == [(8192, 4096, 14336), (32768, 4096, 14336), (8192, 8192, 28672), (32768, 8192, 28672)]
+    assert [(s.N, s.D, s.V) for s in APPLY_SHAPES.values()] == [(16384, 4096, 128256), (32768, 768, 32000)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("step", {"sdpa": "own"}),
+        ("step", {"dtype": "int8"}),
+        ("step", {"device": "tpu"}),
+        ("longest", {"train": "half"}),
+    ],
+)
+def test_a_choice_is_checked_where_no_parser_does(kind: str, wrong: dict[str, str]) -> None:
+    (name,) = wrong
+    with pytest.raises(ArgumentValueError, match=f"^{name}: expected .* or "):
+        CONFIGS[kind](**wrong)

@@ -163,7 +163,7 @@ def bench_of(run: Run[Any], shape: Shape, *, error: bool) -> LossBench:
 
 
 def measure(run: Run[HeadBenchConfig]) -> None:
-    """Measure each shape with all that is asked for."""
+    """Measure each shape with all that the options request."""
     config, shapes = run.config, run.result.setdefault("shapes", [])
     run.result |= {"warm": config.warm, "reps": config.reps}
     for shape in config.shapes:

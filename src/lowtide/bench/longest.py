@@ -36,7 +36,7 @@ from lowtide.memory.policy import ActivationPolicy
 from lowtide.memory.policy_words import words_of
 
 LAYERS_ON_GPU = 5  # of parameters' size under FSDP2: one at work, one fetched ahead, a copy of each, a gradient
-STATES = 2  # tensors that AdamW keeps for each parameter
+STATES = 2  # tensors that AdamW has for each parameter
 HOST_RATE = 5e9  # parameters a second that AdamW updates on the host
 PEERS_MORE = 14  # bytes per token and hidden size that a peer's recomputed layer saves beyond a patched one
 LOGIT = 12  # bytes of each logit that the stock loss has at once: measured, 24 GiB of 16384 x 131072
@@ -208,7 +208,7 @@ TABLE = Table(
         Column("s", "seconds", "10.3f"), Column("tokens/s", "tokens_per_s", "10.0f"),
         Column("GPU GiB", "peak_gib", "9.2f"), Column("should", "gpu_gib_predicted", "8.2f"),
         Column("host GiB", "host_gib", "10.2f"), Column("should", "host_gib_predicted", "8.2f"),
-        Column("  what is kept", lambda row: f"  {row['kept']}", ""),
+        Column("  saved", lambda row: f"  {row['kept']}", ""),
     ),
     reason=lambda row: f"out of {row['out_of']}: {row['failed']}" if row.get("out_of") else row.get("failed"),
 )  # fmt: skip

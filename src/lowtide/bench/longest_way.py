@@ -135,7 +135,7 @@ def out_of(error: Exception) -> str | None:
 
 
 def config_of(name: str, layers: int | None) -> Any:
-    """Return the config of a ``--model``, with another number of layers where asked for."""
+    """Return the config of a ``--model``, with ``layers`` layers unless that is None."""
     config = model_config(name, vocab_size=VOCABULARY)
     if layers is not None:
         text = config.get_text_config()

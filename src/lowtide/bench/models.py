@@ -167,8 +167,8 @@ def _answer(answers: Any, kind: str, name: str, seed: int) -> None:
     for descriptor in (1, 2):  # what models print, and what C++ does
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     start = time.perf_counter()
-    told = check(kind, name, seed)
-    answers.put({**told, "seconds": round(time.perf_counter() - start, 1)})
+    row = check(kind, name, seed)
+    answers.put({**row, "seconds": round(time.perf_counter() - start, 1)})
     answers.close()
     answers.join_thread()
     sys.stdout.flush()

@@ -21,7 +21,7 @@ from lowtide.measure.allocations import track_allocations
 
 B, T = 2, 23
 ORDINARY_TOKENS = VOCAB - 100  # the highest ones stand for images and the like
-# One row of logits and what else is kept of a token: no chunk of ours can be mistaken for the model's logits.
+# One row of logits and what else is stored per token: no chunk of lowtide's can be mistaken for the model's logits.
 OPTIONS = lowtide.HeadOptions(workspace_mib=4 * VOCAB * 4 / 2**20)
 ULP = 2.0**-23  # of float32, relative
 # How many times what an ulp in each weight does to a result may rounding in another order do.

@@ -55,13 +55,13 @@ def draw(result: Mapping[str, Any], files: Files, machine: Mapping[str, Any]) ->
     return drawn
 
 
-def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
+def draw_sweep(result: Mapping[str, Any], files: Files) -> Path:
     """Draw a result of `lowtide.bench.sweep`, finished or not, and return the file: a column for each line of shapes.
 
     The rows are the rate, the peak of memory above the inputs, and the errors: of the gradients (relative, the larger
     of the two) as lines, of the loss (absolute) as dots.
     """
-    asked, points = told["asked"], told["points"]
+    asked, points = result["asked"], result["points"]
     names = list(dict.fromkeys(row["name"] for point in points for row in point["rows"]))
     shape = HEADS.one(asked["shape"])
     center = {"N": shape.N, "D": shape.D, "V": shape.V}
@@ -95,11 +95,11 @@ def draw_sweep(told: Mapping[str, Any], files: Files) -> Path:
     rows = {"TFLOP/s: 6NDV / time": rate, "peak above the inputs, MiB": memory}
     if asked["error"]:
         rows["error: gradients (lines), loss (dots)"] = errors
-    machine = told["machine"]
+    machine = result["machine"]
     title = (
         "Linear + cross entropy, forward and backward, each size with the others held at "
         f"N={center['N']}, D={center['D']}, V={center['V']}\n"
-        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {told['dtype']}"
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {result['dtype']}"
     )
     out = sorted({row["name"] for p in points for row in p["rows"] if row.get("failed") == OUT_OF_MEMORY})
     if out:

@@ -186,7 +186,7 @@ class PeerSettings(RunSettings):
     """What benchmarks have that measure peers by name; ``known`` has all as ``peers``, in the table's order.
 
     Attributes:
-        usual_peers: those measured where none is asked for; empty: all.
+        usual_peers: those measured without --only; empty: all.
     """
 
     usual_peers: ClassVar[Sequence[str]] = ()

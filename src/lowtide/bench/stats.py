@@ -194,9 +194,9 @@ def _trl(task: StatsTask, *, whole: bool = False) -> Function:
 
 
 class _Rebuilt(torch.autograd.Function):
-    """verl's plain PyTorch way: float32 softmax of 512 tokens' logits at a time, all of it once more in backward.
+    """verl's plain PyTorch implementation: the float32 softmax in chunks of 512 tokens, recomputed in backward.
 
-    The weight's gradient is summed in its own dtype. Of the entropy nothing is computed where it is not wanted.
+    The weight's gradient is summed in its own dtype. Without the entropy nothing of it is computed.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The head's benchmark along three lines: N tokens, hidden size D and vocabulary V, each with the others held.
 
-What is drawn is what the thread on PyTorch's own function of this kind asked for (pytorch/pytorch issue 124480): the
-rate, the peak of memory and the errors over each of the three.
+The plots are those that the thread on PyTorch's own function requested (pytorch/pytorch issue 124480): the rate, the
+peak of memory and the errors over each of the three.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PACE = {
     "trl": 1.6,
 }  # times the limit that a peer takes, about, where not 1.1: for estimates alone
 FIRST = {"compile": 5.0, "cce": 2.0, "cce-exact": 2.0, "quack": 2.0}  # seconds of a new shape, where not 0.2
-DRAWING = 3.0  # seconds that are left for the picture
+DRAWING = 3.0  # seconds that are left for the plot
 _PROBE = {"cuda": (4096, 4096, 32768), "cpu": (512, 512, 2048)}  # the most of N, D and V that the rate is measured with
 
 
@@ -67,13 +67,13 @@ def measure(run: Run[SweepBenchConfig]) -> None:
             run.say(f"drawn: {draw_sweep(run.result, run.files)}\n")
 
 
-def _unfinished(folder: Path, told: dict[str, Any]) -> tuple[Files, dict[str, Any]] | None:
-    """Return the newest result that was to be this one, and its files."""
+def _unfinished(folder: Path, result: dict[str, Any]) -> tuple[Files, dict[str, Any]] | None:
+    """Return the newest unfinished result of the same sweep, and its files."""
     same = ("asked", "dtype", "machine", "commit", "finished")
     for file in sorted(folder.glob("*-sweep-*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(file.read_text())
-            if all(found[key] == json.loads(json.dumps(told[key], default=str)) for key in same):
+            if all(found[key] == json.loads(json.dumps(result[key], default=str)) for key in same):
                 return Files(file), found
     return None
 
@@ -121,7 +121,7 @@ class _Sweep:
         return found
 
     def point(self, shape: Shape) -> dict[str, Any] | None:
-        """Return what is known of a shape, None where it was not begun."""
+        """Return what is known of a shape, None where it was not started."""
         sizes = (shape.N, shape.D, shape.V)
         points = self.run.result["points"]
         return next((point for point in points if (point["N"], point["D"], point["V"]) == sizes), None)
@@ -148,16 +148,16 @@ class _Sweep:
         self.run.say(bench.title() + TABLE.header)
         for name in missing:
             row = bench.measure(PEERS[name])
-            if "ms" in row:  # the rate: what the products need, 6NDV, whatever a peer computes besides
+            if "ms" in row:  # of the work that the GEMMs need, 6NDV, whatever a peer computes besides
                 row["tflops"] = shape.flops(PLAIN.gemms) / row["ms"] / 1e9
             self.run.add(row, point["rows"], TABLE)
             if "failed" in row and not answers(self.run.device):
-                hint = "The same command goes on with the next, in a new process."
+                hint = "The same command continues with the next peer, in a new process."
                 raise UnsupportedError(message("device", "a GPU that answers", f"none, after {name}", hint))
 
 
 def rates_of(shape: Shape, dtype: torch.dtype, device: torch.device, *, error: bool) -> tuple[float, float]:
-    """Return the operations a second of products in a dtype, and of those of the truth, as measured in a moment."""
+    """Return the measured operations per second of GEMMs in a dtype, and of those of the truth."""
     N, D, V = (min(size, most) for size, most in zip((shape.N, shape.D, shape.V), _PROBE[device.type], strict=True))
     found = []
     for kind in (dtype, wider(dtype)) if error else (dtype,):

@@ -160,13 +160,13 @@ def run(config: TuneConfig, say: Say, clock: Callable[[], float] = time.monotoni
         say(TABLE.line(row))
     best = fastest(rows)
     if best is None:
-        say("no candidate could be used: nothing is kept\n")
+        say("no candidate could be used: nothing is written\n")
         return None
     found = f"fastest: {best['share']:.3f} of torch.mm"
     if "share" in rows[0]:
         found += f", {best['share'] / rows[0]['share']:.3f} times the speed of what was in use"
     say(f"{found}\n")
-    say("not kept: --dry-run\n" if config.dry_run else f"kept in {configs.remember(name, best['config'])}\n")
+    say("not written: --dry-run\n" if config.dry_run else f"written: {configs.remember(name, best['config'])}\n")
     chosen: GemmConfig = best["config"]
     return chosen
 
