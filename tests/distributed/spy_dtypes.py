@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import torch
-
 from lowtide.train.trainer import LowtideTrainer
 
 _step = LowtideTrainer.training_step

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lowtide.train.trainer import LowtideTrainer
+
 from lowtide.measure.resident import peak_resident_bytes, resident_bytes
 from lowtide.measure.units import mib
 from lowtide.train import prepare
-from lowtide.train.trainer import LowtideTrainer
 
 _evaluate, _read = LowtideTrainer.evaluate, prepare.read_by_first
 _began: list[int] = []

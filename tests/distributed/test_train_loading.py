@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lowtide.train.first_rank import Form
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distributed.test_train_ranks import history
 from distributed.train_ranks import Ranks, shared
-from lowtide.train.first_rank import Form
 from lowtide.train.parallel import variables
 from train.conftest import SHAPE, tiny_arguments
 

@@ -16,15 +16,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from lowtide.train.packing import Batches
+from lowtide.train.ranks import Shares, let_first_speak
 from safetensors.torch import load_file
 
 from distributed.train_ranks import Ended, Ranks, shared
 from lowtide.cli import main
 from lowtide.train.checkpoints import checkpoints, log_history
 from lowtide.train.config import Parallel
-from lowtide.train.packing import Batches
 from lowtide.train.parallel import variables
-from lowtide.train.ranks import Shares, let_first_speak
 from train.conftest import tiny_arguments
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="ranks on a CPU speak gloo")

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from lowtide.trl.calls import DivergenceCall, LogProbCall
-from support import head, relative_error
+from support import doubled, on_gpu, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-def on_gpu(N: int, D: int, V: int, dtype: torch.dtype) -> Any:
-    return [t.detach().cuda().requires_grad_(t.requires_grad) for t in head(N, D, V, dtype=dtype) if t is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_a_policy_and_its_own_reference_agree_to_the_bit(dtype: torch.dtype, cap: float | None) -> None:
-    x, w, b, y = on_gpu(3001, 128, 5003, dtype)
+    x, w, b, y = on_gpu(3001, 128, 5003, dtype=dtype)
     policy, *_ = LogProbCall(x, w, b, y, 0.8, 1, cap).run(None)
     frozen = [t.detach() for t in (x, w, b)]
     with torch.no_grad():
@@ -32,8 +26,8 @@ def test_a_policy_and_its_own_reference_agree_to_the_bit(dtype: torch.dtype, cap
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
 def test_values_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
-    x, w, b, y = on_gpu(301, 128, 2003, dtype)
-    true = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    x, w, b, y = on_gpu(301, 128, 2003, dtype=dtype)
+    true = doubled(x, w, b)
     z = 5 * torch.tanh(0.5 * (true[0] @ true[1].T + true[2]) / 5) / 0.7
     logp = z.log_softmax(-1)
     expected = logp.gather(-1, y[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
@@ -50,7 +44,7 @@ def test_values_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_divergences(dtype: torch.dtype, tolerance: float, beta: float) -> None:
-    x, w, b, _ = on_gpu(301, 128, 2003, dtype)
+    x, w, b, _ = on_gpu(301, 128, 2003, dtype=dtype)
     teacher = [t.detach().flip(0).contiguous() for t in (x, w, b)]
     value, entropy = DivergenceCall(x, w, b, *teacher, beta, 0.7).run(None)
     logits = [(t[0].double() @ t[1].double().T + t[2].double()) / 0.7 for t in ((x, w, b), teacher)]

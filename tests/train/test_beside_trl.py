@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lowtide.train.chat import ChatFormat
 from lowtide.train.conversations import read_conversation
 from lowtide.train.corpus import open_corpus
 from lowtide.train.packing import text_documents
 from lowtide.train.streams import IGNORED
 from lowtide.train.tokenizer import tokenize_with
+
 from train.test_chat import MARKED, TWO_TURNS, framed
 
 pytest.importorskip("trl")

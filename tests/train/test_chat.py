@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import processors
-
-from chat_data import CHATML, byte_tokenizer
-from lowtide.errors import ArgumentValueError
 from lowtide.train.chat import ChatFormat, use_template
 from lowtide.train.conversations import Completion, Conversation, Malformed, read_conversation
 from lowtide.train.corpus import Corpus, open_corpus
 from lowtide.train.packing import text_documents
 from lowtide.train.streams import IGNORED
 from lowtide.train.tokenizer import tokenize_with
+from tokenizers import processors
+
+from chat_data import CHATML, byte_tokenizer
+from lowtide.errors import ArgumentValueError
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 
 import pytest
+from lowtide.train.corpus import Corpus, open_corpus
 
 from lowtide.errors import ArgumentValueError
-from lowtide.train.corpus import Corpus, open_corpus
 
 
 def corpus_of(*files: Path, piece_bytes: int) -> Corpus:

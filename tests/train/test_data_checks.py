@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from chat_data import CHATML, byte_tokenizer
-from lowtide.errors import ArgumentValueError
-from lowtide.train import checks
 from lowtide.train.chat import ChatFormat
 from lowtide.train.checks import check_data, know
 from lowtide.train.corpus import open_corpus
 from lowtide.train.packing import split_corpus
+
+from chat_data import CHATML, byte_tokenizer
+from lowtide.errors import ArgumentValueError
+from lowtide.train import checks
 
 Run = Callable[..., tuple[int, str, str]]
 ONE_RANK = SimpleNamespace(process_index=0, world_size=1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lowtide.train.resuming import resumed_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from distributed.train_ranks import shared
 from lowtide.errors import ArgumentValueError, UnsupportedError
 from lowtide.train import checkpoints, train, trainer
-from lowtide.train.resuming import resumed_config
 
 Run = Callable[..., tuple[int, str, str]]
 

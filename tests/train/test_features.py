@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.train.logs import append_line, forget_after
+from lowtide.train.stopping import best_step, is_over
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowtide.train import checkpoints
-from lowtide.train.logs import append_line, forget_after
 from lowtide.train.run import run
-from lowtide.train.stopping import best_step, is_over
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.train.ranks import Shares
+from lowtide.train.streams import IGNORED, Document, WholeStream
+from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,9 +24,6 @@ import lowtide
 from lowtide.errors import ArgumentValueError
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import check_separate
-from lowtide.train.ranks import Shares
-from lowtide.train.streams import IGNORED, Document, WholeStream
-from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
 
 SMALL = {
     "vocab_size": 61,

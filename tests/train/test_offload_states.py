@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.train.offloading import StatesAway
+from lowtide.train.resuming import resumed_config
 
 from lowtide.memory import apply, offload
 from lowtide.memory import optimizer_blocks as blocks
@@ -21,8 +23,6 @@ from lowtide.train import offloading
 from lowtide.train.activations import plan_run, states_away
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
-from lowtide.train.offloading import StatesAway
-from lowtide.train.resuming import resumed_config
 from memory.models import LazySide
 from train.test_features import assert_same_weights, losses, weights
 

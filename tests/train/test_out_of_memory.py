@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.train.trainer import LowtideTrainer
 
 from lowtide.cli import main
 from lowtide.measure.failures import is_out_of_memory
@@ -20,7 +21,6 @@ from lowtide.train import checkpoints
 from lowtide.train.advice import OutOfMemory, advise
 from lowtide.train.config import TrainConfig
 from lowtide.train.model import model_config
-from lowtide.train.trainer import LowtideTrainer
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from lowtide.train.corpus import Corpus
+from lowtide.train.packing import Layout, PackedBlocks, Split, held_out_blocks, positions, split_corpus, text_documents
+from lowtide.train.streams import GROUP, IGNORED, START, Document, Position, Stream, WholeStream, best_fit
 
 from distributed.train_ranks import shared
 from lowtide.errors import ArgumentValueError
 from lowtide.measure.units import mib
-from lowtide.train.corpus import Corpus
-from lowtide.train.packing import Layout, PackedBlocks, Split, held_out_blocks, positions, split_corpus, text_documents
-from lowtide.train.streams import GROUP, IGNORED, START, Document, Position, Stream, WholeStream, best_fit
 
 EOS = 0
 CORPUS_CODE = """

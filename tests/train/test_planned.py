@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.train.planned import planned_adapters
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide.memory import Adapters, plan_memory
-from lowtide.train.planned import planned_adapters
 
 SMALL = {
     "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3,

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lowtide.train.resuming import resumed_config
 from safetensors.torch import load_file, save_file
 
 from distributed.train_ranks import shared
 from lowtide.train import checkpoints
 from lowtide.train.config import DEFAULT_ROOT
-from lowtide.train.resuming import resumed_config
 
 Run = Callable[..., tuple[int, str, str]]
 STEPS = 12  # as the fixture `finished`

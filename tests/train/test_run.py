@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lowtide.train.resuming import resumed_config
+from lowtide.train.trainer import training_arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowtide.errors import ArgumentValueError
 from lowtide.train import TrainConfig
 from lowtide.train.config import fixed_settings
-from lowtide.train.resuming import resumed_config
-from lowtide.train.trainer import training_arguments
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-
 from lowtide.train.states import WHOLE, load_optimizer, save_parts
 
 

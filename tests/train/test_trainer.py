@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from lowtide.train.trainer import LowtideTrainer
 
 

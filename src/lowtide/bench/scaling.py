@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
-from transformers import TrainerCallback
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, default_data_collator
+from transformers.trainer_callback import PrinterCallback
 
 from lowtide.bench.harness import Benchmark, Column, Row, Run, Table, reason_of, release
 from lowtide.bench.plots import require_matplotlib
@@ -30,12 +31,12 @@ from lowtide.measure.plots import Line, Panel, draw_panels
 from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.measure.units import gib
 from lowtide.train.config import TrainConfig
-from lowtide.train.metrics import WARM_STEPS, Recorder, StepMetrics
-from lowtide.train.parallel import all_read, engine_of
-from lowtide.train.progress import quiet_transformers
-from lowtide.train.ranks import Shares, in_group, launched_rank, launched_ranks
-from lowtide.train.streams import Block
-from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
+from lowtide.train.monitor import Monitor, StepMetrics
+from lowtide.train.parallel import all_read, engine_of, in_group, launched_rank
+from lowtide.train.quiet import quiet_transformers
+from lowtide.train.result import WARM_STEPS
+from lowtide.train.settings import trainer_settings
+from lowtide.train.trainers import PreTrainer
 
 WAYS = (LOWTIDE, LIGER, STOCK)
 _LOOK_SECONDS = 0.5  # between looks for rows that are there
@@ -180,19 +181,21 @@ SCALING = Benchmark(
 )
 
 
-class RandomBlocks(IterableDataset[Block]):
-    """Blocks of random tokens, without end; other ones on each rank."""
+class RandomBlocks(Dataset[dict[str, torch.Tensor]]):
+    """Blocks of random tokens, each the same whenever it is read."""
 
-    def __init__(self, vocabulary: int, tokens: int, seed: int) -> None:
-        super().__init__()
-        self._vocabulary, self._tokens, self._seed = vocabulary, tokens, seed
+    def __init__(self, vocabulary: int, tokens: int, *, blocks: int, seed: int) -> None:
+        self._vocabulary, self._tokens, self._blocks, self._seed = vocabulary, tokens, blocks, seed
 
-    def __iter__(self) -> Iterator[Block]:
-        """Yield them."""
-        generator = torch.Generator().manual_seed(self._seed)
-        while True:
-            ids = torch.randint(0, self._vocabulary, (self._tokens,), generator=generator)
-            yield {"input_ids": ids, "labels": ids}
+    def __len__(self) -> int:
+        """Return their number."""
+        return self._blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one."""
+        generator = torch.Generator().manual_seed(self._seed * self._blocks + index)
+        ids = torch.randint(0, self._vocabulary, (self._tokens,), generator=generator)
+        return {"input_ids": ids, "labels": ids}
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
@@ -215,27 +218,25 @@ def measure_rank(way: str, model: str, asked: Any) -> dict[str, Any]:
     has nothing to share. `WARM_STEPS` steps do not count.
     """
     tokens, batch, weights = asked.tokens, asked.batch, asked.weights
-    config: Any = {"weights": weights, "parallel": asked.parallel, "lr": LEARNING_RATE}
-    config |= {"seq_len": tokens, "batch_size": batch, "max_steps": WARM_STEPS + 1 + asked.steps, "save_every": 0}
-    if torch.cuda.is_available():
-        config |= {"dtype": "bfloat16"}
-    config = TrainConfig(**config)
-    ranks, rank = launched_ranks(), launched_rank()
+    options = {"dtype": weights, "per_device_train_batch_size": batch, "bf16": torch.cuda.is_available()}
+    options |= {"max_steps": WARM_STEPS + 1 + asked.steps, "learning_rate": LEARNING_RATE}
+    config = TrainConfig(parallel=asked.parallel, options=options)
     with engine_of(config), tempfile.TemporaryDirectory(prefix="lowtide-scaling-") as folder:
         all_read()  # nothing is on the host: each builds the model on its GPU
-        args = training_arguments(config, Path(folder), save=False, resuming=True)
+        args = trainer_settings(config, Path(folder), save=False).args
         built = build_way(Way.named(way), model, getattr(torch, weights), args.device, seed=asked.seed)
-        blocks = RandomBlocks(built.config.vocab_size, tokens, asked.seed * 1000 + rank)
-        metrics, clock = StepMetrics(ranks * batch * tokens), Clock()
-        trainer: Any = LowtideTrainer(
-            blocks=blocks,  # type: ignore[arg-type]
-            shares=Shares(streams=batch * ranks, ranks=ranks, rank=rank, rows=batch),
+        rows = args.max_steps * batch * args.world_size
+        blocks = RandomBlocks(built.config.vocab_size, tokens, blocks=rows, seed=asked.seed)
+        metrics, clock = StepMetrics(), Clock()
+        trainer: Any = PreTrainer(
+            metrics=metrics,
             model=built,
             args=args,
-            eval_dataset=[next(iter(blocks))],
-            data_collator=Collate(bounds=False),
-            callbacks=[Recorder(metrics), clock],
+            train_dataset=blocks,
+            data_collator=default_data_collator,
+            callbacks=[Monitor(metrics), clock],
         )
+        trainer.remove_callback(PrinterCallback)
         parameters = sum(p.numel() for p in built.parameters())
         trainer.train()
         # the step after the warm ones resets the peak as it begins: its time is left out

@@ -35,6 +35,7 @@ In a script of your own, lowtide.patch(model) does it for a Hugging Face model."
 USAGE_ERROR = 2  # argparse's own; also for every error that the user can mend
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells have it
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+TERMINATED = 143  # 128 + SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: by argparse, after ``--help``, ``--version``, no argument, and arguments it does not know.
     """
     status = _status(argv)
-    if argv is None and status and _in_group():
-        # the group's threads would abort an interpreter that is torn down, and hide the status
+    if argv is None and (status in (INTERRUPTED, TERMINATED) or (status and _in_group())):
+        # tearing down an interpreter with torch and TRL takes seconds; a group's threads would abort it, and hide the
+        # status
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -60,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(argv: Sequence[str] | None) -> int:
     arguments, unknown = _parser().parse_known_args(argv)
-    if unknown:  # said by the subcommand's parser, which knows the right --help
+    if hasattr(arguments, "unknown"):  # options of other libraries
+        arguments.unknown = unknown
+    elif unknown:  # reported by the subcommand's parser, which has the right --help
         arguments.parser.refuse(unknown)
     try:
         return int(arguments.main(arguments))
@@ -95,18 +99,18 @@ def _may_speak(*, of_all: bool) -> bool:
     """Return whether this process is to say its error: not on another rank than the first, if it is that of all."""
     if "RANK" not in os.environ:  # which launchers set
         return True
-    from lowtide.train.ranks import is_first_rank, let_first_speak
+    from lowtide.train.parallel import is_first_rank, let_first_report
 
     if of_all:
         return is_first_rank()
-    let_first_speak()
+    let_first_report()
     return True
 
 
 def _in_group() -> bool:
     if "RANK" not in os.environ:
         return False
-    from lowtide.train.ranks import in_group
+    from lowtide.train.parallel import in_group
 
     return in_group()
 

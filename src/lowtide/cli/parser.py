@@ -71,6 +71,8 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Mapping[st
     """
     hints = get_type_hints(config)
     for field in sorted(dataclasses.fields(config), key=lambda field: field.metadata.get("last", False)):
+        if "help" not in field.metadata:
+            continue
         flag = "--" + field.name.replace("_", "-")
         # str.replace, not format: argparse's own %(...)s and braces of examples stay as they are
         text = field.metadata["help"]

@@ -1,6 +1,6 @@
-"""Training runs over `transformers.Trainer`: the settings, one run, and the same run with and without lowtide.
+"""Training runs on transformers' `Trainer` and TRL's `SFTTrainer`: the settings, one run, and a run beside the stock.
 
-Importing this imports neither transformers nor tokenizers; the functions do when they are called.
+Importing this imports neither torch nor transformers; the functions do when they are called.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 
     Args:
         config: the run's settings.
-        console: where progress and the result are shown; standard output without it.
+        console: where progress and the result are printed; standard output without it.
 
     Raises:
         ArgumentValueError: a setting, the data or the model cannot be used; nothing was written then.
-        SaveError: a checkpoint or the model could not be written; the last whole checkpoint is still there.
-        Terminated: SIGTERM came; the step was finished and a checkpoint written.
+        SaveError: a checkpoint or the model could not be written; the last complete checkpoint is still there.
+        Terminated: SIGTERM or Ctrl-C came; the step was finished and a checkpoint written.
         RankLost: another of the run's processes has ended.
         OutOfMemory: a step, or the model, needs more memory than there is; the text says what would fit.
     """
@@ -39,12 +39,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 
 
 def compare(config: TrainConfig, *, console: Console | None = None, json_file: Path | None = None) -> Comparison:
-    """Train the same model on the same data with lowtide and without, each in a child process, and compare.
+    """Train the same model on the same data with lowtide and without, in two interleaved processes, and compare.
 
     Args:
-        config: the run's settings; ``patch``, ``output`` and ``resume`` have no meaning here and nothing is saved.
-        console: where the table is shown; standard output without it.
-        json_file: where to write the numbers, with the hardware and the versions; None: nowhere.
+        config: the run's settings; ``patch`` and ``output`` have no meaning here and nothing is saved.
+        console: where the table is printed; standard output without it.
+        json_file: where to write the figures, with the hardware and the versions; None: nowhere.
 
     Returns:
         Comparison: both runs' losses, peaks and step times, and the largest difference of the losses.

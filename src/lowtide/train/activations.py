@@ -1,29 +1,48 @@
-"""What each layer keeps for backward in a run: planned for a budget, or given by hand, and applied."""
+"""What each layer saves for backward in a run, planned for a budget or named, and where the optimizer states are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers import TrainerCallback
+
+from lowtide.errors import ArgumentValueError, UnsupportedError, message
 from lowtide.head.options import HeadOptions
 from lowtide.measure.units import gib, parse_gib
-from lowtide.memory import ActivationPolicy, MemoryPlan, apply_policy, plan_memory
+from lowtide.memory import ActivationPolicy, Adapters, MemoryPlan, apply_policy, offload_optimizer, plan_memory
+from lowtide.memory.offload import available
+from lowtide.memory.planner.adapters import PROJECTIONS, numbers_alone
+from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.policy_words import layer_policies, words_of
 from lowtide.memory.stack import find_stack
 from lowtide.train.config import TrainConfig
-from lowtide.train.offloading import StatesAway
-from lowtide.train.planned import attention_of, planned_settings
+from lowtide.train.parallel import uses_deepspeed, uses_fsdp
+from lowtide.train.settings import Settings
+
+# Trainer's optimizers as the planner names them
+_OPTIMIZERS = {
+    "adamw_torch_fused": "adamw",
+    "adamw_torch": "adamw-foreach",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "adamw_8bit": "adamw-8bit",
+    "paged_adamw_8bit": "adamw-8bit",
+    "sgd": "sgd",
+}
+_LORA_A = ".lora_A."
+_MASKED = ("sdpa", "eager")  # transformers' implementations of attention that take a mask for packed documents
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What was applied.
+class Applied:
+    """The activation policy of a run.
 
     Attributes:
         policies: one for each layer.
-        lines: for a person to read.
-        plan: where they are from; None where they were given by hand.
+        lines: what to print about it.
+        plan: where the policies are from; None where the user named them.
     """
 
     policies: Sequence[ActivationPolicy]
@@ -31,14 +50,14 @@ class Chosen:
     plan: MemoryPlan | None = None
 
 
-def choose_and_apply(model: Any, config: TrainConfig, args: Any, packing: str) -> Chosen | None:
-    """Apply ``--policy``, or what is planned for ``--memory-budget``, to the model; None where neither is given.
+def plan_and_apply(model: Any, config: TrainConfig, settings: Settings, seq_len: int) -> Applied | None:
+    """Apply ``--policy``, or the plan for ``--memory-budget``, to the model; None where neither is given.
 
     Args:
         model: the run's, patched, its adapters on it.
         config: the run's settings.
-        args: Trainer's arguments.
-        packing: "joined", "separate" or "none".
+        settings: its trainer's.
+        seq_len: tokens of a sequence.
 
     Raises:
         ArgumentValueError: nothing fits in the budget, or the policy is not one for this model.
@@ -46,79 +65,158 @@ def choose_and_apply(model: Any, config: TrainConfig, args: Any, packing: str) -
     """
     if config.policy is None and config.memory_budget is None:
         return None
-    layers = len(find_stack(model).layers)
-    host, plan = host_gib(config), None
+    plan = None
     if config.policy is not None:
-        policies, lines = layer_policies(config.policy, layers), [f"policy   {config.policy}"]
+        policies = layer_policies(config.policy, len(find_stack(model).layers))
+        lines = [f"policy   {config.policy}"]
     else:
-        budget = parse_gib("memory_budget", str(config.memory_budget))
-        plan = plan_run(model, config, args, packing, budget_gib=budget, host=host)
-        policies, lines = list(plan.policies), list(_planned(plan, model, config, args))
-    apply_policy(model, policies, host_gib=host)
-    return Chosen(policies, tuple(lines), plan)
+        plan = plan_memory(
+            model.config,
+            seq_len,
+            settings.args.per_device_train_batch_size,
+            parse_gib("memory_budget", str(config.memory_budget)),
+            config.host_gib or 0,
+            options=HeadOptions(workspace_mib=config.workspace_mib),
+            offload_states="auto" if config.offload_states else False,
+            **planned_job(model, settings),
+        )
+        policies, lines = list(plan.policies), list(_planned(plan, model, config, settings.args))
+    apply_policy(model, policies, host_gib=config.host_gib)
+    return Applied(policies, tuple(lines), plan)
 
 
-def states_away(config: TrainConfig, chosen: Chosen | None) -> StatesAway | None:
-    """Return what of the optimizer's states is to be offloaded; None for nothing."""
-    if not config.offload_states:
-        return None
-    if chosen is None or chosen.plan is None:
-        return StatesAway(host_gib=host_gib(config))
-    plan = chosen.plan
-    return StatesAway(plan.states_gib, host_gib(config), plan.chosen.late) if plan.chosen.states else None
+def current_policies(settings: Settings, applied: Applied | None, layers: int) -> Sequence[ActivationPolicy]:
+    """Return what the layers of a run save."""
+    if applied is not None:
+        return applied.policies
+    checkpointed = settings.args.gradient_checkpointing or getattr(settings.args, "activation_checkpointing", False)
+    return [ActivationPolicy(keep="input" if checkpointed else "all")] * layers
 
 
-def host_gib(config: TrainConfig) -> float | None:
-    """Return ``--host-budget`` in GiB, None where there is none."""
-    return parse_gib("host_budget", config.host_budget) if config.host_budget else None
+def planned_job(model: Any, settings: Settings) -> dict[str, Any]:
+    """Return what `plan_memory` and `lowtide.memory.planner.job.Job` both take of a run, by its name in both.
 
-
-def plan_run(
-    model: Any, config: TrainConfig, args: Any, packing: str, *, budget_gib: float, host: float | None = None
-) -> MemoryPlan:
-    """Return the plan of a run's step on one device.
+    Args:
+        model: the run's, with its adapters and patched.
+        settings: of its trainer.
 
     Raises:
-        ArgumentValueError: nothing fits, or the planner does not know the model or the optimizer.
+        ArgumentValueError: the planner does not have the optimizer.
     """
-    return plan_memory(
-        model.config,
-        config.seq_len,
-        config.batch_size,
-        budget_gib,
-        host or 0,
-        options=HeadOptions(workspace_mib=config.workspace_mib),
-        offload_states="auto" if config.offload_states else False,
-        **planned_settings(model, config, args, packing),
-    )
+    args = settings.args
+    weights = getattr(torch, str(settings.model.dtype), torch.float32)
+    return {
+        "optimizer": planned_optimizer(args),
+        "keep_gradients": args.gradient_accumulation_steps > 1,
+        "adapters": _adapters(model) if any(_LORA_A in name for name, _ in model.named_parameters()) else None,
+        "attention_mask": bool(getattr(args, "packing", False)) and _attention(model) in _MASKED,
+        "fused_mlp": has_levels(model),
+        "dtype": weights,
+        "autocast": bool(args.bf16 or args.fp16) and weights == torch.float32,
+    }
 
 
-def current_policies(config: TrainConfig, chosen: Chosen | None, layers: int) -> Sequence[ActivationPolicy]:
-    """Return what the layers of a run keep, whatever said so."""
-    if chosen is not None:
-        return chosen.policies
-    return [ActivationPolicy(keep="input" if config.gradient_checkpointing else "all")] * layers
+def planned_optimizer(args: Any) -> str:
+    """Return Trainer's optimizer by its name in the planner.
+
+    Raises:
+        ArgumentValueError: it has none.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in _OPTIMIZERS:
+        expected = f"an optimizer that the planner has, one of {', '.join(_OPTIMIZERS)}"
+        raise ArgumentValueError(message("memory_budget", expected, name, "Take one of them, or name a --policy."))
+    return _OPTIMIZERS[name]
 
 
-def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> tuple[str, ...]:
-    """Return what a plan expects, for a person to read."""
-    lines = [
+def has_levels(model: Any) -> bool:
+    """Return whether every layer has a fused MLP, whose level a policy can set."""
+    stack = find_stack(model)
+    return all(any(hasattr(m, "checkpoint_level") for m in layer.modules()) for layer in stack.layers.values())
+
+
+class OffloadStates(TrainerCallback):  # type: ignore[misc]
+    """Offloads the states of Trainer's optimizer once there is one, those of a resumed run included.
+
+    Args:
+        config: the run's settings.
+        applied: its policy; a plan says how many bytes leave the GPU.
+
+    Raises:
+        UnsupportedError: there is no GPU, or each process has only a shard of the parameters.
+    """
+
+    def __init__(self, config: TrainConfig, applied: Applied | None) -> None:
+        check_offload(config)
+        chosen = applied.plan.chosen if applied is not None and applied.plan is not None else None
+        self._size = {"gib": None if applied is None or applied.plan is None else applied.plan.states_gib}
+        self._late, self._host = chosen is not None and chosen.late, config.host_gib
+        self._none = chosen is not None and not chosen.states
+        self.handle: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
+        """Add the hooks: of a step's backward passes the last one brings the states back."""
+        del state, control
+        if not self._none:
+            batches = args.gradient_accumulation_steps
+            self.handle = offload_optimizer(
+                optimizer, model, **self._size, host_gib=self._host, late=self._late, backwards_per_step=batches
+            )
+
+
+def check_offload(config: TrainConfig) -> None:
+    """Raise where ``--offload-states`` is given and cannot be done here.
+
+    Raises:
+        UnsupportedError: there is no GPU, or each process has only a shard of the parameters.
+    """
+    if not config.offload_states:
+        return
+    if not available():
+        hint = "On a CPU there is nothing to offload from: leave it out."
+        raise UnsupportedError(message("offload_states", "a CUDA GPU", "none", hint))
+    if uses_fsdp() or uses_deepspeed():
+        hint = "FSDP and DeepSpeed offload by settings of their own."
+        raise UnsupportedError(message("offload_states", "parameters that are whole on each GPU", "shards", hint))
+
+
+def _planned(plan: MemoryPlan, model: Any, config: TrainConfig, args: Any) -> Iterator[str]:
+    """Yield what a plan expects, as lines to print."""
+    yield (
         f"policy   {words_of(plan.chosen.groups)}: expected peak {gib(plan.peak_bytes):.2f} of "
         f"{gib(plan.budget_bytes):.2f} GiB, {plan.tokens_per_second:,.0f} tokens/s on one {plan.job.gpu.name}"
-    ]
+    )
     if plan.chosen.states:
-        late = ", and come back behind backward" if plan.chosen.late else ""
-        lines.append(f"states   {gib(plan.chosen.states):.2f} GiB of the optimizer's are offloaded{late}")
+        late = ", and come back after backward" if plan.chosen.late else ""
+        yield f"states   {gib(plan.chosen.states):.2f} GiB of the optimizer states are offloaded{late}"
     elif config.offload_states:
-        lines.append("states   the optimizer's stay: nothing faster fits with them on the host")
+        yield "states   the optimizer states stay on the GPU: nothing faster fits with them on the host"
     if args.device.type != "cuda":
-        lines.append(
-            f"         no GPU here: planned for an {plan.job.gpu.name}. The layers keep what it says, which saves this "
-            "process's memory too, but nothing holds that to the budget"
+        yield (
+            f"         no GPU here: planned for an {plan.job.gpu.name}. The layers save what it says, but nothing "
+            "holds this process's memory to the budget"
         )
     if args.world_size > 1:
-        lines.append("         planned for one device with all the weights; what sharding saves is not counted")
-    if attention_of(model) == "eager":
-        lines.append("         eager attention builds its scores, which are not counted")
-    lines += [f"         {note}" for note in plan.notes]
-    return tuple(lines)
+        yield "         planned for one device with all the weights; what sharding saves is not counted"
+    if _attention(model) == "eager":
+        yield "         eager attention builds its scores, which are not counted"
+    yield from (f"         {note}" for note in plan.notes)
+
+
+def _adapters(model: Any) -> Adapters | int:
+    """Return peft's adapters as the planner has them; else how many parameters they are."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    numbers = sum(p.numel() for p in trained.values())
+    ranks = {len(p) for name, p in trained.items() if _LORA_A in name}
+    targets = {name.partition(_LORA_A)[0].rpartition(".")[2] for name in trained if _LORA_A in name}
+    if len(ranks) != 1 or not targets <= set(PROJECTIONS):
+        return int(numbers)
+    adapters = Adapters(ranks.pop(), tuple(name for name in PROJECTIONS if name in targets))
+    shape = read_shape(model.config)
+    known = not numbers_alone(shape) and adapters.numbers(shape) == numbers
+    return adapters if known else int(numbers)
+
+
+def _attention(model: Any) -> str:
+    """Return the name of transformers' implementation of attention that a model runs."""
+    return str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "")

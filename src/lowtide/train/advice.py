@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,13 +21,10 @@ from lowtide.memory.planner.search import Search
 from lowtide.memory.planner.shapes import read_shape
 from lowtide.memory.planner.step_bytes import Memory
 from lowtide.memory.policy_words import Mixture, mixture_of, words_of
-from lowtide.train.activations import current_policies
+from lowtide.train.activations import Applied, current_policies, planned_job, planned_optimizer
 from lowtide.train.config import TrainConfig
 from lowtide.train.parallel import uses_deepspeed, uses_fsdp
-from lowtide.train.planned import planned_optimizer, planned_settings
-
-if TYPE_CHECKING:
-    from lowtide.train.activations import Chosen
+from lowtide.train.settings import Settings
 
 _MARGIN = 0.95  # what is advised must be expected to take less than what has just failed
 
@@ -41,11 +38,11 @@ class OutOfMemory(LowtideError, MemoryError):
 def advise(
     error: BaseException,
     config: TrainConfig,
-    args: Any,
+    settings: Settings | None,
     *,
+    seq_len: int,
     model: Any = None,
-    chosen: Chosen | None = None,
-    packing: str = "joined",
+    applied: Applied | None = None,
     step: int | None = None,
     go_on: str,
 ) -> OutOfMemory:
@@ -54,61 +51,65 @@ def advise(
     Args:
         error: what was raised.
         config: the run's settings.
-        args: Trainer's arguments.
+        settings: its trainer's; None before there were any.
+        seq_len: tokens of a sequence.
         model: the model; None where it was not there yet.
-        chosen: the policy that was applied.
-        packing: "joined", "separate" or "none".
+        applied: the activation policy.
         step: the step in which it happened; None before the first.
-        go_on: what to do with the run's folder.
+        go_on: how to resume the run.
     """
+    if settings is None or model is None:
+        ways = ["The model itself does not fit: take a smaller one, --dtype bfloat16 or more GPUs."]
+        return OutOfMemory("\n".join([f"out of memory before the first step. {_first_line(error)}", *ways]))
+    args = settings.args
     rank = f" on rank {args.process_index}" if args.world_size > 1 else ""
     when = f"in step {step}" if step else "before the first step"
+    size = f"{args.per_device_train_batch_size} x {seq_len} tokens"
     lines = [
-        f"out of memory{rank} {when}, at {config.batch_size} x {config.seq_len} tokens. {_first_line(error)}",
-        *_what_fits(config, args, model, chosen, packing),
+        f"out of memory{rank} {when}, at {size}. {_first_line(error)}",
+        *_what_fits(config, settings, model, applied, seq_len),
         go_on,
     ]
     return OutOfMemory("\n".join(line for line in lines if line))
 
 
-def _what_fits(config: TrainConfig, args: Any, model: Any, chosen: Chosen | None, packing: str) -> list[str]:
-    """Return lines of advice with the planner's numbers, or why there are none."""
-    if model is None:
-        return ["The model itself does not fit: take a smaller one, --weights bfloat16 or more GPUs."]
+def _what_fits(config: TrainConfig, settings: Settings, model: Any, applied: Applied | None, seq_len: int) -> list[str]:
+    """Return lines of advice with the planner's figures, or why there are none."""
     try:
-        job = _job(config, args, model, packing)
+        job = _job(config, settings, model, seq_len)
     except (LowtideError, OSError, RuntimeError) as error:
         why = " ".join(str(error).split())
-        return [f"The planner has no numbers for it ({why}): lower --batch-size or --seq-len."]
-    policies = current_policies(config, chosen, job.shape.layers)
+        return [f"The planner has no figures for it ({why}): lower --per_device_train_batch_size or --seq-len."]
+    policies = current_policies(settings, applied, job.shape.layers)
     host = max(1, sum(policy.offload for policy in policies)) * 2**40  # room on the host was not what was lacking
     search = Search(job, host if any(policy.offload for policy in policies) else 0, offload_states=False)
     every = search.memory.states if config.offload_states else 0
-    away, late = (chosen.plan.chosen.states, chosen.plan.chosen.late) if chosen and chosen.plan else (every, False)
+    plan = applied.plan if applied is not None else None
+    away, late = (plan.chosen.states, plan.chosen.late) if plan is not None else (every, False)
     groups = mixture_of(policies)
     takes = search.memory.peak(groups, away, late=late).bytes
-    memory, where = _memory(args)
+    memory, where = _memory(settings.args)
     limit = min(memory, _MARGIN * takes) if memory else _MARGIN * takes
     left = f"; {where} has {gib(memory):.2f} GiB for it" if memory else ""
-    lines = [f"By the planner this step takes {gib(takes):.2f} GiB{left}."]
+    lines = [f"According to the planner this step takes {gib(takes):.2f} GiB{left}."]
     if not config.patch:
-        return [*lines, "That is with lowtide's loss. A stock model's logits come on top: leave --no-patch out."]
-    helps = [*_other_policy(search, limit, every), *_states(config, args, search, groups)]
+        return [*lines, "That is with lowtide's loss. A stock model's logits are added to it: leave --no-patch out."]
+    helps = [*_other_policy(search, limit, every), *_states(config, settings.args, search, groups)]
     helps = [(options, peak) for options, peak in helps if peak <= limit]
     helps += _smaller(job, limit, lambda memory: memory.peak(groups, away, late=late).bytes)
     if helps:
         width = max(len(options) for options, _ in helps)
         lines += ["What would fit:", *(f"  {options:<{width}}  {gib(peak):.2f} GiB" for options, peak in helps)]
         may = "another --policy" + " and --offload-states" * any("states" in options for options, _ in helps)
-        lines.append(f"A resumed run can be given {may}; another batch or length is another run.")
+        lines.append(f"A resumed run can be given {may}; another length is another run.")
     else:
-        lines.append(_nothing(config, search, limit))
-    line = plan_line(config, args, job, limit)
-    return [*lines, f"The numbers: {line}"] if line else lines
+        lines.append(_nothing(settings, job, search, limit))
+    line = plan_line(config, settings, job, limit)
+    return [*lines, f"The figures: {line}"] if line else lines
 
 
 def _other_policy(search: Search, limit: float, away: int) -> list[tuple[str, int]]:
-    """Return the fastest policy that fits with so many bytes of optimizer states on the host; else the leanest."""
+    """Return the fastest policy that fits with this many bytes of optimizer states on the host; else none."""
     peaks = [(search.memory.peak(one.groups, away).bytes, one) for one in (*search.front, search.least())]
     fitting = [(one.seconds, peak, one) for peak, one in peaks if peak <= limit]
     if not fitting:
@@ -130,7 +131,8 @@ def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> list[t
     A part of the batch is one that more batches make whole again.
     """
     parts = [n for n in range(job.batch_size // 2, 0, -1) if job.batch_size % n == 0]
-    batches = [(f"--batch-size {n} and {job.batch_size // n} times the --grad-accum", n) for n in parts]
+    more = "times the --gradient_accumulation_steps"
+    batches = [(f"--per_device_train_batch_size {n} and {job.batch_size // n} {more}", n) for n in parts]
     lengths = [job.seq_len >> halved for halved in range(1, job.seq_len.bit_length() - 1)]
     jobs = [
         [(options, replace(job, batch_size=n, keep_gradients=True)) for options, n in batches],
@@ -143,7 +145,7 @@ def _smaller(job: Job, limit: float, peak_of: Callable[[Memory], int]) -> list[t
     return [one for one in found if one is not None]
 
 
-def _nothing(config: TrainConfig, search: Search, limit: float) -> str:
+def _nothing(settings: Settings, job: Job, search: Search, limit: float) -> str:
     memory = search.memory
     fixed = memory.weights + memory.states + memory.all_gradients
     if fixed < limit / 2:
@@ -151,27 +153,27 @@ def _nothing(config: TrainConfig, search: Search, limit: float) -> str:
             "No smaller step would take much less: look for what else has the memory, other programs or data outside "
             "the step."
         )
-    ways = [] if config.lora_rank else ["Train adapters (--lora-rank 16 --weights bfloat16)"]
-    if config.lora_rank and config.weights != "bfloat16":
-        ways.append("keep the frozen weights in 16 bits (--weights bfloat16)")
+    ways = ["train adapters (--use_peft --dtype bfloat16)"] if job.adapters is None else []
+    if job.adapters is not None and settings.model.dtype == "float32":
+        ways.append("store the frozen weights in 16 bits (--dtype bfloat16) or in 4 (--load_in_4bit)")
     if memory.states > limit / 8:
-        ways.append("take an optimizer with smaller states (--trainer-args optim=adamw_bnb_8bit)")
-    ways.append("share it out over more GPUs (--parallel fsdp2)")
-    said = " or ".join(ways) if len(ways) < 3 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
+        ways.append("take an optimizer with smaller states (--optim adamw_bnb_8bit)")
+    ways.append("shard it over more GPUs (--parallel fsdp2)")
+    text = " or ".join(ways) if len(ways) < 3 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
     return (
         f"Nothing fits in {gib(limit):.2f} GiB: weights, gradients and optimizer states take {gib(fixed):.2f}. "
-        f"{said[0].upper()}{said[1:]}."
+        f"{text[0].upper()}{text[1:]}."
     )
 
 
-def plan_line(config: TrainConfig, args: Any, job: Job, limit: float) -> str:
-    """Return the command that shows all of a plan; nothing where it cannot be told of the run's adapters."""
-    words = ["lowtide plan", f"--model {shlex.quote(config.model)}", f"--seq-len {config.seq_len}"]
-    words += [f"--batch-size {config.batch_size}", f"--budget {gib(limit):.2f}GiB"]
+def plan_line(config: TrainConfig, settings: Settings, job: Job, limit: float) -> str:
+    """Return the ``lowtide plan`` command that shows the whole plan; "" where it has no option for the adapters."""
+    words = ["lowtide plan", f"--model {shlex.quote(config.model)}", f"--seq-len {job.seq_len}"]
+    words += [f"--batch-size {job.batch_size}", f"--budget {gib(limit):.2f}GiB"]
     words.append("--autocast" if job.autocast else f"--dtype {str(job.dtype).removeprefix('torch.')}")
-    words.append(f"--optimizer {planned_optimizer(args)}")
-    if args.gradient_accumulation_steps > 1:
-        words.append(f"--grad-accum {args.gradient_accumulation_steps}")
+    words.append(f"--optimizer {planned_optimizer(settings.args)}")
+    if settings.args.gradient_accumulation_steps > 1:
+        words.append(f"--grad-accum {settings.args.gradient_accumulation_steps}")
     if config.workspace_mib is not None:
         words.append(f"--workspace-mib {config.workspace_mib:g}")
     if config.host_budget:
@@ -188,18 +190,18 @@ def plan_line(config: TrainConfig, args: Any, job: Job, limit: float) -> str:
     return " ".join(words)
 
 
-def _job(config: TrainConfig, args: Any, model: Any, packing: str) -> Job:
+def _job(config: TrainConfig, settings: Settings, model: Any, seq_len: int) -> Job:
     try:
-        gpu = find_gpu(None) if args.device.type == "cuda" else GPUS["h100"]
+        gpu = find_gpu(None) if settings.args.device.type == "cuda" else GPUS["h100"]
     except (LowtideError, RuntimeError):  # an unknown one would be measured, for which there is no memory now
         gpu = GPUS["h100"]
     return Job(
         shape=read_shape(model.config),
-        seq_len=config.seq_len,
-        batch_size=config.batch_size,
+        seq_len=seq_len,
+        batch_size=settings.args.per_device_train_batch_size,
         gpu=gpu,
         head=HeadOptions(workspace_mib=config.workspace_mib),
-        **planned_settings(model, config, args, packing),
+        **planned_job(model, settings),
     )
 
 

@@ -1,197 +1,100 @@
-"""Folders that are whole or not there: everything is written aside, flushed to disk and renamed."""
+"""The folder of a run: checkpoints that count once they are complete, the model, and what a resume reads."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.train.config import DEFAULT_ROOT, RUN_FILE
-from lowtide.train.ending import is_lost_rank
-from lowtide.train.parallel import uses_deepspeed, zero_stage
-from lowtide.train.ranks import launched_ranks
-from lowtide.train.states import PARTS, WHOLE
+from lowtide.train.parallel import in_group
 
-_RUN_FILE_ASIDE = f"{RUN_FILE}.new"  # until it is whole
 MODEL = "model"
 MERGED = "merged"  # beside it, where adapters are merged into a copy
 LOG_FILE = "log.jsonl"
-BOARD = "tensorboard"
-SCHEDULER = "scheduler.pt"
-ZERO = "global_step"  # begins the name of DeepSpeed's folder in a checkpoint
-STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
-_TRAINING_ONLY = (
-    "optimizer*",
-    "scheduler*",
-    "scaler*",
-    "rng_state*",
-    "trainer_state*",
-    "data_position*",
-    "global_step*",
-    "latest",
-    "zero_to_*",
-)
+TOKENS = "tokens.bin"
+COMPLETE = "complete"  # in a checkpoint, written last
+_STAGING = ".incoming"  # inside the run's folder: a rename must not cross file systems
+_RUN_FILE_ASIDE = f"{RUN_FILE}.new"
+_LEFTOVERS = {RUN_FILE, _RUN_FILE_ASIDE, _STAGING, LOG_FILE, TOKENS, f"{TOKENS}.json", "runs"}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-
-
-# how PyTorch's archives say that the disk is full or the folder gone
+_ALMOST_FULL = 2**24  # bytes
+# how PyTorch's archives report that the disk is full or the folder gone
 _NOT_WRITTEN = ("PytorchStreamWriter", "iostream error", "file write failed", "Parent directory", "unexpected pos")
 
 
 class SaveError(LowtideError, OSError):
-    """Something could not be written; what was whole before still is."""
+    """Something could not be written; what was complete before still is."""
+
+
+class Complete(TrainerCallback):  # type: ignore[misc]
+    """Marks a checkpoint as complete once all ranks have written it to disk, and then removes older ones.
+
+    Args:
+        keep: how many to keep, the newest ones and the best; None: all.
+    """
+
+    def __init__(self, keep: int | None) -> None:
+        self._keep = keep
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Mark the checkpoint that was just written.
+
+        Raises:
+            SaveError: it could not be flushed to disk.
+        """
+        del control
+        if in_group():
+            import torch.distributed as dist
+
+            dist.barrier()
+        if not state.is_world_process_zero:
+            return
+        output = Path(args.output_dir)
+        checkpoint = output / f"checkpoint-{state.global_step}"
+        try:
+            _flush_all(checkpoint)
+            (checkpoint / COMPLETE).touch()
+            _flush(checkpoint)
+        except OSError as error:
+            raise save_error(checkpoint, error) from error
+        best = Path(state.best_model_checkpoint or "").name
+        for path in checkpoints(output)[: -self._keep if self._keep else 0]:
+            if path.name != best:
+                (path / COMPLETE).unlink()  # first: half a checkpoint is none
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Return the whole checkpoints of a run, oldest first."""
-    folders = (p for p in output.glob("checkpoint-*") if p.is_dir())
+    """Return the complete checkpoints of a run, oldest first."""
+    folders = (p for p in output.glob("checkpoint-*") if (p / COMPLETE).is_file())
     found = [(int(m[1]), p) for p in folders if (m := _CHECKPOINT.fullmatch(p.name))]
     return [path for _, path in sorted(found)]
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of optimizer steps behind a checkpoint."""
+    """Return the number of optimizer steps before a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
-
-
-def log_history(checkpoint: Path) -> list[dict[str, Any]]:
-    """Return what Trainer had logged at a checkpoint.
-
-    Raises:
-        ArgumentValueError: it is not readable.
-    """
-    file = checkpoint / "trainer_state.json"
-    try:
-        return list(json.loads(file.read_text())["log_history"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        got, hint = f"{checkpoint}, where {file.name} cannot be read", "Remove it, to take an older one."
-        raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
-
-
-def check_states(checkpoint: Path, ranks: int) -> None:
-    """Raise where the optimizer's part of a checkpoint is missing: Trainer would begin with a new one, in silence.
-
-    Args:
-        checkpoint: to go on from.
-        ranks: that wrote it.
-
-    Raises:
-        ArgumentValueError: it is, Trainer's own state cannot be read, or DeepSpeed wrote it for another engine or
-            number of ranks than are here.
-    """
-    log_history(checkpoint)
-    divided = any(checkpoint.glob(f"{ZERO}*"))
-    if divided != uses_deepspeed() or (divided and ranks != launched_ranks()):
-        by = f"DeepSpeed's on {ranks} ranks" if divided else "PyTorch's"
-        hint = "DeepSpeed divides states among ranks in a way of its own: go on with the same stage and ranks."
-        got = f"{launched_ranks()} ranks with DeepSpeed" if uses_deepspeed() else f"{launched_ranks()} ranks without it"
-        raise ArgumentValueError(message("parallel", f"an engine for {checkpoint}, {by}", got, hint))
-    wrote, now = 3 if any(checkpoint.glob(f"{ZERO}*/zero_pp_rank_*_model_states.pt")) else 2, zero_stage()
-    if divided and now is not None and (now == 3) != (wrote == 3):
-        hint = "DeepSpeed's states are of one stage: go on with the same."
-        expected = f"the stage for {checkpoint}, written by " + ("ZeRO-3" if wrote == 3 else "ZeRO-2 or less")
-        raise ArgumentValueError(message("parallel", expected, f"ZeRO-{now}", hint))
-    missing = [] if divided or (checkpoint / PARTS).is_dir() or (checkpoint / WHOLE).exists() else [WHOLE]
-    missing += [] if (checkpoint / SCHEDULER).exists() else [SCHEDULER]
-    if missing:
-        got = f"{checkpoint}, which lacks {' and '.join(missing)}"
-        raise ArgumentValueError(message("resume", "a whole checkpoint", got, "Remove it, to take an older one."))
-
-
-@contextlib.contextmanager
-def reading(checkpoint: str | None) -> Iterator[None]:
-    """Let what fails while a checkpoint is read name it.
-
-    Raises:
-        ArgumentValueError: it cannot be read. Errors of lowtide's own, of memory and of a lost rank stay as they are.
-    """
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
-            raise
-        got, hint = f"{checkpoint}, which cannot be read ({why(error)})", "Remove it, to take an older one."
-        raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
-
-
-def publish(staged: Path, final: Path) -> None:
-    """Give a folder that was written aside its final name, once its contents are on the disk.
-
-    Raises:
-        OSError: the disk would not take it.
-    """
-    for path in sorted(staged.rglob("*")):
-        _flush(path)
-    _flush(staged)
-    if final.exists():  # an older whole folder of the same name: the run's model, saved again after a resume
-        old = staged.with_name(staged.name + ".old")
-        final.rename(old)
-        staged.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        staged.rename(final)
-    _flush(final.parent)
-
-
-def model_from_checkpoint(checkpoint: Path) -> Path:
-    """Copy what is the model's out of a whole checkpoint, to where the run's model belongs, and return where.
-
-    Raises:
-        SaveError: it could not be written.
-    """
-    staged, final = checkpoint.parent / STAGING / MODEL, checkpoint.parent / MODEL
-    try:
-        clear_staging(checkpoint.parent)
-        shutil.copytree(checkpoint, staged, ignore=shutil.ignore_patterns(*_TRAINING_ONLY))
-        publish(staged, final)
-        clear_staging(checkpoint.parent)
-    except OSError as error:
-        raise save_error(final, error) from error
-    return final
-
-
-def remove_old(output: Path, keep: int, best: int | None = None) -> None:
-    """Remove all but the newest checkpoints, and the one of step ``best``.
-
-    Each leaves its final name first, so that none is ever half there.
-    """
-    staging = output / STAGING
-    staging.mkdir(exist_ok=True)
-    for path in checkpoints(output)[:-keep]:
-        if step_of(path) == best:
-            continue
-        doomed = staging / f"{path.name}.old"
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def clear_logs(output: Path) -> None:
-    """Remove what a run that ended before its first checkpoint had logged."""
-    (output / LOG_FILE).unlink(missing_ok=True)
-    shutil.rmtree(output / BOARD, ignore_errors=True)
-
-
-def clear_staging(output: Path) -> None:
-    """Remove what a killed run left half written."""
-    shutil.rmtree(output / STAGING, ignore_errors=True)
 
 
 def new_output(output: str | None, stamp: str) -> Path:
     """Return the folder for a new run, which is not made yet.
 
     Args:
-        output: what the user asked for, None for a new folder under `DEFAULT_ROOT`.
+        output: the user's, None for a new folder under `DEFAULT_ROOT`.
         stamp: the name of that folder.
 
     Raises:
@@ -201,12 +104,13 @@ def new_output(output: str | None, stamp: str) -> Path:
     expected = "a folder that is new or empty"
     try:
         found = {p.name for p in path.iterdir()} if path.is_dir() else set()
-        if found & {RUN_FILE, _RUN_FILE_ASIDE} and found <= {RUN_FILE, _RUN_FILE_ASIDE, STAGING, LOG_FILE, BOARD}:
+        unfinished = [name for name in found - _LEFTOVERS if not _CHECKPOINT.fullmatch(name)]
+        if RUN_FILE in found and not unfinished and not checkpoints(path):
             return path  # a run that ended before its first checkpoint
         if (path / RUN_FILE).exists():
-            hint = "Go on with it with --resume, or name another folder."
+            hint = "Resume it with --resume_from_checkpoint true, or name another folder."
             raise ArgumentValueError(message("output", expected, f"{path}, which holds a run", hint))
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or found):
             raise ArgumentValueError(message("output", expected, f"{path}, which is neither", "Name another."))
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -216,28 +120,34 @@ def new_output(output: str | None, stamp: str) -> Path:
     return path
 
 
-def run_to_resume(output: str | None) -> Path:
-    """Return the folder of the run to go on with.
+def checkpoint_to_resume(output: str | None, given: str) -> Path:
+    """Return the checkpoint that ``--resume_from_checkpoint`` names: itself, or with "true" the run's newest.
 
     Raises:
-        ArgumentValueError: there is none, or no checkpoint in it.
+        ArgumentValueError: there is none that is complete.
     """
+    name = "--resume_from_checkpoint"
+    if given.lower() != "true":
+        path = Path(given).expanduser()
+        if not (path / COMPLETE).is_file() or not (path.parent / RUN_FILE).is_file():
+            hint = "Give `true` for the newest one of --output."
+            raise ArgumentValueError(message(name, "a complete checkpoint of a lowtide run", str(path), hint))
+        return path
     if output:
         path = Path(output).expanduser()
     else:
         runs = sorted(DEFAULT_ROOT.glob(f"*/{RUN_FILE}"), key=lambda p: p.stat().st_mtime)
         path = runs[-1].parent if runs else DEFAULT_ROOT
     if not (path / RUN_FILE).is_file():
-        hint = "Name the run's folder with --output, or leave --resume out to begin."
-        raise ArgumentValueError(message("resume", "a folder with a run", f"{path}, which has none", hint))
-    if not checkpoints(path):
-        hint = "Begin again without --resume; --save-every sets how often one is written."
-        raise ArgumentValueError(message("resume", "a run with a checkpoint", f"{path}, which has none yet", hint))
-    return path
+        raise ArgumentValueError(message(name, "a run's folder in --output", f"{path}, which has none"))
+    if not (found := checkpoints(path)):
+        hint = "Start again without it; --save_steps sets how often a checkpoint is written."
+        raise ArgumentValueError(message(name, "a run with a checkpoint", f"{path}, which has none yet", hint))
+    return found[-1]
 
 
 def write_run_file(output: Path, content: dict[str, Any]) -> None:
-    """Write what a resume needs to know beside the checkpoints.
+    """Write what a resume needs beside the checkpoints, and remove what a killed run left incomplete.
 
     Raises:
         SaveError: it could not be written.
@@ -245,6 +155,10 @@ def write_run_file(output: Path, content: dict[str, Any]) -> None:
     aside = output / _RUN_FILE_ASIDE
     try:
         output.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(output / _STAGING, ignore_errors=True)
+        for path in output.glob("checkpoint-*"):
+            if not (path / COMPLETE).is_file():
+                shutil.rmtree(path, ignore_errors=True)
         aside.write_text(json.dumps(content, indent=2) + "\n")
         _flush(aside)
         aside.rename(output / RUN_FILE)
@@ -259,14 +173,44 @@ def read_run_file(output: Path) -> dict[str, Any]:
     """Return what `write_run_file` wrote.
 
     Raises:
-        ArgumentValueError: it is not readable.
+        ArgumentValueError: it is not readable, or of an earlier version.
     """
     path = output / RUN_FILE
     try:
         content = json.loads(path.read_text())
-        return {**content, "config": dict(content["config"]), "data": str(content["data"])}
+        return {**content, "config": dict(content["config"]), "sequences": int(content["sequences"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentValueError(message("resume", "a run.json as lowtide writes it", f"{path} ({error})")) from error
+        expected = "a run.json as this version writes it"
+        raise ArgumentValueError(message("--resume_from_checkpoint", expected, f"{path} ({why(error)})")) from error
+
+
+def write_folder(final: Path, write: Callable[[Path], object], *, publish: bool = True) -> None:
+    """Write a folder aside and rename it once it is on the disk.
+
+    Args:
+        final: its name.
+        write: called with the folder to write into.
+        publish: this rank renames it.
+
+    Raises:
+        SaveError: it could not be written.
+    """
+    staged = final.parent / _STAGING / final.name
+    try:
+        write(staged)
+        if publish:
+            _flush_all(staged)
+            if final.exists():  # an older whole one: saved again after a resume
+                shutil.rmtree(old := staged.with_name(staged.name + ".old"), ignore_errors=True)
+                final.rename(old)
+            staged.rename(final)
+            _flush(final.parent)
+            shutil.rmtree(final.parent / _STAGING, ignore_errors=True)
+    except Exception as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        if not is_not_written(error):
+            raise
+        raise save_error(final, error) from error
 
 
 def is_not_written(error: BaseException) -> bool:
@@ -275,29 +219,47 @@ def is_not_written(error: BaseException) -> bool:
         return False
     if isinstance(error, CheckpointException):  # of all ranks
         return any(is_not_written(one) for one, _ in error.failures.values())
-    if isinstance(error, RuntimeError):  # as torch.save says it
+    if isinstance(error, RuntimeError):  # as torch.save raises it
         return any(sign in str(error) for sign in _NOT_WRITTEN)
     return isinstance(error, OSError | SafetensorError)
 
 
 def save_error(path: Path, error: BaseException) -> SaveError:
-    """Return the error for something that could not be written.
-
-    safetensors and torch.save raise errors of their own for a full disk: `is_not_written` knows them.
-    """
-    why = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
-    whole = checkpoints(path.parent)
-    kept = (
-        f"{whole[-1].name} is whole: go on from it with --resume"
-        if whole
+    """Return the error for something that could not be written."""
+    reason = getattr(error, "strerror", None) or _system_reason(path, error)
+    complete = checkpoints(path.parent)
+    left = (
+        f"{complete[-1].name} is complete: go on from it with --resume_from_checkpoint true"
+        if complete
         else "No checkpoint is there yet: start again"
     )
-    return SaveError(f"could not write {path} ({why}). Make room or choose another --output. {kept}.")
+    return SaveError(f"could not write {path} ({reason}). Make room or choose another --output. {left}.")
+
+
+def _system_reason(path: Path, error: BaseException) -> str:
+    """Return what the system would call an error of PyTorch's or safetensors' writers."""
+    text = str(error)
+    if found := re.search(r"\(os error (\d+)\)", text):
+        return os.strerror(int(found[1]))
+    folder = next(each for each in path.absolute().parents if each.exists())
+    if shutil.disk_usage(folder).free < _ALMOST_FULL:
+        return os.strerror(errno.ENOSPC)
+    return os.strerror(errno.EIO) if any(sign in text for sign in _NOT_WRITTEN) else (text.splitlines() or ["?"])[0]
 
 
 def why(error: BaseException) -> str:
     """Return an error of whatever kind in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if "PytorchStreamReader" in str(error) or "inline_container" in str(error):
+        return "a file that torch.save wrote is damaged"
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _flush_all(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        _flush(path)
+    _flush(folder)
 
 
 def _flush(path: Path) -> None:

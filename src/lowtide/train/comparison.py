@@ -1,30 +1,76 @@
-"""The same run with lowtide and without, each in a process of its own, side by side."""
+"""The same run with lowtide and without, interleaved block by block, each in a process of its own."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
 import re
 import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import TrainerCallback
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.child import run_child
 from lowtide.train.config import TrainConfig
-from lowtide.train.prepare import prepare
-from lowtide.train.progress import quiet_transformers
-from lowtide.train.ranks import launched_ranks
+from lowtide.train.files import find_data
+from lowtide.train.parallel import launched_ranks
+from lowtide.train.prepare import share_data
+from lowtide.train.quiet import hide, quiet_transformers, unused_packages
 from lowtide.train.report import show_comparison
 from lowtide.train.result import FLOAT32, Comparison, TrainResult, measured_tolerance
 from lowtide.train.run import run
-from lowtide.train.trainer import product_dtype, training_arguments
+from lowtide.train.settings import Settings, trainer_settings
+
+_BLOCKS = 50  # of a run: enough for a median, and long enough that a turn costs nothing
+_SHORTEST = 5  # steps of one
+_STOCK, _PATCHED, _FREE = "stock", "lowtide", ""
+_POLL_SECONDS = 0.002
 
 
 class CompareError(LowtideError, RuntimeError):
     """One of the two runs failed."""
+
+
+class Turns(TrainerCallback):  # type: ignore[misc]
+    """Lets one of two processes train for a block of steps while the other waits.
+
+    Args:
+        file: holds the name of the process whose turn it is; empty once one of them has ended.
+        own: the name of this one.
+        other: the name of the other.
+        block: steps of a turn.
+    """
+
+    def __init__(self, file: Path, own: str, other: str, block: int) -> None:
+        self._file, self._own, self._other, self._block = file, own, other, block
+        self._done = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Hand over the turn after a block, and wait for the next."""
+        del state, control
+        if self._done % self._block == 0:
+            if self._done and self._file.read_text() == self._own:
+                if args.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the other one needs the memory
+                give_turn(self._file, self._other)
+            while self._file.read_text() not in (self._own, _FREE):
+                time.sleep(_POLL_SECONDS)
+        self._done += 1
+
+
+def give_turn(file: Path, name: str) -> None:
+    """Write whose turn it is, whole at any moment."""
+    aside = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+    aside.write_text(name)
+    aside.replace(file)
 
 
 def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Path | None) -> Comparison:
@@ -36,51 +82,95 @@ def compare_runs(config: TrainConfig, *, console: Console | None, json_file: Pat
         )
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ArgumentValueError(message("json", "a file in a folder that exists", json_file))
-    with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as folder:
-        config = dataclasses.replace(config, output=None, resume=False)
-        shared = _shared_tokenizer(config, Path(folder))
-        stock, patched = (_in_child(dataclasses.replace(shared, patch=patch), console) for patch in (False, True))
+    with tempfile.TemporaryDirectory(prefix="lowtide-compare-") as name:
+        folder = Path(name)
+        config = replace(config, output=str(folder / "run"))
+        settings = trainer_settings(config, folder, save=False, text=find_data(config.data).is_text)
+        shared, tokens = share_data(config, settings, folder)
+        block = max(_SHORTEST, max(settings.args.max_steps, 0) // _BLOCKS)
+        stock, patched = _interleaved(shared, tokens, folder / "turn", block, console)
         reference, tolerance = None, FLOAT32
-        if product_dtype(config) != "float32":
-            exact = dataclasses.replace(shared, patch=False, dtype="float32", weights="float32")
-            reference = _in_child(exact, console, label="float32")
+        if settings.product_dtype != "float32":
+            options = {**shared.options, "bf16": False, "fp16": False, "dtype": "float32"}
+            reference = _in_child(replace(shared, patch=False, options=options), tokens, None, console, "float32")
             tolerance = measured_tolerance(stock, reference)
-    comparison = Comparison(stock=stock, patched=patched, tolerance=tolerance, reference=reference)
+    comparison = Comparison(
+        stock=stock,
+        patched=patched,
+        tolerance=tolerance,
+        block=block,
+        reference=reference,
+        stock_is=_stock_loss(config, settings),
+    )
     show_comparison(console, comparison)
     if json_file is not None:
-        told = {"config": config.to_json(), **comparison.to_json()}
+        content = {"config": config.to_json() | {"output": None}, **comparison.to_json()}
         try:
-            json_file.write_text(json.dumps(told, indent=2) + "\n")
+            json_file.write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             raise ArgumentValueError(message("json", "a file that can be written", f"{json_file} ({error})")) from error
     return comparison
 
 
-def train_in_child(settings: dict[str, Any], width: int | None, label: str) -> dict[str, Any]:
-    """Train without saving and return the result as JSON knows it: the child's side."""
-    quiet_transformers()
+def train_in_child(
+    settings: Mapping[str, Any], tokens: str | None, turn: tuple[str, str, str, int] | None, label: str
+) -> dict[str, Any]:
+    """Train without saving and return the result as JSON: the child's side."""
     config = TrainConfig.from_json(settings)
-    console = Console(width=width, quiet=not config.progress)
-    return run(config, console=console, save=False, label=label).to_json()
+    hide(*unused_packages(config))
+    quiet_transformers()
+    callbacks = () if turn is None else (Turns(Path(turn[0]), turn[1], turn[2], turn[3]),)
+    file = None if tokens is None else Path(tokens)
+    result = run(config, save=False, label=label, tokens=file, callbacks=callbacks, reports=False)
+    return {**result.to_json(), "steps_seconds": result.steps_seconds}
 
 
-def _shared_tokenizer(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Check everything once before two processes start, and let both use one tokenizer."""
-    ready = prepare(config, training_arguments(config, folder, save=False, resuming=False), None)
-    ready.tokenizer.save_pretrained(folder)
-    return dataclasses.replace(config, tokenizer=str(folder))
+def _interleaved(
+    config: TrainConfig, tokens: Path | None, turn: Path, block: int, console: Console
+) -> tuple[TrainResult, TrainResult]:
+    """Run the stock and the patched model at the same time, by turns."""
+    give_turn(turn, _STOCK)
+    results: dict[str, TrainResult | BaseException] = {}
+
+    def one(name: str, other: str) -> None:
+        try:
+            own = replace(config, patch=name == _PATCHED)
+            results[name] = _in_child(own, tokens, (str(turn), name, other, block), console, name)
+        except BaseException as error:  # raised again below, in the main thread
+            results[name] = error
+        finally:
+            give_turn(turn, _FREE)
+
+    threads = [threading.Thread(target=one, args=pair) for pair in ((_STOCK, _PATCHED), (_PATCHED, _STOCK))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in (_STOCK, _PATCHED):
+        if isinstance(found := results[name], BaseException):
+            raise found
+    stock, patched = results[_STOCK], results[_PATCHED]
+    assert isinstance(stock, TrainResult)
+    assert isinstance(patched, TrainResult)
+    return stock, patched
 
 
-def _in_child(config: TrainConfig, console: Console, label: str = "") -> TrainResult:
+def _in_child(
+    config: TrainConfig, tokens: Path | None, turn: tuple[str, str, str, int] | None, console: Console, label: str
+) -> TrainResult:
     """Run one of them and return what it measured."""
-    width = console.width if console.is_terminal else None
-    label = label or ("lowtide" if config.patch else "stock")
-    ended = run_child(train_in_child, config.to_json(), width, label, capture=not config.progress)
+    settings, file = config.to_json(), None if tokens is None else str(tokens)
+    ended = run_child(train_in_child, settings, file, turn, label, capture=console.quiet)
     if ended.returncode != 0:
-        which = "patched" if config.patch else label
-        raise CompareError(f"the {which} run failed: {_last_error(ended.stderr) or f'status {ended.returncode}'}")
+        raise CompareError(f"the {label} run failed: {_last_error(ended.stderr) or f'status {ended.returncode}'}")
     value = {**ended.value, "losses": {int(step): loss for step, loss in ended.value["losses"].items()}}
     return TrainResult(**value)
+
+
+def _stock_loss(config: TrainConfig, settings: Settings) -> str:
+    if not config.fine_tunes:
+        return "transformers' own loss"
+    return "TRL's own head" + ("" if settings.args.loss_type == "nll" else f", {settings.args.loss_type}")
 
 
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|OutOfMemory|Interrupt)\b")

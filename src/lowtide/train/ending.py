@@ -1,4 +1,4 @@
-"""How a run ends before its time: SIGTERM saves, and a lost process is told from an error of one's own."""
+"""How a run ends before its time: SIGTERM and Ctrl-C save a checkpoint; a lost process is reported as one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from lowtide.errors import LowtideError
-from lowtide.train.ranks import in_group
+from lowtide.train.parallel import in_group
 
-# how gloo and NCCL say that the other end of a connection is no more
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# how gloo and NCCL report that the other end of a connection is closed
 _LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "nccl")
 
 
 class Terminated(LowtideError, InterruptedError):
-    """The run was asked to end by SIGTERM; the text says what was saved and how to go on."""
+    """A signal ended the run; the text says what was saved and how to resume."""
 
-    exit_status = 143  # 128 + SIGTERM, as shells have it
-    of_all_ranks = True  # one of them says it
+    of_all_ranks = True  # one of them prints it
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+        self.exit_status = 128 + number  # as shells have it
 
 
 class RankLost(LowtideError, ConnectionError):
@@ -37,53 +41,51 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 class SaveAndStop(TrainerCallback):  # type: ignore[misc]
-    """Ends training after the step in which SIGTERM came to any of the ranks, with a checkpoint.
+    """Ends training after the step in which SIGTERM or Ctrl-C came to any of the ranks, with a checkpoint.
 
-    Further signals change nothing until then: clusters signal the ranks and the launcher, which signals the ranks
-    again. SIGKILL ends a process at once.
+    A second Ctrl-C ends the process at once. Further SIGTERMs change nothing: clusters signal the ranks and the
+    launcher, which signals the ranks again.
 
     Args:
         saves: whether the run writes checkpoints at all.
 
     Attributes:
-        stopped: that is how training ended.
+        stopped: the signal that ended training; 0: none.
     """
 
     def __init__(self, *, saves: bool) -> None:
-        self.stopped = False
-        self._saves, self._told = saves, False
-        self._before: Any = None
+        self.stopped = 0
+        self._saves, self._came = saves, 0
+        self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Listen for the signal; Python lets the main thread alone do so."""
+        """Handle the signals; Python lets only the main thread do so."""
         del args, state, control
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._take)
+            self._before = {number: signal.signal(number, self._take) for number in _SIGNALS}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ask all ranks, so that they stop after the same step."""
         del state
-        told = self._told
+        came = self._came
         if in_group():
-            anyone = torch.tensor(int(told), device=args.device)
-            dist.all_reduce(anyone, dist.ReduceOp.MAX)
-            told = bool(anyone.item())  # waits for the step, as the log of its loss does next
-        if told:
-            self.stopped = control.should_training_stop = True
-            control.should_save = self._saves
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Listen no more."""
-        del args, state, control
-        self.close()
+            largest = torch.tensor(came, device=args.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            came = int(largest.item())  # waits for the step, as the log of its loss does next
+        if came:
+            self.stopped = came
+            control.should_training_stop = True
+            control.should_save, control.should_evaluate = self._saves, False
 
     def close(self) -> None:
-        """Give the signal back; also after an error."""
-        if self._before is not None:
-            with contextlib.suppress(ValueError):  # from another thread than the one that listened
-                signal.signal(signal.SIGTERM, self._before)
-            self._before = None
+        """Restore the handlers; also after an error."""
+        for number, handler in self._before.items():
+            with contextlib.suppress(ValueError):  # in another thread than the one that set them
+                signal.signal(number, handler)
+        self._before = {}
 
     def _take(self, number: int, frame: Any) -> None:
-        del number, frame
-        self._told = True
+        del frame
+        if number == signal.SIGINT and self._came == number:
+            raise KeyboardInterrupt
+        self._came = number

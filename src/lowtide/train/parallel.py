@@ -1,29 +1,30 @@
 """Which engine shares a model among processes: PyTorch's DDP and FSDP2, DeepSpeed's ZeRO, all through accelerate.
 
 An engine is one of accelerate's configuration files, in ``launch/``. ``lowtide train --parallel NAME`` under torchrun
-sets what ``accelerate launch --config_file`` sets for the same file, so both ways are one.
+sets what ``accelerate launch --config_file`` sets for the same file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from lowtide.errors import ArgumentValueError, LowtideError, message
 
-from lowtide.errors import ArgumentValueError, message
-from lowtide.train.config import TrainConfig
-from lowtide.train.ranks import launched_ranks
+if TYPE_CHECKING:
+    from lowtide.train.config import TrainConfig
 
-AUTO, FSDP2 = "auto", "fsdp2"
+AUTO = "auto"
 _FOLDER = Path(__file__).with_name("launch")
 _USE_FSDP, _USE_DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
-_PRECISION = "ACCELERATE_MIXED_PRECISION"
 _FIRST_READS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_FIRST_REPORTS_SECONDS = 3.0
 # accelerate's names in its files, where the variable is not ACCELERATE_ and the name in capitals
 _DEEPSPEED = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
@@ -32,8 +33,6 @@ _DEEPSPEED = {
     "zero3_init_flag": "DEEPSPEED_ZERO3_INIT",
     "zero3_save_16bit_model": "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
 }
-# what else an accelerate configuration may ask for, that a run has no part for
-_UNKNOWN = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
 def launch_file(name: str) -> str:
@@ -42,37 +41,44 @@ def launch_file(name: str) -> str:
 
 
 def variables(name: str) -> dict[str, str]:
-    """Return the environment variables by which accelerate knows an engine."""
+    """Return the environment variables by which accelerate selects an engine."""
     import yaml
 
-    told = yaml.safe_load(launch_file(name))
+    content = yaml.safe_load(launch_file(name))
     found = {}
-    if "fsdp_config" in told:
+    if "fsdp_config" in content:
         found[_USE_FSDP] = "true"
-        found |= {key.upper(): _text(value) for key, value in told["fsdp_config"].items()}
-    if "deepspeed_config" in told:
-        found |= {_USE_DEEPSPEED: "true", "ACCELERATE_CONFIG_DS_FIELDS": _text(",".join(told["deepspeed_config"]))}
-        for key, value in told["deepspeed_config"].items():
+        found |= {key.upper(): _text(value) for key, value in content["fsdp_config"].items()}
+    if "deepspeed_config" in content:
+        found |= {_USE_DEEPSPEED: "true", "ACCELERATE_CONFIG_DS_FIELDS": _text(",".join(content["deepspeed_config"]))}
+        for key, value in content["deepspeed_config"].items():
             found[f"ACCELERATE_{_DEEPSPEED.get(key, key.upper())}"] = _text(value)
     return found
 
 
 @contextlib.contextmanager
 def engine_of(config: TrainConfig) -> Iterator[None]:
-    """Let accelerate find the engine that a run asks for, while it lasts.
+    """Set accelerate's variables for the engine of a run, while it lasts.
 
     Raises:
-        ArgumentValueError: the launcher's configuration asks for another one or for what a run cannot do, or DeepSpeed
-            is not installed.
+        ArgumentValueError: the launcher is configured for another engine, or DeepSpeed is not installed.
     """
-    wanted = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
-    _check(config, wanted)
-    before = {name: os.environ.get(name) for name in (*wanted, _USE_FSDP, _USE_DEEPSPEED, _PRECISION, _FIRST_READS)}
-    os.environ.update(wanted)
-    if launched_ranks() > 1 and importlib.util.find_spec("deepspeed") is not None:
+    own = variables(config.parallel) if config.parallel != AUTO and launched_ranks() > 1 else {}
+    for name in (_USE_FSDP, _USE_DEEPSPEED):
+        if config.parallel != AUTO and _is_on(name) and name not in own:
+            hint = "Name the engine in one place: leave --parallel out, or start with torchrun."
+            got = f"{config.parallel}, and {name}=true from accelerate's configuration"
+            raise ArgumentValueError(message("parallel", "what the launcher is configured for", got, hint))
+    installed = importlib.util.find_spec("deepspeed") is not None
+    if (_USE_DEEPSPEED in own or uses_deepspeed()) and not installed:
+        hint = "pip install deepspeed, or take --parallel fsdp2."
+        raise ArgumentValueError(message("parallel", "DeepSpeed to be installed", config.parallel, hint))
+    before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED, _FIRST_READS)}
+    os.environ.update(own)
+    if launched_ranks() > 1 and installed:
         # accelerate imports it in any run where it is installed. Functions of it have the group of that moment as a
         # default argument: one that is there already would never end, nor its threads (see leave_group).
-        with contextlib.suppress(Exception):  # one that is broken is for those to tell who use it
+        with contextlib.suppress(Exception):  # a broken one concerns only those who use it
             importlib.import_module("deepspeed")
     try:
         yield
@@ -85,52 +91,23 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
 
 
 def uses_fsdp() -> bool:
-    """Return whether FSDP is asked for, of several processes."""
+    """Return whether several processes share the model by FSDP."""
     return launched_ranks() > 1 and _is_on(_USE_FSDP)
 
 
-def first_reads() -> bool:
-    """Return whether the first rank alone is to have the weights before FSDP or ZeRO-3 shares them out."""
-    return (uses_fsdp() and _is_on(_FIRST_READS)) or uses_zero3()
-
-
-def all_read() -> None:
-    """Let each rank have all of the weights before FSDP shares them out, until `engine_of` ends."""
-    os.environ[_FIRST_READS] = "false"
-
-
 def uses_deepspeed() -> bool:
-    """Return whether DeepSpeed is asked for."""
+    """Return whether the run uses DeepSpeed."""
     return _is_on(_USE_DEEPSPEED)
 
 
-def zero_stage() -> int | None:
-    """Return DeepSpeed's stage; None where a configuration of its own has it."""
-    stage = os.environ.get(f"ACCELERATE_{_DEEPSPEED['zero_stage']}", "")
-    return int(stage) if stage.isdecimal() and not os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") else None
-
-
-def uses_zero3() -> bool:
-    """Return whether DeepSpeed shares out weights, as its launch file here says and not a configuration of its own."""
-    return launched_ranks() > 1 and uses_deepspeed() and zero_stage() == 3
-
-
-def shares_with_deepspeed(name: str) -> bool:
-    """Return whether a run of the engine ``name`` would use DeepSpeed, before `engine_of` has said so."""
-    return uses_deepspeed() or (launched_ranks() > 1 and name != AUTO and _USE_DEEPSPEED in variables(name))
-
-
-def shares_with_fsdp(name: str) -> bool:
-    """Return the same of FSDP."""
-    return uses_fsdp() or (launched_ranks() > 1 and name != AUTO and _USE_FSDP in variables(name))
+def all_read() -> None:
+    """Let each rank have all of the weights before FSDP shards them, until `engine_of` ends."""
+    os.environ[_FIRST_READS] = "false"
 
 
 @contextlib.contextmanager
 def built_whole() -> Iterator[None]:
-    """Let transformers build models whole while this lasts, as ZeRO-3 would not have it.
-
-    A model is looked at, patched and merged on a process by itself, before the engine shares it out.
-    """
+    """Let transformers build a whole model on each rank, also for ZeRO-3: random weights depend on the seed alone."""
     if not uses_deepspeed():
         yield
         return
@@ -144,46 +121,35 @@ def built_whole() -> Iterator[None]:
         integration._hf_deepspeed_config_weak_ref = reference
 
 
-def engine_line(config: TrainConfig) -> str | None:
-    """Return what shares the model among the processes, for a person to read; None for one process."""
+def engine_line(name: str) -> str | None:
+    """Return how the processes of a run share the model, as a line to print; None for one process."""
     ranks = launched_ranks()
     if ranks == 1:
-        return None if config.parallel == AUTO else f"parallel one process, so nothing is shared ({config.parallel})"
+        return None if name == AUTO else f"parallel one process, so nothing is sharded ({name})"
     if uses_deepspeed():
-        stage = zero_stage()
-        return f"parallel {ranks} processes, DeepSpeed ZeRO" + ("" if stage is None else f"-{stage}")
+        stage = os.environ.get(f"ACCELERATE_{_DEEPSPEED['zero_stage']}", "")
+        return f"parallel {ranks} processes, DeepSpeed ZeRO" + (f"-{stage}" if stage.isdecimal() else "")
     if uses_fsdp():
-        return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are shared out"
+        return f"parallel {ranks} processes, FSDP2: weights, gradients and optimizer states are sharded"
     return f"parallel {ranks} processes, DDP: each has the whole model"
 
 
-def check_precision(*, bf16: bool, fp16: bool) -> None:
-    """Raise where accelerate's configuration asks for products that the run does not: Trainer would take those.
-
-    Raises:
-        ArgumentValueError: it does.
-    """
-    told, run = os.environ.get(_PRECISION, "no"), "bf16" if bf16 else "fp16" if fp16 else "no"
-    if told not in ("no", run):
-        hint = "Set mixed_precision to 'no' there: --dtype decides."
-        raise ArgumentValueError(message("dtype", f"{run}, as --dtype and --weights say", f"{_PRECISION}={told}", hint))
-
-
 def settle(accelerator: Any) -> None:
-    """Put right what accelerate makes of FSDP2, before it prepares a model.
+    """Correct what accelerate makes of FSDP2, before it prepares a model.
 
     Raises:
-        ArgumentValueError: FSDP is asked for in its first version.
+        ArgumentValueError: FSDP is configured in its first version.
     """
-    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+    import torch
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 
     state = accelerator.state
     if uses_fsdp() and state.distributed_type == DistributedType.MULTI_CPU:
-        # accelerate leaves FSDP out without a word where there is no GPU; its code for it runs there all the same
+        # accelerate leaves FSDP out where there is no GPU, without a warning, though its code runs there
         state.fsdp_plugin = FullyShardedDataParallelPlugin()
         if state.mixed_precision != "no":
             state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
-        state.distributed_type = DistributedType.FSDP
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is None:
         return
@@ -193,25 +159,82 @@ def settle(accelerator: Any) -> None:
     if state.mixed_precision != "no":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        # accelerate's policy adds up gradients of all ranks in 16 bits, and rounds the loss to them
+        # accelerate's policy reduces gradients across ranks in 16 bits, and rounds the loss to them
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[state.mixed_precision]
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-def _check(config: TrainConfig, wanted: dict[str, str]) -> None:
-    """Raise where launcher and run do not go together."""
-    for name in _UNKNOWN:
-        if _is_on(name):
-            hint = "Choose none of it in accelerate's configuration: DDP, FSDP2 and DeepSpeed's ZeRO work."
-            raise ArgumentValueError(message("parallel", "an engine that a run knows", f"{name}=true", hint))
-    for name in (_USE_FSDP, _USE_DEEPSPEED):
-        if config.parallel != AUTO and _is_on(name) and name not in wanted:
-            hint = "Name the engine in one place: leave --parallel out, or start with torchrun."
-            got = f"{config.parallel}, and {name}=true from accelerate's configuration"
-            raise ArgumentValueError(message("parallel", "what the launcher was told", got, hint))
-    if (_USE_DEEPSPEED in wanted or uses_deepspeed()) and importlib.util.find_spec("deepspeed") is None:
-        hint = "pip install deepspeed, or take --parallel fsdp2."
-        raise ArgumentValueError(message("parallel", "DeepSpeed to be installed", config.parallel, hint))
+def launched_ranks() -> int:
+    """Return how many processes the launcher has started for this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """Return which of them this one is, also before there is a group."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the launcher's first, also before there is a group."""
+    return launched_rank() == 0
+
+
+def let_first_report() -> None:
+    """Wait on other ranks than the first: it prints the error that all have, and the launcher then ends the others."""
+    if not is_first_rank():
+        time.sleep(_FIRST_REPORTS_SECONDS)
+
+
+def first_does(do: Callable[[], Any]) -> Any:
+    """Return on all ranks what ``do`` returns on the first, which alone runs it.
+
+    Raises:
+        LowtideError: ``do`` raised it; on all ranks. Any other error is the first rank's alone, and ends it.
+    """
+    if launched_ranks() == 1:
+        return do()
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    PartialState()
+    result: list[Any] = [None, None]
+    if is_first_rank():
+        try:
+            result[0] = do()
+        except LowtideError as error:
+            result[1] = error
+    result = broadcast_object_list(result)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]
+
+
+def in_group() -> bool:
+    """Return whether this process belongs to a process group."""
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def leave_group() -> None:
+    """End the default process group, with its threads, once all ranks are here; nothing where there is none.
+
+    gloo's threads hold the tensors of the last collectives, and NCCL's watch over them: if they are still there when
+    the interpreter is finalised, releasing a tensor aborts the process. A group's threads are joined when the last
+    reference to it goes, and the model that DDP wraps has one: what made the group must be out of reach before.
+    """
+    if not in_group():
+        return
+    import torch
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    gc.collect()  # trainer, model and callbacks refer to each other
+    PartialState().wait_for_everyone()  # nobody closes a connection that another rank's last collective still uses
+    torch.distributed.destroy_process_group()
+    # accelerate remembers the group in the process, and would use it in a second run
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    gc.collect()
 
 
 def _is_on(name: str) -> bool:

@@ -1,300 +1,305 @@
-"""Everything a run needs, made and checked before anything is written."""
+"""Everything a run needs, made and checked before the first step: data, tokenizer, model, trainer, patch and policy."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 
 import lowtide
-from lowtide.errors import ArgumentValueError, message
+from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.measure.failures import is_out_of_memory
+from lowtide.measure.units import mib
 from lowtide.models import PatchReport
-from lowtide.train.activations import Chosen, choose_and_apply
-from lowtide.train.chat import ChatFormat, use_template
-from lowtide.train.checkpoints import read_run_file
-from lowtide.train.checks import Known, know
+from lowtide.train.activations import Applied, check_offload, plan_and_apply
+from lowtide.train.bpe import load_tokenizer, train_tokenizer
+from lowtide.train.checkpoints import TOKENS
 from lowtide.train.config import TrainConfig
-from lowtide.train.corpus import Corpus, open_corpus
-from lowtide.train.first_rank import read_by_first
-from lowtide.train.lora import add_adapters
-from lowtide.train.model import (
-    build_model,
-    check_model,
-    check_separate,
-    check_vocabulary,
-    choose_attention,
-    has_weights,
-    model_config,
-)
-from lowtide.train.offloading import check_states
-from lowtide.train.packing import (
-    Layout,
-    Split,
-    chat_documents,
-    held_out_blocks,
-    split_corpus,
-    text_documents,
-)
-from lowtide.train.parallel import uses_deepspeed, uses_fsdp
-from lowtide.train.planned import attention_of
-from lowtide.train.positions import shares_of
-from lowtide.train.streams import Block
-from lowtide.train.tokenizer import load_tokenizer, tokenize_with, train_tokenizer
+from lowtide.train.files import Sources, find_data
+from lowtide.train.model import check_model, check_vocabulary, model_config, pretrained_model, random_model
+from lowtide.train.monitor import StepMetrics
+from lowtide.train.parallel import built_whole, first_does
+from lowtide.train.settings import Settings
+from lowtide.train.shapes import model_folder
+from lowtide.train.tokens import write_tokens
 
-_BYTES_PER_TOKEN = 6  # a generous guess, to hold out enough text for the blocks asked for
-_LOOKED_AT = 64  # conversations, for one that is not left out
-_ANYWHERE = "sdpa works everywhere."
-_FLASH, _FLEX = "flash_attention_2", "flex_attention"
+SEQ_LEN = 256  # of a run from random weights
+_MOST_HELD_OUT = 10  # a tenth of the rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What a run trains, on what, and how.
+@dataclass
+class Run:
+    """A run as far as it is prepared, for the trainer and for an error in between.
 
     Attributes:
-        config: the run's settings.
-        corpus: where the text is.
-        split: what of it is held out.
-        layout: how it becomes blocks.
-        tokenizer: of `transformers`.
-        model: the same, patched, adapters and activation policy applied.
-        patched: what `lowtide.patch` did; None where it was not asked to.
-        chosen: the activation policy; None where each layer keeps all.
-        held_out: blocks never trained on.
-        lines: what is worth knowing of chat, adapters and attention, for a person to read.
-        bounds: attention wants the documents' bounds.
-        known: what a resumed run is told of the data.
+        config: its settings.
+        settings: its trainer's.
+        output: its folder.
+        metrics: what its steps measure.
+        callbacks: of its trainer.
+        seq_len: the most tokens of a sequence.
+        model: as it is trained.
+        trainer: that trains it.
+        patched: what `lowtide.patch` did; None for a stock model.
+        applied: the activation policy; None where each layer saves everything.
+        lines: about data, adapters and model, to print.
+    checkpoint: to resume from; None at the start.
+    tokens: a file of tokens that another run shares; None: the run writes its own.
     """
 
     config: TrainConfig
-    corpus: Corpus
-    split: Split
-    layout: Layout
-    tokenizer: Any
-    model: Any
-    patched: PatchReport | None
-    chosen: Chosen | None
-    held_out: list[Block]
-    lines: tuple[str, ...]
-    bounds: bool
-    known: Known
-
-
-class ModelBox:
-    """Holds the model once there is one: what an error in between can tell about it."""
-
+    settings: Settings
+    output: Path
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+    callbacks: list[Any] = field(default_factory=list)
+    seq_len: int = SEQ_LEN
     model: Any = None
-    chosen: Chosen | None = None
-    packing = "joined"
+    trainer: Any = None
+    patched: PatchReport | None = None
+    applied: Applied | None = None
+    lines: list[str] = field(default_factory=list)
+    checkpoint: Path | None = None
+    tokens: Path | None = None
 
 
-def prepare(
-    config: TrainConfig,
-    args: Any,
-    resume_from: Path | None,
-    box: ModelBox | None = None,
-    say: Callable[[str], object] | None = None,
-) -> Prepared:
-    """Find the data, make tokenizer and model, patch it, and take the held-out blocks; nothing is written.
-
-    Args:
-        config: the run's settings.
-        args: Trainer's arguments.
-        resume_from: the checkpoint to go on from; None at the start.
-        box: what is told of model and policy to whoever catches an error.
-        say: what is called with a line before something that takes a while.
+def prepare(run: Run) -> None:
+    """Read the data, make tokenizer, model and trainer, and patch the model.
 
     Raises:
         ArgumentValueError: any of them cannot be used.
     """
-    box = box or ModelBox()
-    check_states(config, args)
-    streams = shares_of(config, resume_from)[0].streams
-    corpus = open_corpus(config.data, text_field=config.text_field, streams=streams, seq_len=config.seq_len)
-    box.packing = packing = _packing(config, corpus)
-    model_config(config.model, vocab_size=config.vocab_size)  # a wrong name is told before a tokenizer is trained
-    split = split_corpus(
-        corpus,
-        seed=config.seed,
-        held_out_bytes=config.eval_blocks * config.seq_len * _BYTES_PER_TOKEN,
-        streams=streams,
-    )
-    tokenizer = _tokenizer(config, corpus, split, resume_from)
-    shape = run_shape(config, tokenizer)
-    check_vocabulary(shape, len(tokenizer))
-    chat = ChatFormat(tokenizer, seq_len=config.seq_len, too_long=config.too_long) if corpus.chat else None
-    if chat is None and config.chat_template is not None:
-        raise ArgumentValueError(message("chat_template", "conversations in --data", "text"))
-    before = None if resume_from is None else read_run_file(resume_from.parent)
-    known = know(corpus, chat, args, before, check=config.check_data, say=say)
-    layout = _layout(config, corpus, chat, tokenizer, packing)
-    blocks = held_out_blocks(split, layout, limit=config.eval_blocks)
-    lines = [*_stay(config, before), *known.lines, *_chat_lines(corpus, split, chat)]
-    attention = _attention(config, args, packing)
-    box.model = model = _model(config, args, tokenizer, packing, attention)
-    patched = None
-    if config.patch:
-        patched = lowtide.patch(model, options=lowtide.HeadOptions(workspace_mib=config.workspace_mib))
-    box.chosen = choose_and_apply(model, config, args, packing)
-    return Prepared(
-        config=config,
-        corpus=corpus,
-        split=split,
-        layout=layout,
-        tokenizer=tokenizer,
-        model=model,
-        patched=patched,
-        chosen=box.chosen,
-        held_out=blocks,
-        lines=(*lines, *_model_lines(config, model, packing, attention)),
-        known=known,
-        bounds=packing == "separate" and attention is not None and attention.startswith("flash"),
-    )
+    config = run.config
+    check_offload(config)
+    sources = find_data(config.data)
+    source = "Python's standard library" if not config.data else ", ".join(config.data)
+    skipped = f", {sources.skipped} files that are not text skipped" if sources.skipped else ""
+    run.lines.append(f"data     {source}: {mib(sources.bytes):,.1f} MiB{skipped}")
+    make = _fine_tuner if config.fine_tunes else _pre_trainer
+    make(run, sources)
+    run.model = run.trainer.model  # with its adapters
+    run.applied = plan_and_apply(run.model, config, run.settings, run.seq_len)
+    run.lines += [*(run.applied.lines if run.applied else ()), *_notes(run)]
 
 
-def run_shape(config: TrainConfig, tokenizer: Any) -> Any:
-    """Return the config of the run's model; a fresh one's special tokens are the tokenizer's."""
-    shape = model_config(config.model, vocab_size=config.vocab_size)
-    if not has_weights(config.model):
-        shape.bos_token_id, shape.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
-        shape.eos_token_id = tokenizer.eos_token_id
-    return shape
+def share_data(config: TrainConfig, settings: Settings, folder: Path) -> tuple[TrainConfig, Path | None]:
+    """Write what several runs of a config can share: the tokenizer, and from random weights the tokens.
 
-
-def base_model(config: TrainConfig, tokenizer: Any, *, whole: bool = False) -> Any:
-    """Return the run's model without adapters, in the dtype of its weights.
-
-    Args:
-        config: the run's settings.
-        tokenizer: its tokenizer.
-        whole: pretrained weights in float32 whatever the run keeps them in, to merge adapters into. Random ones are
-            nowhere but in the run.
+    Returns:
+        The config with that tokenizer, and the file of tokens.
     """
-    dtype = torch.float32 if whole and has_weights(config.model) else getattr(torch, config.weights)
-    return build_model(config.model, run_shape(config, tokenizer), seed=config.seed, dtype=dtype)
+    sources = find_data(config.data)
+    if config.fine_tunes:
+        return config, None
+    tokenizer = _own_tokenizer(config, settings, sources)
+    tokenizer.save_pretrained(folder)
+    _write_tokens(folder / TOKENS, config, settings, sources, tokenizer)
+    return replace(config, tokenizer=str(folder)), folder / TOKENS
 
 
-def _model(config: TrainConfig, args: Any, tokenizer: Any, packing: str, attention: str | None) -> Any:
-    """Return the model, checked, its adapters on it."""
-    late = attention is not None and attention.startswith(("flash", _FLEX))  # which train on a GPU alone
+def _pre_trainer(run: Run, sources: Sources) -> None:
+    """Make the trainer of random weights: neither TRL nor datasets is imported."""
+    from transformers import default_data_collator
 
-    def read() -> Any:
-        model = base_model(config, tokenizer)
-        check_model(model, seq_len=config.seq_len)
-        if attention is not None and not late:
-            choose_attention(model, attention)
-        if packing == "separate":
-            model.config.get_text_config().use_cache = False  # with a cache, transformers makes no mask of documents
-            check_separate(model, seq_len=config.seq_len)
-        return model
+    from lowtide.train.tokens import Blocks
+    from lowtide.train.trainers import PreTrainer
 
-    model = read_by_first(read)
-    if attention is not None and late:
-        choose_attention(model, attention)
-        if packing == "separate" and not uses_fsdp() and not uses_deepspeed():
-            model.to(args.device)
-            dtype = torch.float16 if args.fp16 else torch.bfloat16
-            with torch.autocast(args.device.type, dtype, enabled=args.bf16 or args.fp16):
-                check_separate(model, seq_len=config.seq_len)
-    return add_adapters(model, config) if config.lora_rank else model
+    config, settings, args = run.config, run.settings, run.settings.args
+    run.seq_len = config.seq_len or SEQ_LEN
+    shape = model_config(config.model, vocab_size=config.vocab_size)  # a wrong name ends the run before the tokenizer
+    file = run.output / TOKENS if run.tokens is None else run.tokens
 
+    def tokenized() -> Any:
+        tokenizer = load_tokenizer(run.checkpoint) if run.checkpoint else _own_tokenizer(config, settings, sources)
+        check_vocabulary(shape, len(tokenizer))
+        if run.tokens is None:
+            _write_tokens(file, config, settings, sources, tokenizer)
+        return tokenizer
 
-def _packing(config: TrainConfig, corpus: Corpus) -> str:
-    """Return how documents share a block, "auto" resolved."""
-    if config.packing == "auto":
-        return "separate" if corpus.chat else "joined"
-    if config.packing == "joined" and corpus.chat:
-        expected = "separate or none for conversations, which are not to see each other"
-        raise ArgumentValueError(message("packing", expected, "joined"))
-    return config.packing
-
-
-def _layout(config: TrainConfig, corpus: Corpus, chat: ChatFormat | None, tokenizer: Any, packing: str) -> Layout:
-    if chat is not None:
-        read = chat_documents(corpus, chat)
-    else:
-        read = text_documents(corpus, tokenize_with(tokenizer), eos=tokenizer.eos_token_id)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Layout(read=read, seq_len=config.seq_len, packing=packing, whole=corpus.chat, pad=pad)
+    tokenizer = first_does(tokenized)
+    shape.bos_token_id, shape.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    shape.pad_token_id = tokenizer.pad_token_id
+    blocks, held_out = Blocks(file, "train"), Blocks(file, "held_out")
+    run.lines.append(f"tokens   {len(blocks) * run.seq_len:,} in {len(blocks):,} sequences, {len(held_out)} held out")
+    with built_whole():
+        dtype = getattr(torch, settings.model.dtype)
+        run.model = random_model(shape, seed=args.seed, dtype=dtype, attention=settings.model.attn_implementation)
+    check_model(run.model, seq_len=run.seq_len)
+    _patch(run)
+    args.eval_on_start = run.checkpoint is None
+    run.trainer = PreTrainer(
+        metrics=run.metrics,
+        model=run.model,
+        args=args,
+        train_dataset=blocks,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+        callbacks=run.callbacks,
+    )
 
 
-def _attention(config: TrainConfig, args: Any, packing: str) -> str | None:
-    """Return the implementation of attention to set; None: the model's own choice."""
-    on_gpu = args.device.type == "cuda"
-    sixteen = args.bf16 or args.fp16 or config.weights == "bfloat16"
-    if config.attention == "auto":
-        from transformers.utils import is_flash_attn_2_available
+def _fine_tuner(run: Run, sources: Sources) -> None:
+    """Make the trainer of a pretrained model."""
+    from trl import get_peft_config, get_quantization_config
 
-        flash = packing == "separate" and on_gpu and sixteen and is_flash_attn_2_available()
-        return _FLASH if flash else None
-    if config.attention.startswith("flash_attention") and not (on_gpu and sixteen):
-        expected = "flash attention on a GPU and in 16-bit products alone"
-        got = f"{config.attention} on {'float32 products' if on_gpu else f'the {args.device.type}'}"
-        raise ArgumentValueError(message("attention", expected, got, _ANYWHERE))
-    if config.attention == _FLEX and not on_gpu:
-        got = f"{_FLEX} on the {args.device.type}"
-        raise ArgumentValueError(message("attention", "flex attention on a GPU alone, to train with", got, _ANYWHERE))
-    return config.attention
+    from lowtide.train.fine_tuning import FineTuner
+    from lowtide.train.rows import describe, load_rows
+
+    config, settings, args = run.config, run.settings, run.settings.args
+    folder = model_folder(config.model)
+    assert folder is not None
+    tokenizer = _chat_tokenizer(config, args, folder)
+    columns = dict(pair.split("=", 1) for pair in config.columns)
+    with args.main_process_first(local=False):
+        rows, notes = load_rows(
+            sources,
+            columns=columns,
+            text_field=args.dataset_text_field,
+            check=lambda row: _check_template(tokenizer, row),
+            check_key=str(tokenizer.chat_template),
+        )
+    run.seq_len = args.max_length or max(map(len, rows[0].values()))
+    skipped = f", {notes.skipped:,} with nothing to train on skipped" if notes.skipped else ""
+    run.lines.append(f"rows     {describe(rows)}{skipped}")
+    if notes.roles:
+        named = ", ".join(f"{role!r} in {count:,}" for role, count in notes.roles.most_common(5))
+        run.lines.append(f"roles    not system, user, assistant or tool: {named} of the conversations")
+    held_out = min(config.held_out, len(rows) // _MOST_HELD_OUT)
+    parts = rows.train_test_split(test_size=held_out, seed=args.seed) if held_out else {"train": rows, "test": None}
+    kwargs = dict(args.model_init_kwargs or {})
+    if settings.model.attn_implementation is not None:
+        kwargs["attn_implementation"] = settings.model.attn_implementation
+    if (quantization := get_quantization_config(settings.model)) is not None:
+        kwargs["quantization_config"] = quantization
+    if (dtype := settings.model.dtype) not in ("auto", None):
+        dtype = getattr(torch, dtype)
+    run.model = pretrained_model(folder, dtype=dtype, trust_remote_code=args.trust_remote_code, **kwargs)
+    check_vocabulary(run.model.config, len(tokenizer))
+    _patch(run)  # before TRL installs its own head, which calls the forward that it finds
+    args.model_init_kwargs = None  # done
+    args.eval_on_start = run.checkpoint is None and held_out > 0
+    try:
+        run.trainer = FineTuner(
+            stock=not config.patch,
+            metrics=run.metrics,
+            model=run.model,
+            args=args,
+            train_dataset=parts["train"],
+            eval_dataset=parts["test"],
+            processing_class=tokenizer,
+            peft_config=get_peft_config(settings.model),
+            callbacks=run.callbacks,
+        )
+    except (ValueError, TypeError, RuntimeError, ImportError, KeyError) as error:
+        if isinstance(error, LowtideError) or is_out_of_memory(error):
+            raise
+        why = " ".join(str(error).split())[:400].rstrip(".")
+        raise ArgumentValueError(message("options", "settings and data that TRL's SFTTrainer accepts", why)) from error
+    run.lines += _learned(run.trainer.train_dataset, tokenizer)
 
 
-def _tokenizer(config: TrainConfig, corpus: Corpus, split: Split, resume_from: Path | None) -> Any:
-    """Return the tokenizer: the checkpoint's, the one named, the model's own, or one trained here."""
-    if resume_from is not None:
-        return load_tokenizer(resume_from)
+def _patch(run: Run) -> None:
+    if run.config.patch:
+        run.patched = lowtide.patch(run.model, options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
+        if getattr(run.settings.args, "loss_type", "nll") != "nll":  # which TRL's own head computes
+            lowtide.patch_trl(options=lowtide.HeadOptions(workspace_mib=run.config.workspace_mib))
+
+
+def _own_tokenizer(config: TrainConfig, settings: Settings, sources: Sources) -> Any:
+    """Return the tokenizer of a run from random weights: the one named, or one trained on the data."""
     if config.tokenizer is not None:
-        tokenizer = load_tokenizer(config.tokenizer)
-    elif has_weights(config.model):
-        tokenizer = load_tokenizer(config.model)
-    else:
-        pieces = split.share(0, 1, 0)
-        trained = [train_tokenizer(corpus, pieces, vocab_size=config.vocab_size, seq_len=config.seq_len)]
-        tokenizer = broadcast_object_list(trained)[0]  # every rank the first one's
-    if config.chat_template is not None:
-        use_template(tokenizer, config.chat_template)
+        return load_tokenizer(model_folder(config.tokenizer) or config.tokenizer)
+    return train_tokenizer(
+        sources,
+        vocab_size=config.vocab_size,
+        text_field=settings.model.dataset_text_field,
+        seq_len=config.seq_len or SEQ_LEN,
+        seed=settings.args.seed,
+    )
+
+
+def _write_tokens(file: Path, config: TrainConfig, settings: Settings, sources: Sources, tokenizer: Any) -> None:
+    """Tokenise as much of the data as the run's steps take."""
+    args = settings.args
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_tokens(
+        file,
+        sources,
+        tokenizer,
+        text_field=settings.model.dataset_text_field,
+        seq_len=config.seq_len or SEQ_LEN,
+        held_out=config.held_out,
+        blocks=args.max_steps * rows if args.max_steps > 0 else None,
+        seed=args.seed,
+    )
+
+
+def _chat_tokenizer(config: TrainConfig, args: Any, folder: Path) -> Any:
+    """Return the tokenizer of a pretrained model, its chat template and end-of-text token as the options say."""
+    from transformers import AutoTokenizer
+
+    where = (model_folder(config.tokenizer) or config.tokenizer) if config.tokenizer else folder
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, local_files_only=True, trust_remote_code=args.trust_remote_code
+        )
+    except Exception as error:  # its own errors have no common base
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        expected = "a folder with a tokenizer in the Hugging Face format"
+        raise ArgumentValueError(message("tokenizer", expected, f"{where} ({why})")) from error
+    if args.eos_token is None and tokenizer.eos_token_id is None:
+        hint = "It ends every text and turn: name one with --eos_token."
+        raise ArgumentValueError(message("tokenizer", "an end-of-text token", f"none in {where}", hint))
+    template = args.chat_template_path
+    if template is not None and template.endswith((".jinja", ".j2")):
+        try:
+            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        except OSError as error:
+            got = f"{template} ({error.strerror})"
+            raise ArgumentValueError(message("--chat_template_path", "a template to read", got)) from error
     return tokenizer
 
 
-def _chat_lines(corpus: Corpus, split: Split, chat: ChatFormat | None) -> Iterable[str]:
-    """Return what of the first conversation is trained on: the mistake to see before a long run."""
-    if chat is None:
-        return []
-    pieces = (*split.held_out_pieces(), *range(len(corpus)))
-    first = itertools.islice((one for piece in pieces for one in corpus.conversations(piece)), _LOOKED_AT)
-    return [f"chat     trained: {chat.describe(first)}"]
+def _check_template(tokenizer: Any, row: Mapping[str, Any]) -> None:
+    """Raise where the chat template refuses a conversation; other rows have no template."""
+    messages = row.get("messages")
+    if messages is None and isinstance(row.get("prompt"), list):
+        messages = [*row["prompt"], *row["completion"]]
+    if messages is None:
+        return
+    if tokenizer.chat_template is None:
+        hint = "Give one with --chat_template_path."
+        raise ArgumentValueError(message("tokenizer", "a chat template, for conversations", "none", hint))
+    tools = row.get("tools")
+    kwargs = row.get("chat_template_kwargs") or {}
+    tokenizer.apply_chat_template(messages, tools=json.loads(tools) if tools else None, tokenize=False, **kwargs)
 
 
-def _stay(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterable[str]:
-    """Return that a resumed run's optimizer states are offloaded no more."""
-    if before is not None and before["config"].get("offload_states") and not config.offload_states:
+def _learned(dataset: Any, tokenizer: Any) -> Iterator[str]:
+    """Yield what of the first row is trained on: the mistake to see before a long run."""
+    labels = next(iter(dataset)).get("labels", ())
+    if trained := [token for token in labels if token != -100]:
+        last = tokenizer.decode(trained[-1:])
+        yield f"trained  {len(trained):,} of the {len(labels):,} tokens of the first sequence, the last {last!r}"
+
+
+def _notes(run: Run) -> Iterator[str]:
+    """Yield what a user should see about the model before a long run."""
+    positions = getattr(run.model.config.get_text_config(), "max_position_embeddings", None) or run.seq_len
+    if positions < run.seq_len:
+        yield f"length   the config is for {positions:,} positions: the model has not been trained on those after them"
+    if run.config.offload_states and not run.config.memory_budget:
+        yield "states   the optimizer states are in host memory from forward on, and come back in backward"
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    if trained < sum(p.numel() for p in run.model.parameters()):
+        yield f"adapters {trained / 1e6:,.2f} M parameters are trained"
+    elif run.settings.model.dtype == "bfloat16":
         yield (
-            "states   the optimizer's stay: they cannot be offloaded here, as they were before; where they can, give "
-            "--offload-states again"
-        )
-
-
-def _model_lines(config: TrainConfig, model: Any, packing: str, attention: str | None) -> Iterable[str]:
-    if packing != "joined":
-        how = attention or attention_of(model) or "the model's own"
-        each = "apart in each block" if packing == "separate" else "one in each block"
-        yield f"packing  {packing}: documents are {each}; attention: {how}"
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or config.seq_len
-    if positions < config.seq_len:
-        yield f"length   the config is for {positions:,} positions: what is behind them, the model has not seen before"
-    if config.offload_states and not config.memory_budget:
-        yield "states   the optimizer's are in host memory from forward on, and come back in backward"
-    if config.lora_rank:
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        yield (
-            f"lora     rank {config.lora_rank}, alpha {config.lora_scale:g}, {' '.join(config.lora_targets)}: "
-            f"{trained / 1e6:,.2f} M parameters are trained"
-        )
-    elif config.weights == "bfloat16":
-        yield (
-            "weights  bfloat16, and so gradients and optimizer: an update of less than 1/512 of a weight is rounded "
-            "away, which small learning rates and long runs suffer from. --weights float32 does not"
+            "weights  bfloat16, and so gradients and optimizer states: updates of less than 1/512 of a weight are "
+            "rounded away, which hurts small learning rates and long runs. --dtype float32 avoids it"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -12,47 +12,40 @@ from rich.table import Table
 from lowtide.measure.units import mib
 from lowtide.train.checkpoints import MERGED
 from lowtide.train.config import TrainConfig
-from lowtide.train.model import has_weights
 from lowtide.train.parallel import engine_line
-from lowtide.train.trainer import product_dtype
 
 if TYPE_CHECKING:
-    from lowtide.train.prepare import Prepared
+    from lowtide.train.prepare import Run
     from lowtide.train.result import Comparison, TrainResult
 
 _NAMES = 15  # letters of the longest name of a result; what lies in lines of their own stands two further on
+_HIGH_RATE = 1e-3
 _LAST = 10  # single steps are noisy: the loss at the end is the mean of so many
 
 
-def show_start(console: Console, ready: Prepared, args: Any, streams: int, resume_from: Path | None) -> None:
-    """Say what is about to be trained on what; ``streams``: sequences of all processes in a batch."""
-    config, corpus, shape = ready.config, ready.corpus, ready.model.config.get_text_config()
-    parameters = sum(p.numel() for p in ready.model.parameters())
-    source = "Python's standard library" if not config.data else ", ".join(config.data)
-    left_out = f", {corpus.skipped} files that are not text left out" if corpus.skipped else ""
-    loss = "patched by lowtide" if ready.patched else "stock"
-    high = has_weights(config.model) and config.lr >= TrainConfig.lr
-    rate = "2e-4" if config.lora_rank else "1e-5"
-    wants = f": a pretrained model wants far less, such as --lr {rate}" if high else ""
+def show_start(console: Console, run: Run) -> None:
+    """Print what is about to be trained on what."""
+    config, args, model = run.config, run.settings.args, run.model
+    parameters, vocabulary = sum(p.numel() for p in model.parameters()), model.config.get_text_config().vocab_size
+    loss = "patched by lowtide" if run.patched else "stock"
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    length = f"{steps:,} steps" if (steps := args.max_steps) > 0 else f"{args.num_train_epochs:g} epochs"
+    sequences = f"{rows} sequences of {'up to ' if config.fine_tunes else ''}{run.seq_len:,} tokens"
+    high = config.fine_tunes and args.learning_rate >= _HIGH_RATE and not hasattr(model, "peft_config")
+    wants = ": high for a pretrained model, which takes 1e-5 or so" if high else ""
     lines = [
-        f"model    {config.model}: {parameters / 1e6:,.1f} M parameters, vocabulary {shape.vocab_size:,}, {loss}",
-        f"data     {source}: {len(corpus.files):,} files, {mib(corpus.bytes):,.1f} MiB{left_out}",
-        f"steps    {config.max_steps:,} of {_sequences(config, streams)} of {config.seq_len:,} tokens, "
-        f"on {args.world_size} x {args.device.type}",
-        f"numbers  weights {config.weights}, products {product_dtype(config)}, "
-        f"learning rate up to {config.lr:g}{wants}",
+        f"model    {config.model}: {parameters / 1e6:,.1f} M parameters, vocabulary {vocabulary:,}, {loss}",
+        *run.lines[:1],
+        f"steps    {length} of {sequences}, on {args.world_size} x {args.device.type}",
+        f"dtypes   weights {run.settings.model.dtype}, GEMMs {run.settings.product_dtype}; "
+        f"learning rate up to {args.learning_rate:g}{wants}",
+        *filter(None, [engine_line(config.parallel)]),
+        *run.lines[1:],
     ]
-    if engine := engine_line(config):
-        lines.append(engine)
-    lines += [*ready.lines, *(ready.chosen.lines if ready.chosen else ())]
-    if resume_from is not None:
-        lines.append(f"resume   from {resume_from}")
+    if run.checkpoint is not None:
+        lines.append(f"resume   from {run.checkpoint}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _sequences(config: TrainConfig, streams: int) -> str:
-    return f"{streams} sequences" if config.grad_accum == 1 else f"{config.grad_accum} x {streams} sequences"
 
 
 def show_result(console: Console, result: TrainResult, config: TrainConfig) -> None:
@@ -63,14 +56,10 @@ def show_result(console: Console, result: TrainResult, config: TrainConfig) -> N
         table.add_row(name, value)
     console.print()
     console.print(table, highlight=False, markup=False)
-    if result.conversations:
-        seen, cut, left_out = result.conversations
-        told = f"{seen:,} read, {cut:,} cut at {config.seq_len:,} tokens, {left_out:,} left out"
-        console.print(f"conversations    {told}", highlight=False, markup=False, soft_wrap=True)
     if result.best is not None:
         last = max(result.losses)
-        told = "the last" if result.best == last else f"the run went on to step {last} and none was better"
-        console.print(f"best             step {result.best}: {told}", highlight=False, markup=False, soft_wrap=True)
+        text = "the last" if result.best == last else f"the run went on to step {last} and none was better"
+        console.print(f"best             step {result.best}: {text}", highlight=False, markup=False, soft_wrap=True)
     if result.saved:
         console.print(f"saved            {result.saved}", highlight=False, markup=False, soft_wrap=True)
         if config.lora_merge:
@@ -109,39 +98,42 @@ def last_loss(result: TrainResult) -> float:
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print the two runs side by side."""
     stock, patched = comparison.stock, comparison.patched
-    table = Table("", "stock", "lowtide", "lowtide / stock", title="the same model, seed and data")
+    title = f"the same model, seed and data; stock: {comparison.stock_is}"
+    table = Table("", "stock", "lowtide", "lowtide / stock", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
 
-    def row(name: str, a: float | None, b: float | None, form: str, *, ratio: bool = True) -> None:
-        told = f"{b / a:.2f}" if ratio and a and b is not None else ""
-        table.add_row(name, _number(a, form), _number(b, form), told)
+    def row(name: str, a: float | None, b: float | None, form: str, ratio: float | None = None) -> None:
+        table.add_row(name, _number(a, form), _number(b, form), "" if ratio is None else f"{ratio:.2f}")
 
-    row("loss, first step", first_loss(stock), first_loss(patched), ".4f", ratio=False)
-    row(f"loss, last {_LAST} steps", last_loss(stock), last_loss(patched), ".4f", ratio=False)
-    row("held-out loss", stock.held_out_after, patched.held_out_after, ".4f", ratio=False)
+    def divided(a: float | None, b: float | None) -> float | None:
+        return b / a if a and b is not None else None
+
+    row("loss, first step", first_loss(stock), first_loss(patched), ".4f")
+    row(f"loss, last {_LAST} steps", last_loss(stock), last_loss(patched), ".4f")
+    row("held-out loss", stock.held_out_after, patched.held_out_after, ".4f")
     kind = "GPU" if stock.peak_cuda_bytes else "resident"
-    row(f"peak {kind} MiB above warm model", stock.above_warm_mib, patched.above_warm_mib, ",.0f")
-    row(f"peak {kind} MiB", mib(stock.peak_step_bytes), mib(patched.peak_step_bytes), ",.0f")
-    row("step, ms (median)", stock.step_seconds * 1e3, patched.step_seconds * 1e3, ",.0f")
-    row("tokens/s", stock.tokens_per_second, patched.tokens_per_second, ",.0f")
+    above = stock.above_warm_mib, patched.above_warm_mib
+    peaks = mib(stock.peak_step_bytes), mib(patched.peak_step_bytes)
+    row(f"peak {kind} MiB above warm model", *above, ",.0f", divided(*above))
+    row(f"peak {kind} MiB", *peaks, ",.0f", divided(*peaks))
+    ratio = comparison.step_ratio
+    row("step, ms (median)", stock.step_seconds * 1e3, patched.step_seconds * 1e3, ",.0f", ratio)
+    row("tokens/s", stock.tokens_per_second, patched.tokens_per_second, ",.0f", 1 / ratio if ratio else None)
     console.print()
     console.print(table, highlight=False)
     limit = comparison.tolerance
     same = "equal to rounding" if comparison.equal else "NOT EQUAL"
-    measured = "; rounding as the stock model's own, told by a run of it in float32" if comparison.reference else ""
-    console.print(
+    measured = "; rounding measured by a float32 run of the stock model" if comparison.reference else ""
+    lines = [
         f"losses of {len(stock.losses)} steps: {same}; the largest difference is {comparison.early_difference:.0e} "
         f"in the first steps (rounding: up to {limit.early:.0e}) and {comparison.max_difference:.0e} in all "
         f"(up to {limit.late:.0e}){measured}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(
         f"losses without logits: {patched.calls_fused}, with: {patched.calls_materialised}",
-        highlight=False,
-        soft_wrap=True,
-    )
+        f"times: the runs took turns every {comparison.block} steps; the ratio is the median over pairs of blocks",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _number(value: float | None, form: str = ".3f") -> str:

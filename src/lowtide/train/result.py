@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowtide.measure.machine import describe_machine
 from lowtide.measure.units import mib
 
+WARM_STEPS = 2  # the first steps make the optimizer states and fill caches: left out of times and peaks
 EARLY_STEPS = 50
 NARROW_EARLY_STEPS = 20
 
@@ -33,7 +35,8 @@ class TrainResult:
         seconds: the whole run.
         saved: the folder of the model; None where nothing is saved.
         best: with early stopping, the step whose model that is.
-        conversations: how many were read by this run, cut at the longest sequence, and left out; None of text.
+        dtype: that the GEMMs ran in.
+        steps_seconds: each step this process ran, the warm-up included.
     """
 
     losses: dict[int, float]
@@ -50,11 +53,12 @@ class TrainResult:
     seconds: float
     saved: str | None
     best: int | None = None
-    conversations: tuple[int, int, int] | None = None
+    dtype: str = "float32"
+    steps_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON knows it."""
-        return asdict(self)
+        """Return the result as JSON has it, without each step's time."""
+        return {name: value for name, value in asdict(self).items() if name != "steps_seconds"}
 
     @property
     def above_warm_mib(self) -> float | None:
@@ -91,19 +95,33 @@ MOST_LATE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs of the same model, seed and data.
+    """Two runs of the same model, seed and data, interleaved block by block.
 
     Attributes:
-        stock: the model as transformers has it.
+        stock: the stock model; fine-tuning with TRL's own head.
         patched: the same after `lowtide.patch`.
         tolerance: up to which a difference of their losses is rounding.
-        reference: the model as transformers has it, in float32; None where the two are.
+        block: steps of a block.
+        reference: the stock model in float32; None where the two are.
+        stock_is: what computes the stock run's loss.
     """
 
     stock: TrainResult
     patched: TrainResult
     tolerance: Tolerance
+    block: int
     reference: TrainResult | None = None
+    stock_is: str = "transformers"
+
+    @property
+    def step_ratio(self) -> float:
+        """The median over paired blocks of the patched run's time over the stock run's; warm-up steps left out."""
+        pairs = zip(self.stock.steps_seconds[WARM_STEPS:], self.patched.steps_seconds[WARM_STEPS:], strict=False)
+        steps = list(pairs)
+        blocks = [steps[i : i + self.block] for i in range(0, len(steps), self.block)]
+        full = [one for one in blocks if len(one) == self.block] or blocks
+        ratios = [sum(b for _, b in one) / sum(a for a, _ in one) for one in full]
+        return statistics.median(ratios) if ratios else float("nan")
 
     @property
     def differences(self) -> dict[int, float]:
@@ -138,6 +156,9 @@ class Comparison:
             "early_loss_difference": self.early_difference,
             "max_loss_difference": self.max_difference,
             "tolerance": dataclasses.asdict(self.tolerance),
+            "step_ratio": self.step_ratio,
+            "steps_per_block": self.block,
+            "stock_is": self.stock_is,
         }
         if self.reference is not None:
             told["float32"] = self.reference.to_json()

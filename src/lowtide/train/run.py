@@ -3,54 +3,67 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 
 import lowtide
 from lowtide.errors import ArgumentValueError, LowtideError, message
 from lowtide.measure.failures import is_out_of_memory
 from lowtide.measure.resident import cuda_peak_bytes, peak_resident_bytes
 from lowtide.train import checkpoints
-from lowtide.train.activations import states_away
+from lowtide.train.activations import OffloadStates
 from lowtide.train.advice import advise
-from lowtide.train.checkpoints import why
-from lowtide.train.config import TrainConfig
+from lowtide.train.checkpoints import Complete, why, write_folder
+from lowtide.train.config import ACTIVATIONS, TrainConfig, fixed_settings
 from lowtide.train.ending import RankLost, SaveAndStop, Terminated, is_lost_rank
-from lowtide.train.logs import JsonLog, check_tensorboard, forget_after, tensorboard
-from lowtide.train.lora import merge_adapter, stored_dtype
-from lowtide.train.metrics import Recorder, StepMetrics
-from lowtide.train.model import has_weights
-from lowtide.train.offloading import OffloadStates
-from lowtide.train.packing import PackedBlocks
-from lowtide.train.parallel import engine_of, uses_deepspeed
-from lowtide.train.positions import ranks_at, shares_of
-from lowtide.train.prepare import ModelBox, Prepared, base_model, prepare
-from lowtide.train.progress import ProgressDisplay
-from lowtide.train.ranks import Shares, in_group, is_first_rank, launched_ranks, leave_group
+from lowtide.train.files import find_data
+from lowtide.train.model import pretrained_model, stored_dtype
+from lowtide.train.monitor import Monitor
+from lowtide.train.parallel import engine_of, in_group, launched_ranks, leave_group
+from lowtide.train.prepare import Run, prepare
 from lowtide.train.report import show_result, show_start
 from lowtide.train.result import TrainResult
-from lowtide.train.stopping import EarlyStop, best_step, held_out_losses, is_over
-from lowtide.train.streams import Position
-from lowtide.train.tokenizer import load_tokenizer
-from lowtide.train.trainer import Collate, LowtideTrainer, training_arguments
+from lowtide.train.settings import trainer_settings
+from lowtide.train.shapes import model_folder
+
+_RESUME = "resume_from_checkpoint"
+_MAY_CHANGE = (  # options of the trainers that a resumed run may be given anew
+    *("save_", "eval_", "logging_", "log_", "report_to", "disable_tqdm", "run_name", "hub_", "push_to_hub"),
+    *("num_train_epochs", "per_device_train_batch_size", "dataloader_", "torch_empty_cache_steps"),
+)
 
 
-def run(config: TrainConfig, *, console: Console | None = None, save: bool = True, label: str = "train") -> TrainResult:
+def run(
+    config: TrainConfig,
+    *,
+    console: Console | None = None,
+    save: bool = True,
+    label: str = "train",
+    tokens: Path | None = None,
+    callbacks: tuple[Any, ...] = (),
+    reports: bool = True,
+) -> TrainResult:
     """Do what `lowtide.train.train` says.
 
     Args:
         config: the run's settings.
-        console: where to show progress and result.
+        console: where to print progress and result.
         save: write checkpoints and the model.
-        label: said in front of the progress.
+        label: printed in front of the progress.
+        tokens: the file of tokens of a run that shares its data.
+        callbacks: further ones of the trainer, before lowtide's.
+        reports: print what is trained and the result, not only the progress.
     """
     group_was_there = in_group()
+    config, checkpoint = _resumed(config)
     with engine_of(config):
-        result = _Run(config, console or Console(), save=save, label=label).result()
+        runner = _Runner(config, checkpoint, console or Console(), save=save, label=label, reports=reports)
+        result = runner.result(tokens, callbacks)
     if not group_was_there:
         leave_group()  # here, where nothing of the run is left that its threads could hold
     if isinstance(result, Terminated):
@@ -58,273 +71,238 @@ def run(config: TrainConfig, *, console: Console | None = None, save: bool = Tru
     return result
 
 
-class _Run:
-    """One run, and what an error in the middle of it can tell."""
+class _Runner:
+    """One run, and what an error in the middle of it can report."""
 
-    def __init__(self, config: TrainConfig, console: Console, *, save: bool, label: str) -> None:
-        self.config, self.console, self.save, self.label = config, console, save, label
+    def __init__(
+        self,
+        config: TrainConfig,
+        checkpoint: Path | None,
+        console: Console,
+        *,
+        save: bool,
+        label: str,
+        reports: bool,
+    ) -> None:
+        self.config, self.checkpoint, self.console, self.save, self.label = config, checkpoint, console, save, label
+        self.reports = reports
         self.began = time.perf_counter()
-        self.output, self.resume_from = Path(), None
-        self.box = ModelBox()
-        self.args: Any = None
-        self.trainer: LowtideTrainer | None = None
-        if config.tensorboard:
-            check_tensorboard()
-        if config.resume:
-            self.output = checkpoints.run_to_resume(config.output)
-            self.resume_from = checkpoints.checkpoints(self.output)[-1]
-            if checkpoints.step_of(self.resume_from) >= config.max_steps:
-                expected, hint = f"a run with steps left of {config.max_steps}", "Ask for more with --max-steps."
-                raise ArgumentValueError(message("resume", expected, f"{self.output}, which is complete", hint))
+        self.run: Run | None = None
+        if checkpoint is not None:
+            self.output = checkpoint.parent
         elif save:
             if config.output is None and launched_ranks() > 1:
                 got, hint = "none: by the clock each would make its own", "Name it with --output."
-                raise ArgumentValueError(message("output", "a folder that all ranks know", got, hint))
+                raise ArgumentValueError(message("output", "a folder that all ranks share", got, hint))
             self.output = checkpoints.new_output(config.output, time.strftime("%Y%m%d-%H%M%S"))
+        else:
+            self.output = Path(config.output or checkpoints.MODEL)
 
-    def result(self) -> TrainResult | Terminated:
-        """Run, and return what was measured, or that it was ended."""
+    def result(self, tokens: Path | None, callbacks: tuple[Any, ...]) -> TrainResult | Terminated:
+        """Run, and return what was measured, or the signal that ended the run."""
         try:
-            return self._result()
+            return self._result(tokens, callbacks)
         except KeyboardInterrupt as interrupt:
-            if self.save and self.trainer is not None:
-                checkpoints.clear_staging(self.output)
-            raise KeyboardInterrupt(self._how_to_go_on()) from interrupt
+            raise KeyboardInterrupt(self._how_to_resume()) from interrupt
         except Exception as error:
             if is_out_of_memory(error):
                 raise self._out_of_memory(error) from error
             if is_lost_rank(error):
-                raise RankLost(f"another process has ended ({why(error)}). {self._how_to_go_on()}") from error
+                raise RankLost(f"another process has ended ({why(error)}). {self._how_to_resume()}") from error
+            if checkpoints.is_not_written(error) and self.save and self._step() is not None:
+                raise checkpoints.save_error(self.output / "checkpoint", error) from error
             raise
 
-    def _result(self) -> TrainResult | Terminated:
-        config = self.config
-        shares, starts = shares_of(config, self.resume_from)  # before a model is built that cannot go on
-        self.args = args = training_arguments(
-            config, self.output, save=self.save, resuming=config.resume, batches=shares.batches
-        )
-        if self.resume_from is not None:
-            checkpoints.check_states(self.resume_from, ranks_at(self.resume_from))
-        ready = prepare(config, args, self.resume_from, self.box, self._say if args.should_log else None)
-        if self.save and args.should_save and self.resume_from is None:
-            _open_run(self.output, ready, None)
-        if args.should_log:
-            show_start(self.console, ready, args, shares.streams, self.resume_from)
-        metrics = StepMetrics(config.seq_len * shares.streams * config.grad_accum)
+    def _result(self, tokens: Path | None, callbacks: tuple[Any, ...]) -> TrainResult | Terminated:
+        config, began = self.config, None if self.checkpoint is None else checkpoints.read_run_file(self.output)
+        text = find_data(config.data).is_text
+        settings = trainer_settings(config, self.output, save=self.save, text=text)
+        args = settings.args
+        if began is not None:
+            settings = self._same_sequences(settings, began["sequences"], text)
+            args = settings.args
+        self.run = one = Run(config, settings, self.output, checkpoint=self.checkpoint, tokens=tokens)
         stop = SaveAndStop(saves=self.save)
-        callbacks = [*self._callbacks(metrics, ready), stop]
+        one.callbacks = [*callbacks, *self._callbacks(one, args), stop]
+        prepare(one)
+        one.trainer.remove_callback(PrinterCallback)
+        if config.offload_states:
+            one.trainer.add_callback(OffloadStates(config, one.applied))
+        if self.save and args.should_save:
+            sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+            content = {"config": config.absolute().to_json(), "sequences": sequences}
+            checkpoints.write_run_file(self.output, {"lowtide": lowtide.__version__, **content})
+        if args.should_log and self.reports:
+            show_start(self.console, one)
+        trainer = one.trainer
         try:
-            self.trainer = trainer = make_trainer(ready, args, shares, starts, callbacks)
-            self._train(metrics)
+            self._train(one)
             if stop.stopped:
-                return Terminated(f"ended by SIGTERM after step {trainer.state.global_step}. {self._how_to_go_on()}")
-            if trainer.state.global_step not in held_out_losses(trainer.state.log_history):
+                name = "SIGTERM" if stop.stopped == 15 else "Ctrl-C"
+                text_ = f"ended by {name} after step {trainer.state.global_step}. {self._how_to_resume()}"
+                return Terminated(text_, stop.stopped)
+            history = trainer.state.log_history
+            evaluated = [e for e in history if "eval_loss" in e and e["step"] == trainer.state.global_step]
+            if trainer.eval_dataset is not None and (not evaluated or trainer.state.best_model_checkpoint):
                 trainer.evaluate()
         finally:
-            for callback in callbacks:
+            for callback in one.callbacks:
                 if hasattr(callback, "close"):
                     callback.close()
-        best = best_step(trainer.state.log_history) if config.early_stop else None
-        saved = self._save_model(best) if self.save else None
-        losses = held_out_losses(trainer.state.log_history)
-        result = TrainResult(
+        saved = self._save_model(one) if self.save else None
+        result = self._measured(one, saved)
+        if args.should_log and self.reports:
+            show_result(self.console, result, config)
+        return result
+
+    def _callbacks(self, one: Run, args: Any) -> list[Any]:
+        file = self.output / checkpoints.LOG_FILE if self.save else None
+        console = self.console if args.disable_tqdm else None
+        callbacks: list[Any] = [Monitor(one.metrics, console=console, label=self.label, file=file)]
+        if self.save:
+            callbacks.append(Complete(one.settings.keep))
+        if self.config.early_stopping_patience:
+            from transformers import EarlyStoppingCallback
+
+            callbacks.append(EarlyStoppingCallback(self.config.early_stopping_patience))
+        return callbacks
+
+    def _same_sequences(self, settings: Any, sequences: int, text: bool) -> Any:
+        """Return the settings of a resumed run with as many sequences in a step as at its start."""
+        args = settings.args
+        rows = args.per_device_train_batch_size * args.world_size
+        if sequences % rows:
+            expected = f"a divisor of the run's {sequences} sequences per step"
+            got = f"{args.world_size} processes with {args.per_device_train_batch_size} each"
+            hint = "Give another --per_device_train_batch_size, or start another number of processes."
+            raise ArgumentValueError(message("--per_device_train_batch_size", expected, got, hint))
+        batches = sequences // rows
+        if batches == args.gradient_accumulation_steps:
+            return settings
+        return trainer_settings(self.config, self.output, save=self.save, text=text, accumulate=batches)
+
+    def _train(self, one: Run) -> None:
+        """Let the trainer train.
+
+        Raises:
+            ArgumentValueError: the checkpoint cannot be read.
+        """
+        try:
+            one.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        except Exception as error:
+            if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
+                raise
+            if self.checkpoint is not None and not one.metrics.began:
+                got = f"{self.checkpoint}, which cannot be read ({why(error)})"
+                hint = "If it is damaged, remove it, to resume from an older one."
+                raise ArgumentValueError(message(f"--{_RESUME}", "a complete checkpoint", got, hint)) from error
+            raise
+
+    def _save_model(self, one: Run) -> Path:
+        """Write the model, and the merged one where asked for; return where."""
+        trainer, final = one.trainer, self.output / checkpoints.MODEL
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+
+        def write(folder: Path) -> None:
+            trainer.save_model(str(folder))
+            trainer.accelerator.wait_for_everyone()
+
+        write_folder(final, write, publish=one.settings.args.should_save)
+        if self.config.lora_merge and one.settings.args.should_save:
+            write_folder(self.output / checkpoints.MERGED, lambda folder: self._merge(final, folder))
+        trainer.accelerator.wait_for_everyone()
+        return final
+
+    def _merge(self, adapter: Path, folder: Path) -> None:
+        """Write the base with an adapter merged in, summed in float32, in the dtype that the base is stored in."""
+        from peft import PeftModel
+
+        base = model_folder(self.config.model)
+        assert base is not None
+        model = pretrained_model(base, dtype=torch.float32)
+        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        merged.to(stored_dtype(base)).save_pretrained(folder)
+        assert self.run is not None
+        self.run.trainer.processing_class.save_pretrained(folder)
+
+    def _measured(self, one: Run, saved: Path | None) -> TrainResult:
+        metrics, history, patched = one.metrics, one.trainer.state.log_history, one.patched
+        held_out = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+        best = Path(one.trainer.state.best_model_checkpoint or "").name
+        return TrainResult(
             losses=metrics.losses,
-            held_out_before=next((e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e), None),
-            held_out_after=losses[trainer.state.global_step if best is None else best],
+            held_out_before=next((e["eval_loss"] for e in history if "eval_loss" in e and not e["step"]), None),
+            held_out_after=held_out[-1] if held_out else None,
             tokens_per_second=metrics.tokens_per_second,
             step_seconds=metrics.median_step_seconds,
+            steps_seconds=metrics.step_seconds,
             peak_resident_bytes=max(peak_resident_bytes(), metrics.highest_bytes),
             peak_cuda_bytes=cuda_peak_bytes(),
             warm_bytes=metrics.warm_bytes,
             peak_step_bytes=metrics.peak_bytes,
-            calls_fused=ready.patched.calls_fused if ready.patched else None,
-            calls_materialised=ready.patched.calls_materialised if ready.patched else None,
+            calls_fused=patched.calls_fused if patched else None,
+            calls_materialised=patched.calls_materialised if patched else None,
             seconds=time.perf_counter() - self.began,
             saved=str(saved) if saved else None,
-            best=best,
-            conversations=trainer.conversations() if ready.corpus.chat else None,
+            best=int(best.rpartition("-")[2]) if best else None,
+            dtype=one.settings.product_dtype,
         )
-        if args.should_log:
-            show_result(self.console, result, config)
-        return result
 
-    def _say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _callbacks(self, metrics: StepMetrics, ready: Prepared) -> list[Any]:
-        """Return what measures, shows, logs and ends the run, and what offloads the optimizer's states."""
-        config = self.config
-        callbacks: list[Any] = [Recorder(metrics)]
-        if self.save and self.args.should_save and self.resume_from is not None:
-            callbacks.append(_GoesOn(self.output, ready, self.resume_from))
-        if away := states_away(config, ready.chosen):
-            callbacks.append(OffloadStates(away))
-        if config.progress:
-            callbacks.append(ProgressDisplay(self.console, metrics, self.label))
-        if self.save and self.args.should_log:
-            callbacks.append(JsonLog(self.output / checkpoints.LOG_FILE, metrics))
-            if config.tensorboard:
-                resumed_at = None if self.resume_from is None else checkpoints.step_of(self.resume_from)
-                callbacks.append(tensorboard(self.output / checkpoints.BOARD, resumed_at))
-        if config.early_stop:
-            callbacks.append(EarlyStop(config.early_stop, saves=self.save))
-        return callbacks
-
-    def _train(self, metrics: StepMetrics) -> None:
-        """Let Trainer train.
-
-        Raises:
-            ArgumentValueError: the checkpoint cannot be read, or no first step ended with the ``trainer_args`` given.
-        """
-        assert self.trainer is not None
-        resume = str(self.resume_from) if self.resume_from else None
-        try:
-            self.trainer.train(resume_from_checkpoint=resume)
-        except Exception as error:
-            if isinstance(error, LowtideError) or is_out_of_memory(error) or is_lost_rank(error):
-                raise
-            if self.resume_from is not None and uses_deepspeed() and not metrics.began:  # which reads it by itself
-                got = f"{self.resume_from}, from which DeepSpeed does not go on ({why(error)})"
-                hint = "If it is damaged, remove it, to take an older one."
-                raise ArgumentValueError(message("resume", "a whole checkpoint", got, hint)) from error
-            if self.config.trainer_args and not metrics.step_seconds:
-                expected = "arguments that transformers.Trainer can train a step with"
-                got = f"{' '.join(self.config.trainer_args)} ({why(error)})"
-                hint = "Leave them out to see whether they are the cause."
-                raise ArgumentValueError(message("trainer_args", expected, got, hint)) from error
-            raise
-
-    def _save_model(self, best: int | None) -> Path:
-        """Write the model, the best one's with early stopping, and the merged one where asked for; return where."""
-        trainer, config = self.trainer, self.config
-        assert trainer is not None
-        of_best = None if best is None else self.output / f"checkpoint-{best}"
-        if of_best is None or best == trainer.state.global_step or not of_best.is_dir():
-            saved = trainer.save_whole_model()
-        else:
-            saved = self.output / checkpoints.MODEL
-            if self.args.should_save:
-                checkpoints.model_from_checkpoint(of_best)
-            trainer.accelerator.wait_for_everyone()
-        if config.lora_merge:
-            if self.args.should_save:
-                merge(config, saved)
-            trainer.accelerator.wait_for_everyone()
-        return saved
+    def _step(self) -> int | None:
+        """Return the steps done; None before there was a trainer."""
+        return None if self.run is None or self.run.trainer is None else int(self.run.trainer.state.global_step)
 
     def _out_of_memory(self, error: Exception) -> LowtideError:
         """Return the error with the planner's advice; what the step held is free by then."""
-        step = None
-        if self.trainer is not None:
-            step = self.trainer.state.global_step + 1
-            if self.save:
-                checkpoints.clear_staging(self.output)
         error.__traceback__ = None  # its frames hold the step's tensors
+        one, step = self.run, self._step()
         return advise(
             error,
             self.config,
-            self.args,
-            model=self.box.model,
-            chosen=self.box.chosen,
-            packing=self.box.packing,
-            step=step,
-            go_on=self._how_to_go_on() if self.save else "",
+            one.settings if one else None,
+            seq_len=one.seq_len if one else 0,
+            model=one.model if one else None,
+            applied=one.applied if one else None,
+            step=None if step is None else step + 1,
+            go_on=self._how_to_resume() if self.save else "",
         )
 
-    def _how_to_go_on(self) -> str:
-        """Return what to do after a run that ended before its time."""
+    def _how_to_resume(self) -> str:
+        """Return what to do after a run that ended early."""
         if not self.save or not checkpoints.checkpoints(self.output):
             return "There is no checkpoint yet: start again."
-        return f"Go on with: lowtide train --resume --output {self.output}"
+        return f"Resume with: lowtide train --{_RESUME} true --output {self.output}"
 
 
-def make_trainer(
-    ready: Prepared, args: Any, shares: Shares, starts: list[Position], callbacks: list[Any]
-) -> LowtideTrainer:
-    """Return the trainer, this rank's streams where they are to begin."""
-    config = ready.config
-
-    def order(stream: int) -> Any:
-        return lambda epoch: ready.split.share(stream, shares.streams, epoch)
-
-    streams = [ready.layout.stream(order(number), position=at) for number, at in enumerate(starts, shares.first)]
-    return LowtideTrainer(
-        blocks=PackedBlocks(streams),
-        shares=shares,
-        keep_best=config.early_stop > 0,
-        model=ready.model,
-        args=args,
-        eval_dataset=ready.held_out,
-        processing_class=ready.tokenizer,
-        data_collator=Collate(bounds=ready.bounds),  # Trainer's choice for a tokenizer would pad
-        callbacks=callbacks,
-    )
-
-
-def merge(config: TrainConfig, adapter: Path) -> Path:
-    """Write the run's model with an adapter merged in, in the stock format, whole or not at all, and return where.
+def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
+    """Return the settings and checkpoint of a run that is resumed: those it began with, and those given now.
 
     Raises:
-        SaveError: it could not be written.
+        ArgumentValueError: there is no such run, or a setting that it must keep is another one now.
     """
-    output = adapter.parent
-    staged, final = output / checkpoints.STAGING / checkpoints.MERGED, output / checkpoints.MERGED
-    tokenizer = load_tokenizer(adapter)
-    base = base_model(config, tokenizer, whole=True).float()
-    dtype = stored_dtype(config.model) if has_weights(config.model) else torch.float32
-    try:
-        checkpoints.clear_staging(output)
-        merge_adapter(base, adapter, staged, dtype=dtype)
-        tokenizer.save_pretrained(staged)
-        checkpoints.publish(staged, final)
-        checkpoints.clear_staging(output)
-    except Exception as error:
-        if not checkpoints.is_not_written(error):
-            raise
-        raise checkpoints.save_error(final, error) from error
-    return final
-
-
-def finish_complete_run(config: TrainConfig) -> Path | None:
-    """Return the model of a resumed run that has no steps left, None where it has some.
-
-    It is made from the last checkpoint, or the best one of a run that stops early: a run killed between that one and
-    its model has an older model, or none.
-    """
-    output = checkpoints.run_to_resume(config.output)
-    newest = checkpoints.checkpoints(output)[-1]
-    history = checkpoints.log_history(newest) if config.early_stop else []
-    if checkpoints.step_of(newest) < config.max_steps and not is_over(history, config.early_stop):
-        return None
-    if not is_first_rank():  # which makes it for all
-        return newest
-    best = best_step(history)
-    of_best = output / f"checkpoint-{best}"
-    model = checkpoints.model_from_checkpoint(of_best if best is not None and of_best.is_dir() else newest)
-    if config.lora_merge:
-        merge(config, model)
-    return model
-
-
-class _GoesOn(TrainerCallback):  # type: ignore[misc]
-    """Writes a resumed run's file once its checkpoint has been read: what cannot go on leaves it as it was."""
-
-    def __init__(self, output: Path, ready: Prepared, resume_from: Path) -> None:
-        self._told = (output, ready, resume_from)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write it."""
-        del args, state, control
-        _open_run(*self._told)
-
-
-def _open_run(output: Path, ready: Prepared, resume_from: Path | None) -> None:
-    """Write the run's file, and clear what was left half written before."""
-    config = ready.config.absolute()
-    content = {"lowtide": lowtide.__version__, "config": config.to_json(), **ready.known.to_json()}
-    if resume_from is not None:
-        checkpoints.clear_staging(output)
-        forget_after(output / checkpoints.LOG_FILE, checkpoints.step_of(resume_from))
-    else:
-        checkpoints.clear_logs(output)
-    checkpoints.write_run_file(output, content)
+    given = config.options.get(_RESUME)
+    if given in (None, False, "", "false", "False"):
+        return config, None
+    checkpoint = checkpoints.checkpoint_to_resume(config.output, str(given))
+    before = TrainConfig.from_json(checkpoints.read_run_file(checkpoint.parent)["config"])
+    defaults, now = TrainConfig(), config.absolute()
+    changed = {
+        name: getattr(now, name)
+        for name in before.__dataclass_fields__
+        if name not in ("options", "output") and getattr(now, name) != getattr(defaults, name)
+    }
+    hint = "A resumed run keeps its model, data order and schedule: leave it out, or begin a new run."
+    for name in (*fixed_settings(), "lr"):
+        if name in changed and changed[name] != (old := getattr(before, name)):
+            raise ArgumentValueError(message(name, f"{old!r}, as the run began", repr(changed[name]), hint))
+    for name, value in config.options.items():
+        old = before.options.get(name)
+        if name != _RESUME and str(value) != str(old) and not name.startswith(_MAY_CHANGE):
+            got = "none" if old is None else repr(old)
+            raise ArgumentValueError(message(f"--{name}", f"{got}, as the run began", repr(value), hint))
+    if any(name in changed for name in ACTIVATIONS):  # in place of the one that the run began with
+        changed = {**dict.fromkeys(ACTIVATIONS), **changed}
+    options = {**before.options, **{k: v for k, v in config.options.items() if k != _RESUME}}
+    return replace(before, **changed, output=str(checkpoint.parent), options=options), checkpoint

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import ArgumentValueError, did_you_mean, message
+from lowtide.train.files import hub_snapshot
 
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -18,6 +20,7 @@ _LLAMA_3_ROPE = {
 }
 
 DEFAULT = "lowtide-small"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 SHAPES: dict[str, dict[str, Any]] = {
     # The vocabulary is the tokenizer's. So small that two CPU cores take it through enough text to learn more than
@@ -141,11 +144,22 @@ def config_file(name: str) -> Path:
     Raises:
         ArgumentValueError: there is none.
     """
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 (it leaves a home that is not known as it is)
-    file = path / "config.json" if path.is_dir() else path
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 (an unknown home stays as it is)
+    folder = model_folder(name) if name else None
+    file = path if folder is None else folder / "config.json"
     if name and file.is_file():
         return file
-    got = f"{name}, a folder without one" if name and path.is_dir() else repr(name)
+    got = f"{name}, a folder without one" if folder is not None else repr(name)
     expected = f"a folder with a config.json, a config as a .json file, or one of {', '.join(SHAPES)}"
-    hint = "Models are not fetched from the network: download it first and name its folder."
+    hint = "Models are not downloaded: name a folder."
+    if folder is None and _HUB_NAME.fullmatch(name):
+        hint = f"It is not in the Hub's local cache: hf download {name}"
     raise ArgumentValueError(message("model", expected, got, f"{did_you_mean(name, SHAPES)} {hint}".lstrip()))
+
+
+def model_folder(name: str) -> Path | None:
+    """Return the folder of a ``--model``: a path, or a Hub model's snapshot in the local cache; None for others."""
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 (an unknown home stays as it is)
+    if name in SHAPES or path.is_file():
+        return None
+    return path if path.is_dir() else hub_snapshot(name, "models")

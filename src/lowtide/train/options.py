@@ -1,0 +1,228 @@
+"""The options of TRL and transformers: their names, read from the libraries' sources without importing them.
+
+Importing TRL takes 7 to 14 s. An option that is misspelled should not take that long to report, and a run that trains
+from random weights never imports it. This is the one file that depends on where TRL and transformers declare them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import ArgumentValueError, did_you_mean, message
+from lowtide.train.config import TrainConfig
+
+_DECLARED = {  # in which files, of which library
+    False: (("transformers", "training_args.py"),),
+    True: (
+        ("transformers", "training_args.py"),
+        ("trl", "trainer/base_config.py"),
+        ("trl", "trainer/sft_config.py"),
+        ("trl", "trainer/model_config.py"),
+    ),
+}
+# what TRL's ModelConfig and SFTConfig call settings that pre-training has, too
+PRETRAINING = ("dtype", "attn_implementation", "dataset_text_field", "trust_remote_code")
+ALIASES = {  # TRL's names of lowtide's short ones
+    "model_name_or_path": "model",
+    "dataset_name": "data",
+    "output_dir": "output",
+    "max_length": "seq_len",
+    "learning_rate": "lr",
+}
+_OLD = {  # options of earlier versions, and what to give now
+    "text_field": "--dataset_text_field",
+    "chat_template": "--chat_template_path",
+    "too_long": "--max_length, at which TRL truncates; drop longer rows from the data",
+    "batch_size": "--per_device_train_batch_size",
+    "grad_accum": "--gradient_accumulation_steps",
+    "warmup": "--warmup_steps, where a number below 1 is a share of the steps",
+    "weights": "--dtype",
+    "lora_rank": "--use_peft --lora_r",
+    "lora_targets": "--use_peft --lora_target_modules",
+    "attention": "--attn_implementation",
+    "resume": "--resume_from_checkpoint true",
+    "save_every": "--save_steps",
+    "keep": "--save_total_limit",
+    "eval_every": "--eval_strategy steps --eval_steps",
+    "eval_blocks": "--held-out",
+    "early_stop": "--early-stopping-patience",
+    "tensorboard": "--report_to tensorboard",
+    "no_progress": "--disable_tqdm true",
+    "trainer_args": "each of them as an option of its own, such as --weight_decay 0.1",
+    "no_check_data": "nothing: rows are checked while they are read",
+    "epochs": "--num_train_epochs",
+    "fp32": "--bf16 false",
+}
+_OLD_VALUES = {  # of options whose name is TRL's now, with another meaning
+    "packing": {
+        "joined": "--packing --packing_strategy wrapped",
+        "separate": "--packing",
+        "none": "--packing false",
+        "auto": "nothing",
+    },
+}
+
+
+def parse(
+    words: Sequence[str], config_file: Path | None, *, own: Mapping[str, Any], fine_tunes: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return lowtide's own settings, and the options of TRL and transformers, of a command line and a YAML file.
+
+    Args:
+        words: what the command line has beside lowtide's own options: ``--name value ...``, ``--name=value`` or
+            ``--name``, with dashes or underscores.
+        config_file: a YAML file of options by their names, which the command line overrides.
+        own: lowtide's own settings on the command line.
+        fine_tunes: TRL's options are valid, too.
+
+    Returns:
+        The settings of `TrainConfig`, and the other options by name: a text, a list of texts, or what the file has.
+
+    Raises:
+        ArgumentValueError: an option that neither library has, with the nearest one; one with a value of another kind,
+            or given by both of its names; or a file that is no YAML mapping.
+    """
+    settings, options = _split(dict(_from_words(words)), known=own)
+    if config_file is not None:
+        of_file = _split(_from_file(config_file), known={})
+        settings, options = of_file[0] | settings, of_file[1] | options
+    for name, value in options.items():
+        _check(name, value, fine_tunes=fine_tunes)
+    return settings | dict(own), options
+
+
+def _check(name: str, value: Any, *, fine_tunes: bool) -> None:
+    """Raise where neither library has an option of this name."""
+    known = names(fine_tunes=fine_tunes)
+    hint = _OLD_VALUES.get(name, {}).get(str(value))
+    if hint or (hint := _OLD.get(name)):
+        expected = "TRL's name of the option" if name in _OLD else "true or false"
+        raise ArgumentValueError(message(_flag(name), expected, "one of an earlier version", f"Use {hint}"))
+    if known is not None and name.removeprefix("no_") not in known:
+        if not fine_tunes and (of_trl := names(fine_tunes=True)) and name.removeprefix("no_") in of_trl:
+            expected, got = "an option of transformers' TrainingArguments to train from random weights", "TRL's"
+            raise ArgumentValueError(
+                message(_flag(name), expected, got, "Name a pretrained model with --model to fine-tune it.")
+            )
+        expected = "an option of lowtide train, TRL's SFTConfig or transformers' TrainingArguments"
+        near = did_you_mean(_flag(name), map(_flag, {*TrainConfig.__dataclass_fields__, *ALIASES, *known}))
+        raise ArgumentValueError(message(_flag(name), expected, "another name", near))
+
+
+def _split(given: Mapping[str, Any], *, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return lowtide's own settings among options, TRL's aliases of them resolved, and the others.
+
+    Raises:
+        ArgumentValueError: a setting is given by both of its names, or has a value of another kind.
+    """
+    own, others = {}, {}
+    for name, value in given.items():
+        target = ALIASES.get(name, name)
+        if target not in TrainConfig.__dataclass_fields__ or target == "options":
+            others[name] = value
+            continue
+        if target in own or target in known or (target != name and target in given):
+            expected = f"one of {_flag(name)} and --{target.replace('_', '-')}"
+            raise ArgumentValueError(message(_flag(name), expected, "both"))
+        own[target] = _typed(target, value)
+    return own, others
+
+
+@lru_cache
+def names(*, fine_tunes: bool) -> frozenset[str] | None:
+    """Return the names of all options, read from the sources of transformers and TRL; None where they are elsewhere."""
+    found: set[str] = set() if fine_tunes else set(PRETRAINING)
+    for package, file in _DECLARED[fine_tunes]:
+        try:
+            spec = importlib.util.find_spec(package)
+            assert spec is not None
+            assert spec.origin is not None
+            tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+        except (AssertionError, OSError, SyntaxError, ValueError):
+            return None  # TRL itself reports a wrong name later
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                found |= {each.id for each in fields if isinstance(each, ast.Name) and not each.id.startswith("_")}
+    return frozenset(found)
+
+
+def words_of(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield options as words of a command line, as transformers' `HfArgumentParser` reads them."""
+    for name, value in options.items():
+        if value is None:
+            continue
+        yield f"--{name}"
+        if isinstance(value, bool):
+            yield str(value)
+        elif isinstance(value, Mapping):
+            yield json.dumps(value)
+        elif isinstance(value, list | tuple):
+            yield from map(str, value)
+        elif value != "":
+            yield str(value)
+
+
+def _from_words(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a command line."""
+    at = 0
+    while at < len(words):
+        if not words[at].startswith("--"):
+            expected, hint = "an option that begins with --", "Several values follow their option."
+            raise ArgumentValueError(message("arguments", expected, repr(words[at]), hint))
+        name, equals, value = words[at][2:].partition("=")
+        end = at + 1
+        while end < len(words) and not equals and not _is_option(words[end]):
+            end += 1
+        values = [value] if equals else list(words[at + 1 : end])
+        yield name.replace("-", "_"), values[0] if len(values) == 1 else values or True
+        at = end
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("--")
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    """Return the options of a YAML file."""
+    expected = "a YAML file of options by their names, such as 'learning_rate: 1e-5'"
+    try:
+        import yaml
+
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except ImportError as error:
+        hint = "pip install pyyaml"
+        raise ArgumentValueError(message("--config", "PyYAML to be installed", "none", hint)) from error
+    except OSError as error:
+        raise ArgumentValueError(message("--config", expected, f"{file} ({error.strerror})")) from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ArgumentValueError(message("--config", expected, f"{file} ({' '.join(str(error).split())})")) from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ArgumentValueError(message("--config", expected, f"something else in {file}"))
+    return {name.replace("-", "_"): value for name, value in found.items() if value is not None}
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Return an own setting's value in the type of its field: command lines have texts, and YAML reads 1e-5 as one."""
+    kind = str(TrainConfig.__dataclass_fields__[name].type)
+    if kind.startswith("tuple"):
+        return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
+    try:
+        if kind.startswith("bool"):
+            return {"true": True, "false": False}[str(value).lower()]
+        if kind.startswith(("int", "float")):
+            return (int if kind.startswith("int") else float)(value)
+    except (KeyError, TypeError, ValueError) as error:
+        expected = "true or false" if kind.startswith("bool") else "a number"
+        raise ArgumentValueError(message(name, expected, repr(value))) from error
+    return str(value)
+
+
+def _flag(name: str) -> str:
+    return f"--{name}"

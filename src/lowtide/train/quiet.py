@@ -1,0 +1,63 @@
+"""What other libraries do on their own: log lines, bars, telemetry and imports that a run has no use for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+from lowtide.train.config import TrainConfig
+from lowtide.train.files import find_data
+from lowtide.train.parallel import uses_deepspeed
+
+
+def quiet_transformers() -> None:
+    """Keep log lines and bars of transformers, TRL, datasets and peft off the terminal."""
+    # peft warns at each checkpoint of adapters on the output layer
+    warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(trl|transformers|peft|accelerate)\.")
+    # DeepSpeed calls the collectives by their old names
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    # transformers' save_pretrained reads the storage of each weight
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
+    # peft imports it wherever it is installed
+    for name in ("bitsandbytes", "datasets", "accelerate", "trl"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as of_transformers
+
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    # read when datasets is imported, which takes seconds
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def stay_offline(*, pushes: bool) -> None:
+    """Send no telemetry, and make no call to the Hub unless the user configured it or the run pushes its model there.
+
+    Call it before anything of the Hugging Face libraries is imported.
+
+    Args:
+        pushes: the run uploads its model.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not pushes:
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            os.environ.setdefault(name, "1")
+
+
+def hide(*packages: str) -> None:
+    """Let no library import these packages in this process.
+
+    accelerate and transformers import DeepSpeed and datasets wherever they are installed: seconds, and 200 MiB.
+    """
+    for package in packages:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
+def unused_packages(config: TrainConfig) -> list[str]:
+    """Return the packages that a run does not use, though other libraries would import them."""
+    deepspeed = uses_deepspeed() or config.parallel.startswith("zero") or config.options.get("deepspeed")
+    datasets = config.fine_tunes or any(source.kind in ("saved", "hub") for source in find_data(config.data).files)
+    return [name for name, used in (("deepspeed", deepspeed), ("datasets", datasets)) if not used]

@@ -1,0 +1,192 @@
+"""The trainers' own settings of a run: TRL's and transformers' defaults, lowtide's few in place of them, the user's."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from lowtide.errors import ArgumentValueError, message
+from lowtide.train.config import TrainConfig
+from lowtide.train.options import words_of
+
+_ALWAYS = {  # of every run
+    "logging_steps": 1,
+    "logging_first_step": True,
+    "logging_nan_inf_filter": False,  # a NaN is logged as one
+    "log_on_each_node": False,
+    "log_level_replica": "error",
+    "disable_tqdm": True,
+    "report_to": "none",
+    "save_strategy": "steps",
+    "save_steps": 100,
+    "eval_steps": 100,  # transformers' default is logging_steps
+    "save_total_limit": 2,
+    # To look for unused parameters, DDP reads the model's outputs, which would build the logits.
+    "ddp_find_unused_parameters": False,
+}
+_FROM_RANDOM_WEIGHTS = {
+    "learning_rate": 2e-3,
+    "max_steps": 500,
+    "lr_scheduler_type": "cosine",
+    "adam_beta2": 0.95,
+}
+_WARMUP = 0.1  # of the steps, from random weights
+_REFUSED = {  # what a trainer would take and this run not apply
+    "dataset_kwargs": "The data is prepared by TRL: give --columns for other names of columns.",
+    "pad_token": "Set it in the tokenizer's configuration.",
+    "use_liger_kernel": "It replaces the same functions as lowtide: give --no-patch beside it.",
+}
+
+
+@dataclass
+class PretrainArguments:
+    """Options of TRL's ModelConfig and SFTConfig that training from random weights has, too."""
+
+    dtype: str = field(default="float32", metadata={"help": "dtype of weights, gradients and optimizer states"})
+    attn_implementation: str | None = field(default=None, metadata={"help": "transformers' attention"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run code that a model's folder brings"})
+    dataset_text_field: str = field(default="text", metadata={"help": "the column that holds the text"})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of a run's trainer.
+
+    Attributes:
+        args: transformers' TrainingArguments, or TRL's SFTConfig.
+        model: TRL's ModelConfig, or `PretrainArguments`.
+        keep: checkpoints to keep; None: all.
+    """
+
+    args: Any
+    model: Any
+    keep: int | None
+
+    @property
+    def product_dtype(self) -> str:
+        """The dtype that GEMMs run in."""
+        if self.args.bf16 or self.args.fp16:
+            return "bfloat16" if self.args.bf16 else "float16"
+        return str(self.model.dtype)
+
+
+def trainer_settings(
+    config: TrainConfig, output: Path, *, save: bool, text: bool = False, accumulate: int | None = None
+) -> Settings:
+    """Return the arguments of a run's trainer.
+
+    Args:
+        config: the run's settings.
+        output: its folder.
+        save: write checkpoints.
+        text: the data is text files, which fine-tuning packs by default: most are longer than a sequence.
+        accumulate: batches per step, where another number of processes resumes the run; None: as the user says.
+
+    Raises:
+        ArgumentValueError: an option has a value that its library refuses, or cannot be used here.
+    """
+    options = dict(config.options)
+    options.pop("resume_from_checkpoint", None)
+    for name, hint in _REFUSED.items():
+        if options.get(name) not in (None, False, "false", "False") and (name != "use_liger_kernel" or config.patch):
+            raise ArgumentValueError(message(f"--{name}", "an option that works here", str(options[name]), hint))
+    if accumulate is not None:
+        options["gradient_accumulation_steps"] = accumulate
+    short = {"learning_rate": config.lr, "max_steps": config.max_steps}
+    if config.fine_tunes:
+        short["max_length"] = config.seq_len
+    options |= {name: value for name, value in short.items() if value is not None}
+    merged = _defaults(config, options, text=text) | options
+    merged |= {"output_dir": str(output), "push_to_hub": merged.get("push_to_hub", False)}
+    merged |= {} if save else {"save_strategy": "no"}
+    args, model = _parsed(merged, fine_tunes=config.fine_tunes)
+    if args.fp16 and args.device.type == "cpu":
+        hint = "Take --bf16 or float32 on a CPU."
+        raise ArgumentValueError(message("--fp16", "a GPU, as float16 is for GPUs only", "a CPU", hint))
+    if args.n_gpu > 1:  # nn.DataParallel would copy the model at each step; several GPUs are torchrun's to start
+        args._n_gpu = 1
+    keep, args.save_total_limit = args.save_total_limit, None  # a checkpoint is removed once a newer one is complete
+    return Settings(args, model, keep)
+
+
+def _defaults(config: TrainConfig, options: Mapping[str, Any], *, text: bool) -> dict[str, Any]:
+    """Return lowtide's defaults where they differ from TRL's and transformers'."""
+    on_gpu = torch.cuda.is_available()
+    sixteen = _is_on(options.get("fp16")) or str(options.get("dtype", "float32")) in ("bfloat16", "float16")
+    own = {
+        **_ALWAYS,
+        # else bfloat16 is refused where there is no GPU
+        "use_cpu": not torch.accelerator.is_available(),
+        "bf16": on_gpu and torch.cuda.is_bf16_supported() and (not sixteen or _is_on(options.get("use_peft"))),
+    }
+    if config.fine_tunes:
+        own["gradient_checkpointing"] = False  # TRL's default is True: --policy and --memory-budget are better ones
+        if text:
+            own |= {"packing": True, "packing_strategy": "wrapped"}
+    else:
+        own |= _FROM_RANDOM_WEIGHTS
+        if "num_train_epochs" in options:
+            own["max_steps"] = -1
+        steps = int(options.get("max_steps", own["max_steps"]))
+        own["warmup_steps"] = -(-steps // round(1 / _WARMUP)) if steps > 0 else _WARMUP
+    if _eval_is_off(options) and config.early_stopping_patience:
+        expected, hint = "--eval_strategy beside it", "Such as --eval_strategy steps --eval_steps 50."
+        raise ArgumentValueError(message("early_stopping_patience", expected, "none", hint))
+    if config.early_stopping_patience:
+        own |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        own["save_steps"] = options.get("eval_steps", own["eval_steps"])  # every model that may be the best is saved
+    return {name: value for name, value in own.items() if name not in options}
+
+
+def _parsed(options: Mapping[str, Any], *, fine_tunes: bool) -> tuple[Any, Any]:
+    """Return the options as the classes of arguments that the trainer takes."""
+    if fine_tunes:
+        from trl import ModelConfig, SFTConfig
+
+        classes: tuple[Any, ...] = (SFTConfig, ModelConfig)
+    else:
+        classes = (TrainingArguments, PretrainArguments)
+    parser = _Parser(classes)
+    try:
+        with warnings.catch_warnings():
+            # TRL's own defaults have old names of transformers' options
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            args, model = parser.parse_args_into_dataclasses(list(words_of(options)), look_for_args_file=False)
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        if isinstance(error, ArgumentValueError):
+            raise
+        why = " ".join(str(error).split())[:300]
+        given = sorted(set(options) - {"output_dir", "push_to_hub"} - set(_ALWAYS))
+        expected = f"{classes[0].__name__} to accept {', '.join(given)}"
+        raise ArgumentValueError(message("options", expected, why)) from error
+    return args, model
+
+
+class _Parser(HfArgumentParser):  # type: ignore[misc]
+    """transformers' parser of arguments, whose errors are lowtide's."""
+
+    def __init__(self, classes: tuple[Any, ...]) -> None:
+        super().__init__(classes, allow_abbrev=False, exit_on_error=False)
+
+    def error(self, text: str) -> NoReturn:
+        """Raise what argparse would print."""
+        name = next((word for word in re.split(r"[\s:/]+", text) if word.startswith("--")), "options")
+        raise ArgumentValueError(message(name, "a value that TRL and transformers accept", text.rpartition(": ")[2]))
+
+
+def _eval_is_off(options: Mapping[str, Any]) -> bool:
+    return str(options.get("eval_strategy", "no")) == "no"
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).lower() in ("true", "1", "yes")

@@ -1,0 +1,59 @@
+"""`transformers.Trainer` on blocks of tokens; the loop, optimizer, precision and sharding are its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from lowtide.train.monitor import StepMetrics
+from lowtide.train.parallel import settle
+
+
+class Measured:
+    """What both trainers have: FSDP2 as `settle` corrects it, and a count of the tokens.
+
+    Args:
+        metrics: where to count.
+        kwargs: the trainer's own.
+    """
+
+    accelerator: Any
+    args: Any
+
+    def __init__(self, *, metrics: StepMetrics, **kwargs: Any) -> None:
+        self._metrics_of_run = metrics
+        super().__init__(**kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and correct what it makes of FSDP2."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        settle(self.accelerator)
+        self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count a batch's tokens and do the step."""
+        self._metrics_of_run.tokens += inputs["input_ids"].numel() * self.args.world_size
+        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+
+class PreTrainer(Measured, Trainer):  # type: ignore[misc]
+    """A `Trainer` that reads its training blocks in their order, which was shuffled when they were written.
+
+    A resumed run skips the batches before it without reading them. The order of a step's sequences does not depend on
+    the number of processes, as long as they have as many sequences in a step together.
+    """
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of this process's share of the blocks."""
+        loader: DataLoader[Any] = DataLoader(
+            self.train_dataset,
+            batch_size=self.args.train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            drop_last=True,
+        )
+        prepared: DataLoader[Any] = self.accelerator.prepare(loader)
+        return prepared
