@@ -119,7 +119,7 @@ def _config(own: dict[str, Any], arguments: argparse.Namespace) -> tuple[TrainCo
 
 def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
     from lowtide.train.parallel import is_first_rank
-    from lowtide.train.quiet import hide_datasets, quiet_transformers, stay_offline
+    from lowtide.train.quiet import quiet_transformers, stay_offline
 
     stay_offline(pushes=str(config.options.get("push_to_hub", "false")).lower() == "true")
     from rich.console import Console
@@ -130,9 +130,6 @@ def _run(config: TrainConfig, *, compares: bool, json_file: Path | None) -> int:
         console.print(f"loading {libraries} ...")
     quiet_transformers()
     from lowtide.train import compare, train
-    from lowtide.train.run import resumed
-
-    hide_datasets(resumed(config)[0])
 
     if compares:
         return 0 if compare(config, console=console, json_file=json_file).equal else 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import ArgumentValueError, LowtideError, message
+from lowtide.train.files import find_data
 
 if TYPE_CHECKING:
     from lowtide.train.config import TrainConfig
@@ -82,16 +83,16 @@ def engine_of(config: TrainConfig) -> Iterator[None]:
         raise ArgumentValueError(message("parallel", "DeepSpeed to be installed", config.parallel, hint))
     before = {name: os.environ.get(name) for name in (*own, _USE_FSDP, _USE_DEEPSPEED, _FIRST_READS)}
     os.environ.update(own)
-    hidden = not deepspeed and "deepspeed" not in sys.modules
-    if hidden:
-        # accelerate imports it wherever it is installed: seconds, 200 MiB, and functions whose default argument is the
-        # process group of that moment, which could not end then (see leave_group)
-        sys.modules["deepspeed"] = None  # type: ignore[assignment]
+    # accelerate and transformers import these wherever they are installed: seconds, and 200 MiB. Functions of DeepSpeed
+    # have the process group of that moment as a default argument, which could not end then (see leave_group)
+    unused = {"deepspeed": not deepspeed, "datasets": not config.fine_tunes and not find_data(config.data).has_tables}
+    hidden = [name for name, is_unused in unused.items() if is_unused and name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        if hidden:
-            del sys.modules["deepspeed"]
+        for name in hidden:
+            del sys.modules[name]
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

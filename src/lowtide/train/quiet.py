@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
-
-from lowtide.train.config import TrainConfig
-from lowtide.train.files import find_data
 
 
 def quiet_transformers() -> None:
@@ -46,13 +42,3 @@ def stay_offline(*, pushes: bool) -> None:
     if not pushes:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ.setdefault(name, "1")
-
-
-def hide_datasets(config: TrainConfig) -> None:
-    """Let no library import datasets in this process if a run does not use it; transformers does where it is installed.
-
-    Args:
-        config: the run's settings; of one that is resumed, those it began with.
-    """
-    if not config.fine_tunes and all(source.kind not in ("saved", "hub") for source in find_data(config.data).files):
-        sys.modules.setdefault("datasets", None)  # type: ignore[arg-type]

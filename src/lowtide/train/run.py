@@ -61,7 +61,7 @@ def run(
         reports: print what is trained and the result, not only the progress.
     """
     group_was_there = in_group()
-    config, checkpoint = resumed(config)
+    config, checkpoint = _resumed(config)
     with engine_of(config):
         runner = _Runner(config, checkpoint, console or Console(), save=save, label=label, reports=reports)
         result = runner.result(tokens, callbacks)
@@ -288,7 +288,7 @@ class _Runner:
         return f"Resume with: lowtide train --{_RESUME} true --output {self.output}"
 
 
-def resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
+def _resumed(config: TrainConfig) -> tuple[TrainConfig, Path | None]:
     """Return the settings and checkpoint of a run that is resumed: those it began with, and those given now.
 
     Raises:
